@@ -25,8 +25,14 @@ from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.gate.group_state import Cut
-from asyncrl.controller.journal.checkpoints import ResumePlan, plan_resume, resume, versions
+from asyncrl.controller.journal.checkpoints import (
+    NOTHING_SAVED,
+    ResumePlan,
+    SavedSamples,
+    plan_resume,
+    resume,
+    versions,
+)
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
@@ -251,22 +257,23 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
     return True
 
 
-def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> tuple[Cut, ...]:
+def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> SavedSamples:
     """Refuses changes of config and files, prints what a resume takes over, and writes config.toml and copies of files.
     At a first start it removes a model that an earlier start made of another config. Returns the samples to restore."""
     config, files = request.config, look_at(source_files(request.config))
-    restored: tuple[Cut, ...] = ()
+    restored = NOTHING_SAVED
     if plan is not None:
         changes = _changes(request, directory, files)
         if not (changes and request.accept_changes):  # What was sampled and scored before may not count after those.
             restored = plan.restorable(whole_groups=_scores_groups(config))
         for line in (*plan.said, *(f"changed: {change}" for change in changes)):
             request.display.say(line)
-        kept = sum(len(members) for _, members in restored)
+        kept, answered = sum(len(members) for _, members in restored.waiting), len(restored.answered)
+        go_on = f"{answered} episodes go on after their last turn, " if answered else ""
         request.display.say(
             f"resuming {directory.path} at step {plan.version} of {config.steps}{_repeated_steps(plan)}: "
             f"model, optimizer and journal are taken over; of the samples in flight {kept} wait for training as they "
-            f"are, {plan.ledger.samples_in_flight - kept} are sampled again"
+            f"are, {go_on}{plan.ledger.samples_in_flight - kept - answered} are sampled again"
         )
     elif directory.config.exists():
         then = read(directory.config)
@@ -320,17 +327,17 @@ def restore_run(
     directory: RunDirectory,
     store: FileStore,
     plan: ResumePlan | None,
-    restored: tuple[Cut, ...] = (),
+    restored: SavedSamples = NOTHING_SAVED,
 ) -> RunState:
     """Makes a new gate and journal, or restores those of the checkpoint in `plan`, with the samples `restored`."""
     gate_config = GateConfig.of(config)
     if plan is None:
         return RunState(directory, Journal(store), Gate(gate_config), None)
-    journal = resume(store, plan, restored)
+    journal = resume(store, plan, restored.waiting)
     gate = Gate(gate_config, plan.version, plan.ledger.next_group)
     for group in journal.ledger.groups.values():
         gate.restore(group)
-    return RunState(directory, journal, gate, plan)
+    return RunState(directory, journal, gate, plan, restored)
 
 
 def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:

@@ -323,7 +323,7 @@ class ValueReport:
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
     """The files of a checkpoint: path below its directory -> sha256 hex. chain: the trainer's hash chain at this
-    version, "" of a critic. ready: the READY samples whose rows are in the files."""
+    version, "" of a critic. ready: the samples whose rows are in the files."""
 
     version: int
     chain: str

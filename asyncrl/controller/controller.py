@@ -43,7 +43,7 @@ from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AlgorithmError, TaskError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages
-from asyncrl.protocols.batch import BatchRef, Cuts
+from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import Training
 
@@ -59,6 +59,7 @@ class Controller:
     gate, journal: new, or restored from a checkpoint. between: awaited with the version before the first draw and after
     each iteration: the place for a checkpoint. observe: takes every event. kill: takes a reader of weights that has to
     be killed. prompt_name: names the prompt of a group in errors. checkpoint: folder of the one that was resumed.
+    answered: names of rows there, of episodes that ran.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Controller:
         kill: Callable[[str], None] = lambda reader: None,
         prompt_name: Callable[[int], str] = "group {}".format,
         checkpoint: str = "",
+        answered: Sequence[SampleName] = (),
     ) -> None:
         self._gate = gate
         self._fleet = fleet
@@ -83,6 +85,7 @@ class Controller:
         self._observe = observe
         self._prompt_name = prompt_name
         self._checkpoint = checkpoint
+        self._answered = answered
         self._drawable = asyncio.Event()
         self._pickable = asyncio.Event()
         self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
@@ -122,7 +125,7 @@ class Controller:
         self._training_task = asyncio.current_task()
         self._rollouts.tasks = tasks
         self._publisher.announce(await self._fleet.training.published())
-        await restore_rows(self._fleet.generation, self._tracker, self._checkpoint)
+        await restore_rows(self._fleet.generation, self._tracker, self._checkpoint, self._answered)
         beside = [
             tasks.create_task(self._publisher.run(), name="publish weights"),
             tasks.create_task(self._releases.run(), name="release rows"),
@@ -139,9 +142,9 @@ class Controller:
             async with asyncio.timeout(LAST_RELEASES):
                 await self._releases.flush()
 
-    def ready_rows(self) -> BatchRef:
-        """Returns the samples that wait for training, whose rows a checkpoint saves."""
-        return self._tracker.ready_rows()
+    def rows_to_save(self) -> BatchRef:
+        """Returns the samples whose rows a checkpoint saves."""
+        return self._tracker.rows_to_save()
 
     async def _train(self) -> None:
         algorithm = self._algorithm

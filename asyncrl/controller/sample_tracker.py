@@ -1,8 +1,8 @@
 """Keeps gate, journal and observers in step: every change of a sample's state is made here, in all three or in none."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from sys import intern
 
 from asyncrl.controller.gate.admission import Admission
@@ -85,11 +85,21 @@ class SampleTracker:
             if not self._groups_by_owner[owner]:
                 del self._groups_by_owner[owner]
 
-    def ready_rows(self) -> BatchRef:
-        """Returns the samples that wait for training, of the oldest groups and at most MOST_SAVED."""
+    def rows_to_save(self) -> BatchRef:
+        """Returns the samples that wait for training, then episodes up to their newest answered turn: those of the
+        oldest groups first, and at most MOST_SAVED."""
         cuts = ((group, self.gate.members(group, Stage.READY)) for group in self.gate.groups())
         rows = (row for group, members in cuts for row in self.rows(group, members))
-        return BatchRef(tuple(islice(rows, MOST_SAVED)))
+        return BatchRef(tuple(islice(chain(rows, self._answered_rows()), MOST_SAVED)))
+
+    def _answered_rows(self) -> Iterator[RowRef]:
+        """Yields the rows of running episodes that the environment answered in their present attempt: a resume finds
+        them by the attempt that the journal says."""
+        for group in self.gate.groups():
+            for member in self.gate.members(group, Stage.RUNNING):
+                sample = self.gate.group(group).samples[member]
+                if sample.answered is not None and sample.answered.attempt == sample.attempt:
+                    yield sample.answered
 
     def without_rows(self) -> BatchRef:
         """Returns the samples that wait for training and whose rows a resume has yet to restore: what is known of them,
@@ -112,6 +122,16 @@ class SampleTracker:
         if known == (row.attempt, row.first, row.last, row.tokens, row.reward):
             sample.turn_rewards = row.turn_rewards
             self._keep(state, self._compact(row))
+
+    def turns_restored(self, row: RowRef) -> None:
+        """Takes the row of a running episode that a resume has restored: its attempt, which has yet to begin, goes on
+        there. A row that does not belong to it is freed."""
+        state = self.gate.group(row.group)
+        sample = state.samples[row.member]
+        if sample.stage is Stage.RUNNING and row.attempt < sample.attempt and row.last <= self.gate.version:
+            sample.answered = self._compact(row)
+        else:
+            self.release([row.name])
 
     def draw(self) -> int:
         drawn = ledger.Drawn(self.gate.draw(), self.gate.version, self.gate.config.members)

@@ -15,7 +15,7 @@ from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal.checkpoints import ResumePlan, commit
+from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, ResumePlan, SavedSamples, commit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops, PoisonedGroups, RewardFailures
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
@@ -56,12 +56,13 @@ class Questions:
 
 @dataclass(slots=True)
 class RunState:
-    """The state that a run starts from. plan: None at the first start."""
+    """The state that a run starts from. plan: None at the first start. restored: what a resume goes on with."""
 
     directory: RunDirectory
     journal: Journal
     gate: Gate
     plan: ResumePlan | None
+    restored: SavedSamples = NOTHING_SAVED
 
     @property
     def incarnation(self) -> int:
@@ -188,6 +189,7 @@ class TrainingRun:
             kill=self._kill_reader,
             prompt_name=lambda group: self.questions.where(group, self.config.seed),
             checkpoint=self.state.plan.directory if self.state.plan else "",
+            answered=self.state.restored.answered,
         )
 
     async def _train(self) -> None:
@@ -216,13 +218,14 @@ class TrainingRun:
             await self._commit(version)
 
     async def _commit(self, version: int) -> None:
-        ready = self._controller.ready_rows()  # By the records up to here, which `commit` resumes after.
+        samples = self._controller.rows_to_save()  # By the records up to here, which `commit` resumes after.
 
         async def write(directory: str) -> Checkpointed:
+            saved = await save_rows(self._fleet.training, samples, directory)  # Before running episodes go on.
             made = [await self._fleet.training.checkpoint(directory, self.state.incarnation, version)]
             for critic in filter(None, (self._fleet.critic, self._fleet.cost_critic)):
                 made.append(await critic.checkpoint(directory, self.state.incarnation, version))
-            made.append(saved := await save_rows(self._fleet.training, ready, directory))
+            made.append(saved)
             if saved.ready:
                 terms = self._recorder.terms_of((group, member) for group, member, _ in saved.ready)
                 made.append(replace(saved, files=await asyncio.to_thread(write_terms, directory, terms), ready=()))

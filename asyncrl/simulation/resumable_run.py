@@ -12,7 +12,7 @@ from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
+from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, commit, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
@@ -72,7 +72,8 @@ class RunShape:
 class ResumableRun:
     """Gate, journal and controller of a run from its beginning, or from the newest checkpoint in `store`.
 
-    restored: samples that go on as they were at that checkpoint. check_trainer, thorough: see Invariants.
+    restored: samples that go on as they were at that checkpoint. answered: episodes that go on after a turn.
+    check_trainer, thorough: see Invariants.
     """
 
     training: Training
@@ -89,7 +90,9 @@ class ResumableRun:
     ) -> None:
         self.plan = plan = plan_resume(store)
         self.incarnation = plan.incarnation if plan else 0
-        self.restored = plan.restorable(whole_groups=False) if plan else ()
+        saved = plan.restorable(whole_groups=False) if plan else NOTHING_SAVED
+        self.restored = saved.waiting
+        self.answered = saved.answered
         self.journal = resume(store, plan, self.restored) if plan else Journal(store)
         self.gate = gate_class(shape.gate, plan.version, plan.ledger.next_group) if plan else gate_class(shape.gate)
         for group in self.journal.ledger.groups.values():
@@ -130,6 +133,7 @@ class ResumableRun:
             observe=observe,
             kill=kill,
             checkpoint=self.plan.directory if self.plan else "",
+            answered=self.answered,
         )
 
     async def run_controller(self, watches: Mapping[str, Coroutine[Any, Any, None]]) -> None:
@@ -149,14 +153,15 @@ class ResumableRun:
 
     def rows_to_save(self) -> BatchRef:
         """Returns the samples whose rows a checkpoint saves."""
-        return self.controller.ready_rows()
+        return self.controller.rows_to_save()
 
     async def commit(self, version: int) -> None:
-        ready = self.rows_to_save()
+        samples = self.rows_to_save()
 
         async def write(directory: str) -> Checkpointed:
+            saved = await save_rows(self.training, samples, directory)
             made = await self.training.checkpoint(directory, self.incarnation, version)
-            return Checkpointed.merge([made, await save_rows(self.training, ready, directory)])
+            return Checkpointed.merge([made, saved])
 
         await commit(self.journal, write, keep=2)
         self.committed = version

@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from asyncrl.controller.journal.audit import audit
+from asyncrl.controller.journal.journal import Scan
+from asyncrl.controller.journal.ledger import Generated, Resumed
+from asyncrl.controller.journal.run_storage import FileStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import ended, running, until_step
@@ -18,6 +23,20 @@ from watching import pid_of
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 
 STEPS, WITHHELD_STEPS = 50, 15
+SLOW = """
+import asyncio
+from asyncrl import Observation
+
+class Slow:
+    async def reset(self, row, seed):
+        self.turns = 0
+        return Observation(row["prompt"])
+    async def step(self, message):
+        self.turns += 1
+        await asyncio.sleep(0.2 + 0.1 * (len(message) % 3))
+        return Observation(":", reward=message.count("a"), done=self.turns == 4)
+"""
+KILLED_AFTER = 4
 
 
 def command(run_dir: Path, steps: int, file: str = "calculator") -> list[str]:
@@ -45,6 +64,45 @@ def test_the_policy_learns_to_call_a_calculator_while_workers_die(tmp_path: Path
     assert fmean(step["reward/mean"] for step in steps[-5:]) > 0.8
     assert fmean(step["episodes/turns_mean"] for step in steps[-5:]) > 1.5
     assert all(step["staleness/max"] <= 2 for step in steps)
+    report = audit(run_dir)
+    assert report.ok, str(report)
+
+
+def slow_experiment(folder: Path, model: Path) -> Path:
+    """Writes an experiment with episodes of four slow turns, of which many run at any time."""
+    (folder / "slow.py").write_text(SLOW)
+    file = folder / "slow.toml"
+    file.write_text(
+        f'name = "slow"\n[model]\nname = "{model}"\n'
+        '[task]\nprompts = "asyncrl.tasks.builtin.reverse:training"\nprompts_per_step = 2\nsamples_per_prompt = 4\n'
+        "max_prompt_tokens = 16\n[generation]\nslots = 16\nmax_new_tokens = 4\n"
+        '[environment]\nuse = "slow.py:Slow"\nmax_turns = 4\nmax_tokens = 48\n'
+        "[training]\ncheckpoint_every = 1\n[staleness]\nlimit = 4\n"
+    )
+    return file
+
+
+def test_episodes_go_on_after_their_last_turn_when_a_killed_run_is_resumed(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    run_dir, file = tmp_path / "run", slow_experiment(tmp_path, quickstart_model)
+    with running(command(run_dir, KILLED_AFTER + 4, str(file))) as process:
+        until_step(process, KILLED_AFTER)
+        os.kill(process.pid, signal.SIGKILL)
+    with running(command(run_dir, KILLED_AFTER + 4, str(file))) as process:
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert re.search(r"[1-9]\d* episodes go on after their last turn", shown), shown
+    with closing(FileStore(run_dir, writable=False)) as store:
+        records = [framed.record for framed in Scan(store).surviving()]
+    (resumed,) = [number for number, record in enumerate(records) if isinstance(record, Resumed)]
+    made_before = [
+        first < records[resumed].version
+        for record in records[resumed:]
+        if isinstance(record, Generated)
+        for _, first, _, _ in record.samples
+    ]
+    assert any(made_before), "a sample that ends after the resume begins with tokens of before"
     report = audit(run_dir)
     assert report.ok, str(report)
 

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.controller.gate.group_state import Cut, Stage
 from asyncrl.controller.journal.journal import Journal, Scan, void_ranges
@@ -32,7 +32,8 @@ WriteFiles = Callable[[str], Awaitable[Checkpointed]]
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Identifies a checkpoint. offset, crc: of the journal then. chain: the trainer's, hex. files: path -> SHA-256.
-    ready: the READY samples whose rows are in one of the files."""
+    ready: the samples whose rows are in one of the files. They are READY, or RUNNING episodes: the journal says which.
+    """
 
     incarnation: int
     version: int
@@ -49,13 +50,25 @@ class Manifest:
 MANIFEST_FIELDS = dict(field_checks(Manifest))
 
 
+class SavedSamples(NamedTuple):
+    """The samples that a resume can go on with. waiting: they waited for training. answered: running episodes, of which
+    there is the row up to the newest turn that their environment had answered."""
+
+    waiting: tuple[Cut, ...] = ()
+    answered: tuple[SampleName, ...] = ()
+
+
+NOTHING_SAVED = SavedSamples()
+
+
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
     """The checkpoint from which a run is resumed. incarnation: the new one. ledger: at the checkpoint.
 
     directory: folder of its files. last_version: that of the last step, which may have come after the checkpoint. said:
     a line for the user about each newer checkpoint that cannot be used. scan: of the journal, until it is resumed.
-    ready: the samples that can be restored, because they were READY and their rows are in the checkpoint.
+    ready: the samples that can be restored, because they were READY and their rows are in the checkpoint. answered: the
+    running episodes whose rows are there.
     """
 
     incarnation: int
@@ -67,11 +80,14 @@ class ResumePlan:
     said: tuple[str, ...]
     scan: Scan = field(compare=False, repr=False)
     ready: tuple[Cut, ...] = ()
+    answered: tuple[SampleName, ...] = ()
 
-    def restorable(self, *, whole_groups: bool) -> tuple[Cut, ...]:
-        """Returns the samples to restore. whole_groups: only those of groups in which nothing else is in flight."""
+    def restorable(self, *, whole_groups: bool) -> SavedSamples:
+        """Returns the samples to restore. whole_groups: of those that waited for training only the ones of groups in
+        which nothing else is in flight."""
         in_flight = dict(self.ledger.in_flight())
-        return tuple(cut for cut in self.ready if not whole_groups or in_flight[cut[0]] == cut[1])
+        waiting = tuple(cut for cut in self.ready if not whole_groups or in_flight[cut[0]] == cut[1])
+        return SavedSamples(waiting, self.answered)
 
 
 async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
@@ -225,6 +241,7 @@ def _plan(store: Store, scan: Scan, manifest: Manifest, ledger: Ledger, said: tu
         said=said,
         scan=scan,
         ready=_waiting(ledger, manifest.ready),
+        answered=_running(ledger, manifest.ready),
     )
 
 
@@ -237,6 +254,17 @@ def _waiting(ledger: Ledger, cuts: Iterable[Cut]) -> tuple[Cut, ...]:
         if left := tuple(member for member in young if member in members and samples[member].stage is Stage.READY):
             found.append((group, left))
     return tuple(found)
+
+
+def _running(ledger: Ledger, cuts: Iterable[Cut]) -> tuple[SampleName, ...]:
+    """Returns those samples that run, by the names that their rows have."""
+    states = {group: ledger.groups[group].samples for group, _ in cuts if group in ledger.groups}
+    return tuple(
+        (group, member, states[group][member].attempt)
+        for group, members in cuts
+        for member in members
+        if group in states and member < len(states[group]) and states[group][member].stage is Stage.RUNNING
+    )
 
 
 def resume(store: Store, plan: ResumePlan, restored: tuple[Cut, ...] = ()) -> Journal:

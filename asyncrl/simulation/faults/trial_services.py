@@ -50,7 +50,8 @@ class GroundTruth:
     services: what each living worker runs. hung: instances that were made to hang. crashes: calls of each poisonous
     group, each of which kills its worker. reading: version of the weights that each living reader reads in place.
     steps: the samples that led to each version of the surviving history.
-    stuck_seconds: how late the next reader that is offered weights answers. violation: "" if nothing was wrong; an
+    stuck_seconds: how late the next reader that is offered weights answers. continued: episodes that went on after a
+    resume, from a row that a checkpoint had saved. violation: "" if nothing was wrong; an
     error raised in a worker would only restart it.
     """
 
@@ -64,6 +65,7 @@ class GroundTruth:
     tickets: set[int] = field(default_factory=set)
     violation: str = ""
     stuck_seconds: float = 0.0
+    continued: int = 0
 
     def resumed(self, version: int) -> None:
         """A run goes on from this version: later steps are void, and no worker lives yet."""
@@ -149,6 +151,8 @@ class TrialGeneration(TrialService, FakeGeneration):
         if prompts.id in self.truth.trial.poison:
             self.truth.crashes[prompts.id] += 1
             self.context.tasks.create_task(self._crash(), name="crash")
+        saved = [row for row in prompts.continues or () if "generation" in row.places[0].owner]  # Not environment.
+        self.truth.continued += len(saved)
         async with aclosing(cast(Any, super().generate(prompts))) as items:
             async for samples in items:
                 yield samples

@@ -108,6 +108,46 @@ def test_what_a_worker_may_have_made_unheard_is_released_too() -> None:
     assert released == [(group, 2, 1), (group, 3, 1)]
 
 
+def answered_row(member: int, *, attempt: int = 0, last: int = 0, owner: str = "environment0.0-0-1") -> RowRef:
+    """Returns the row of an episode of group 0 that goes on."""
+    place = Place(f"shm://{owner}.rows", member, 1, ("text",))
+    return RowRef(0, member, attempt, 0, 1, 4, 0, last, "", (place,), turns=2, given=1)
+
+
+def test_a_checkpoint_saves_what_waits_for_training_and_then_episodes_that_were_answered() -> None:
+    gate = Gate(CONFIG)
+    tracker = SampleTracker(
+        gate, Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None, lambda: None
+    )
+    group = tracker.draw()
+    tracker.answered([answered_row(0), answered_row(1), answered_row(2)])
+    tracker.generated([row(group, 0), row(group, 3)])
+    tracker.scored(row(group, 3), Score(1.0, {}))
+    assert [each.name for each in tracker.rows_to_save()] == [(0, 3, 0), (0, 1, 0), (0, 2, 0)]
+    tracker.restart(group, "a worker died")
+    assert [each.name for each in tracker.rows_to_save()] == [], "the journal knows the new attempt, and not the rows"
+    tracker.answered([answered_row(2, attempt=1)])
+    assert [each.name for each in tracker.rows_to_save()] == [(0, 2, 1)]
+
+
+def test_the_next_attempt_goes_on_from_restored_turns_of_its_own_sample_only() -> None:
+    released: list[SampleName] = []
+    gate = Gate(CONFIG)
+    tracker = SampleTracker(
+        gate, Journal(MemoryStore()), lambda event: None, released.extend, lambda: None, lambda: None
+    )
+    group = tracker.draw()
+    tracker.restart(group, "resumed")
+    tracker.generated([replace(row(group, 3), attempt=1)])
+    released.clear()
+    good = answered_row(0, owner="generation0.0-1-9")
+    refused = [answered_row(1, attempt=1), answered_row(2, last=1), answered_row(3)]
+    for each in (good, *refused):
+        tracker.turns_restored(each)
+    assert tracker.take_answered(group) == [good]
+    assert released == [each.name for each in refused], "of this attempt, of a later version, no longer running"
+
+
 def test_the_groups_of_a_dead_worker_are_found_among_its_own() -> None:
     """A lost node may take many workers at once, and each of them holds rows of few groups."""
     few, many = _instructions_to_find_groups(2), _instructions_to_find_groups(200)

@@ -174,12 +174,26 @@ def test_a_resume_restores_what_waited_for_training_unless_a_change_was_accepted
     task = {"prompts": str(directory.path / "p.jsonl")}
     settle_config(order(directory.path, task=task), directory, None)
     request = replace(order(directory.path, task=task, **sections), accept_changes=accept)
-    assert settle_config(request, directory, waiting_plan()) == restored
+    assert settle_config(request, directory, waiting_plan()).waiting == restored
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_episodes_go_on_after_a_resume_unless_changes_were_accepted(
+    directory: RunDirectory, accept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = {"prompts": str(directory.path / "p.jsonl")}
+    settle_config(order(directory.path, task=task), directory, None)
+    changes = {"training": {"learning_rate": 0.5}} if accept else {}
+    request = replace(order(directory.path, task=task, **changes), accept_changes=accept)
+    found = settle_config(request, directory, replace(waiting_plan(), answered=((1, 1, 0),)))
+    assert found.answered == (() if accept else ((1, 1, 0),))
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("1 episodes go on after their last turn, 0 are sampled again" in said) is not accept
 
 
 def test_where_a_function_scores_whole_groups_only_whole_groups_are_restored(directory: RunDirectory) -> None:
     reward = {"functions": [{"use": "length", "group": True}]}
     request = order(directory.path, reward=reward, task={"prompts": str(directory.path / "p.jsonl")})
     settle_config(request, directory, None)
-    assert settle_config(request, directory, waiting_plan()) == ((0, (0, 1)),)
+    assert settle_config(request, directory, waiting_plan()).waiting == ((0, (0, 1)),)

@@ -11,7 +11,7 @@ from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Stage
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.checkpoints import commit, plan_resume, read_manifest, resume, versions
 from asyncrl.controller.journal.journal import Journal, Scan
-from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, Generated, Scored, Trained
+from asyncrl.controller.journal.ledger import AttemptStarted, CheckpointMade, Drawn, Generated, Scored, Trained
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore, run_lock
 from asyncrl.errors import ConfigError, JournalError, RemoteError
 from asyncrl.protocols.messages import Checkpointed
@@ -176,6 +176,8 @@ async def test_a_manifest_lists_the_samples_whose_rows_were_saved_and_a_resume_r
         saga.journal.append(Generated(group, 0, ((0, 0, 0, 3), (1, 0, 0, 3))))
     for key in ((0, 0), (1, 0), (1, 1)):
         saga.journal.append(Scored(*key, 1.0))
+    saga.journal.append(Drawn(3, 0, 2))
+    saga.journal.append(AttemptStarted(3, 1, (1,), "a worker died"))
     saga.store.remove("0")
     ready = [(group.id, m) for group in ledger.groups.values() for m in group.members(Stage.READY)]
     others = [(group.id, m) for group in ledger.groups.values() for m in group.members(*OPEN)]
@@ -190,8 +192,9 @@ async def test_a_manifest_lists_the_samples_whose_rows_were_saved_and_a_resume_r
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
     assert [(group, m) for group, members in plan.ready for m in members] == sorted(ready)
-    assert plan.restorable(whole_groups=True) == ((1, (0, 1)),)
-    assert plan.restorable(whole_groups=False) == plan.ready
+    assert plan.restorable(whole_groups=True).waiting == ((1, (0, 1)),)
+    assert plan.restorable(whole_groups=False).waiting == plan.ready
+    assert plan.restorable(whole_groups=True).answered == ((3, 0, 0), (3, 1, 1)), "episodes, by attempt"
     journal = resume(saga.store, plan, plan.ready)
     assert {(g.id, m) for g in journal.ledger.groups.values() for m in g.members(Stage.READY)} == set(ready)
     assert Audit(saga.store).ok
