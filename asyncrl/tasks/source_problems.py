@@ -7,12 +7,13 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import IN_MEMORY, Config
 from asyncrl.config.user_code import source_problem
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.prompt_sources import READERS, held_out_prompts, pretraining_rows, training_prompts
 
 READ_AHEAD = 16 * 2**20
 """Bytes of the largest file whose rows are read before the run starts, in about half a second. The run reads its rows
 once more when it starts, and says then what is wrong with a larger file."""
-PACKAGES = ("hub", "reasoning_gym")
+PACKAGES = ("hub", "reasoning_gym", HUMAN_EVAL)
 """Kinds of sources that a package makes; its absence is another problem, and all else is found as the run reads it."""
 
 

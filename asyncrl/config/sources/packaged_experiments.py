@@ -13,7 +13,7 @@ def experiments() -> dict[str, str]:
     found = [entry for entry in files("asyncrl.experiments").iterdir() if entry.name.endswith(SUFFIX)]
     return {
         entry.name.removesuffix(SUFFIX): _description(entry.read_text(encoding="utf-8"))
-        for entry in sorted(found, key=lambda entry: entry.name)
+        for entry in sorted(found, key=lambda entry: entry.name.removesuffix(SUFFIX))
     }
 
 
