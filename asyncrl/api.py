@@ -26,6 +26,7 @@ T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
 Function = Callable[..., Any]
 RewardArgument: TypeAlias = str | Function | Sequence[str | Function | Mapping[str, Any]] | Mapping[str, Any]
+EnvironmentArgument: TypeAlias = str | type | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def train(
     *,
     model: str | Mapping[str, Any],
     prompts: str | Rows,
-    reward: RewardArgument,
+    reward: RewardArgument | None = None,
+    environment: EnvironmentArgument | None = None,
     algorithm: "str | Algorithm | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
@@ -83,7 +85,10 @@ def train(
         model: a form of `model.name`, or keys of the section: `{"name": "folder", "dtype": "bfloat16"}`.
         prompts: a form of `task.prompts`, a list of dicts with a `prompt` each, or a `datasets.Dataset`.
         reward: a function of a Sample, the name of one, or several; a function without an importable name is called in
-            this process. Or keys of the section, and of functions: `{"functions": [{"use": f, "weight": 0.5}]}`.
+            this process. Or keys of the section, and of functions: `{"functions": [{"use": f, "weight": 0.5}]}`. With
+            an environment it may be left out.
+        environment: a class with `reset` and `step` that another process can import, the name of one, or keys of the
+            section: `{"use": Game, "options": {"size": 3}}`, `{"use": "tools", "options": {"functions": [add]}}`.
         algorithm: a preset, an algorithm of your own, or keys of the section: `{"preset": "rloo", "custom": mine}`.
         staleness: the limit, or keys of the section: `{"limit": 4, "policy": "drop"}`.
         run_dir: the directory of an existing run, which is resumed; by default a fresh directory below runs/.
@@ -97,6 +102,7 @@ def train(
             model=model,
             prompts=prompts,
             reward=reward,
+            environment=environment,
             algorithm=algorithm,
             steps=steps,
             staleness=staleness,
@@ -111,7 +117,8 @@ async def train_async(
     *,
     model: str | Mapping[str, Any],
     prompts: str | Rows,
-    reward: RewardArgument,
+    reward: RewardArgument | None = None,
+    environment: EnvironmentArgument | None = None,
     algorithm: "str | Algorithm | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
@@ -125,10 +132,11 @@ async def train_async(
 
     if prompts is None:
         raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
-    scored, here = _reward(reward)
+    scored, here = ({}, []) if reward is None else _reward(reward)
+    played = {} if environment is None else _environment(environment)
     chosen, custom = _algorithm(algorithm)
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
-    values = {**sections, **own, "algorithm": chosen, "reward": scored, "steps": steps}
+    values = {**sections, **own, "algorithm": chosen, "reward": scored, "environment": played, "steps": steps}
     values["task.prompts"] = prompts if isinstance(prompts, str) else IN_MEMORY
     config = load(None, (), values=values).config
     _refuse_person_beside(here, config)
@@ -154,6 +162,32 @@ def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None
             f"feedback.ask works beside functions that another process can import, and {name_of(functions[0])} has no "
             "importable name: put it into a module"
         )
+
+
+def _environment(given: Any) -> dict[str, Any]:
+    """Returns keys of the section, with names in place of classes and of tools."""
+    keys = dict(given) if isinstance(given, Mapping) else {"use": given}
+    keys["use"] = _importable(keys.get("use"), "environment")
+    options = dict(keys.get("options", {}))
+    if isinstance(tools := options.get("functions"), list | tuple):
+        options["functions"] = [_importable(tool, "environment.options.functions") for tool in tools]
+    return {**keys, "options": options} if options else keys
+
+
+def _importable(given: Any, what: str) -> str:
+    """Returns the name of what another process has to import."""
+    from asyncrl.config.user_code import importable_name
+
+    if isinstance(given, str):
+        return given
+    if not callable(given):
+        raise ConfigError(f"{what}: write a class, its name, or a dict of keys of the section, not {given!r:.100}")
+    if (name := importable_name(given)) is None:
+        raise ConfigError(
+            f"{what}: {name_of(given)} has no importable name, and environments run in processes of their own: put it "
+            "into a module, and import it from there"
+        )
+    return name
 
 
 def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:

@@ -16,6 +16,8 @@ DATA_SUFFIXES = (".jsonl", ".csv", ".parquet")
 ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts")
 FUNCTIONS = ("reward.functions", "cost.functions")
 CODE = ("algorithm.custom", "environment.use")
+OPTIONS = "environment.options"
+"""The key with the tools of an environment, FILE.py:NAME each, in its list `functions`."""
 FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
 """Keys whose value may be a folder, or the name of a model elsewhere."""
 PACKAGE = Path(__file__).parents[1]
@@ -29,6 +31,8 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
         return [_absolute(each, folder) if isinstance(each, str) else each for each in value]
     if key in FUNCTIONS and isinstance(value, list | tuple):
         return [_anchored_function(each, folder) for each in value]
+    if key == OPTIONS and isinstance(value, Mapping) and isinstance(tools := value.get("functions"), list):
+        return {**value, "functions": [_anchored_function(each, folder) for each in tools]}
     if not isinstance(value, str):
         return value
     if key in FOLDERS:
@@ -58,6 +62,8 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
     """Yields key and path of each file with prompts, a reward or an algorithm; none of asyncrl itself."""
     named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, *CODE)]
     named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
+    tools = config.environment.options.get("functions")
+    named += [(OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else []
     for key, value in named:
         path = _file_of(value.removeprefix("trl:").removeprefix("verl:"))
         if path is not None and not path.is_relative_to(PACKAGE.resolve()):

@@ -1,9 +1,11 @@
 """Episodes on a whole fleet: the policy learns to use what an environment tells it, also when workers are killed."""
 
+import ast
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +17,7 @@ from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Generated, Resumed
 from asyncrl.controller.journal.run_storage import FileStore
+from tests.unit.documents import files_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import ended, running, until_step
@@ -117,3 +120,11 @@ def test_without_the_results_of_the_calculator_nothing_is_learnt(tmp_path: Path)
         code, said = ended(process)
     assert code == 0, said
     assert max(step["reward/mean"] for step in metrics(run_dir)) < 0.2
+
+
+def test_the_example_of_python_runs_as_written(tmp_path: Path) -> None:
+    files_of("environments.md", tmp_path)
+    done = subprocess.run([sys.executable, "play.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    turns = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert [turn["content"] for turn in turns if turn["role"] == "user"] == ["no"] * 4 or "yes" in str(turns)

@@ -15,7 +15,7 @@ import pytest
 
 import asyncrl.api
 from asyncrl.algorithms import grpo
-from asyncrl.api import _algorithm, _algorithm_here, _by_name, _reward, _reward_here, _section
+from asyncrl.api import _algorithm, _algorithm_here, _by_name, _environment, _reward, _reward_here, _section
 from asyncrl.config.schema import RewardConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.controller.controller import Controller
@@ -133,6 +133,25 @@ def test_rewards_are_functions_or_a_section_whose_functions_have_keys() -> None:
     for wrong in ([], {"functions": [{"weight": 2}]}, None, 3):
         with pytest.raises(ConfigError, match=r'^reward: write a function of a Sample.*"on_error": "zero"\}, not'):
             _reward(wrong)  # type: ignore[arg-type]
+
+
+def test_an_environment_is_a_class_that_other_processes_can_import() -> None:
+    assert _environment("guess") == {"use": "guess"}
+    assert _environment(Path) == {"use": "pathlib:Path"}
+    tools = {"use": "tools", "options": {"functions": [len, "shop.py:price"], "form": "llama3"}}
+    named = {"functions": ["builtins:len", "shop.py:price"], "form": "llama3"}
+    assert _environment(tools) == {"use": "tools", "options": named}
+
+    class Local:
+        pass
+
+    with pytest.raises(ConfigError, match=r"environment: Local has no importable name, .* put it into a module"):
+        _environment({"use": Local, "max_turns": 3})
+    with pytest.raises(ConfigError, match=r"environment\.options\.functions: lambda has no importable name"):
+        _environment({"use": "tools", "options": {"functions": [lambda: 1]}})
+    for wrong in (3, {"options": {}}):
+        with pytest.raises(ConfigError, match="environment: write a class, its name, or a dict"):
+            _environment(wrong)
 
 
 def test_a_setting_or_a_dict_of_keys_is_a_section() -> None:

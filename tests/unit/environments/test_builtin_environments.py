@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from asyncrl.environments.loading import EnvironmentSpec, environment_problems, 
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.builtin import calculator, guess
-
-DOCUMENT = Path(__file__).parents[3] / "docs/environments.md"
 
 
 def play(environment: Any, row: dict[str, Any], seed: int, *said: str) -> list[Observation]:
@@ -103,17 +100,6 @@ def test_demonstrations_are_of_turns_that_the_environments_know(task: Any) -> No
     for prompt, answer in (task.DEMONSTRATIONS.draw(source) for _ in range(200)):
         assert answer
         assert len(prompt.split("<eos>")) <= 3
-
-
-def test_the_example_of_the_document_runs(tmp_path: Path) -> None:
-    (source,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    (tmp_path / "secret.py").write_text(source)
-    environment = load(EnvironmentSpec(f"{tmp_path / 'secret.py'}:Secret", {"highest": 5}))()
-    said = [str(number) for number in range(6)]
-    opening, *answers = play(environment, {"prompt": "Which number?"}, 7, *said)
-    assert opening.text == "Which number?"
-    assert [answer.text for answer in answers].count("yes") == 1
-    assert sum(answer.reward for answer in answers) == 1.0
 
 
 @pytest.mark.parametrize(
