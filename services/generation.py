@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, K
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.trajectory import ROW, Trajectory
 from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
+from asyncrl.environments.loading import answer_role
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again
@@ -86,7 +88,8 @@ class GenerationService(Service, Generation):
         renderer, max_turns = (self._engine.turns, config.environment.max_turns) if episodes else (None, 1)
         self._turns = TurnRequests(tokenizer, renderer, budget, max_turns)
         if prompts := context.spec.options.get("longest_prompts"):
-            prompt_ids = self._engine.turns.prompt_ids if episodes else tokenizer.prompt_ids
+            answered = partial(self._engine.turns.prompt_ids, role=answer_role(config.environment))
+            prompt_ids = answered if episodes else tokenizer.prompt_ids
             await context.compute.run(refuse_what_has_no_room, Path(prompts), prompt_ids, budget)
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(generation.slots, config.evaluate.samples)

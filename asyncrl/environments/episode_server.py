@@ -16,6 +16,7 @@ from asyncrl.children.pipe_messages import open_pipes, receive, send
 from asyncrl.children.user_errors import greeting
 from asyncrl.environments.episode import Answer, Episode
 from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, load, takes_sampled
+from asyncrl.protocols.named_columns import Columns
 
 NOBODY = 0
 """The mark of a child that runs no code of the user's at this moment."""
@@ -96,7 +97,7 @@ class EpisodeServer:
         async with episode.taken:
             episode.mark_with(partial(write_mark, self._mark, call), partial(write_mark, self._mark, NOBODY))
             if not episode.last:
-                row = msgpack.unpackb(message["row"], raw=False, strict_map_key=False)
+                row = Columns(msgpack.unpackb(message["row"], raw=False, strict_map_key=False))
                 if not self._answered(call, 0, await episode.reset(row, message["seed"], deadline), last=not said):
                     return
             elif episode.turns == len(said):

@@ -13,21 +13,23 @@ from asyncrl.config.user_code import is_of_asyncrl, resolve, source_problem, sug
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from asyncrl.config.environment_config import EnvironmentConfig
     from asyncrl.config.schema import Config  # not at run time: children do without pydantic
 
 KEY = "environment.use"
+TOOLS, MCP = "tools", "mcp"
 BUILTIN = {
     "calculator": "asyncrl.environments.calculator:Calculator",
     "guess": "asyncrl.environments.guess:Guess",
     "repair": "asyncrl.environments.program_repair:ProgramRepair",
-    "tools": "asyncrl.environments.tools.tool_environment:ToolEnvironment",
+    TOOLS: "asyncrl.environments.tools.tool_environment:ToolEnvironment",
 }
 OF_PROGRAMS = ("repair",)
 """Environments that run programs of the policy, in sandboxes."""
 ADAPTERS = {
     "agent": "asyncrl.environments.agents.agent:Agent",
     "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
-    "mcp": "asyncrl.environments.adapters.mcp_tools:McpTools",
+    MCP: "asyncrl.environments.adapters.mcp_tools:McpTools",
     "openenv": "asyncrl.environments.adapters.openenv_client:OpenEnvClient",
     "textarena": "asyncrl.environments.adapters.textarena_game:TextArenaGame",
 }
@@ -144,6 +146,12 @@ def _check_method(environment: Any, name: str, arguments: tuple[str, ...], use: 
 
 def _call(name: str, arguments: Any) -> str:
     return f"{name}({', '.join(arguments)})"
+
+
+def answer_role(section: "EnvironmentConfig") -> str:
+    """Returns the role in which an environment answers, where its name says it; "" where only its messages will."""
+    of_tools = section.use == TOOLS or section.use.startswith(f"{MCP}:")
+    return str(section.options.get("role", "tool")) if of_tools else ""
 
 
 def environment_problems(config: "Config") -> list[Problem]:

@@ -11,11 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.protocols.named_columns import missing_column
 from asyncrl.rewards.judge_calls.call_limits import CallLimits
 from asyncrl.rewards.judge_calls.chat_endpoint import ChatEndpoint, Timing
 from asyncrl.rewards.judge_calls.score_cache import ScoreCache
 from asyncrl.rewards.judge_calls.score_reader import ScoreReader
-from asyncrl.rewards.sample import Sample, missing_column
+from asyncrl.rewards.sample import Sample
 
 PLACE = re.compile(r"\{(\w+)\}")
 FLEET = "ASYNCRL_"

@@ -1,10 +1,11 @@
 """Defines the sample that a reward function gets, and the values that it may return."""
 
-import difflib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from asyncrl.protocols.named_columns import Columns
 
 Value = float | dict[str, float] | None
 """A reward, named terms whose sum it is, or None for a sample that cannot be scored."""
@@ -35,29 +36,9 @@ class Sample:
     turn_rewards: list[float] = field(default_factory=list)
 
 
-class Columns(dict[str, Any]):
-    """A row as a user's function gets it; the error for a missing column names the existing ones."""
-
-    def __missing__(self, name: object) -> Any:
-        raise MissingColumn(missing_column(str(name), self))
-
-
-class MissingColumn(KeyError):
-    """A KeyError with a readable message."""
-
-    __str__ = Exception.__str__
-
-
 def with_columns(sample: Sample) -> Sample:
     """Returns a copy of the sample whose row is `Columns`, of which a function may change any part."""
     return replace(sample, row=Columns(deepcopy(dict(sample.row))))
-
-
-def missing_column(name: str, row: Mapping[str, Any]) -> str:
-    """Returns the message for a missing column."""
-    near = difflib.get_close_matches(name, row, 1, 0.5)
-    closest = f"; did you mean {near[0]}?" if near else ""
-    return f"the row has no column {name}; found are {', '.join(row) or 'none'}{closest}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.protocols.named_columns import missing_column
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
-from asyncrl.rewards.sample import OfSample, Sample, missing_column
+from asyncrl.rewards.sample import OfSample, Sample
 
 
 def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:

@@ -40,11 +40,11 @@ class TurnRenderer:
         self._ends = frozenset(ends.tolist())
         self._problem = cache(self._find_problem)
 
-    def prompt_ids(self, prompt: str | list[Message], tools: Tools = ()) -> Ids:
+    def prompt_ids(self, prompt: str | list[Message], tools: Tools = (), role: str = "") -> Ids:
         """Returns the ids of an opening. Raises TaskError when it cannot be rendered, or when it is a chat that no
-        environment can answer with this template."""
+        environment can answer with this template. role: in which the environment will answer; "": that is not known."""
         if not isinstance(prompt, str):
-            roles = ["tool"] if tools else ["user", "tool"]
+            roles = [role] if role else ["tool"] if tools else ["user", "tool"]
             problems = [self._problem(role) for role in roles]
             if all(problems):
                 raise TaskError("; ".join(dict.fromkeys(filter(None, problems))))
@@ -93,10 +93,11 @@ class TurnRenderer:
             problem = str(error)
         if problem is None:
             return None
+        advice = 'write environment.options.role = "user", ' if role == "tool" else ""
         return (
-            f"an environment cannot answer in the role {role!r}: {problem}; give the model folder a chat template that "
-            "writes messages of this role and leaves earlier ones as they are, or let the environment begin with a "
-            "prompt that is text, to which its answers are added as they are"
+            f"an environment cannot answer in the role {role!r}: {problem}; {advice}give the model folder a chat "
+            "template that writes messages of this role and leaves earlier ones as they are, or let the environment "
+            "begin with a prompt that is text, to which its answers are added as they are"
         )
 
     def _problems(self, role: str) -> Iterator[str]:

@@ -13,10 +13,11 @@ import msgpack
 
 from asyncrl.children.pipe_messages import open_pipes, receive, send
 from asyncrl.children.user_errors import greeting
+from asyncrl.protocols.named_columns import Columns
 from asyncrl.protocols.prompt_row import PromptRow
 from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import FunctionSpec, load, overlapping
-from asyncrl.rewards.sample import Columns, Function, Sample
+from asyncrl.rewards.sample import Function, Sample
 
 
 def plain_samples(samples: Sequence[Sample]) -> dict[str, Any]:
