@@ -26,7 +26,7 @@ T = TypeVar("T")
 Rows = Sequence[Mapping[str, Any]]
 Function = Callable[..., Any]
 RewardArgument: TypeAlias = str | Function | Sequence[str | Function | Mapping[str, Any]] | Mapping[str, Any]
-EnvironmentArgument: TypeAlias = str | type | Mapping[str, Any]
+SectionArgument: TypeAlias = Mapping[str, Any] | str | type
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +71,33 @@ def train(
     model: str | Mapping[str, Any],
     prompts: str | Rows,
     reward: RewardArgument | None = None,
-    environment: EnvironmentArgument | None = None,
     algorithm: "str | Algorithm | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
     run_dir: str | Path | None = None,
     accept_changes: bool = False,
-    **sections: Mapping[str, Any],
+    **sections: SectionArgument,
 ) -> Run:
     """Trains `model` on `prompts` with `reward`; returns when all steps are done.
 
     Args:
         model: a form of `model.name`, or keys of the section: `{"name": "folder", "dtype": "bfloat16"}`.
         prompts: a form of `task.prompts`, a list of dicts with a `prompt` each, or a `datasets.Dataset`.
-        reward: a function of a Sample, the name of one, or several; a function without an importable name is called in
-            this process. Or keys of the section, and of functions: `{"functions": [{"use": f, "weight": 0.5}]}`. With
-            an environment it may be left out.
-        environment: a class with `reset` and `step` that another process can import, the name of one, or keys of the
-            section: `{"use": Game, "options": {"size": 3}}`, `{"use": "tools", "options": {"functions": [add]}}`.
+        reward: a function of a Sample, the name of one, or several, or keys of the section: `{"functions": [{"use": f,
+            "weight": 0.5}]}`. A function without an importable name is called in this process.
         algorithm: a preset, an algorithm of your own, or keys of the section: `{"preset": "rloo", "custom": mine}`.
         staleness: the limit, or keys of the section: `{"limit": 4, "policy": "drop"}`.
         run_dir: the directory of an existing run, which is resumed; by default a fresh directory below runs/.
-        sections: further keys by section, as in the file: `training={"learning_rate": 3e-6}`.
+        sections: further keys by section, as in the file: `training={"learning_rate": 3e-6}`. `environment` may be a
+            class that other processes can import, or `{"use": Game, "options": {"size": 3}}`, and needs no reward.
 
-    Raises ConfigError or TaskError for mistakes in the arguments, all at once. Works inside a running event loop too;
-    there `await train_async(...)` does not block the loop.
+    Raises ConfigError or TaskError with all mistakes. In a running event loop `await train_async(...)` blocks nothing.
     """
     return _run_to_end(
         train_async(
             model=model,
             prompts=prompts,
             reward=reward,
-            environment=environment,
             algorithm=algorithm,
             steps=steps,
             staleness=staleness,
@@ -118,13 +113,12 @@ async def train_async(
     model: str | Mapping[str, Any],
     prompts: str | Rows,
     reward: RewardArgument | None = None,
-    environment: EnvironmentArgument | None = None,
     algorithm: "str | Algorithm | Mapping[str, Any] | object" = "grpo",
     steps: int = 100,
     staleness: int | Mapping[str, Any] = 2,
     run_dir: str | Path | None = None,
     accept_changes: bool = False,
-    **sections: Mapping[str, Any],
+    **sections: SectionArgument,
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
     from asyncrl.deploy.run_setup import RunRequest, run
@@ -133,10 +127,9 @@ async def train_async(
     if prompts is None:
         raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
     scored, here = ({}, []) if reward is None else _reward(reward)
-    played = {} if environment is None else _environment(environment)
     chosen, custom = _algorithm(algorithm)
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
-    values = {**sections, **own, "algorithm": chosen, "reward": scored, "environment": played, "steps": steps}
+    values = {**_with_names(sections), **own, "algorithm": chosen, "reward": scored, "steps": steps}
     values["task.prompts"] = prompts if isinstance(prompts, str) else IN_MEMORY
     config = load(None, (), values=values).config
     _refuse_person_beside(here, config)
@@ -162,6 +155,13 @@ def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None
             f"feedback.ask works beside functions that another process can import, and {name_of(functions[0])} has no "
             "importable name: put it into a module"
         )
+
+
+def _with_names(sections: Mapping[str, SectionArgument]) -> dict[str, Any]:
+    """Returns the sections with that of the environment in plain values."""
+    if (given := sections.get("environment")) is None:
+        return dict(sections)
+    return {**sections, "environment": _environment(given)}
 
 
 def _environment(given: Any) -> dict[str, Any]:
