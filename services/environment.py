@@ -70,7 +70,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         self._section = config.environment
         self._groups: dict[int, dict[SampleName, EpisodeState]] = {}
         self._openings: dict[tuple[int, int], str | Transcript] = {}
-        spec = EnvironmentSpec(self._section.use, self._section.options, self._section.max_bytes)
+        spec = EnvironmentSpec.of(config)
         self._pool = EpisodePool(
             spec,
             context.tasks,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from asyncrl.children.sandbox import SandboxError
-from asyncrl.children.sandbox.bubblewrap import try_sandbox
+from asyncrl.children.code.code_runner import sandbox_problem
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import is_of_asyncrl, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
@@ -26,6 +25,8 @@ BUILTIN = {
 }
 OF_PROGRAMS = ("repair",)
 """Environments that run programs of the policy, in sandboxes."""
+SANDBOX = "sandbox"
+"""Name of their argument that is no option of users."""
 ADAPTERS = {
     "agent": "asyncrl.environments.agents.agent:Agent",
     "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
@@ -59,6 +60,17 @@ class EnvironmentSpec:
     use: str
     options: Mapping[str, Any] = field(default_factory=dict)
     max_bytes: int = 16384
+
+    @classmethod
+    def of(cls, config: "Config") -> "EnvironmentSpec":
+        """Returns the spec of the section; programs are contained as `children.sandbox` says. Raises ConfigError where
+        the options say something else."""
+        section, options = config.environment, dict(config.environment.options)
+        if section.use in OF_PROGRAMS:
+            if SANDBOX in options:
+                raise ConfigError(f"environment.options: {section.use} has no option {SANDBOX}; write it in [children]")
+            options[SANDBOX] = config.children.sandbox
+        return cls(section.use, options, section.max_bytes)
 
     @property
     def named(self) -> list[str]:
@@ -156,14 +168,14 @@ def answer_role(section: "EnvironmentConfig") -> str:
 
 def environment_problems(config: "Config") -> list[Problem]:
     """Returns problems of the environment that are known before any of the user's code runs."""
-    spec = EnvironmentSpec(config.environment.use, config.environment.options)
+    try:
+        spec = EnvironmentSpec.of(config)
+    except ConfigError as error:
+        return [Problem.of_error(error, KEY)]
     if not spec.use:
         return []
-    if spec.use in OF_PROGRAMS:
-        try:
-            try_sandbox()
-        except SandboxError as error:
-            return [Problem(KEY, "", f"{spec.use} runs programs: {error}")]
+    if spec.use in OF_PROGRAMS and (problem := sandbox_problem(KEY, spec.use, config.children.sandbox)) is not None:
+        return [problem]
     if ":" in spec.use and _adapted(spec) is spec:
         problem = source_problem(spec.use, KEY)
         return [] if problem is None else [problem]

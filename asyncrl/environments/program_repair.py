@@ -5,6 +5,7 @@ from typing import Any
 from asyncrl.children.code.answers import cases_in, code_in
 from asyncrl.children.code.code_runner import shared_runner
 from asyncrl.children.sandbox import CaseResult, Program, TestCase
+from asyncrl.children.sandbox.pool import Kind
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
 
@@ -21,11 +22,16 @@ class ProgramRepair:
     The rewards of an episode sum up to the share of tests that its last program passes; one that does not compile
     passes none. column, seconds: of the tests, as for the reward `passes_tests`; `environment.deadline` has to cover
     the wait for the programs of other episodes too. brief: says nothing but the test, for tiny models. withhold: does
-    not even say that.
+    not even say that. sandbox: what `children.sandbox` says.
     """
 
     def __init__(
-        self, column: str = "tests", seconds: float = 3.0, brief: bool = False, withhold: bool = False
+        self,
+        column: str = "tests",
+        seconds: float = 3.0,
+        brief: bool = False,
+        withhold: bool = False,
+        sandbox: Kind = "bubblewrap",
     ) -> None:
         if seconds <= 0:
             raise ConfigError(f"environment.options: seconds must be more than 0, not {seconds:g}")
@@ -33,6 +39,7 @@ class ProgramRepair:
         self._seconds = seconds
         self._brief = brief
         self._withhold = withhold
+        self._sandbox: Kind = sandbox
         self._row: dict[str, Any] = {}
         self._tests: tuple[TestCase, ...] = ()
         self._share = 0.0
@@ -45,8 +52,9 @@ class ProgramRepair:
 
     async def step(self, message: str) -> Observation:
         source = code_in(message, self._row)
-        check = await shared_runner().check(source)
-        results = await shared_runner().run(Program(source, self._tests), self._seconds) if check.compiles else ()
+        runner = shared_runner(self._sandbox)
+        check = await runner.check(source)
+        results = await runner.run(Program(source, self._tests), self._seconds) if check.compiles else ()
         share = sum(result.passed for result in results) / len(self._tests)
         gained = share - self._share
         self._share = share

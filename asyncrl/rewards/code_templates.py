@@ -1,5 +1,5 @@
 """Templates of rewards for programs. All of them run in sandboxes; the code in an answer is its first fenced block, or
-without one the whole answer, behind what the row has in the column `before`."""
+without one the whole answer, behind what the row has in the column `before`. sandbox: what `children.sandbox` says."""
 
 import os
 from collections.abc import Callable
@@ -7,20 +7,24 @@ from collections.abc import Callable
 from asyncrl.children.code.answers import cases_in, code_in
 from asyncrl.children.code.code_runner import SourceCheck, shared_runner
 from asyncrl.children.sandbox import Program, SandboxError, TestCase
+from asyncrl.children.sandbox.pool import Kind
 from asyncrl.errors import ConfigError, RewardError, TaskError
 from asyncrl.rewards.sample import OfSample, Sample
 
+SANDBOX = "sandbox"
+"""Name of the option that is no option of users, for programs are contained as other code of a run is."""
 
-def compiles() -> OfSample:
+
+def compiles(sandbox: Kind = "bubblewrap") -> OfSample:
     """Gives 1 if Python compiles the code of the completion, else 0. The code is not run."""
 
     async def reward(sample: Sample) -> float:
-        return float((await _checked(sample)).compiles)
+        return float((await _checked(sample, sandbox)).compiles)
 
     return reward
 
 
-def passes_tests(column: str = "tests", seconds: float = 3.0) -> OfSample:
+def passes_tests(column: str = "tests", seconds: float = 3.0, sandbox: Kind = "bubblewrap") -> OfSample:
     """Gives the share of the row's tests that the code of the completion passes, 0 to 1; 0 if it does not compile.
 
     column: a list of texts with asserts that call functions of the program, or of tables with `stdin` and `stdout`, the
@@ -32,7 +36,7 @@ def passes_tests(column: str = "tests", seconds: float = 3.0) -> OfSample:
 
     async def reward(sample: Sample) -> float:
         try:
-            return await _share_passed(sample, cases_in(sample.row, column), seconds)
+            return await _share_passed(sample, cases_in(sample.row, column), seconds, sandbox)
         except (SandboxError, TaskError) as error:
             raise RewardError(str(error)) from None
 
@@ -41,7 +45,7 @@ def passes_tests(column: str = "tests", seconds: float = 3.0) -> OfSample:
     return reward
 
 
-def lint(penalty: float = 0.25) -> OfSample:
+def lint(penalty: float = 0.25, sandbox: Kind = "bubblewrap") -> OfSample:
     """Gives 1 for code without a finding of the linter, and `penalty` less for each finding, down to 0; 0 if it does
     not compile.
 
@@ -53,21 +57,21 @@ def lint(penalty: float = 0.25) -> OfSample:
         raise ConfigError(f"penalty must be more than 0, not {penalty:g}")
 
     async def reward(sample: Sample) -> float:
-        check = await _checked(sample)
+        check = await _checked(sample, sandbox)
         return max(0.0, 1.0 - penalty * len(check.findings)) if check.compiles else 0.0
 
     return reward
 
 
-async def _checked(sample: Sample) -> SourceCheck:
+async def _checked(sample: Sample, sandbox: Kind) -> SourceCheck:
     try:
-        return await shared_runner().check(code_in(sample.text, sample.row))
+        return await shared_runner(sandbox).check(code_in(sample.text, sample.row))
     except SandboxError as error:
         raise RewardError(str(error)) from None
 
 
-async def _share_passed(sample: Sample, tests: tuple[TestCase, ...], seconds: float) -> float:
-    runner, source = shared_runner(), code_in(sample.text, sample.row)
+async def _share_passed(sample: Sample, tests: tuple[TestCase, ...], seconds: float, sandbox: Kind) -> float:
+    runner, source = shared_runner(sandbox), code_in(sample.text, sample.row)
     if not (await runner.check(source)).compiles:
         return 0.0
     return sum(result.passed for result in await runner.run(Program(source, tests), seconds)) / len(tests)

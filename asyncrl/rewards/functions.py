@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.children.code.code_runner import MOST_SECONDS
-from asyncrl.children.sandbox import SandboxError
-from asyncrl.children.sandbox.bubblewrap import try_sandbox
+from asyncrl.children.code.code_runner import MOST_SECONDS, sandbox_problem
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import ONE_ARGUMENT, is_of_asyncrl, name_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.code_templates import CODE_TEMPLATES
+from asyncrl.rewards.code_templates import CODE_TEMPLATES, SANDBOX
 from asyncrl.rewards.sample import Function
 from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, TEMPLATES
 from asyncrl.rewards.trl_verl_adapters import from_trl, from_verl
@@ -58,15 +56,20 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
     if not section.functions and not section.model and not (service == "reward" and config.feedback.asks):
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
-        FunctionSpec(each.use, each.term, each.weight, each.group, _options(each, section.deadline), key)
+        FunctionSpec(each.use, each.term, each.weight, each.group, _options(each, section.deadline, config), key)
         for each in section.functions
     ]
     return specs + (overlong_specs(config) if service == "reward" else [])
 
 
-def _options(function: "RewardFunction", deadline: float) -> dict[str, Any]:
-    """Returns the options of a function; a judge has to end its tries before its call is given up."""
+def _options(function: "RewardFunction", deadline: float, config: "Config") -> dict[str, Any]:
+    """Returns the options of a function: a judge has to end its tries before its call is given up, and programs are
+    contained as `children.sandbox` says."""
     options = dict(function.options)
+    if function.use in CODE_TEMPLATES:
+        if SANDBOX in options:
+            raise ConfigError(f"{function.use} has no option {SANDBOX}; write {SANDBOX} in the section [children]")
+        return {**options, SANDBOX: config.children.sandbox}
     if function.use == JUDGE_TEMPLATE and options.setdefault("deadline", JUDGE_SHARE * deadline) > deadline:
         raise ConfigError(f"judge has options.deadline = {options['deadline']:g}, over the deadline of {deadline:g} s")
     return options
@@ -92,11 +95,8 @@ def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Pr
 def _code_problems(specs: Sequence[FunctionSpec], deadline: float) -> Iterator[Problem]:
     """Yields why rewards for programs cannot work: no sandbox starts here, or a call ends before its tests do."""
     of_code = [spec for spec in specs if spec.use in CODE_TEMPLATES]
-    if of_code:
-        try:
-            try_sandbox()
-        except SandboxError as error:
-            yield Problem(of_code[0].key, "", f"{of_code[0].use} runs programs: {error}")
+    if of_code and (problem := sandbox_problem(of_code[0].key, of_code[0].use, of_code[0].options[SANDBOX])):
+        yield problem
     for spec in of_code:
         parameter = inspect.signature(CODE_TEMPLATES[spec.use]).parameters.get("seconds")
         seconds = spec.options.get("seconds", parameter.default) if parameter is not None else 0.0

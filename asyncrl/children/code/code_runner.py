@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from asyncrl.children.code.shared_results import SharedResults
+from asyncrl.children.containment import UNCONTAINED
 from asyncrl.children.sandbox import CaseResult, Limits, Program, SandboxError, SandboxPool, TestCase
+from asyncrl.children.sandbox.bubblewrap import UNCONFINED, try_sandbox
 from asyncrl.children.sandbox.pool import Kind
+from asyncrl.config.problems import Problem
 
 T = TypeVar("T")
 CHECKER = Path(__file__).parent / "source_checker.py"
@@ -190,6 +193,17 @@ def _raise_end(ended: asyncio.Task[None]) -> NoReturn:
     if not ended.cancelled() and (error := ended.exception()) is not None:
         raise error
     raise RunnerClosed("the sandboxes were ended while programs waited for them")
+
+
+def sandbox_problem(key: str, use: str, kind: Kind) -> Problem | None:
+    """Returns why `use`, the value of a config key, cannot run programs on this machine. kind: `children.sandbox`."""
+    try:
+        if kind == "bubblewrap":
+            try_sandbox()
+    except SandboxError as error:
+        why = str(error).replace(UNCONFINED, UNCONTAINED)
+        return Problem(key, "", f"{use} runs programs in sandboxes: {why}")
+    return None
 
 
 _runners: dict[tuple[asyncio.AbstractEventLoop, Kind], CodeRunner] = {}

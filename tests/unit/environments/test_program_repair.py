@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.children.code import code_runner
 from asyncrl.children.code.code_runner import shared_runner
 from asyncrl.children.sandbox import SandboxError
+from asyncrl.children.sandbox.bubblewrap import UNCONFINED
+from asyncrl.config.children_config import ChildrenConfig
 from asyncrl.config.environment_config import EnvironmentConfig
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
-from asyncrl.environments import loading
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError, TaskError
@@ -71,15 +73,32 @@ async def test_a_row_without_tests_is_refused() -> None:
         await played(seconds=0)
 
 
+def problems(use: str, **sections: Any) -> list[str]:
+    made = {"model": ModelConfig(name="warmed:repair"), "task": TaskConfig(prompts="p.jsonl"), **sections}
+    return [str(each) for each in environment_problems(Config(environment=EnvironmentConfig(use=use), **made))]
+
+
 def test_without_a_sandbox_a_run_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
-        raise SandboxError("bubblewrap is not installed")
+        raise SandboxError(f"bubblewrap is not installed, or {UNCONFINED}")
 
-    monkeypatch.setattr(loading, "try_sandbox", broken)
+    monkeypatch.setattr(code_runner, "try_sandbox", broken)
+    (said,) = problems("repair")
+    assert (
+        "environment.use: repair runs programs in sandboxes: bubblewrap is not installed, or write sandbox = " in said
+    )
+    assert "section [children]" in said
+    assert problems("repair", children=ChildrenConfig(sandbox="none")) == []
+    assert problems("guess") == []
+
+
+def test_the_sandbox_is_one_key_of_all_children() -> None:
     made = {"model": ModelConfig(name="warmed:repair"), "task": TaskConfig(prompts="p.jsonl")}
-    (problem,) = environment_problems(Config(environment=EnvironmentConfig(use="repair"), **made))
-    assert str(problem).endswith("environment.use: repair runs programs: bubblewrap is not installed")
-    assert environment_problems(Config(environment=EnvironmentConfig(use="guess"), **made)) == []
+    config = Config(environment=EnvironmentConfig(use="repair", options={"sandbox": "none"}), **made)
+    (problem,) = environment_problems(config)
+    assert "repair has no option sandbox; write it in [children]" in str(problem)
+    config = Config(environment=EnvironmentConfig(use="repair"), children=ChildrenConfig(sandbox="none"), **made)
+    assert EnvironmentSpec.of(config).options == {"sandbox": "none"}
 
 
 async def test_demonstrations_show_what_the_environment_says(sandboxes: None) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl.children.code import code_runner
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.config.sources import load as load_experiment
 from asyncrl.errors import ConfigError
-from asyncrl.rewards import functions
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec, function_problems, load
 from tests.unit.rewards.execution.pools import sample
@@ -149,7 +149,20 @@ def test_without_a_sandbox_a_run_is_refused_before_it_starts(tmp_path: Path, mon
     def broken() -> None:
         raise SandboxError("bubblewrap is not installed")
 
-    monkeypatch.setattr(functions, "try_sandbox", broken)
-    (said,) = problems(tmp_path, 'functions = ["compiles", "lint"]')
-    assert "reward.functions: compiles runs programs: bubblewrap is not installed" in said
+    monkeypatch.setattr(code_runner, "try_sandbox", broken)
+    use = 'functions = ["compiles", "lint"]'
+    (said,) = problems(tmp_path, use)
+    assert "reward.functions: compiles runs programs in sandboxes: bubblewrap is not installed" in said
+    assert problems(tmp_path, use, "[children]", 'sandbox = "none"') == []
     assert problems(tmp_path, 'functions = ["exact_match"]') == []
+
+
+def test_the_sandbox_is_one_key_of_all_children(tmp_path: Path) -> None:
+    (said,) = problems(tmp_path, 'functions = [{ use = "lint", options = { sandbox = "none" } }]')
+    assert "lint has no option sandbox; write sandbox in the section [children]" in said
+
+
+async def test_without_containment_programs_are_scored_too(tmp_path: Path) -> None:
+    reward = load(FunctionSpec("passes_tests", "t", options={"sandbox": "none"}))
+    assert await reward(sample("def f(x): return x + 1", tests=TESTS)) == 1
+    await code_runner.shared_runner("none").close()

@@ -1,0 +1,104 @@
+"""Programs on a whole fleet: a slow sandbox holds up no step, and no sandbox outlives the worker that it served."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.children.sandbox.bubblewrap import try_sandbox
+from asyncrl.controller.journal.audit import audit
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_deaths import ended, running, until_step
+from watching import dead, pid_of, wait_until
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+
+STEPS, SLOW_SECONDS = 8, 2
+
+TASK = f"""
+from asyncrl.tasks.builtin import expressions
+from asyncrl.tasks.builtin.words import Demonstrations
+
+def said(source):
+    return expressions.training(1, source.random())[0]["prompt"], "def f(x): return x" + "+" * (source.random() < 0.4)
+
+WARMED = Demonstrations(draw=said, words=expressions.WORDS, steps=40)
+
+def rows(size=100, seed=0):
+    made = expressions.training(size, seed)
+    for row in made[::4]:
+        row["tests"] = ["import time", "time.sleep({SLOW_SECONDS})"]
+        row["tests"] = ["\\n".join(row["tests"])]
+    return made
+"""
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed; scripts/set-up installs it as root: apt-get install bubblewrap")
+    try:
+        try_sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    (tmp_path / "task.py").write_text(TASK)
+    keys = {"model.name": f"warmed:{tmp_path}/task.py:WARMED", "task.prompts": f"{tmp_path}/task.py:rows"}
+    keys |= {"task.prompts_per_step": "2", "task.samples_per_prompt": "4", "evaluate.prompts": ""}
+    return [word for key, value in keys.items() for word in (f"--{key}={value}",)]
+
+
+def descendants(pid: int) -> set[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = {int(child) for file in files for child in file.read_text().split()}
+    return children.union(*map(descendants, children))
+
+
+def spans(run_dir: Path, name: str) -> list[tuple[float, float]]:
+    """When calls of this name began and ended."""
+    with gzip.open(run_dir / "trace.json.gz", "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return [(each["ts"], each["ts"] + each["dur"]) for each in events if each["name"] == name and each["ph"] == "X"]
+
+
+def test_steps_go_on_beside_slow_programs_and_no_sandbox_outlives_its_worker(flags: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "code", "--run-dir", str(run_dir), *flags]
+    with running([*command, "--steps", str(STEPS)]) as process:
+        until_step(process, 3)
+        reward = pid_of(run_dir, "reward")
+        sandboxes = descendants(reward)
+        assert len(sandboxes) > 3, "the child with its guard, and sandboxes"
+        os.kill(reward, signal.SIGKILL)
+        wait_until(lambda: all(map(dead, sandboxes)), "the end of the sandboxes")
+        code, shown = ended(process)
+    assert code == 0, shown
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= step["code/pass_rate"] <= step["code/compile_rate"] <= 1 for step in steps)
+    assert max(step["code/compile_rate"] for step in steps) > 0
+    assert audit(run_dir).ok
+    slow = [(began, end) for began, end in spans(run_dir, "score") if end - began > SLOW_SECONDS * 1e6]
+    inside = [step for step in spans(run_dir, "step") if any(began < step[0] and step[1] < end for began, end in slow)]
+    assert inside, "a step begins and ends while a slow program is scored"
+    generated = spans(run_dir, "generate")
+    assert any(began < each[0] and each[1] < end for began, end in slow for each in generated)
+
+
+def test_a_stopped_run_ends_soon_and_leaves_no_sandbox(flags: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "code", "--run-dir", str(run_dir), *flags]
+    with running([*command, "--steps", "1000"]) as process:
+        until_step(process, 1)
+        everything = descendants(process.pid)
+        process.send_signal(signal.SIGTERM)
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert "did not end within" not in shown
+    wait_until(lambda: all(map(dead, everything)), "the end of all processes of the run")
