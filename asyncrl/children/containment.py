@@ -1,12 +1,13 @@
 """Builds the command that contains a child with bubblewrap: it keeps the user and sees the machine, but not the fleet.
 
-    /                        read-only; /proc shows the child's own processes only
+    /                        read-only; /proc has the child's own processes
     /tmp, /run, /dev/shm     empty and its own, but for the folders of its code
     the run, the sockets     empty
     children.writable        as outside
 
-The child is the same user outside, whose files it may need: packages, models, data. A fleet of root is why /proc is
-read-only: the settings of the kernel belong to root, with or without its rights.
+The child is the same user outside, whose files it may need: packages, models, data. Where that is root, /proc is
+read-only: the settings of the kernel belong to root, with or without its rights. That keeps the child from starting
+sandboxes of its own, which other users can.
 """
 
 import os
@@ -57,7 +58,7 @@ class Containment:
             *(bubblewrap_path(WHAT, UNCONTAINED), "--unshare-user", "--unshare-pid", "--unshare-ipc"),
             *([] if self.network else ["--unshare-net"]),
             *("--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/", "/"),
-            *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", *_gpus()),
+            *("--proc", "/proc", *(["--remount-ro", "/proc"] if os.geteuid() == 0 else []), "--dev", "/dev", *_gpus()),
             *_mounts(self._views()),
             "--",
         ]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
 from asyncrl.children.sandbox.programs import SandboxError
 from asyncrl.children.sandbox.seccomp import seccomp_filter
@@ -75,8 +76,19 @@ def _as_another_user() -> list[str]:
     """Returns the beginning of a command that gives up root; nothing for an ordinary user."""
     if os.geteuid() != 0:
         return []
+    if not _is_user(OUTER_USER, Path("/proc/self/uid_map").read_text()):
+        raise SandboxError(
+            "a child that contains code of yours starts no sandboxes where the fleet is root: run the fleet as another "
+            'user, use the templates of rewards for programs, or write sandbox = "none" in the section [children]'
+        )
     user = str(OUTER_USER)
     return [setpriv_path(), f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--"]
+
+
+def _is_user(user: int, ranges: str) -> bool:
+    """Returns whether these ranges of users, as in /proc/self/uid_map, have one."""
+    firsts = ((int(first), int(count)) for first, _, count in map(str.split, ranges.splitlines()))
+    return any(first <= user < first + count for first, count in firsts)
 
 
 @cache

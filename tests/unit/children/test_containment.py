@@ -66,7 +66,7 @@ ATTACKS = {
     "run directory by a link": ("os.symlink('RUN', '/tmp/l'); open('/tmp/l/keys').read()", GONE),
     "run directory by the guard": ("open('/proc/1/root/RUN/keys').read()", GONE),
     "its own source": ("open(__file__, 'a')", READ_ONLY),
-    "code of asyncrl": ("open(PACKAGE + '/errors.py', 'a')", READ_ONLY),
+    "code of asyncrl": ("open(PACKAGE + '/errors.py', 'a')", UNWRITABLE),
     "kill the worker": ("os.kill(WORKER, signal.SIGKILL)", NO_PROCESS),
     "kill everybody": ("os.kill(-1, signal.SIGKILL)", NO_PROCESS),
     "kill the group of the worker": ("os.killpg(WORKER, signal.SIGKILL)", NO_PROCESS),
@@ -236,6 +236,16 @@ async def test_the_network_is_there_unless_it_is_taken_away(pool: MakePool, outs
     async with pool(network=True) as made:
         reached = f"socket.create_connection(('127.0.0.1', {outside['PORT']}), 5)"
         assert await made.run(0, [sample(reached)]) == [FunctionResult(1.0)]
+
+
+async def test_a_child_starts_sandboxes_unless_it_is_root(pool: MakePool) -> None:
+    async with pool() as made:
+        opened = "from asyncrl.children.sandbox.bubblewrap import try_sandbox; try_sandbox()"
+        (result,) = await made.run(0, [sample(opened)])
+        if os.geteuid() == 0:
+            assert "starts no sandboxes where the fleet is root: run the fleet as another user" in result.reason
+        else:
+            assert result == FunctionResult(1.0)
 
 
 def views(contained: Containment) -> list[str]:
