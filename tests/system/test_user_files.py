@@ -23,6 +23,37 @@ def reward(sample):
     return even(sample)
 """
 
+ATTACKER = """
+import glob, os
+from torchless_task import even
+
+RUN = {run!r}
+IN_REACH = {{
+    "journal": lambda: open(RUN + "/journal").read(),
+    "run directory": lambda: os.listdir(RUN),
+    "a file in the run": lambda: open(RUN + "/mine", "w"),
+    "variables": lambda: [name for name in os.environ if name.startswith("ASYNCRL_")],
+    "sockets": lambda: glob.glob("/tmp/asyncrl-*/*"),
+    "shared memory": lambda: os.listdir("/dev/shm"),
+    "workers": lambda: [pid for pid in os.listdir("/proc") if pid.isdigit() and b"asyncrl worker" in named(pid)],
+    "signals": lambda: [os.kill(pid, 0) for pid in range(2, 2**16) if pid != os.getpid()],
+}}
+
+def named(pid):
+    return open("/proc/" + pid + "/cmdline", "rb").read()
+
+def is_reached(attack):
+    try:
+        return bool(attack())
+    except OSError:
+        return False
+
+def reward(sample):
+    reached = [name for name, attack in IN_REACH.items() if is_reached(attack)]
+    assert not reached, reached
+    return even(sample)
+"""
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
@@ -43,6 +74,17 @@ def test_a_reward_that_prints_megabytes_fills_no_disk_and_the_run_says_where_it_
     assert all(b"what the policy wrote" in file.read_bytes() for file in files)
     assert sum(file.stat().st_size for file in files) <= 2 * (LARGEST + BLOCK)
     assert sum(file.stat().st_size for file in (run.directory / "logs").glob("*.out")) < 100_000
+    run.leaves_nothing()
+
+
+def test_a_reward_reaches_nothing_of_the_fleet_that_asks_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_NAME", "named-by-a-variable")
+    (tmp_path / "rewards.py").write_text(ATTACKER.format(run=str(run.directory)))
+    assert run.to_its_end() == 0, run.shown
+    assert run.version == 4
+    run.audited()
     run.leaves_nothing()
 
 
