@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Generated, Resumed
 from asyncrl.controller.journal.run_storage import FileStore
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from tests.unit.documents import files_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -128,3 +130,37 @@ def test_the_example_of_python_runs_as_written(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     turns = ast.literal_eval(done.stdout.splitlines()[-1])
     assert [turn["content"] for turn in turns if turn["role"] == "user"] == ["no"] * 4 or "yes" in str(turns)
+
+
+def test_the_policy_trains_inside_an_agent_while_the_environment_dies(tmp_path: Path) -> None:
+    """Each episode is a process of its own, which ends with it."""
+    run_dir, file = tmp_path / "run", tmp_path / "agent.toml"
+    shown = Path(__file__).parents[2].joinpath("asyncrl/experiments/calculator.toml").read_text()
+    agent = shlex.join([sys.executable, "-S", str(Path(__file__).with_name("calculator_agent.py"))])
+    used = f'use = {json.dumps(f"agent:{agent}")}\noptions = {{ reward = "last_line" }}\ndeadline = 60'
+    tokenizer = build_tokenizer(())
+    for made in (tokenizer, build_model(tokenizer)):
+        made.save_pretrained(tmp_path / "model")
+    changes = {
+        'name = "warmed:calculator"': f"name = {json.dumps(str(tmp_path / 'model'))}",
+        'use = "calculator"': used,
+        "prompts_per_step = 8": "prompts_per_step = 2",
+        "samples_per_prompt = 16": "samples_per_prompt = 2",
+    }
+    for before, after in changes.items():
+        assert shown.count(f"\n{before}\n") == 1
+        shown = shown.replace(f"\n{before}\n", f"\n{after}\n")
+    file.write_text(shown)
+    with running(command(run_dir, 4, str(file))) as process:
+        until_step(process, 1)
+        os.kill(pid_of(run_dir, "environment"), signal.SIGKILL)
+        code, said = ended(process)
+    assert code == 0, said
+    assert "lost environment0.0" in (run_dir / "logs/controller.jsonl").read_text()
+    report = audit(run_dir)
+    assert report.ok, str(report)
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    last = {turn["content"] for sample in samples for turn in sample["turns"] if turn["role"] == "agent"}
+    assert last == {"0.0\n"}, "a policy that knows nothing asks no product"
+    programs = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(b"calculator_agent.py" in program for program in programs)
