@@ -13,6 +13,7 @@ BENCHMARKS = {
     "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
     "scale": ("scale.benchmark", "CPU time of the controller a sample, by samples in flight, workers and ranks"),
     "sandbox": ("overhead.sandbox_throughput", "sandboxed programs a second, beside bare starts of the interpreter"),
+    "episodes": ("overhead.episode_throughput", "episodes a second in children, beside the class in one loop"),
     "policies": ("staleness_policies", "policies on the virtual clock: live tokens, idle trainer, masked samples"),
 }
 """Each command name with its module and its line of help."""

@@ -178,7 +178,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         self._take_over(state, sample, said[:-1])
         sampled = sampled_answers(columns, sample.finish, self._text_of) if self._pool.takes_sampled else []
         played = await self._play(state, sample, row, transcript, tuple(sampled))
-        state.seconds += played.seconds
+        state.seconds += new_seconds(state, played)
         if played.error:
             finish, reward = FAILED, 0.0
             self._report(sample.name, row, played)
@@ -275,6 +275,12 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
 
 def _packed(row: dict[str, Any] | PackedRow) -> PackedRow:
     return row if isinstance(row, PackedRow) else PromptRow.of(row).packed
+
+
+def new_seconds(state: EpisodeState, played: Played) -> float:
+    """Returns the seconds of turns that were not answered before: those of a replay were counted then."""
+    known = range(len(state.rewards) + 1) if state.rewards else ()
+    return float(sum(answer["seconds"] for turn, answer in played.answers.items() if turn not in known))
 
 
 async def _caught(state: EpisodeState, work: Coroutine[Any, Any, RowRef]) -> RowRef | AsyncrlError:

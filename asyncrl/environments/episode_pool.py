@@ -21,7 +21,7 @@ from asyncrl.children.child_slot import ChildSlot
 from asyncrl.children.containment import Containment
 from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
-from asyncrl.environments.episode_server import CLOSING, NOBODY, read_mark
+from asyncrl.environments.episode_server import CLOSING, MARK_BYTES, NOBODY, read_mark
 from asyncrl.environments.loading import KEY, EnvironmentSpec
 from asyncrl.errors import WireError
 from asyncrl.protocols.batch import SampleName
@@ -47,13 +47,11 @@ class Play:
 
 @dataclass(slots=True)
 class Played:
-    """The answers of a call, by turn; 0 is the opening. error: why the episode cannot go on, or "". seconds: that the
-    environment took."""
+    """The answers of a call, by turn; 0 is the opening. error: why the episode cannot go on, or ""."""
 
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     error: str = ""
     traceback: str = ""
-    seconds: float = 0.0
 
 
 class EpisodeLost(ChildEnded):
@@ -71,9 +69,8 @@ class EpisodeCall:
     played: Played
     done: "asyncio.Future[Played]"
 
-    def collect(self, answer: dict[str, Any], turn: int, seconds: float, last: bool) -> None:
+    def collect(self, answer: dict[str, Any], turn: int, last: bool) -> None:
         """Takes the answer of a turn."""
-        self.played.seconds += seconds
         if "error" in answer:
             self.played.error = str(answer["error"])
             self.played.traceback = str(answer.get("traceback", ""))
@@ -112,7 +109,7 @@ class EpisodeChild(GuardedProcess):
         mark = os.memfd_create("asyncrl-mark")
         with ExitStack() as unless_started:
             unless_started.callback(os.close, mark)
-            os.ftruncate(mark, 8)
+            os.ftruncate(mark, MARK_BYTES)
             code = asdict(spec) | {"mark": mark}
             child = await cls.launch(SERVER, code, f"{KEY}: {spec.use}", settings, (mark,))
             child._mark = mark
@@ -174,11 +171,11 @@ class EpisodeChild(GuardedProcess):
 
     def take(self, message: Any) -> None:
         match message:
-            case {"call": int(number), "turn": int(turn), "last": bool(last), "seconds": float(seconds)}:
+            case {"call": int(number), "turn": int(turn), "last": bool(last), "seconds": float()}:
                 self.finished += 1
                 self._heard = asyncio.get_running_loop().time()
                 if (call := self._running.get(number)) is not None:
-                    call.collect(message, turn, seconds, last)
+                    call.collect(message, turn, last)
             case {"unclosed": str(error), "traceback": str(trace)}:
                 self.unclosed(f"{error}\n{trace}".rstrip())
             case _:

@@ -5,6 +5,7 @@ come in: each brings one episode to a turn, and its answers go out one by one.
 """
 
 import asyncio
+import mmap
 import os
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,15 +23,16 @@ NOBODY = 0
 """The mark of a child that runs no code of the user's at this moment."""
 CLOSING = 1
 """The mark of a child that closes an episode, which no call waits for."""
+MARK_BYTES = 8
 
 
-def write_mark(descriptor: int, call: int) -> None:
-    """Writes down the call whose code runs now, where it outlives this process."""
-    os.pwrite(descriptor, call.to_bytes(8, "little"), 0)
+def write_mark(memory: mmap.mmap, call: int) -> None:
+    """Writes down the call whose code runs now, where it outlives this process, four times a turn."""
+    memory[:MARK_BYTES] = call.to_bytes(MARK_BYTES, "little")
 
 
 def read_mark(descriptor: int) -> int:
-    return int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    return int.from_bytes(os.pread(descriptor, MARK_BYTES, 0), "little")
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +41,7 @@ class EpisodeServer:
 
     _calls: asyncio.StreamReader
     _answers: int
-    _mark: int = -1
+    _mark: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, MARK_BYTES))
     _most: int = 0
     _episodes: dict[tuple[int, ...], Episode] = field(default_factory=dict)
     _make: MakeEnvironment | None = None
@@ -61,7 +63,7 @@ class EpisodeServer:
                 os._exit(0)  # Calls that still run are not awaited, because the worker has gone.
 
     def _load(self, code: dict[str, Any]) -> dict[str, Any]:
-        self._mark = code["mark"]
+        self._mark = mmap.mmap(code["mark"], MARK_BYTES)
         self._most = code["max_bytes"]
         self._make = load(EnvironmentSpec(code["use"], code["options"]))
         made = self._make()  # Shows values that the class refuses before the first episode.

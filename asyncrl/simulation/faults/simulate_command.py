@@ -5,14 +5,14 @@ import argparse
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from types import FrameType
 
 from asyncrl.concurrency import root_cause
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
-from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
+from asyncrl.simulation.faults.trial_plan import Trial, draw_episodes, draw_trial
 from asyncrl.simulation.faults.trial_shrinking import kind_of, shrink
 
 CPU_LIMIT = 60.0
@@ -26,13 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of trials (default 1000)")
     parser.add_argument("--start", type=int, default=0, metavar="S", help="the first seed (default 0)")
+    parser.add_argument("--episodes", action="store_true", help="draw trials whose samples are episodes of turns")
     options = parser.parse_args(arguments)
+    draw = draw_episodes if options.episodes else draw_trial
     began, digest, messages, seen = time.monotonic(), sha256(), 0, Counter[str]()
     for trials in range(1, options.seeds + 1):
         seed = options.start + trials - 1
-        outcome = outcome_of(draw_trial(seed))
+        outcome = outcome_of(draw(seed))
         if not isinstance(outcome, TrialRun):
-            _report(seed, outcome)
+            _report(seed, outcome, draw)
             return 1
         messages += outcome.faults.sent
         seen.update(fault.kind for fault in outcome.faults.injected)
@@ -45,9 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _report(seed: int, error: BaseException) -> None:
+def _report(seed: int, error: BaseException, draw: Callable[[int], Trial]) -> None:
     print(f"seed {seed} failed: {described(error)}", flush=True)
-    trial = shrink(draw_trial(seed), lambda smaller: kind_of(outcome_of(smaller)))
+    trial = shrink(draw(seed), lambda smaller: kind_of(outcome_of(smaller)))
     print(f"smallest trial found that fails in the same way: {described(outcome_of(trial))}")
     print(f"run it again: {command(trial)}", flush=True)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.batch import RowRef, SampleName
 
 
 class Holder:
@@ -50,8 +50,19 @@ def releases_to(
     return RowReleases(fleet(generation, reference), lambda: 7, acknowledged)
 
 
-def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
-    return Fleet(generation, Holder(), Holder(), reference)  # type: ignore[arg-type]
+def fleet(generation: Holder, reference: Holder | None = None, environment: Holder | None = None) -> Fleet:
+    return Fleet(generation, Holder(), Holder(), reference, environment=environment)  # type: ignore[arg-type]
+
+
+async def test_generation_frees_what_it_holds_of_episodes_that_ended_and_no_draw_waits_for_that() -> None:
+    generation, environment = Holder(), Holder()
+    row = RowRef(4, 1, 2, 0, 1, 1, 0, 0, "stop", ())
+    for each, freed in ((fleet(generation), []), (fleet(generation, environment=environment), [[(4, 1, 2)]])):
+        releases = RowReleases(each, lambda: 7, lambda: None)
+        releases.episodes_ended([row])
+        assert releases.unreleased == 0
+        await releases.flush()
+        assert (generation.freed, environment.freed) == (freed, [])
 
 
 async def test_releases_of_one_moment_go_in_one_call_to_each_service() -> None:

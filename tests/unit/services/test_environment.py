@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.environments.episode_pool import Played
 from asyncrl.errors import EnvironmentFailed, LostRows, Retryable
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
-from asyncrl.services.environment import EnvironmentService
+from asyncrl.services.environment import EnvironmentService, EpisodeState, new_seconds
 from tests.unit.children.running import running
 
 ENVIRONMENTS = r"""
@@ -157,6 +158,12 @@ async def test_a_turn_whose_caller_went_away_does_not_answer_the_next_one(
         before = stored(environment, first)["transcript"]
         (second,) = await step(environment, said(generated, "a", "b", before=before))
         assert (second.turns, stored(environment, second)["rewards"]) == (2, [6.0, 7.0])
+
+
+def test_turns_that_are_played_again_cost_the_episode_no_seconds() -> None:
+    played = Played({turn: {"seconds": float(2**turn)} for turn in range(4)})
+    assert new_seconds(EpisodeState((3, 0, 0)), played) == 1 + 2 + 4 + 8, "a worker that died counted none here"
+    assert new_seconds(EpisodeState((3, 0, 0), rewards=[0.0, 0.0]), played) == 8
 
 
 async def test_an_unknown_episode_is_played_again_from_its_transcript(

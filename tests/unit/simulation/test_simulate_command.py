@@ -56,6 +56,12 @@ def test_any_error_is_a_failure_and_is_reported_with_its_seed(
     assert "faults=()" in shown, "it fails without any"
 
 
+def test_episodes_are_drawn_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "2"]) == main(["--seeds", "2", "--episodes"]) == 0
+    answers, episodes = capsys.readouterr().out.splitlines()
+    assert answers != episodes
+
+
 def test_failures_at_different_places_are_of_different_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, missing)
     one = kind_of(outcome_of(TRIAL))
