@@ -33,6 +33,7 @@ ADAPTERS = {
     MCP: "asyncrl.environments.adapters.mcp_tools:McpTools",
     "openenv": "asyncrl.environments.adapters.openenv_client:OpenEnvClient",
     "textarena": "asyncrl.environments.adapters.textarena_game:TextArenaGame",
+    "verifiers": "asyncrl.environments.agents.verifiers_taskset:VerifiersTaskset",
 }
 """Environments of other packages, written `gymnasium:ID`: the class that plays them takes the ID first."""
 

@@ -1,5 +1,5 @@
 """A server of the real OpenEnv, which plays a counting game. It runs in an environment of its own
-(scripts/set-up-openenv), whose packages do not fit beside those of asyncrl, and prints its port."""
+(scripts/set-up-foreign), whose packages do not fit beside those of asyncrl, and prints its port."""
 
 import socket
 import sys

@@ -16,7 +16,7 @@ PYTHON = Path(__file__).parents[4] / ".venvs/openenv/bin/python"
 SERVER = Path(__file__).with_name("openenv_server.py")
 ROW = {"prompt": "Play.", "goal": "digit"}
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="scripts/set-up-openenv was not run")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="scripts/set-up-foreign was not run")
 
 
 @pytest.fixture(scope="module")
