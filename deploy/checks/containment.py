@@ -11,6 +11,8 @@ from asyncrl.environments.loading import EnvironmentSpec
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.functions import function_specs
 
+SYSTEM = ("/dev", "/proc", "/sys")
+
 
 def code_of_user(config: Config, served: Collection[str] = ()) -> list[str]:
     """Returns the names of reward functions and environments that are no part of asyncrl. served: services that the
@@ -32,8 +34,13 @@ def containment_problems(config: Config, served: Collection[str] = ()) -> Iterat
     if section.sandbox == "none" or not code_of_user(config, served):
         return
     for folder in section.writable:
-        if not Path(folder).is_dir():
+        real = Path(folder).resolve()
+        if not real.is_dir():
             yield Problem("children.writable", "", f"there is no folder {folder}; make it, or take it off the list")
+        elif real == Path("/") or any(real.is_relative_to(system) for system in SYSTEM):
+            text = f"{folder} has more than files, the processes of the fleet among it; name folders of your own"
+            yield Problem("children.writable", "", text)
+            return
     try:
         try_containment(Containment(writable=section.writable, network=section.network))
     except SandboxError as error:
