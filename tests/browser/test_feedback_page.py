@@ -136,6 +136,21 @@ async def test_a_late_rating_is_said(site: Opening) -> None:
         assert (page.board.file.ratings, page.board.file.late) == (1, 1)
 
 
+async def test_an_answer_comes_again_when_the_worker_that_knew_it_was_started_again(site: Opening) -> None:
+    async with site() as page:
+        (wait,) = await page.asks("Still here")
+        await page.tab.until("document.body.innerText.includes('Still here')")
+        wait.cancel()
+        await asyncio.wait([wait])
+        page.board._known.clear()  # As in a new worker, which the page asks before it knows the answer.
+        await page.tab.press("5")
+        await page.tab.until("document.body.innerText.includes('was never asked about here')")
+        (again,) = await page.asks("Still here")
+        await page.tab.until("document.body.innerText.includes('Still here')")
+        await page.tab.press("5")
+        assert await again == 1.0
+
+
 async def test_a_wrong_key_is_said(site: Opening) -> None:
     async with site(key="wrong-key") as page:
         await page.tab.until("document.body.innerText.includes('the key is missing or wrong')")

@@ -6,7 +6,7 @@ FeedbackService: value(answer) ──> waiting ──> page ──> rate / pick 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.rewards.feedback.answers import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
@@ -138,7 +138,8 @@ class FeedbackBoard:
             judgement = Judgement(answers, values, late=not any(map(self._waits, names)))
             before = [self.file.value(name) for name in names]
             if before == list(values):
-                return judgement  # The same once more, from a client that did not hear of the first.
+                # The same once more, from a client that did not hear of the first.
+                return replace(judgement, late=not any(map(self.file.is_reward, names)))
             for name, value in zip(names, before, strict=True):
                 if value is not None:
                     raise RatedBefore(f"{name} was rated {value:g} before, and the first rating counts")

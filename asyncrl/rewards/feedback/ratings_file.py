@@ -27,8 +27,8 @@ class RatingsFile:
         self._file: LineFile | None = None
         self._writing = asyncio.Lock()
         self._values: OrderedDict[str, float] = OrderedDict()
-        self._rated_text: dict[str, str] = {}
-        """Rated answer of each member of a group: "group.member" -> name of the answer."""
+        self._rewards: dict[str, tuple[str, ...]] = {}
+        """Judgements that are rewards, by members of groups: "group.member" -> names of all answers of a judgement."""
         self.ratings = 0
         self.late = 0
 
@@ -38,11 +38,10 @@ class RatingsFile:
 
     def _open(self) -> None:
         for line in read_lines(self._path):
-            values = values_of_line(line)
-            self.ratings += bool(values)
-            self.late += line.get("late", line.get("kind") == "late")
-            for name, value in values:
-                self._remember(name, value)
+            if values := values_of_line(line):
+                self._count(dict(values), late=line["late"])
+            elif line.get("kind") == "late":
+                self._outdate(line["sample"])
         self._file = LineFile(self._path)
 
     def close(self) -> None:
@@ -53,33 +52,48 @@ class RatingsFile:
         """Returns what a person gave the answer of this name, if it was rated."""
         return self._values.get(name)
 
+    def is_reward(self, name: str) -> bool:
+        """Returns whether the rating of an answer is the reward of its sample."""
+        return name in self._rewards.get(_member(name), ())
+
     async def add(self, judgement: Judgement) -> None:
         """Returns once the judgement is on disk. Raises OSError, with nothing kept, when it could not be written."""
         await self._append(judgement.line(time.time()))
-        self.ratings += 1
-        self.late += judgement.late
-        for answer, value in zip(judgement.answers, judgement.values, strict=True):
-            self._remember(answer.id, value)
+        names = [answer.id for answer in judgement.answers]
+        self._count(dict(zip(names, judgement.values, strict=True)), judgement.late)
 
     async def note_other_text(self, answer: RatableAnswer) -> None:
-        """Counts a rating as late when the sample that it was given to comes again with another text."""
-        member = answer.id.rpartition(".")[0]
-        rated = self._rated_text.get(member, answer.id)
-        if rated != answer.id:
-            del self._rated_text[member]
-            await self._append({"kind": "late", "sample": rated})
-            self.late += 1
+        """Keeps that the sample of a rating came again with another text, so that the rating is not its reward."""
+        member = _member(answer.id)
+        for rated in self._rewards.get(member, ()):
+            if _member(rated) == member and rated != answer.id:
+                self._outdate(rated)
+                await self._append({"kind": "late", "sample": rated})
 
     async def _append(self, line: dict[str, object]) -> None:
         assert self._file is not None, "`open` comes first"
         async with self._writing:
             await asyncio.to_thread(self._file.append_synced, line)
 
-    def _remember(self, name: str, value: float) -> None:
-        self._values[name] = value
-        self._rated_text[name.rpartition(".")[0]] = name
-        if len(self._values) > REMEMBERED:
+    def _count(self, values: dict[str, float], late: bool) -> None:
+        """Takes a judgement that is on disk. values: by names of answers."""
+        self.ratings += 1
+        self.late += late
+        for name, value in values.items():
+            self._values[name] = value
+            if not late:
+                self._rewards[_member(name)] = tuple(values)
+        while len(self._values) > REMEMBERED:
             forgotten, _ = self._values.popitem(last=False)
-            member = forgotten.rpartition(".")[0]
-            if self._rated_text.get(member) == forgotten:
-                del self._rated_text[member]
+            if self.is_reward(forgotten):
+                del self._rewards[_member(forgotten)]
+
+    def _outdate(self, name: str) -> None:
+        """Takes an answer whose rating is no reward. A judgement is late when that is so for all of its answers."""
+        names = self._rewards.pop(_member(name), ())
+        self.late += bool(names) and not any(map(self.is_reward, names))
+
+
+def _member(name: str) -> str:
+    """Returns "group.member" of the name of an answer."""
+    return name.rpartition(".")[0]

@@ -97,7 +97,7 @@ async def test_the_first_rating_counts_and_the_same_one_again_is_no_second(opene
     (wait,) = await asked(board, answer())
     name = answer().id
     results = await gather(board.rate(name, 1.0), board.rate(name, 1.0))
-    assert [result.values for result in results] == [(1.0,), (1.0,)]
+    assert [(result.values, result.late) for result in results] == [((1.0,), False)] * 2
     with pytest.raises(RatedBefore, match="rated 1 before"):
         await board.rate(name, 0.0)
     assert (await wait, len(lines(tmp_path)), board.file.ratings) == (1.0, 1, 1)
@@ -163,6 +163,28 @@ async def test_a_rating_of_a_sample_that_came_again_with_another_text_is_late(op
     board.file.close()
     again = await opened()
     assert (again.file.ratings, again.file.late) == (1, 1)
+    assert await again.value(answer("third try"), FOREVER, 0.0) is None
+    assert again.file.late == 1
+
+
+async def test_no_rating_is_counted_as_late_twice(opened: Opened) -> None:
+    board = await opened()
+    assert await board.value(answer("first try"), FOREVER, 0.0) is None
+    assert (await board.rate(answer("first try").id, 1.0)).late
+    assert await board.value(answer("second try"), FOREVER, 0.0) is None
+    assert (board.file.ratings, board.file.late) == (1, 1)
+
+
+async def test_a_pick_is_late_when_both_of_its_samples_came_again_with_other_texts(opened: Opened) -> None:
+    board = await opened()
+    waits = await asked(board, answer("a", 0), answer("b", 1))
+    await board.pick(answer("a", 0).id, answer("b", 1).id)
+    assert [await wait for wait in waits] == [1.0, 0.0]
+    for text, member, late in (("c", 0, 0), ("d", 1, 1), ("e", 1, 1)):
+        assert await board.value(answer(text, member), FOREVER, 0.0) is None
+        assert board.file.late == late
+    board.file.close()
+    assert (await opened()).file.late == 1
 
 
 async def test_a_torn_last_line_is_cut(opened: Opened, tmp_path: Path) -> None:
