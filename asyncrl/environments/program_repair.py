@@ -68,9 +68,12 @@ class ProgramRepair:
             return WITHHELD
         if error:
             return BROKEN if self._brief else f"The program does not compile: {error}\nWrite all of it again."
-        number, result = next(each for each in enumerate(results) if not each[1].passed)
+        number = next((number for number, result in enumerate(results) if not result.passed), len(results))
+        result = results[number] if number < len(results) else None  # None: tests before it took all the seconds.
         test = self._tests[number]
-        said = test.code or f"for the input {test.stdin!r} it has to print {test.stdout!r}, not {result.stdout!r}"
+        printed = f", not {result.stdout!r}" if result else ""
+        said = test.code or f"for the input {test.stdin!r} it has to print {test.stdout!r}{printed}"
         if self._brief:
             return said + END
-        return f"A test fails ({result.outcome}: {result.detail}):\n{said}\nWrite all of the program again."
+        why = f"{result.outcome}: {result.detail}" if result else f"not run: those before it took {self._seconds:g} s"
+        return f"A test fails ({why}):\n{said}\nWrite all of the program again."
