@@ -7,8 +7,8 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
-SCORE = r"(?i)score\W{0,8}?(-?\d+(?:\.\d+)?)"
-"""Finds the score where neither a pattern nor a field is named."""
+SCORE = r"(?i)score\W{0,8}?(-?\d+(?:\.\d+)?)(?![\d.]* *(?:[-\u2013]|to) *\d)"
+"""Finds the score where neither a pattern nor a field is named. The bounds in `Score (0-10)` are none."""
 EXCERPT = 200
 """Characters of a reply that an error quotes."""
 
@@ -35,7 +35,7 @@ class ScoreReader:
         found = self._in_field(reply) if self._field else self._by_pattern(reply)
         try:
             number = float(found)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"the score is no number but {found!r:.{EXCERPT}}") from None
         if not (math.isfinite(number) and self._lowest <= number <= self._highest):
             raise ValueError(f"the score {number:g} does not lie between {self._lowest:g} and {self._highest:g}")

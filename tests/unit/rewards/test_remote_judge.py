@@ -87,6 +87,7 @@ async def test_what_is_asked_and_what_comes_back(time: Time, monkeypatch: pytest
     ("options", "reply", "score"),
     [
         ({}, "Score: 10", 1.0),
+        ({}, "I give a score (0-10) here.\nScore: 7\n- 2 reasons", 0.7),
         ({"lowest": -1.0, "highest": 1.0}, "score -0.5", 0.25),
         ({"pattern": r"<(\d+)>"}, "<1> or <4>", 0.4),
         ({"json_field": "grade", "highest": 5.0}, '```json\n{"why": "{}", "grade": 2.5}\n```', 0.5),
@@ -103,6 +104,8 @@ async def test_where_the_score_stands(time: Time, options: dict[str, Any], reply
     [
         ({}, "Well done!", r"the reply has no score that .* finds: 'Well done!'"),
         ({}, "Score: 87", "the score 87 does not lie between 0 and 10"),
+        ({}, "Score (0 to 10): 7", "the reply has no score"),
+        ({"json_field": "grade"}, '{"grade": ' + "9" * 400 + "}", "the score is no number but 9"),
         ({"json_field": "grade"}, "[" * 100_000, "no JSON object with grade"),
         ({"json_field": "grade"}, '{"grade": [1]}', r"the score is no number but \[1\]"),
         ({"json_field": "grade"}, '{"grade": NaN}', "the score nan does not lie"),
