@@ -197,7 +197,7 @@ class Grid:
 def read_grid(text: str) -> Grid:
     """Reads a grid from TOML."""
     given = tomllib.loads(text)
-    tables = [_table(each, given["controls"]) for each in given["tables"]]
+    tables = [_table(each, each.get("controls", given["controls"])) for each in given["tables"]]
     candidates = [Candidate(**each) for each in given["claim"]["candidates"]]
     claim = Claim(**{**given["claim"], "candidates": candidates, "defaults": given["defaults"]})
     return Grid(given["goal"], given["defaults"], given["expected_seconds"], tables, claim)
