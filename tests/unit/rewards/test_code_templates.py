@@ -15,7 +15,7 @@ from asyncrl.children.sandbox import SandboxError
 from asyncrl.config.sources import load as load_experiment
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.functions import FunctionSpec, function_problems, load
+from asyncrl.rewards.functions import OVERLAPPING, FunctionSpec, function_problems, load, overlapping
 from tests.unit.rewards.execution.pools import sample
 
 TESTS = [f"assert f({x}) == {x + 1}" for x in range(4)]
@@ -120,6 +120,11 @@ async def test_no_sandbox_outlives_the_child(bubblewrap_works: None, tmp_path: P
             assert result.value == 1
     await gone(started)
     assert descendants(os.getpid()) <= before
+
+
+def test_tests_overlap_as_far_as_there_are_cores_and_checks_freely() -> None:
+    assert overlapping(load(SPECS[PASSES])) == len(os.sched_getaffinity(0))
+    assert overlapping(load(SPECS[COMPILES])) == overlapping(load(SPECS[LINT])) == OVERLAPPING
 
 
 def test_options_are_checked() -> None:

@@ -92,3 +92,11 @@ async def test_sandboxes_that_are_killed_from_outside_are_replaced(runner: CodeR
     for pid in sandboxes() - before:
         os.kill(pid, signal.SIGKILL)
     assert [each.outcome for each in await runner.run(Program(PLUS_ONE, TESTS), 20)] == ["passed"] * 3
+
+
+async def test_a_source_whose_checker_is_killed_from_outside_is_checked_again(runner: CodeRunner) -> None:
+    before = sandboxes()
+    await runner.check("x = 1")
+    for pid in sandboxes() - before:
+        os.kill(pid, signal.SIGKILL)
+    assert (await runner.check(PLUS_ONE)).error == ""
