@@ -1,18 +1,25 @@
 """Finds mistakes in the sources of prompts before a run starts, without running the user's code."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from asyncrl.children.code.answers import cases_in
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import IN_MEMORY, Config
 from asyncrl.config.user_code import source_problem
+from asyncrl.environments.loading import OF_PROGRAMS
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.rewards.code_templates import passes_tests
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
+from asyncrl.tasks.prompt_rows import Prompts
 from asyncrl.tasks.prompt_sources import READERS, held_out_prompts, pretraining_rows, training_prompts
 
 READ_AHEAD = 16 * 2**20
 """Bytes of the largest file whose rows are read before the run starts, in about half a second. The run reads its rows
 once more when it starts, and says then what is wrong with a larger file."""
+CHECKED_ROWS = 1000
+"""Rows whose tests are looked at before the run starts; later ones are errors of their samples."""
+PASSES = passes_tests.__name__
 PACKAGES = ("hub", "reasoning_gym", HUMAN_EVAL)
 """Kinds of sources that a package makes; its absence is another problem, and all else is found as the run reads it."""
 
@@ -24,12 +31,31 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
         "task.pretrain": (config.task.pretrain, lambda: pretraining_rows(config.task)),
         "evaluate.prompts": (config.evaluate.prompts, lambda: held_out_prompts(config)),
     }
+    columns = _columns_of_tests(config)
     for key, (spec, read) in sources.items():
-        if spec not in ("", IN_MEMORY) and (problem := _problem(key, spec, read)) is not None:
+        if spec not in ("", IN_MEMORY) and (problem := _problem(key, spec, read, columns)) is not None:
             yield problem
 
 
-def _problem(key: str, spec: str, read: Callable[[], object]) -> Problem | None:
+def _columns_of_tests(config: Config) -> set[str]:
+    """Returns the columns in which rows have tests of programs."""
+    options = [each.options for section in config.scorers.values() for each in section.functions if each.use == PASSES]
+    if config.environment.use in OF_PROGRAMS:
+        options.append(config.environment.options)
+    return {str(each.get("column", "tests")) for each in options}
+
+
+def _check_tests(prompts: Prompts, columns: Collection[str]) -> None:
+    """Raises TaskError for the first row that has no tests of programs, or what are none."""
+    for number in range(min(len(prompts), CHECKED_ROWS)):
+        for column in columns:
+            try:
+                cases_in(prompts.row(number).columns, column)
+            except TaskError as error:
+                raise TaskError(f"{prompts.source}, row {number}: {error}") from None
+
+
+def _problem(key: str, spec: str, read: Callable[[], object], columns: Collection[str]) -> Problem | None:
     kind, colon, _ = spec.partition(":")
     file = Path(spec).expanduser()
     if file.suffix.lower() in READERS:
@@ -38,7 +64,9 @@ def _problem(key: str, spec: str, read: Callable[[], object]) -> Problem | None:
     elif colon:
         return None if kind in PACKAGES else source_problem(spec, key)
     try:
-        read()
+        rows = read()
+        if isinstance(rows, Prompts):
+            _check_tests(rows, columns)
     except (TaskError, ConfigError) as error:
         return Problem.of_error(error, key)
     return None
