@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 KEY = "environment.options"
 COLUMN = re.compile(r"\{(\w+)\}")
+PYTHON = ("python", "python3")
+"""Names of the Python that runs asyncrl, whose packages the agent uses, whether or not its environment is activated."""
 ROLE = "agent"
 """Role of the last message of an episode: what the agent printed. The policy is not shown it."""
 REWARDS = ("none", "last_line")
@@ -42,6 +45,8 @@ class Agent:
     ) -> None:
         if not (words := shlex.split(command)):
             raise ConfigError('environment.use is "agent:" and a command, such as "agent:python agent.py"')
+        if words[0] in PYTHON:
+            words[0] = sys.executable
         if shutil.which(words[0]) is None:
             raise ConfigError(f"environment.use: there is no program {words[0]}")
         if reward not in REWARDS:
@@ -74,11 +79,11 @@ class Agent:
 
     async def close(self) -> None:
         """Ends the agent and everything that it started."""
+        if self._program is not None:
+            await self._program.end()
         if self._number is not None:
             await _endpoint().close(self._number)
             self._number = None
-        if self._program is not None:
-            await self._program.end()
 
     async def _observed(self) -> Observation:
         """Returns the next request of the agent, or its end."""

@@ -7,13 +7,13 @@ the tokens of that conversation. Any other one begins a new context. A request t
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.environments.agents.chat_answers import ChatAnswer
 from asyncrl.environments.agents.chat_requests import ChatRequest, RefusedRequest, digests_of
 from asyncrl.environments.observation import Observation
 
-QUEUED = 64
+QUEUED = 32
 """Requests of an agent that wait for the policy, which answers one at a time."""
 KEPT = 16
 """Answered requests that are kept for a client that asks again; it does so at once."""
@@ -111,6 +111,7 @@ class Exchanges:
         exchange, self._pending = self._pending, None
         self.turns += 1
         answer, request = read(exchange.request, self.turns), exchange.request
+        exchange.request = replace(request, messages=(), digests=request.digests[-1:], tools=())  # Those take memory.
         self._kept.append(exchange)
         if not answer.cut:  # The tokens behind a stop string are in the context of the policy, and not of the agent.
             conversation = (*request.messages, answer.message)

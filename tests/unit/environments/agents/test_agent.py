@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -247,5 +248,6 @@ def test_wrong_options_are_refused(use: str, options: dict[str, Any], why: str) 
 
 
 async def test_an_agent_that_was_never_begun_closes() -> None:
-    made = Agent(f"{os.environ.get('SHELL', 'sh')} -c true")
+    made = Agent("python agent.py")
+    assert made._words == [sys.executable, "agent.py"]
     await made.close()
