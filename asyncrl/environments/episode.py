@@ -24,6 +24,7 @@ from asyncrl.environments.transcript import (
     messages_of,
     with_info,
 )
+from asyncrl.errors import EnvironmentFailed
 
 GRACE = 1.0
 """Seconds in which a late coroutine may end after its cancellation."""
@@ -100,6 +101,8 @@ class Episode:
             answer = check(await self._in_time(method, deadline, *arguments))
         except NoObservation as mistake:
             answer = {"error": str(mistake), "traceback": ""}
+        except EnvironmentFailed as failed:  # Said by an adapter of ours, whose lines tell nobody anything.
+            answer = {"error": f"`{method}` failed: {failed}", "traceback": ""}
         except Exception as error:  # the user's code: its errors are answers of its episode
             answer = {"error": f"`{method}` raised {type(error).__name__}: {error}", "traceback": trace(error)}
         return answer | {"seconds": monotonic() - began}

@@ -96,11 +96,12 @@ class Agent:
                 return self._exchanges.observation(asking.result())
         finally:
             asking.cancel()
-        return self._ended(self._program.done.result(), self._program.output.decode("utf-8", "replace"))
+        return self._ended(self._program)
 
-    def _ended(self, status: int, output: str) -> Observation:
+    def _ended(self, program: AgentProgram) -> Observation:
         """Returns the last observation: what the agent printed, and its reward."""
-        shown = f"; it printed {output[-EXCERPT:]!r} (what it wrote as errors is in the .printed file of this worker)"
+        status, output, errors = program.done.result(), _text(program.output), _text(program.errors)
+        shown = f"; it printed {output[-EXCERPT:]!r}, and as errors:\n{errors[-EXCERPT:].strip()}".rstrip("\n")
         if status:
             how = f"exited with status {status}" if status > 0 else f"was ended by signal {-status}"
             raise AgentFailed(f"the agent {how}{shown}")
@@ -125,6 +126,10 @@ def _endpoint() -> "Endpoint":
     from asyncrl.environments.agents.endpoint import Endpoint
 
     return Endpoint.running()
+
+
+def _text(data: bytearray) -> str:
+    return data.decode("utf-8", "replace")
 
 
 def _filled(word: str, values: Mapping[str, Any]) -> str:

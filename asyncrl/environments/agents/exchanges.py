@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from asyncrl.environments.agents.chat_answers import ChatAnswer
 from asyncrl.environments.agents.chat_requests import ChatRequest, RefusedRequest, digests_of
 from asyncrl.environments.observation import Observation
+from asyncrl.errors import EnvironmentFailed
 
 QUEUED = 32
 """Requests of an agent that wait for the policy, which answers one at a time."""
@@ -24,7 +25,7 @@ FOLLOWING = ("user", "tool")
 """Roles of messages that may follow an answer in a conversation that goes on."""
 
 
-class AgentFailed(Exception):
+class AgentFailed(EnvironmentFailed):
     """Reports an agent with which the episode cannot go on."""
 
 

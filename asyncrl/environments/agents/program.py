@@ -7,9 +7,11 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.concurrency import gather
+
 GUARD = (sys.executable, "-m", "asyncrl.children.guard_process", "asyncrl.environments.agents.exec_program")
 LARGEST_OUTPUT = 16 * 2**10
-"""Bytes of standard output that are kept: its end."""
+"""Bytes of standard output and of errors that are kept: their ends."""
 BLOCK = 2**16
 KILL_SECONDS = 5.0
 """Seconds that the kernel may take to end a killed process."""
@@ -17,10 +19,11 @@ KILL_SECONDS = 5.0
 
 @dataclass(eq=False, slots=True)
 class AgentProgram:
-    """A running program. output: the end of its standard output. done: its exit status, after all of its output."""
+    """A running program. output, errors: the ends of what it writes. done: its exit status, after all of its output."""
 
     process: Process
     output: bytearray
+    errors: bytearray
     done: "asyncio.Task[int]"
 
     @classmethod
@@ -36,14 +39,16 @@ class AgentProgram:
                 *words,
                 stdin=PIPE,
                 stdout=PIPE,
+                stderr=PIPE,
                 env=dict(variables),
                 pass_fds=(stdin,),
                 start_new_session=True,
             )
         finally:
             os.close(stdin)
-        output = bytearray()
-        return cls(process, output, asyncio.create_task(_read(process, output), name=f"agent {process.pid}"))
+        output, errors = bytearray(), bytearray()
+        done = asyncio.create_task(_read(process, output, errors), name=f"agent {process.pid}")
+        return cls(process, output, errors, done)
 
     async def end(self) -> None:
         """Ends the program and all that it started, at once."""
@@ -51,12 +56,20 @@ class AgentProgram:
         self.process.stdin.close()  # The guard waits for that.
         await asyncio.wait({self.done}, timeout=KILL_SECONDS)
         self.done.cancel()
+        if self.errors:
+            os.write(sys.stderr.fileno(), bytes(self.errors) + b"\n")  # Beside what other environments print.
+            self.errors.clear()
 
 
-async def _read(process: Process, output: bytearray) -> int:
-    """Keeps the end of the output until the program has ended, and returns its status."""
+async def _read(process: Process, output: bytearray, errors: bytearray) -> int:
+    """Keeps the ends of both outputs until the program has ended, and returns its status."""
     assert process.stdout is not None
-    while block := await process.stdout.read(BLOCK):
-        output += block
-        del output[:-LARGEST_OUTPUT]
+    assert process.stderr is not None
+    await gather(_keep_end(process.stdout, output), _keep_end(process.stderr, errors))
     return await process.wait()
+
+
+async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
+    while block := await stream.read(BLOCK):
+        kept += block
+        del kept[:-LARGEST_OUTPUT]

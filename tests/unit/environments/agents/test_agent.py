@@ -162,7 +162,7 @@ async def test_tokens_and_logprobs_reach_the_agent(agent: MakeAgent) -> None:
     ("source", "why"),
     [
         ("print('nothing to do')", "exited without a request to OPENAI_BASE_URL; it printed 'nothing to do"),
-        ("sys.exit(3)", "the agent exited with status 3"),
+        ("sys.exit('no key for it')", "the agent exited with status 1; it printed '', and as errors:\nno key for it"),
         ("os.kill(os.getpid(), 9)", "the agent was ended by signal 9"),
         ("for _ in range(20): post({})\nos.abort()", "the agent was ended by signal 6"),
     ],

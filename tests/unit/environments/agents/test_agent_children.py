@@ -111,6 +111,19 @@ async def test_an_agent_with_chance_comes_out_otherwise(pool: MakePool) -> None:
     assert first[1] != again[1]
 
 
+async def test_an_agent_that_ends_at_once_says_why(pool: MakePool, tmp_path: Path) -> None:
+    """The lines of asyncrl, of which a traceback would be made, explain nothing of it."""
+    async with pool() as made:
+        (tmp_path / "agent.py").write_text("raise SystemExit('no key for my database')")
+        found = await made.play(play())
+        assert found.error.startswith("`reset` failed: the agent exited with status 1; it printed ''")
+        assert found.error.endswith("\nno key for my database")
+        assert found.traceback == ""
+        await made.forget([(4, 0, 0)])
+        printed = tmp_path / "printed"
+        await until(lambda: printed.exists() and "no key for my database" in printed.read_text())
+
+
 async def test_an_agent_that_never_calls_is_named(pool: MakePool, pids: Callable[[], list[int]]) -> None:
     async with pool(deadline=2.0) as made:
         late, other = await asyncio.gather(made.play(play(prompt="hang")), made.play(play("a", member=1)))
