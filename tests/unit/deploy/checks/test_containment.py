@@ -62,7 +62,7 @@ def test_a_folder_to_write_has_to_be_there(tmp_path: Path) -> None:
     (problem,) = containment_problems(config([MINE], writable=[str(tmp_path / "cache")]))
     assert (problem.key, problem.text.startswith(f"there is no folder {tmp_path}/cache")) == ("children.writable", True)
     assert list(containment_problems(config([MINE], writable=[str(tmp_path)]))) == []
-    for folder in ("/", "/proc", "/dev/shm", f"{tmp_path}/../../../.."):
+    for folder in ("/", "/tmp/..", "/proc", "/dev/shm"):
         (problem,) = containment_problems(config([MINE], writable=[folder]))
         assert "name folders of your own" in problem.text, folder
 
