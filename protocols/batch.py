@@ -19,7 +19,9 @@ Array = NDArray[Any]
 SampleName = tuple[int, int, int]
 """Group, member and attempt: identifies a sample, and is never used twice in a run."""
 
-TRUNCATED = frozenset(("length", "turn_limit", "token_limit", "time_limit"))
+NO_ROOM = "token_limit"
+"""Finish reason of an episode without room for what its environment said and one more token."""
+TRUNCATED = frozenset(("length", "turn_limit", NO_ROOM, "time_limit"))
 """Finish reasons of a sample that a limit ended, and not the policy or its environment."""
 
 GREEDY = -1

@@ -28,7 +28,7 @@ from asyncrl.environments.transcript import (
 from asyncrl.errors import AsyncrlError, EnvironmentFailed, Retryable
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
+from asyncrl.protocols.batch import NO_ROOM, Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Opening, PromptGroup
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow
 from asyncrl.protocols.row_columns import episode_columns
@@ -229,7 +229,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         if answer["done"]:
             return "stop"
         if sample.tokens + sample.given >= self._section.max_tokens:
-            return "token_limit"
+            return NO_ROOM
         if sample.turns >= self._section.max_turns:
             return "turn_limit"
         return "time_limit" if state.seconds > self._section.max_seconds else ""

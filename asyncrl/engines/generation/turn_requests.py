@@ -10,13 +10,10 @@ from asyncrl.engines.generation.trajectory import ROW, Ids, Trajectory
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.environments.transcript import begun_context
 from asyncrl.errors import TaskError
-from asyncrl.protocols.batch import Batch, RowRef
+from asyncrl.protocols.batch import NO_ROOM, Batch, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.tasks.prompt_lengths import TokenBudget
-
-NO_ROOM = "token_limit"
-"""Finish reason of an episode without room for what its environment said and one more token."""
 
 
 @dataclass(frozen=True, slots=True)
