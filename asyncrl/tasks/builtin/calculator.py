@@ -5,7 +5,7 @@ import random
 import zlib
 from typing import Any
 
-from asyncrl.environments.calculator import END, NO_RESULT, product
+from asyncrl.environments.builtin.calculator import END, NO_RESULT, product
 from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
 ASKED, BELIEVED = 0.4, 0.4

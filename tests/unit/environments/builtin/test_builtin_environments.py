@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.config.environment_config import EnvironmentConfig
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
-from asyncrl.environments.calculator import Calculator
-from asyncrl.environments.guess import HIGHER, LOWER, NO_HINT, NUMBERS, Guess, hinted
+from asyncrl.environments.builtin.calculator import Calculator
+from asyncrl.environments.builtin.guess import HIGHER, LOWER, NO_HINT, NUMBERS, Guess, hinted
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
