@@ -1,6 +1,10 @@
-"""A scripted person: asks the feedback endpoint of a run for answers, and rates them by a taste of its own."""
+"""A scripted person: asks the feedback endpoint of a run for answers, and rates them by a taste of its own.
+
+`python tests/system/raters.py RUN` rates until it is interrupted.
+"""
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +17,11 @@ Taste = Callable[[str], int]
 """A rating from 1 to 5 of a text."""
 RETRY = 0.05
 """Seconds until the page is asked again when nothing waits, or its worker is being started again."""
+
+
+def likes_vowels(text: str) -> int:
+    """Returns 5 for an answer that begins with a vowel, else 1."""
+    return 5 if text[:1] in tuple("aeiou") else 1
 
 
 class Rater:
@@ -61,3 +70,8 @@ class Rater:
         else:
             assert got.status_code == 404, got.text
             self.refused.append(answer["sample"])
+
+
+if __name__ == "__main__":
+    with Rater(Path(sys.argv[1]), likes_vowels), suppress(KeyboardInterrupt):
+        threading.Event().wait()

@@ -1,5 +1,6 @@
 """A person rates while a run trains: no rating is lost, whoever is killed, and each is the reward of its sample."""
 
+import gzip
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from raters import Rater
+from raters import Rater, likes_vowels
 from torchless_runs import Run
 from watching import PATIENCE
 
@@ -31,9 +32,11 @@ FLAGS += [
 ]
 
 
-def likes_vowels(text: str) -> int:
-    """Returns 5 for an answer that begins with a vowel, else 1."""
-    return 5 if text[:1] in tuple("aeiou") else 1
+def spans(run_dir: Path, name: str) -> list[tuple[float, float]]:
+    """Returns start and end of each call of this name in the trace."""
+    with gzip.open(run_dir / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    return [(each["ts"], each["ts"] + each["dur"]) for each in events if (each["ph"], each["name"]) == ("X", name)]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -63,4 +66,6 @@ def test_no_rating_is_lost_when_workers_and_the_command_are_killed(quickstart_mo
     samples = lines(run.directory / "samples.jsonl")
     assert len(samples) >= STEPS * 4  # The texts of a step are gone with the worker that held them.
     assert [each["reward"] for each in samples] == [(likes_vowels(each["text"]) - 1) / 4 for each in samples]
+    generated, scored = (spans(run.directory, name) for name in ("generate", "score"))
+    assert any(start < end < stop for _, end in scored for start, stop in generated), "nothing was rewarded meanwhile"
     assert lines(run.directory / "metrics.jsonl")[-1]["feedback/ratings"] <= len(ratings)

@@ -3,7 +3,6 @@
 ComparedPrompt ──> score of each answer at its last token ──> loss of each pair of a prompt ──> AdamW
 """
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.model_loading import load_pretrained_classifier
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.engines.training.models_with_heads import ValueModel
+from asyncrl.objectives.pass_at_k import Rate, rate_over
 from asyncrl.objectives.preference_loss import bradley_terry_loss
+from asyncrl.rewards.feedback.answers import EQUAL
 from asyncrl.rewards.feedback.pairs import ComparedPrompt, RatedText, batches
 
 CENTERING = 0.01
@@ -29,31 +30,22 @@ PROMPTS_AT_ONCE = 8
 """Prompts of one optimizer step, with up to 16 answers each."""
 MOST_TOKENS = 1024
 """Tokens of a prompt with its answer, the last ones: those that bound the memory of a step."""
-WIDTH = 1.96
-"""Standard errors of an interval of 95 %."""
 
 Show = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The share of held-out pairs whose better answer has the higher score, and its interval of 95 % by Wilson's
-    formula, with as many independent observations as prompts: pairs of one prompt share answers."""
+    """The share of held-out pairs whose better answer has the higher score, with its interval. rate: over prompts,
+    which count alike, for the pairs of one prompt share answers."""
 
-    share: float
+    rate: Rate
     pairs: int
     prompts: int
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        n, p = self.prompts, self.share
-        middle = (p + WIDTH**2 / (2 * n)) / (1 + WIDTH**2 / n)
-        half = WIDTH / (1 + WIDTH**2 / n) * math.sqrt(p * (1 - p) / n + WIDTH**2 / (4 * n * n))
-        return max(0.0, middle - half), min(1.0, middle + half)
-
     def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.share:.3f} (95 %: {low:.3f} to {high:.3f}) over {self.pairs} pairs of {self.prompts} prompts"
+        mean, low, high = self.rate
+        return f"{mean:.3f} (95 %: {low:.3f} to {high:.3f}) over {self.pairs} pairs of {self.prompts} prompts"
 
 
 class PreferenceModel:
@@ -105,13 +97,13 @@ class PreferenceModel:
     @torch.no_grad()
     def accuracy(self, prompts: Sequence[ComparedPrompt]) -> Accuracy:
         """Compares scores with decided pairs, of which there must be one; equal scores count half."""
-        right = total = 0.0
-        for batch in batches(prompts, PROMPTS_AT_ONCE):
-            better, other, wins, _ = self._scored(batch)
-            difference = (better - other)[wins != 0.5]
-            right += float((difference > 0).sum()) + float((difference == 0).sum()) / 2
-            total += len(difference)
-        return Accuracy(right / total, int(total), sum(each.decided > 0 for each in prompts))
+        shares: list[float] = []
+        for prompt in prompts:
+            better, other, wins, _ = self._scored([prompt])
+            difference = (better - other)[wins != EQUAL]
+            if len(difference):
+                shares.append((float((difference > 0).sum()) + float((difference == 0).sum()) / 2) / len(difference))
+        return Accuracy(rate_over(shares), sum(each.decided for each in prompts), len(shares))
 
     def save(self, folder: Path) -> None:
         """Writes the model and its tokenizer, for `reward.model`."""

@@ -9,6 +9,8 @@ from typing import Any
 from asyncrl.rewards.sample import Sample
 
 Prompt = str | list[dict[str, Any]]
+EQUAL = 0.5
+"""Value of two answers that a person finds equally good."""
 
 
 @dataclass(frozen=True, slots=True)

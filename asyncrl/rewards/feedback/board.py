@@ -8,14 +8,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from asyncrl.rewards.feedback.answers import Judgement, RatableAnswer
+from asyncrl.rewards.feedback.answers import EQUAL, Judgement, RatableAnswer
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
 
 KNOWN_ANSWERS = 4096
 """Answers that no longer wait and may still be rated, the newest: what a person sees on an open page, many times over.
 Those that wait are bounded by the gate."""
-EQUAL = 0.5
-"""Value of two answers that a person finds equally good."""
 
 
 class UnknownAnswer(LookupError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from asyncrl.rewards.feedback.answers import Prompt
+from asyncrl.rewards.feedback.answers import EQUAL, Prompt
 
 MOST_ANSWERS = 16
 """Rated answers of one prompt that are compared with each other, drawn by chance: 120 pairs."""
@@ -48,7 +48,7 @@ class ComparedPrompt:
     @property
     def decided(self) -> int:
         """Number of pairs of which one answer is better."""
-        return sum(pair.wins != 0.5 for pair in self.pairs)
+        return sum(pair.wins != EQUAL for pair in self.pairs)
 
 
 def compared_prompts(lines: Iterable[dict[str, Any]], seed: int = 0) -> list[ComparedPrompt]:
@@ -84,7 +84,7 @@ def _rated_text(answer: dict[str, Any]) -> RatedText:
 def _add_pick(prompt: ComparedPrompt, answers: Sequence[dict[str, Any]]) -> None:
     first, second = (_rated_text(answer) for answer in answers)
     if first != second:
-        wins = 1.0 if answers[0]["value"] > answers[1]["value"] else 0.5
+        wins = 1.0 if answers[0]["value"] > answers[1]["value"] else EQUAL
         prompt.pairs.append(Preference(prompt.number(first), prompt.number(second), wins))
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,42 +26,67 @@ HELD_OUT_SHARE = 8
 
 
 def training(
-    size: int = 1000, seed: int = 0, sets: Sequence[str] = SETS, given: int = 3, following: int = 2
+    size: int = 1000,
+    seed: int = 0,
+    sets: Sequence[str] = SETS,
+    given: int = 3,
+    following: int = 2,
+    system: str = "",
 ) -> list[dict[str, Any]]:
     """Makes `size` rows. sets: where from, in equal parts. given: most lines of a prompt, the last one the user's.
-    following: most further lines of the user, for the environment `dialogue`. The same seed gives the same rows."""
-    return _rows(size, seed, sets, given, following, held_out=False)
+    following: most further lines of the user, for the environment `dialogue`. system: message before each prompt. The
+    same seed gives the same rows."""
+    return _rows(size, seed, sets, _Cut(given, following, system), held_out=False)
 
 
 def held_out(
-    size: int = 64, seed: int = 0, sets: Sequence[str] = SETS, given: int = 3, following: int = 2
+    size: int = 64,
+    seed: int = 0,
+    sets: Sequence[str] = SETS,
+    given: int = 3,
+    following: int = 2,
+    system: str = "",
 ) -> list[dict[str, Any]]:
     """Makes rows like those of `training`, of conversations that are never trained on."""
-    return _rows(size, seed, sets, given, following, held_out=True)
+    return _rows(size, seed, sets, _Cut(given, following, system), held_out=True)
 
 
-def _rows(
-    size: int, seed: int, sets: Sequence[str], given: int, following: int, held_out: bool
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Says what a row has of a conversation, see `training`."""
+
+    given: int
+    following: int
+    system: str = ""
+
+    def row(self, source: random.Random, lines: Sequence[str]) -> dict[str, Any]:
+        """Cuts a conversation before an answer. What follows the answer is left to the environment."""
+        shown = source.randint(1, min(self.given, len(lines) - 1))
+        start = source.randint(0, len(lines) - 1 - shown)
+        end = start + shown
+        if shown % 2 == 0:
+            start += 1  # The user speaks last, and chat templates want the user to begin.
+        said = [
+            {"role": ("user", "assistant")[number % 2], "content": line} for number, line in enumerate(lines[start:end])
+        ]
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        return {
+            "prompt": opening + said,
+            "answer": lines[end],
+            "lines": list(lines[end + 1 :: 2][: self.following]),
+        }
+
+
+def _rows(size: int, seed: int, sets: Sequence[str], cut: _Cut, held_out: bool) -> list[dict[str, Any]]:
     if not sets or set(sets) - set(SETS):
         raise TaskError(f"task.options: sets = {list(sets)}; write one or more of {', '.join(SETS)}")
-    if given < 1 or following < 0:
-        raise TaskError(f"task.options: given = {given}, following = {following}; write 1 or more, and 0 or more")
+    if cut.given < 1 or cut.following < 0:
+        raise TaskError(
+            f"task.options: given = {cut.given}, following = {cut.following}; write 1 or more, and 0 or more"
+        )
     source = random.Random(seed)
     found = {name: [each for each in conversations(name) if is_held_out(each) == held_out] for name in sets}
-    return [_row(source, source.choice(found[sets[number % len(sets)]]), given, following) for number in range(size)]
-
-
-def _row(source: random.Random, lines: Sequence[str], given: int, following: int) -> dict[str, Any]:
-    """Cuts a conversation before an answer. What follows the answer is left to the environment."""
-    shown = source.randint(1, min(given, len(lines) - 1))
-    start = source.randint(0, len(lines) - 1 - shown)
-    end = start + shown
-    roles = ("user", "assistant") if shown % 2 else ("assistant", "user")
-    prompt = [{"role": roles[number % 2], "content": line} for number, line in enumerate(lines[start:end])]
-    if prompt[0]["role"] == "assistant":
-        prompt = prompt[1:]  # Chat templates want the user to begin.
-    return {"prompt": prompt, "answer": lines[end], "lines": list(lines[end + 1 :: 2][:following])}
+    return [cut.row(source, source.choice(found[sets[number % len(sets)]])) for number in range(size)]
 
 
 def is_held_out(lines: Sequence[str]) -> bool:

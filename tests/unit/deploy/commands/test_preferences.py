@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from asyncrl.deploy.cli import main
 from asyncrl.engines.training.models_with_heads import load_score_model
 from asyncrl.engines.training.preference_model import Accuracy
+from asyncrl.objectives.pass_at_k import rate_over
 
 LETTERS = "abcdefghij"
 
@@ -79,7 +80,7 @@ def test_a_run_without_ratings_is_refused(run_dir: Path, tmp_path: Path, capsys:
     assert "has no ratings.jsonl: nobody rated in this run" in capsys.readouterr().err
 
 
-def test_the_interval_is_wilsons() -> None:
-    low, high = Accuracy(0.8, 40, 20).interval
-    assert (round(low, 3), round(high, 3)) == (0.584, 0.919)
-    assert Accuracy(1.0, 40, 20).interval == pytest.approx((0.839, 1.0), abs=1e-3)
+def test_the_accuracy_says_how_sure_it_is() -> None:
+    assert (
+        str(Accuracy(rate_over([1.0, 0.5] * 10), 60, 20)) == "0.750 (95 %: 0.531 to 0.888) over 60 pairs of 20 prompts"
+    )

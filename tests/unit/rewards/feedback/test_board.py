@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.concurrency import gather
-from asyncrl.rewards.feedback.answers import RatableAnswer
+from asyncrl.rewards.feedback.answers import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.board import FeedbackBoard, RatedBefore, UnknownAnswer
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
 
@@ -137,6 +137,28 @@ async def test_an_answer_that_is_too_old_to_train_waits_no_longer(opened: Opened
     assert [each.text for each in board.unanswered()] == ["fresh"]
     await board.rate(answer("fresh", 1).id, 1.0)
     assert await fresh == 1.0
+
+
+async def test_a_rating_that_is_being_written_counts_when_the_wait_runs_out(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = await opened()
+    began, ended = asyncio.Event(), asyncio.Event()
+    add = board.file.add
+
+    async def slow_disk(judgement: Judgement) -> None:
+        began.set()
+        await ended.wait()
+        await add(judgement)
+
+    monkeypatch.setattr(board.file, "add", slow_disk)
+    wait = asyncio.ensure_future(board.value(answer(), FOREVER, 0.05))
+    await asyncio.sleep(0)
+    rating = asyncio.ensure_future(board.rate(answer().id, 0.75))
+    await began.wait()
+    await asyncio.wait([wait], timeout=0.1)  # The wait runs out, and a rating is on its way.
+    ended.set()
+    assert (await wait, (await rating).late, board.file.late) == (0.75, False, 0)
 
 
 async def test_ratings_answer_their_samples_after_a_restart(opened: Opened, tmp_path: Path) -> None:

@@ -33,15 +33,15 @@ def said(*lines: str) -> list[dict[str, Any]]:
 def test_a_prompt_is_cut_out_of_a_conversation_before_an_answer() -> None:
     source = random.Random(4)
     for _ in range(200):
-        row = dialogue._row(source, TALK, given=3, following=2)
+        row = dialogue._Cut(3, 2).row(source, TALK)
         shown = [message["content"] for message in row["prompt"]]
         end = TALK.index(row["answer"])
         assert TALK[end - len(shown) : end] == tuple(shown)
         assert 1 <= len(shown) <= 3
         assert row["prompt"][0]["role"] == row["prompt"][-1]["role"] == "user"
         assert row["lines"] == list(TALK[end + 1 :: 2][:2])
-    assert dialogue._row(source, TALK[:2], given=3, following=2) == {
-        "prompt": [{"role": "user", "content": "hi"}],
+    assert dialogue._Cut(3, 2, "be kind").row(source, TALK[:2]) == {
+        "prompt": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}],
         "answer": "hello",
         "lines": [],
     }
