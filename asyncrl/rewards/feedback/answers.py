@@ -39,7 +39,7 @@ class RatableAnswer:
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """A person's values of one answer, or of two answers that were compared: 1 for the better one. late: no answer of
-    it waited any more, so that it is no reward of a sample."""
+    it waited any more, so that it is no reward of a sample. Without answers it repeats what is on disk already."""
 
     answers: tuple[RatableAnswer, ...]
     values: tuple[float, ...]

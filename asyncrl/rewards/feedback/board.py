@@ -6,7 +6,7 @@ FeedbackService: value(answer) ──> waiting ──> page ──> rate / pick 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from asyncrl.rewards.feedback.answers import EQUAL, Judgement, RatableAnswer
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
@@ -130,17 +130,17 @@ class FeedbackBoard:
 
     async def _decide(self, names: Sequence[str], values: tuple[float, ...]) -> Judgement:
         async with self._deciding:
+            before = [self.file.value(name) for name in names]
+            if before == list(values):
+                # The same once more, from a client that did not hear of the first, perhaps of an earlier worker.
+                return Judgement((), values, late=not any(map(self.file.is_reward, names)))
+            for name, value in zip(names, before, strict=True):
+                if value is not None:
+                    raise RatedBefore(f"{name} was rated {value:g} before, and the first rating counts")
             answers = tuple(self._answer(name) for name in names)
             if len({repr(answer.prompt) for answer in answers}) > 1:
                 raise UnknownAnswer(f"{' and '.join(names)} are answers to different prompts, which are not compared")
             judgement = Judgement(answers, values, late=not any(map(self._waits, names)))
-            before = [self.file.value(name) for name in names]
-            if before == list(values):
-                # The same once more, from a client that did not hear of the first.
-                return replace(judgement, late=not any(map(self.file.is_reward, names)))
-            for name, value in zip(names, before, strict=True):
-                if value is not None:
-                    raise RatedBefore(f"{name} was rated {value:g} before, and the first rating counts")
             await self.file.add(judgement)
             for name, value in zip(names, values, strict=True):
                 if self._waits(name):

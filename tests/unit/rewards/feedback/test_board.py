@@ -169,8 +169,13 @@ async def test_ratings_answer_their_samples_after_a_restart(opened: Opened, tmp_
     board.file.close()
     again = await opened()
     assert again.file.ratings == 1
+    assert (await again.rate(answer().id, 1.0)).values == (
+        1.0,
+    )  # A client that did not hear of the first says it again.
+    with pytest.raises(RatedBefore):
+        await again.rate(answer().id, 0.0)
     assert await again.value(answer(), FOREVER, 0.0) == 1.0
-    assert again.file.late == 0
+    assert (again.file.ratings, again.file.late, len(lines(tmp_path))) == (1, 0, 1)
 
 
 async def test_a_rating_of_a_sample_that_came_again_with_another_text_is_late(opened: Opened, tmp_path: Path) -> None:
