@@ -229,7 +229,6 @@ class Controller:
         """
         self._checks.check_generated(samples)
         self._tracker.generated(samples)
-        self._releases.episodes_ended(samples)
 
     def answered(self, samples: BatchRef) -> None:
         """Takes samples whose episodes go on, as the environment stored them: what a new attempt begins with."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from asyncrl.concurrency import gather
 from asyncrl.errors import Retryable
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.protocols.batch import NO_ROOM, RowRef, SampleName
+from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.service_contracts import Contract
 
 T = TypeVar("T")
@@ -71,8 +71,7 @@ class RowReleases:
         self._releases = [ReleaseQueue(partial(self._release, maker), acknowledged) for maker in filter(None, makers)]
         self._idle = ReleaseQueue[str](self._send_idle_reason, acknowledged=lambda: None)
         self._idle_reason = "starved"
-        self._ended = ReleaseQueue[SampleName](partial(self._release, fleet.generation), acknowledged=lambda: None)
-        self._queues: tuple[ReleaseQueue[Any], ...] = (*self._releases, self._ended, self._idle)
+        self._queues: tuple[ReleaseQueue[Any], ...] = (*self._releases, self._idle)
 
     @property
     def unreleased(self) -> int:
@@ -84,13 +83,6 @@ class RowReleases:
         names = list(samples)
         for queue in self._releases:
             queue.put(names)
-
-    def episodes_ended(self, samples: Iterable[RowRef]) -> None:
-        """Lets generation free what it holds of episodes that have ended, keys and values among it: their environment
-        stores their rows. Where samples are single answers, generation stores their rows, and nothing happens; nor for
-        an episode without room for another turn, whose row may be one that a resume restored, into generation."""
-        if self._fleet.environment is not None:
-            self._ended.put(sample.name for sample in samples if sample.finish != NO_ROOM)
 
     def idle_because(self, reason: str) -> None:
         """Lets generation book idle time as held back by the gate ("blocked") or as without work ("starved")."""

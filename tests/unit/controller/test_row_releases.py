@@ -1,17 +1,12 @@
 """Notices: together, in order, and never held up by a service that is away."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
 
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.errors import DeadlineExceeded, PeerLost
-from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.lanes.data.row_retention import RowRetention
-from asyncrl.protocols.batch import NO_ROOM, BatchRef, Place, RowRef, SampleName
-from asyncrl.protocols.messages import Opening, PromptGroup
+from asyncrl.protocols.batch import SampleName
 
 
 class Holder:
@@ -55,50 +50,8 @@ def releases_to(
     return RowReleases(fleet(generation, reference), lambda: 7, acknowledged)
 
 
-def fleet(generation: Holder, reference: Holder | None = None, environment: Holder | None = None) -> Fleet:
-    return Fleet(generation, Holder(), Holder(), reference, environment=environment)  # type: ignore[arg-type]
-
-
-async def test_generation_frees_what_it_holds_of_episodes_that_ended_and_no_draw_waits_for_that() -> None:
-    generation, environment = Holder(), Holder()
-    row = RowRef(4, 1, 2, 0, 1, 1, 0, 0, "stop", ())
-    for each, freed in ((fleet(generation), []), (fleet(generation, environment=environment), [[(4, 1, 2)]])):
-        releases = RowReleases(each, lambda: 7, lambda: None)
-        releases.episodes_ended([row])
-        assert releases.unreleased == 0
-        await releases.flush()
-        assert (generation.freed, environment.freed) == (freed, [])
-
-
-async def test_generation_keeps_the_row_of_a_restored_episode_that_ends_without_another_turn() -> None:
-    """The sample is the restored row in a new attempt, which the environment never stored."""
-    kept, place = RowRetention(), Place("inproc://generation", 0, 0, ("prompt_ids",))
-    kept.add((4, 1, 1), place)
-    restored = RowRef(4, 1, 1, 0, 1, 1, 0, 0, "", (place,), turns=1)
-    (ended,) = await played_on(restored)
-    assert (ended.name, ended.places) == ((4, 1, 2), (place,))
-    generation = Holder()
-    releases = RowReleases(fleet(generation, environment=Holder()), lambda: 0, lambda: None)
-    releases.episodes_ended([ended])
-    await releases.flush()
-    assert [kept.release(names, 0) for names in generation.freed] == []
-
-
-async def played_on(restored: RowRef) -> list[RowRef]:
-    """Returns what a new attempt makes of a restored row that has no room for another turn."""
-
-    class Full:
-        async def reset(self, prompts: PromptGroup, row: dict[str, Any]) -> Opening:
-            return Opening("a")
-
-        async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
-            yield BatchRef(tuple(replace(row, finish=NO_ROOM) for row in prompts.continues or ()))
-
-    found: list[RowRef] = []
-    group = PromptGroup(4, 2, 0, "a", (1,), 0, 0, 1.0, 8, 30.0, continues=BatchRef((restored,)))
-    full: Any = Full()
-    await sample_turns(full, full, group, {}, found.extend)
-    return found
+def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
+    return Fleet(generation, Holder(), Holder(), reference)  # type: ignore[arg-type]
 
 
 async def test_releases_of_one_moment_go_in_one_call_to_each_service() -> None:
