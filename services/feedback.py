@@ -64,7 +64,7 @@ class FeedbackService(RewardService):
     async def _ask(self, ref: RowRef, sample: Sample) -> float | None:
         if sample.group < 0:  # of the evaluation
             return None
-        self.board.version_seen(ref.last)
+        await self.board.version_seen(ref.last)
         self._count()
         return await self.board.value(RatableAnswer.of(sample), self._useful_to(ref), self._feedback.deadline)
 

@@ -89,14 +89,15 @@ class FeedbackBoard:
         while len(self._known) > max(KNOWN_ANSWERS, 2 * len(self._waiting)):
             self._known.popitem(last=False)
 
-    def version_seen(self, version: int) -> None:
+    async def version_seen(self, version: int) -> None:
         """Ends the wait of answers that no later version may train on, once a newer version has sampled."""
         if version <= self._newest:
             return
         self._newest = version
-        for waiting in self._waiting.values():
-            if waiting.useful_to < version and not waiting.value.done():
-                waiting.value.set_result(None)
+        async with self._deciding:  # A rating that is being written counts.
+            for waiting in self._waiting.values():
+                if waiting.useful_to < version and not waiting.value.done():
+                    waiting.value.set_result(None)
 
     # ---- asking ------------------------------------------------------------------------------------------
 
@@ -130,12 +131,11 @@ class FeedbackBoard:
 
     async def _decide(self, names: Sequence[str], values: tuple[float, ...]) -> Judgement:
         async with self._deciding:
-            before = [self.file.value(name) for name in names]
-            if before == list(values):
+            if self.file.holds(dict(zip(names, values, strict=True))):
                 # The same once more, from a client that did not hear of the first, perhaps of an earlier worker.
                 return Judgement((), values, late=not any(map(self.file.is_reward, names)))
-            for name, value in zip(names, before, strict=True):
-                if value is not None:
+            for name in names:
+                if (value := self.file.value(name)) is not None:
                     raise RatedBefore(f"{name} was rated {value:g} before, and the first rating counts")
             answers = tuple(self._answer(name) for name in names)
             if len({repr(answer.prompt) for answer in answers}) > 1:

@@ -26,7 +26,8 @@ class RatingsFile:
         self._path = path
         self._file: LineFile | None = None
         self._writing = asyncio.Lock()
-        self._values: OrderedDict[str, float] = OrderedDict()
+        self._judgements: OrderedDict[str, dict[str, float]] = OrderedDict()
+        """Names of answers -> the values of all answers of the judgement that is on disk."""
         self._rewards: dict[str, tuple[str, ...]] = {}
         """Judgements that are rewards, by members of groups: "group.member" -> names of all answers of a judgement."""
         self.ratings = 0
@@ -50,7 +51,11 @@ class RatingsFile:
 
     def value(self, name: str) -> float | None:
         """Returns what a person gave the answer of this name, if it was rated."""
-        return self._values.get(name)
+        return self._judgements.get(name, {}).get(name)
+
+    def holds(self, values: dict[str, float]) -> bool:
+        """Returns whether one judgement on disk gives these values to the answers of these names, and to no others."""
+        return all(self._judgements.get(name) == values for name in values)
 
     def is_reward(self, name: str) -> bool:
         """Returns whether the rating of an answer is the reward of its sample."""
@@ -79,12 +84,12 @@ class RatingsFile:
         """Takes a judgement that is on disk. values: by names of answers."""
         self.ratings += 1
         self.late += late
-        for name, value in values.items():
-            self._values[name] = value
+        for name in values:
+            self._judgements[name] = values
             if not late:
                 self._rewards[_member(name)] = tuple(values)
-        while len(self._values) > REMEMBERED:
-            forgotten, _ = self._values.popitem(last=False)
+        while len(self._judgements) > REMEMBERED:
+            forgotten, _ = self._judgements.popitem(last=False)
             if self.is_reward(forgotten):
                 del self._rewards[_member(forgotten)]
 

@@ -103,6 +103,29 @@ async def test_the_first_rating_counts_and_the_same_one_again_is_no_second(opene
     assert (await wait, len(lines(tmp_path)), board.file.ratings) == (1.0, 1, 1)
 
 
+async def test_a_pick_of_answers_that_were_rated_apart_is_refused_and_a_rating_of_a_picked_one_too(
+    opened: Opened, tmp_path: Path
+) -> None:
+    board = await opened()
+    members = [answer(text, number) for number, text in enumerate("abcd")]
+    waits = await asked(board, *members)
+    first, second, better, worse = (member.id for member in members)
+    await board.rate(first, 1.0)
+    await board.rate(second, 0.0)
+    with pytest.raises(RatedBefore, match="rated 1 before"):
+        await board.pick(first, second)
+    await board.pick(better, worse)
+    with pytest.raises(RatedBefore, match="rated 1 before"):
+        await board.rate(better, 1.0)
+    board.file.close()
+    again = await opened()
+    with pytest.raises(RatedBefore):
+        await again.pick(first, second)
+    assert (await again.pick(better, worse)).values == (1.0, 0.0)
+    assert [line["kind"] for line in lines(tmp_path)] == ["rating", "rating", "pick"]
+    assert [await wait for wait in waits] == [1.0, 0.0, 1.0, 0.0]
+
+
 async def test_what_is_no_answer_here_is_refused(opened: Opened, tmp_path: Path) -> None:
     board = await opened()
     first, other = answer(), answer(prompt="another prompt", group=4)
@@ -131,7 +154,7 @@ async def test_an_answer_that_is_too_old_to_train_waits_no_longer(opened: Opened
     (fresh,) = [asyncio.ensure_future(board.value(answer("fresh", 1), 5, SECONDS))]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    board.version_seen(5)
+    await board.version_seen(5)
     assert await old is None
     assert await board.value(answer("older", 2), 3, SECONDS) is None
     assert [each.text for each in board.unanswered()] == ["fresh"]
@@ -139,26 +162,48 @@ async def test_an_answer_that_is_too_old_to_train_waits_no_longer(opened: Opened
     assert await fresh == 1.0
 
 
+class SlowDisk:
+    """A disk that writes a rating once `ended` is set."""
+
+    def __init__(self, board: FeedbackBoard, patched: pytest.MonkeyPatch) -> None:
+        self.began, self.ended = asyncio.Event(), asyncio.Event()
+        self._add = board.file.add
+        patched.setattr(board.file, "add", self)
+
+    async def __call__(self, judgement: Judgement) -> None:
+        self.began.set()
+        await self.ended.wait()
+        await self._add(judgement)
+
+
 async def test_a_rating_that_is_being_written_counts_when_the_wait_runs_out(
-    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board = await opened()
-    began, ended = asyncio.Event(), asyncio.Event()
-    add = board.file.add
-
-    async def slow_disk(judgement: Judgement) -> None:
-        began.set()
-        await ended.wait()
-        await add(judgement)
-
-    monkeypatch.setattr(board.file, "add", slow_disk)
+    disk = SlowDisk(board, monkeypatch)
     wait = asyncio.ensure_future(board.value(answer(), FOREVER, 0.05))
     await asyncio.sleep(0)
     rating = asyncio.ensure_future(board.rate(answer().id, 0.75))
-    await began.wait()
+    await disk.began.wait()
     await asyncio.wait([wait], timeout=0.1)  # The wait runs out, and a rating is on its way.
-    ended.set()
+    disk.ended.set()
     assert (await wait, (await rating).late, board.file.late) == (0.75, False, 0)
+
+
+async def test_a_rating_that_is_being_written_counts_when_a_newer_version_is_seen(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = await opened()
+    disk = SlowDisk(board, monkeypatch)
+    wait = asyncio.ensure_future(board.value(answer(), 4, SECONDS))
+    await asyncio.sleep(0)
+    rating = asyncio.ensure_future(board.rate(answer().id, 0.75))
+    await disk.began.wait()
+    seen = asyncio.ensure_future(board.version_seen(5))
+    await asyncio.wait([wait, seen], timeout=0.1)
+    disk.ended.set()
+    assert (await wait, (await rating).late, board.file.late) == (0.75, False, 0)
+    await seen
 
 
 async def test_ratings_answer_their_samples_after_a_restart(opened: Opened, tmp_path: Path) -> None:
