@@ -90,6 +90,13 @@ def _entry_of_table(name: str) -> tuple[str, list[str]] | None:
     return (table.name, inner.split(".")) if inner and table is not None and "object" in table.kinds else None
 
 
+def _as_key(written: str, plain: Callable[[str], str]) -> str:
+    """Returns a dotted name with its key as keys are spelled; what stands behind the key of a table stays as it is."""
+    section, key, *inner = [*written.split(".", 2), ""][:3]
+    table = plain(f"{section}.{key}")
+    return ".".join([table, *filter(None, inner)]) if _entry_of_table(f"{table}.x") else plain(written)
+
+
 def values_layer(values: Mapping[str, Any]) -> ConfigLayer:
     """Reads keys given in Python, nested or dotted."""
     layer = ConfigLayer(folder=Path.cwd())
@@ -142,7 +149,7 @@ def environment_layer(environ: Mapping[str, str]) -> ConfigLayer:
     layer = ConfigLayer(written=lambda key: PREFIX + key.upper().replace(".", "__"), folder=Path.cwd())
     for name, text in sorted(environ.items()):
         if name.startswith(PREFIX):
-            key = name.removeprefix(PREFIX).lower().replace("__", ".")
+            key = _as_key(name.removeprefix(PREFIX).replace("__", "."), str.lower)
             layer.add_texts(key, [text], f"environment variable {name}")
     return layer
 
@@ -158,7 +165,7 @@ def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
             layer.problems.append(Problem("", argument, "does not belong to a flag; write --section.key value"))
             continue
         flag, equals, value = argument[2:].partition("=")
-        name = flag.replace("-", "_")
+        name = _as_key(flag, lambda key: key.replace("-", "_"))
         table = _entry_of_table(name)
         key = all_keys().get(table[0] if table else name)
         found = value if equals else _next_value(waiting, key)

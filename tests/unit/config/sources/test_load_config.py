@@ -74,7 +74,7 @@ def test_values_of_every_kind_from_flags(loading: Loader) -> None:
 def test_entries_of_a_table_from_flags_and_variables(loading: Loader) -> None:
     text = GOOD + "[environment]\noptions = { withhold = true, cost = { a = 1, b = 2 } }\n"
     flags = "--environment.options.cost.b=0.5 --environment.options.day 2026-11-23 --task.options={terms=3}"
-    loaded = loading(text, flags, ASYNCRL_ENVIRONMENT__OPTIONS__NAME='"x y"')
+    loaded = loading(text, flags, ASYNCRL_ENVIRONMENT__OPTIONS__name='"x y"')
     day = {"day": "2026-11-23"}
     expected = {"withhold": True, "cost": {"a": 1, "b": 0.5}, "name": "x y", **day}
     assert loaded.config.environment.options == expected
@@ -84,6 +84,15 @@ def test_entries_of_a_table_from_flags_and_variables(loading: Loader) -> None:
     assert whole == {"x": 1, "y": False}
     whole = loading(text, "--environment.options.y false --environment.options {x=1}").config.environment.options
     assert whole == {"x": 1}
+
+
+def test_what_stands_behind_the_key_of_a_table_stays_as_it_was_written(loading: Loader) -> None:
+    flags = "--environment.options.variables.MY-VAR=1 --environment.options.max-turns 2 --training.learning-rate 1e-4"
+    loaded = loading(GOOD, flags, ASYNCRL_ENVIRONMENT__OPTIONS__variables__HTTP_PROXY="p", ASYNCRL_STEPS="9")
+    expected = {"variables": {"MY-VAR": 1, "HTTP_PROXY": "p"}, "max-turns": 2}
+    assert loaded.config.environment.options == expected
+    assert (loaded.config.training.learning_rate, loaded.config.steps) == (1e-4, 9)
+    assert loading(GOOD, "--task.options.A-B.c-d 1").config.task.options == {"A-B": {"c-d": 1}}
 
 
 def test_a_number_reaches_a_union_as_a_number(loading: Loader) -> None:
