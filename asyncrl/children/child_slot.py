@@ -28,19 +28,26 @@ class ChildSlot(Generic[Child]):
     async def child(self) -> Child:
         """Returns the child; raises ConfigError or DeadlineExceeded if it cannot load, ChildEnded after `stop`."""
         async with self._spawning:
-            if self._stopped:
-                raise ChildEnded(f"{self._owner} was stopped")
+            self._check_not_stopped()
             if self.running is None or self.running.ended:
                 self._finished_before = self.finished
                 self.running = None
                 try:
                     self.running = await self._spawn()
                 except (VanishedEarly, ChildEnded):  # A signal, perhaps from outside, may end the first try.
+                    self._check_not_stopped()
                     self.running = await self._spawn()
+                if self._stopped:  # While the child started.
+                    await self.running.kill()
+                    self._check_not_stopped()
             return self.running
 
+    def _check_not_stopped(self) -> None:
+        if self._stopped:
+            raise ChildEnded(f"{self._owner} was stopped")
+
     async def stop(self) -> None:
-        """Kills the child; no new one follows."""
+        """Kills the child, also one that still starts once it has started; no new one follows."""
         self._stopped = True
         if self.running is not None:
             await self.running.kill()

@@ -67,3 +67,36 @@ async def test_no_child_follows_a_stop() -> None:
     assert child.ended
     with pytest.raises(ChildEnded, match="the reward worker was stopped"):
         await slot.child()
+
+
+async def test_a_child_that_still_starts_at_a_stop_is_killed() -> None:
+    began, may_end = asyncio.Event(), asyncio.Event()
+    spawner = Spawner()
+
+    async def spawn() -> Child:
+        began.set()
+        await may_end.wait()
+        return await spawner()
+
+    slot = ChildSlot("the reward worker", spawn)
+    starting = asyncio.ensure_future(slot.child())
+    await began.wait()
+    await slot.stop()
+    may_end.set()
+    with pytest.raises(ChildEnded, match="the reward worker was stopped"):
+        await starting
+    assert [child.ended for child in spawner.children] == [True]
+
+
+async def test_a_start_that_failed_is_not_tried_again_after_a_stop() -> None:
+    spawner = Spawner()
+
+    async def spawn() -> Child:
+        await slot.stop()
+        await spawner()
+        raise VanishedEarly("killed")
+
+    slot = ChildSlot("the reward worker", spawn)
+    with pytest.raises(ChildEnded, match="was stopped"):
+        await slot.child()
+    assert len(spawner.children) == 1
