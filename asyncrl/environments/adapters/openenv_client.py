@@ -154,6 +154,11 @@ def _object_in(message: str) -> dict[str, Any]:
 
 def _mistakes(about: Mapping[Any, Any]) -> str:
     """Returns what a server says about an action, by field where it does."""
-    errors = [each for each in about.get("errors", ()) if isinstance(each, Mapping)]
-    fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg', '')}" for each in errors]
+    errors = about.get("errors")
+    named = [each for each in errors if isinstance(each, Mapping)] if isinstance(errors, list) else []
+    fields = [f"{_field(each.get('loc'))}: {each.get('msg', '')}" for each in named]
     return "; ".join(fields) or str(about.get("message", "it is refused"))
+
+
+def _field(path: Any) -> str:
+    return ".".join(map(str, path)) if isinstance(path, list) else str(path or "the action")

@@ -1,5 +1,6 @@
 """Episodes of a real OpenEnv server, which runs as a process with packages of its own."""
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,16 @@ from asyncrl.environments import Observation
 from asyncrl.environments.loading import EnvironmentSpec, load
 from asyncrl.errors import ConfigError, EnvironmentFailed
 
-pytest.importorskip("websockets", reason="the extra environments is not installed")
+websockets = pytest.importorskip("websockets.asyncio.server", reason="the extra environments is not installed")
 PYTHON = Path(__file__).parents[4] / ".venvs/openenv/bin/python"
 SERVER = Path(__file__).with_name("openenv_server.py")
 ROW = {"prompt": "Play.", "goal": "digit"}
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="scripts/set-up-foreign was not run")
-
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
+    if not PYTHON.exists():
+        pytest.skip("scripts/set-up-foreign was not run")
     with subprocess.Popen([PYTHON, SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
@@ -90,3 +91,30 @@ async def test_a_field_that_the_observation_lacks_is_named(url: str) -> None:
     with pytest.raises(ConfigError, match=r"the observation has no field txt; it has .*text"):
         await episode.reset(ROW, 0)
     await episode.close()
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"errors": None, "message": "no such action"}, "no such action"),
+        ({"errors": "broken"}, "it is refused"),
+        (
+            {"errors": [{"loc": None, "msg": "too long"}, {"loc": ["a", 1], "msg": "no"}, 5]},
+            "the action: too long; a.1: no",
+        ),
+        ({"errors": [{"loc": "message", "msg": "Field required"}]}, "message: Field required"),
+    ],
+)
+async def test_what_a_server_says_about_an_action_may_have_any_form(about: dict[str, Any], says: str) -> None:
+    async def refuse(connection: Any) -> None:
+        async for asked in connection:
+            first = json.loads(asked)["type"] == "reset"
+            data = {"observation": {"text": "Go."}} if first else {"code": "VALIDATION_ERROR", **about}
+            await connection.send(json.dumps({"type": "observation" if first else "error", "data": data}))
+
+    async with websockets.serve(refuse, "127.0.0.1", 0) as server:
+        (listening,) = server.sockets
+        episode = made(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        await episode.reset(ROW, 0)
+        assert (await episode.step("x")).text == f"Your answer is no action: {says}"
+        await episode.close()
