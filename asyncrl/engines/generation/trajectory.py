@@ -67,10 +67,16 @@ class Trajectory:
         own = [place for place, message in enumerate(self.transcript) if message["role"] == POLICY]
         return self.transcript[own[-1] + 1 :]
 
-    @property
-    def has_contexts(self) -> bool:
-        """Returns whether the environment began a context of its own."""
-        return any(message["role"] == CONTEXT for message in self.transcript)
+    def begins_with_prompt(self, turn: int) -> bool:
+        """Returns whether the context of a turn, from 1, goes back to the prompt of the sample, and not to a
+        conversation that the environment began."""
+        begins, found = True, []
+        for message in self.transcript:
+            if message["role"] == POLICY:
+                found.append(begins)
+            elif message["role"] == CONTEXT:
+                begins = message["follows"] > 0 and found[message["follows"] - 1]
+        return found[turn - 1]
 
     def tools(self, opening: Tools) -> Tools:
         """Returns the schemas of the tools of the newest context. opening: those of the first one."""

@@ -68,14 +68,13 @@ class TurnRequests:
         """Returns the turns with the tokens of what the environment said last."""
         said, tools = before.unanswered, before.tools(prompts.tools)
         context = begun_context(said)
-        if context is None:
-            chat = not isinstance(prompts.prompt, str) or before.has_contexts
-            answer = before.answer_of(before.turns)
-            return before.with_given(renderer.given_ids(answer, said, chat=chat, tools=tools))
-        messages, follows = context["messages"], context["follows"]
+        messages, follows = (said, before.turns) if context is None else (context["messages"], context["follows"])
         if not follows:
             return before.with_given(renderer.context_ids(messages, tools), context=True)
-        added = renderer.given_ids(before.answer_of(follows), messages, chat=True, tools=tools)
+        chat = not isinstance(prompts.prompt, str) or not before.begins_with_prompt(follows)
+        added = renderer.given_ids(before.answer_of(follows), messages, chat=chat, tools=tools)
+        if context is None:
+            return before.with_given(added)
         return before.with_given(np.concatenate([before.context_of(follows), added]), context=True)
 
     def _request(self, prompts: PromptGroup, member: int, ids: Ids, before: Trajectory | None) -> SampleRequest:

@@ -172,7 +172,8 @@ def test_a_template_without_a_role_for_tools_or_that_rewrites_is_refused_when_to
     tokenizer: PreTrainedTokenizerFast, template: str, says: str
 ) -> None:
     turns = renderer(tokenizer, template)
-    with pytest.raises(TaskError, match=f"in the role 'tool': .*{says}.*; give the model folder a chat template"):
+    advice = 'write environment.options.role = "user", give the model folder a chat template'
+    with pytest.raises(TaskError, match=f"in the role 'tool': .*{says}.*; {advice}"):
         turns.prompt_ids([ASKS], (TOOL,))
 
 

@@ -1,0 +1,82 @@
+"""Requests of later turns: what an environment says is added to the context that it answers, as that one is written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from asyncrl.engines.generation.sample_requests import Completion
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.generation.trajectory import Trajectory
+from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.turn_requests import TurnRequests
+from asyncrl.environments.transcript import context_message
+from asyncrl.protocols.batch import Batch, Column, RowRef
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.tasks.prompt_lengths import TokenBudget
+
+OPENING = [{"role": "user", "content": "hi"}]
+FORMER = [{"role": "user", "content": "begin"}]
+
+
+@pytest.fixture
+def tokenizer(model_folder: Callable[[str], Path]) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(model_folder("llama"))
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, prompt: Any, *observations: Any) -> str:
+    """Returns what the policy sees before the turn after these observations; its answers are "A1", "A2" and so on.
+    A text is an observation of one message; a tuple of messages and `follows` begins a context."""
+    stops = TokenizerWithStops(tokenizer, ())
+    requests = TurnRequests(stops, TurnRenderer(stops, np.array([3])), TokenBudget(100, 200), max_turns=9)
+    group = PromptGroup(0, 0, 0, prompt, (0,), 7, 0, 1.0, 5, 9.0)
+    (turn,) = requests.first(group)
+    for number, said in enumerate(observations, 1):
+        ids = stops.text_ids(f"A{number}")
+        zeros = np.zeros(len(ids), np.int32)
+        assert turn.before is not None
+        done = turn.before.with_answer(
+            Completion(turn.request, ids, zeros.astype(np.float32), zeros, "length", f"A{number}")
+        )
+        message = {"role": "user", "content": said} if isinstance(said, str) else context_message(said[0], (), said[1])
+        row = done.columns() | {"transcript": transcript(done, message)}
+        continued = RowRef(0, 0, 0, 0, len(done.prompt), 2, 0, 0, "", ())
+        (turn,), _ = requests.later(
+            group, [continued], Batch({name: Column.of([values]) for name, values in row.items()})
+        )
+    return stops.decode(turn.request.prompt, skip_special_tokens=False)
+
+
+def transcript(done: Trajectory, message: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(json.dumps([*done.transcript, message]).encode(), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("observations", "expected"),
+    [
+        (["one"], "textA1one"),
+        (["one", ([{"role": "user", "content": "two"}], 1)], "textA1two"),
+        (["one", ([{"role": "user", "content": "two"}], 1), "three"], "textA1twoA3three"),
+        (["one", ([{"role": "user", "content": "two"}], 2), "three"], "textA1oneA2twoA3three"),
+        ([(FORMER, 0), (OPENING, 1)], "textA1hi"),
+        ([(FORMER, 0), (OPENING, 1), (OPENING, 3)], "textA1hiA3hi"),
+    ],
+)
+def test_what_follows_a_prompt_that_is_text_is_text(
+    tokenizer: PreTrainedTokenizerFast, observations: list[Any], expected: str
+) -> None:
+    assert shown(tokenizer, "text", *observations) == expected
+
+
+@pytest.mark.parametrize("prompt", ["text", OPENING])
+def test_what_follows_a_conversation_is_written_by_the_template(
+    tokenizer: PreTrainedTokenizerFast, prompt: Any
+) -> None:
+    begun = "<bos>user:begin<|im_end|>assistant:A2"
+    after = "<|im_end|>user:hi<|im_end|>assistant:"
+    assert shown(tokenizer, prompt, (FORMER, 0), "hi") == begun + after
+    assert shown(tokenizer, prompt, (FORMER, 0), "one", (OPENING, 2)) == begun + after
