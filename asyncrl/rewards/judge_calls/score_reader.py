@@ -44,8 +44,17 @@ class ScoreReader:
     def _by_pattern(self, reply: str) -> str:
         matches = list(self._pattern.finditer(reply))
         if not matches:
-            raise ValueError(f"the reply has no score that {self._pattern.pattern} finds: {reply!r:.{EXCERPT}}")
+            raise ValueError(self._without_score(reply))
         return str(matches[-1][min(1, self._pattern.groups)])
+
+    def _without_score(self, reply: str) -> str:
+        shown = f"{reply!r:.{EXCERPT}}"
+        if self._pattern.pattern != SCORE:
+            return f"the pattern {self._pattern.pattern} finds no score in the reply: {shown}"
+        return (
+            f"the reply has no score such as 'Score: 7': {shown}; let the rubric ask for one, or name its place in the "
+            "reply with pattern or json_field"
+        )
 
     def _in_field(self, reply: str) -> Any:
         start, end = reply.find("{"), reply.rfind("}")

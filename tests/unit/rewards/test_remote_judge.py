@@ -102,7 +102,8 @@ async def test_where_the_score_stands(time: Time, options: dict[str, Any], reply
 @pytest.mark.parametrize(
     ("options", "reply", "message"),
     [
-        ({}, "Well done!", r"the reply has no score that .* finds: 'Well done!'"),
+        ({}, "Well done!", "the reply has no score such as 'Score: 7': 'Well done!'; let the rubric ask for one, or"),
+        ({"pattern": r"<(\d+)>"}, "Score: 7", r"pattern <\(\\d\+\)> finds no score in the reply: 'Score: 7'"),
         ({}, "Score: 87", "the score 87 does not lie between 0 and 10"),
         ({}, "Score (0 to 10): 7", "the reply has no score"),
         ({"json_field": "grade"}, '{"grade": ' + "9" * 400 + "}", "the score is no number but 9"),
