@@ -146,9 +146,9 @@ class Endpoint:
         root = "/episodes/{number:int}/v1"
         return Starlette(
             routes=[
-                Route(f"{root}/chat/completions", _answered(self._complete), methods=["POST"]),
-                Route(f"{root}/models", _answered(self._models)),
-                Route(f"{root}/models/{{model:path}}", _answered(self._models)),
+                Route(root + "/chat/completions", _answered(self._complete), methods=["POST"]),
+                Route(root + "/models", _answered(self._models)),
+                Route(root + "/models/{model:path}", _answered(self._models)),
             ],
             exception_handlers={HTTPException: _not_found},
         )

@@ -40,7 +40,7 @@ def texts(node: ast.AST) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def written() -> set[str]:
     """All texts in sources that look like a metric's name; of one that begins with what is filled in, the critics'."""
-    name = re.compile(rf"({'|'.join(FAMILIES)})/\S+|<>/[a-z_]+")
+    name = re.compile(rf"({'|'.join(FAMILIES)})/[^\s.]+|<>/[a-z_]+")
     return {text for path in SOURCES for text in texts(ast.parse(path.read_text())) if name.fullmatch(text)}
 
 
