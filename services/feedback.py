@@ -38,7 +38,8 @@ class FeedbackService(RewardService):
         """Reads the ratings on disk, serves the page and starts the functions. Raises ConfigError when the port is
         taken."""
         await self.board.file.open()
-        self.port = self._http.start(self.context.tasks, "feedback.port")
+        self.port = self._http.listen("feedback.port")
+        self.context.tasks.create_task(self._http.serve(), name=f"feedback page at port {self.port}")
         await super().start()
 
     async def stop(self) -> None:

@@ -4,7 +4,7 @@ the extra `serve`."""
 import asyncio
 import socket
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -28,8 +28,8 @@ class _EmbeddedServer(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves `app` at host and port between `start` and `stop`. connections: as many are served at one time, others get
-    the status 503."""
+    """Serves `app` at host and port from `listen` to `stop`, in a task of the caller that runs `serve`. connections: as
+    many are served at one time, others get the status 503."""
 
     def __init__(self, app: Any, host: str, port: int, *, connections: int = 64) -> None:
         self._address = (host, port)
@@ -39,31 +39,44 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 lifespan="off",
                 ws="none",
                 http="h11",
                 h11_max_incomplete_event_size=HEADER_BYTES,
                 limit_concurrency=connections,
+                backlog=connections,
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=int(STOP_SECONDS),
             )
         )
-        self._serving: asyncio.Task[None] | None = None
+        self._backlog = connections
+        self._listening: socket.socket | None = None
+        self._ended = asyncio.Event()
 
-    def start(self, tasks: asyncio.TaskGroup, key: str) -> int:
+    def listen(self, key: str) -> int:
         """Begins to listen and returns the port, a free one where the port is 0. Raises ConfigError, which names the
         config key `key`, when the port is taken."""
-        listening = bound_socket(*self._address, key)
-        listening.listen(128)
-        port = int(listening.getsockname()[1])
-        self._serving = tasks.create_task(self._server.serve([listening]), name=f"HTTP server at port {port}")
-        return port
+        self._listening = bound_socket(*self._address, key)
+        self._listening.listen(self._backlog)
+        return int(self._listening.getsockname()[1])
+
+    async def serve(self) -> None:
+        """Answers requests until `stop`."""
+        assert self._listening is not None, "`listen` comes first"
+        try:
+            await self._server.serve([self._listening])
+        finally:
+            self._listening.close()
+            self._ended.set()
 
     async def stop(self) -> None:
         """Stops listening; requests that still run are cut off after a moment."""
-        if self._serving is not None:
+        if self._listening is not None:
             self._server.should_exit = True
-            await asyncio.wait([self._serving], timeout=2 * STOP_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * STOP_SECONDS):
+                    await self._ended.wait()
 
 
 def bound_socket(host: str, port: int, key: str) -> socket.socket:

@@ -63,7 +63,8 @@ def site(tmp_path: Path) -> Opening:
         config = FeedbackConfig.model_validate({"ask": ask, "scale": scale})
         server = HttpServer(FeedbackWeb(board, config, KEY).app, "127.0.0.1", 0)
         async with asyncio.TaskGroup() as tasks, browser_tab(tmp_path / "profile") as tab:
-            address = f"http://127.0.0.1:{server.start(tasks, 'feedback.port')}"
+            address = f"http://127.0.0.1:{server.listen('feedback.port')}"
+            tasks.create_task(server.serve())
             await tab.open(f"{address}/?key={key}")
             shown = Site(board, address, tab)
             try:

@@ -7,13 +7,11 @@ import asyncio
 import hmac
 import json
 import secrets
-import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -23,18 +21,17 @@ from starlette.routing import Route
 from asyncrl.environments.agents.chat_answers import chunks, completion
 from asyncrl.environments.agents.chat_requests import RefusedRequest, read_request
 from asyncrl.environments.agents.exchanges import Exchange, Exchanges
+from asyncrl.lanes.http_server import HttpServer
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 4 * 2**20
 """Bytes of a request: more than the context of any model."""
 LARGEST_SKIPPED = 64 * 2**20
 """Bytes of a request that are read and not kept, so that its client reads why it is refused."""
-LARGEST_HEADERS = 16 * 2**10
 BODY_SECONDS = 30.0
 """Seconds in which a request has to arrive; it comes from this machine."""
 CONNECTIONS = 4096
 """Connections of all agents of a child: an agent has one or a few, and a thousand episodes are many for a child."""
-STOP_SECONDS = 2
 MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "asyncrl"}
 RETRIES = "x-stainless-retry-count"
 """Header in which the client says how often it has sent a request before."""
@@ -50,22 +47,6 @@ class AgentAccess:
     key: str
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the process, and says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listens = asyncio.Event()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listens.set()
-
-
 @dataclass(eq=False, slots=True)
 class Endpoint:
     """Serves the episodes that are open. It runs from the first that opens to the last that closes."""
@@ -73,7 +54,7 @@ class Endpoint:
     _open: dict[int, tuple[str, Exchanges]] = field(default_factory=dict)
     _numbers: int = 0
     _port: int = 0
-    _server: _Server | None = None
+    _server: HttpServer | None = None
     _serving: asyncio.Task[None] | None = None
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     of_loop: ClassVar["dict[asyncio.AbstractEventLoop, Endpoint]"] = {}
@@ -92,7 +73,7 @@ class Endpoint:
             self._open[number] = (key, exchanges)  # Before it waits for a server that ends: this endpoint goes on.
             async with self._changing:
                 if self._server is None:
-                    await self._start()
+                    self._start()
             unless_opened.pop_all()
         return number, AgentAccess(f"http://{HOST}:{self._port}/episodes/{number}/v1", key)
 
@@ -106,41 +87,16 @@ class Endpoint:
             if not self._open:
                 self.of_loop.pop(asyncio.get_running_loop(), None)
 
-    async def _start(self) -> None:
-        listening = socket.create_server((HOST, 0), backlog=CONNECTIONS)
-        config = uvicorn.Config(
-            self._application(),
-            http="h11",
-            ws="none",
-            loop="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            backlog=CONNECTIONS,
-            timeout_graceful_shutdown=STOP_SECONDS,
-            h11_max_incomplete_event_size=LARGEST_HEADERS,
-        )
-        self._port = listening.getsockname()[1]
-        self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve([listening]), name="agent endpoint")
-        await asyncio.wait(
-            {self._serving, listens := asyncio.ensure_future(self._server.listens.wait())},
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        listens.cancel()
-        if self._serving.done():
-            await self._serving
+    def _start(self) -> None:
+        self._server = HttpServer(self._application(), HOST, 0, connections=CONNECTIONS)
+        self._port = self._server.listen("environment.use")
+        self._serving = asyncio.create_task(self._server.serve(), name="agent endpoint")
 
     async def _stop(self) -> None:
-        server, serving = self._server, self._serving
+        server = self._server
         self._server = None
-        self._serving = None
-        if server is not None and serving is not None:
-            server.should_exit = True
-            await asyncio.wait({serving}, timeout=2 * STOP_SECONDS)
+        if server is not None:
+            await server.stop()
 
     def _application(self) -> Starlette:
         root = "/episodes/{number:int}/v1"

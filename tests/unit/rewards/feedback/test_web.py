@@ -42,7 +42,8 @@ async def serving(folder: Path, config: FeedbackConfig = CONFIG) -> AsyncIterato
     await board.file.open()
     server = HttpServer(FeedbackWeb(board, config, KEY).app, "127.0.0.1", 0)
     async with asyncio.TaskGroup() as tasks:
-        port = server.start(tasks, "feedback.port")
+        port = server.listen("feedback.port")
+        tasks.create_task(server.serve())
         headers = {"Authorization": f"Bearer {KEY}"}
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=10) as client:
             page = Page(board, client)
