@@ -48,5 +48,5 @@ class ReferenceService(Service, Reference):
     def _forward(self, rows: Batch) -> list[NDArray[np.float32]]:
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
-        chunk, spans = config.training.logits_chunk, spans_of(rows)
-        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans)
+        chunk, budget = config.training.logits_chunk, config.training.micro_batch_tokens
+        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans_of(rows), budget)

@@ -176,7 +176,7 @@ class TrainingConfig(Section):
     updates: Positive = 1
     """Number of optimizer steps in one training step. The batch is split over them."""
     micro_batch_tokens: Positive = 8192
-    """Largest number of prompt and response tokens in one forward and backward pass."""
+    """Largest number of prompt and response tokens in one forward and backward pass, unless one context is longer."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest norm of the gradient. Larger gradients are scaled down to it."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

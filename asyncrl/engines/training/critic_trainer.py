@@ -73,10 +73,10 @@ class CriticTrainer(Trainer):
     def values(
         self, prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans] | None = None
     ) -> list[NDArray[np.float32]]:
-        """Computes the values [tokens] of each row, before each token was sampled, in one forward pass, on whose rows
-        their bits depend. spans: see `pad_rows`."""
-        model = self.model
-        rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, spans)
+        """Computes the values [tokens] of each row, before each token was sampled, together, so that their bits depend
+        on all these rows. spans: see `pad_rows`."""
+        model, budget = self.model, self.config.training.micro_batch_tokens
+        rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, spans, budget)
         return split_by_row(model.values(rows), responses, spans)
 
 
@@ -111,7 +111,8 @@ class CriticStep(TrainingStep):
         samples = [target.of(item.row) for item in rows]
         old = live_values(rows, [values for _, values, _ in samples], model.device)
         returns = live_values(rows, [item.returns for item in rows], model.device)
-        values = model.values(live_rows(rows, model.device, model.sharing_width))
+        budget = self._config.training.micro_batch_tokens
+        values = model.values(live_rows(rows, model.device, model.sharing_width, budget))
         terms, clipped = value_loss(values, old, returns, target.settings(self._config).value_clip)
         loss = weight * terms.sum()
         if not math.isfinite(loss.item()):

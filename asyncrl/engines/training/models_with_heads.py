@@ -7,11 +7,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier, vocabulary_size
 from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
-from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows
+from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.shared_prompts import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.errors import ConfigError
@@ -51,7 +52,15 @@ class LoadedModel:
         return states
 
     def states(self, rows: PaddedRows) -> Tensor:
-        """Computes the hidden states [tokens, width] that predict the response tokens of these rows."""
+        """Computes the hidden states [tokens, width] that predict the response tokens of these rows. Of several passes
+        each keeps only these states; the backward pass recomputes one pass after the other."""
+        if rows.order is None:
+            return self._states_of_pass(rows.passes[0])
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        found = [checkpoint(self._states_of_pass, each, **options) for each in rows.passes]
+        return torch.cat(found)[rows.order]
+
+    def _states_of_pass(self, rows: ModelInput) -> Tensor:
         layout = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
         hidden = self.hidden(rows.ids, **{name: tensor for name, tensor in layout.items() if tensor is not None})
         return hidden.flatten(0, 1)[rows.positions]

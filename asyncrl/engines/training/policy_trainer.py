@@ -136,9 +136,9 @@ class PolicyStep(TrainingStep):
         found: RowLogprobs = []
         for items in self._micro_batches([item for item in rows if item.live_tokens]):
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
-            temperatures, chunk = [item.row.temperature for item in items], self._config.training.logits_chunk
-            spans = [item.row.spans for item in items]
-            logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans)
+            temperatures, spans = [item.row.temperature for item in items], [item.row.spans for item in items]
+            chunk, budget = self._config.training.logits_chunk, self._config.training.micro_batch_tokens
+            logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans, budget)
             found += zip(items, logprobs, strict=True)
             yield True
         return found
@@ -173,9 +173,9 @@ class PolicyStep(TrainingStep):
 
     def _policy_pass(self, rows: Sequence[MaskedRow], second_moment: float) -> bool:
         """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
-        model = self._trainer.model
-        batch = micro_batch(rows, model.device, model.sharing_width)
-        chunk, bonus = self._config.training.logits_chunk, self._algorithm.entropy_bonus > 0
+        model, training = self._trainer.model, self._config.training
+        batch = micro_batch(rows, model.device, model.sharing_width, training.micro_batch_tokens)
+        chunk, bonus = training.logits_chunk, self._algorithm.entropy_bonus > 0
         logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
         terms = policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)
         loss = terms.policy.sum() + terms.kl.sum() + terms.entropy.sum()

@@ -1,5 +1,6 @@
 """Log-probs of sampled tokens; trainer and reference compute them only here."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,9 +55,10 @@ def frozen_logprobs(
     temperatures: Sequence[float],
     chunk: int,
     spans: Sequence[Spans] | None = None,
+    budget: float = math.inf,
 ) -> list[NDArray[np.float32]]:
-    """Computes the log-probs [tokens] of each row, without gradient, in one forward pass, on whose rows their bits
-    depend. spans: see `pad_rows`."""
-    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans)
+    """Computes the log-probs [tokens] of each row, without gradient, together, so that their bits depend on all
+    these rows. spans, budget: see `pad_rows`."""
+    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans, budget)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, responses, spans)

@@ -1,6 +1,7 @@
 """Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each, in which
 rows are padded for the model, and their live tokens are flat, row after row, for the loss."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.contexts import Spans, contexts_of, padded_sizes
+from asyncrl.engines.training.batch.contexts import Context, Spans, contexts_of, padded_sizes
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.shared_prompts import share_prompts
 from asyncrl.engines.training.batch.train_rows import Ids
@@ -27,10 +28,11 @@ FILLED = 1 / 8
 """A micro-batch below this share of the token budget accepts shorter rows too, because small passes are inefficient."""
 
 
-def micro_batches(lengths: Sequence[int], budget: int, contexts: Sequence[int] = ()) -> list[list[int]]:
+def micro_batches(lengths: Sequence[int], budget: float, contexts: Sequence[int] = ()) -> list[list[int]]:
     """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows
-    at once. rows x longest row <= budget, which counts padding. A row over the budget is a micro-batch of its own.
-    contexts: rows of the model that each row takes, by default one, of `lengths` tokens at most."""
+    at once. rows x longest row <= budget, which counts padding. A row over the budget is a micro-batch of its own;
+    `pad_rows` splits its contexts. contexts: rows of the model that each row takes, by default one, of `lengths` tokens
+    at most."""
     parts: list[list[int]] = []
     numbers = contexts or [1] * len(lengths)
     rows = longest = 0
@@ -66,20 +68,32 @@ def spans_of(rows: Batch) -> list[Spans]:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedRows:
-    """Holds the model input of some rows, and where the model predicts their sampled tokens.
+class ModelInput:
+    """Holds the input of one forward pass, and where the model predicts sampled tokens.
 
     ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
-    indices into the flattened [rows * length] states that predict `targets`, the sampled ids [tokens]. position_ids
-    [rows, length], mask [rows, 1, length, length]: only where samples share prompts.
+    indices into the flattened [rows * length] states that predict sampled tokens. position_ids [rows, length], mask
+    [rows, 1, length, length]: only where samples share prompts.
     """
 
     ids: Tensor
     positions: Tensor
+    position_ids: Tensor | None
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """Holds the model input of some rows, and their sampled tokens.
+
+    passes: one, or several where the contexts of a row are over the budget together. targets: the sampled ids [tokens].
+    order: where the state that predicts each target is in the concatenated states of several passes, else None.
+    """
+
+    passes: tuple[ModelInput, ...]
     targets: Tensor
     temperatures: Tensor
-    position_ids: Tensor | None = None
-    mask: Tensor | None = None
+    order: Tensor | None
 
 
 def pad_rows(
@@ -89,25 +103,39 @@ def pad_rows(
     device: torch.device,
     sharing_width: int = 0,
     spans: Sequence[Spans] | None = None,
+    budget: float = math.inf,
 ) -> PaddedRows:
     """Pads rows of prompt and response for the prediction of the sampled tokens. sharing_width: of the model, whose
     rows share prompts where that costs less; 0 where they may not. spans: of each response, by default all tokens were
-    sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the model."""
+    sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the model.
+    budget: tokens of one pass, with padding; contexts over it take several, and a longer one a pass of its own."""
     found = [contexts_of(*row) for row in zip(prompts, responses, _spans(spans, len(prompts)), strict=True)]
     sampled = [sum(len(each.response[each.sampled]) for each in row) for row in found]
     per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), sampled)
     contexts = [context for row in found for context in row]
-    prompts, responses = [each.prompt for each in contexts], [each.response for each in contexts]
-    chosen = [each.sampled for each in contexts]
     targets = [each.response[each.sampled] for each in contexts]
-    shared = share_prompts(prompts, responses, sharing_width) if sharing_width else None
-    ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
-    positions = [state[own] for state, own in zip(states, chosen, strict=True)]
+    sizes = [len(each.prompt) + len(each.response) for each in contexts]
+    whole = len(sizes) * max(sizes) <= budget
+    parts = [list(range(len(sizes)))] if whole else micro_batches(sizes, budget)
+    inputs = [_model_input([contexts[index] for index in part], device, sharing_width) for part in parts]
+    places = np.split(np.arange(len(per_token)), np.cumsum([len(each) for each in targets])[:-1])
+    order = np.argsort(np.concatenate([places[index] for part in parts for index in part]))
     return PaddedRows(
-        torch.from_numpy(ids).to(device),
-        torch.from_numpy(np.concatenate(positions)).to(device),
+        tuple(inputs),
         torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
         torch.from_numpy(per_token).to(device),
+        torch.from_numpy(order).to(device) if len(parts) > 1 else None,
+    )
+
+
+def _model_input(contexts: Sequence[Context], device: torch.device, sharing_width: int) -> ModelInput:
+    prompts, responses = [each.prompt for each in contexts], [each.response for each in contexts]
+    shared = share_prompts(prompts, responses, sharing_width) if sharing_width else None
+    ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
+    positions = [state[each.sampled] for state, each in zip(states, contexts, strict=True)]
+    return ModelInput(
+        torch.from_numpy(ids).to(device),
+        torch.from_numpy(np.concatenate(positions)).to(device),
         None if shared is None else torch.from_numpy(shared.position_ids).to(device),
         None if shared is None else shared.mask(device),
     )
@@ -141,7 +169,7 @@ def _spans(spans: Sequence[Spans] | None, rows: int) -> Sequence[Spans]:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Holds the tensors of one pass. All tensors but `padded.ids` are flat [live tokens], row after row.
+    """Holds the tensors of one loss. All tensors but those of `padded.passes` are flat [live tokens], row after row.
 
     ragged: the row of each live token. weights: weight of each token in the loss. behaviour: log-probs that the engine
     recorded. fresh: 1 where the token and all earlier tokens of its sample were sampled by the weights that now train,
@@ -160,13 +188,15 @@ class MicroBatch:
     proximal: Tensor | None
 
 
-def micro_batch(rows: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0) -> MicroBatch:
-    """Builds the tensors of a pass over these rows. sharing_width: see `pad_rows`."""
+def micro_batch(
+    rows: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0, budget: float = math.inf
+) -> MicroBatch:
+    """Builds the tensors of the loss of these rows. sharing_width, budget: see `pad_rows`."""
     fresh = [(np.maximum.accumulate(row.staleness) == 0).astype(np.float32) for row in rows]
     reference = [row.row.reference_logprobs for row in rows if row.row.reference_logprobs is not None]
     proximal = [row.proximal for row in rows if row.proximal is not None]
     return MicroBatch(
-        padded=live_rows(rows, device, sharing_width),
+        padded=live_rows(rows, device, sharing_width, budget),
         ragged=Ragged.of([row.live_tokens for row in rows], device),
         weights=live_values(rows, [row.weight for row in rows], device),
         behaviour=live_values(rows, [row.row.logprobs for row in rows], device),
@@ -184,13 +214,18 @@ def live_values(rows: Sequence[MaskedRow], columns: Sequence[PerToken], device: 
     return torch.from_numpy(np.concatenate(live).astype(np.float32)).to(device)
 
 
-def live_rows(masked: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0) -> PaddedRows:
+def live_rows(
+    masked: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0, budget: float = math.inf
+) -> PaddedRows:
     """Pads whole rows for the model, with predictions for live tokens only."""
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans)
+    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans, budget)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
-    return replace(
-        padded, positions=padded.positions[live], targets=padded.targets[live], temperatures=padded.temperatures[live]
-    )
+    passes, order = padded.passes, padded.order
+    if order is None:
+        passes = (replace(passes[0], positions=passes[0].positions[live]),)
+    else:
+        order = order[live]
+    return PaddedRows(passes, padded.targets[live], padded.temperatures[live], order)

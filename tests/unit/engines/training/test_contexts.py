@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.training.batch.contexts import contexts_of, padded_sizes
-from asyncrl.engines.training.batch.micro_batches import micro_batches
+from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.models_with_heads import load_causal_model
@@ -22,6 +23,18 @@ from asyncrl.engines.training.training_step import Trainer, run_step
 INCARNATION, VERSION = 1, 5
 SPANS = ([3, 2, 4, -5, 2, 1, 3, 0], [2, -3, 5, -1, 1, 0], [4, 0])
 """Two contexts, of two turns each; three, of one each; one."""
+LONG_AND_SHORT = ([9, -2, 2, -1, 5, -3, 2, 4, 6, -2, 3, -4, 2, 0], [3, -6, 4, 2, 3, -1, 2, 0], [12, 0])
+"""Six contexts of 5 to 19 tokens with their prompts, three, and one."""
+BOUNDS = {"clip_low": 0.05, "clip_high": 0.05}
+WHOLE_ROWS: dict[str, dict[str, Any]] = {
+    "ratios of samples": {"loss": "gspo", "aggregation": "sequence_mean_token_mean", **BOUNDS},
+    "geometric means": {"loss": "gmpo", "aggregation": "sequence_mean_token_mean", **BOUNDS},
+    "a bound over all tokens": {"loss": "m2po", "second_moment": 1e-3, "aggregation": "token_mean"},
+    "means of samples with entropy": {"aggregation": "sequence_mean_token_mean", "entropy_bonus": 0.01, "kl": 0.01},
+    "weights of samples": {"old_logprobs": "recomputed", "correction_level": "sequence"},
+    "rejected samples": {"rejection": "geometric", "rejection_low": 0.99, "rejection_high": 1.01},
+}
+"""Settings under which what one token adds to the gradient depends on the other tokens of its sample."""
 TURNS = st.lists(st.tuples(st.integers(1, 4), st.integers(-4, 4)), min_size=1, max_size=6)
 
 
@@ -114,3 +127,89 @@ def test_contexts_count_as_rows_of_a_micro_batch() -> None:
     parts = micro_batches(lengths, 50, contexts)
     assert parts == [[0, 1], [2, 3], [4]]
     assert all(sum(contexts[row] for row in part) * lengths[part[0]] <= 50 for part in parts[:2])
+
+
+def drawn(make_episodes: Callable, folder: Path, count: int = 6) -> list[TrainRow]:
+    """Rows of long and short contexts, whose log-probs are about those of the model."""
+    rows, noise = make_episodes(count, spans=LONG_AND_SHORT), np.random.default_rng(1)
+    model, found = load_causal_model(folder, "cpu"), []
+    for row in rows:
+        (now,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [row.temperature], 1024, [row.spans])
+        found.append(dataclasses.replace(row, logprobs=now + noise.normal(0, 0.05, len(now)).astype(np.float32)))
+    return found
+
+
+@given(st.lists(TURNS, min_size=1, max_size=3), st.integers(1, 60), st.sampled_from([0, 32]))
+def test_passes_predict_the_same_tokens_from_the_same_states(
+    episodes: list[list[tuple[int, int]]], budget: int, width: int
+) -> None:
+    spans = [np.array([*turns[:-1], (turns[-1][0], max(0, turns[-1][1]))], np.int32).flatten() for turns in episodes]
+    prompts = [np.arange(1, 4)] * len(spans)
+    first, responses = 4, []
+    for own in spans:  # Each token of a response is another number, and tells so what it follows.
+        responses.append(np.arange(first, first + int(np.abs(own).sum())))
+        first += len(responses[-1])
+    whole = pad_rows(prompts, responses, 1.0, torch.device("cpu"), width, spans)
+    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), width, spans, budget)
+    before = torch.cat([each.ids.flatten()[each.positions] for each in padded.passes])
+    before = before if padded.order is None else before[padded.order]
+    assert before.tolist() == whole.passes[0].ids.flatten()[whole.passes[0].positions].tolist()
+    assert padded.targets.tolist() == whole.targets.tolist()
+    for each in padded.passes:
+        assert each.ids.numel() <= budget or len(each.ids) == 1
+
+
+@pytest.mark.parametrize("name", WHOLE_ROWS)
+def test_a_row_in_several_passes_trains_as_in_one(
+    name: str, tiny: Path, make_episodes: Callable, make_config: Callable
+) -> None:
+    rows, found = drawn(make_episodes, tiny), []
+    for budget in (100_000, 40, 1):
+        limits = {"micro_batch_tokens": budget, "max_grad_norm": 1e9, "gradient_checkpointing": budget == 40}
+        config = make_config(algorithm=WHOLE_ROWS[name], training=limits)
+        found.append(torch.cat([each.flatten() for each in gradients(PolicyTrainer(config, tiny), rows)]))
+    assert found[0].abs().max() > 1e-4
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-4)
+
+
+def test_a_critic_learns_a_row_in_several_passes_as_in_one(
+    tiny: Path, make_episodes: Callable, make_config: Callable
+) -> None:
+    rows, found, values = make_episodes(3, spans=LONG_AND_SHORT), [], []
+    columns = [row.prompt_ids for row in rows], [row.response_ids for row in rows], [row.spans for row in rows]
+    for budget in (100_000, 40):
+        config = make_config(algorithm={"preset": "ppo"}, training={"micro_batch_tokens": budget})
+        critic = CriticTrainer(config, tiny)
+        with torch.no_grad():
+            critic.model.head.weight.fill_(0.1)
+        values.append(np.concatenate(critic.values(*columns)))
+        found.append(torch.cat([each.flatten() for each in gradients(critic, rows)]))
+    np.testing.assert_allclose(*values, atol=1e-5)
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-4)
+
+
+def test_passes_and_what_they_keep_are_bounded(tiny: Path, make_episodes: Callable, make_config: Callable) -> None:
+    """A row of six contexts takes six rows of 19 tokens in one pass. Forward and backward compute 40 tokens at once."""
+    (row,), budget = make_episodes(1, spans=LONG_AND_SHORT), 40
+    trainer = PolicyTrainer(make_config(training={"micro_batch_tokens": budget}), tiny)
+    computed: list[int] = []
+    kept: list[torch.Size] = []
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    body = trainer.model.whole.base_model
+    body.register_forward_pre_hook(
+        lambda _, args, options: computed.append(options["input_ids"].numel()), with_kwargs=True
+    )
+    step = trainer.begin([row], INCARNATION, VERSION)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        assert step.advance()
+    passes = len(computed) // 2
+    assert passes > 1
+    assert sorted(computed[:passes]) == sorted(computed[passes:]), "the backward pass computes each pass again"
+    assert max(computed) <= budget
+    layers = [shape for shape in kept if len(shape) > 2]
+    assert not layers, f"states of all tokens stay for the backward pass: {layers}"

@@ -46,17 +46,18 @@ def test_padded_rows_predict_each_sampled_token_from_the_state_before_it(
     spans = [np.array(turns, np.int32).flatten() for turns in episodes]
     responses = [draw.integers(100, 200, int(own.sum())) for own in spans]
     padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), 32, [own for own in spans])
-    place, states = 0, padded.ids.flatten().tolist()
+    (only,) = padded.passes
+    place, states = 0, only.ids.flatten().tolist()
     for prompt, response, turns in zip(prompts, responses, episodes, strict=True):
         before, at = prompt[-1], 0
         for sampled, after in turns:
             for token in response[at : at + sampled]:
                 assert int(padded.targets[place]) == token
-                assert states[int(padded.positions[place])] == before
+                assert states[int(only.positions[place])] == before
                 before, place = token, place + 1
             at += sampled + after
             before = response[at - 1]
-    assert place == len(padded.targets) == len(padded.positions) == len(padded.temperatures)
+    assert place == len(padded.targets) == len(only.positions) == len(padded.temperatures)
     parts = split_by_row(padded.targets.float(), responses, [own for own in spans])
     assert [len(part) for part in parts] == [sum(sampled for sampled, _ in turns) for turns in episodes]
 

@@ -37,7 +37,7 @@ def columns(rows: list[TrainRow]) -> tuple[list[Any], list[Any]]:
 
 def gradients(model: CausalModel, rows: list[TrainRow], weights: list[torch.Tensor], width: int) -> None:
     padded = pad_rows(*columns(rows), [0.7] * len(rows), model.device, width)
-    assert (padded.mask is not None) == (width > 0)
+    assert (padded.passes[0].mask is not None) == (width > 0)
     (token_logprobs(model, padded, 1024)[0] * torch.cat(weights)).sum().backward()  # type: ignore[no-untyped-call]
 
 
