@@ -146,6 +146,7 @@ async def test_an_answer_comes_again_when_the_worker_that_knew_it_was_started_ag
         page.board._known.clear()  # As in a new worker, which the page asks before it knows the answer.
         await page.tab.press("5")
         await page.tab.until("document.body.innerText.includes('was never asked about here')")
+        await page.tab.until("document.getElementById('question').hidden")  # It asked again, and nothing waits.
         (again,) = await page.asks("Still here")
         await page.tab.until("document.body.innerText.includes('Still here')")
         await page.tab.press("5")
