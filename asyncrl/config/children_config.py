@@ -6,13 +6,13 @@ from asyncrl.config.algorithm_config import Section
 
 
 class ChildrenConfig(Section):
-    """The processes that run reward functions and environments of yours. Those of asyncrl itself run beside them."""
+    """The processes that run your reward functions and environments. asyncrl's own ones run in other processes."""
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """Containment of these processes. bubblewrap: they read the machine, and reach neither the run directory, the
-    fleet's memory, sockets and variables, nor other processes. none: they may do what you may."""
+    """Containment of these processes. bubblewrap: they can read the machine, but reach neither the run directory, nor
+    the fleet's memory, sockets and variables, nor other processes. none: they can do all that you can."""
     network: bool = True
-    """Lets these processes use the network, which functions need that ask a judge elsewhere."""
+    """Lets these processes use the network. A function that calls a remote judge needs it."""
     writable: tuple[str, ...] = ()
-    """Folders that these processes may write, such as a cache. They write elsewhere to an empty /tmp of their own
-    only."""
+    """Folders that these processes may write, such as a cache. Otherwise they can write only to an empty
+    /tmp, /run and /dev/shm of their own."""

@@ -30,15 +30,15 @@ class FeedbackConfig(Section):
     """Seconds that a sample waits for a person."""
     otherwise: Literal["ignore", "constant", "model"] = "ignore"
     """Value of a sample that nobody rated in time. ignore: the sample is left out. constant: `feedback.constant`.
-    model: what reward.model expects of a person, from 0 to 1. Held-out samples, which no person sees, get it too."""
+    model: sigmoid of the score of reward.model. Held-out samples, which no person sees, get this value too."""
     constant: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Value of an unrated sample with `otherwise = "constant"`."""
     host: str = "127.0.0.1"
-    """Address at which the page is served. Others than loopback send answers and key unencrypted."""
+    """Address at which the page is served. Answers and key are sent unencrypted, so use loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the page. 0 chooses a free one for the whole run."""
     key: Annotated[str, Field(pattern=r"^([A-Za-z0-9_-]{8,128})?$")] = ""
-    """Key in the address of the page, letters, digits, - and _; default: a random one for the whole run."""
+    """Key in the address of the page, of letters, digits, - and _. Default: a random key for the whole run."""
 
     @property
     def asks(self) -> bool:

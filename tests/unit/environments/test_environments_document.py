@@ -42,7 +42,7 @@ def test_tools(tmp_path: Path) -> None:
         "shop.py:Basket", tmp_path, {"prompt": "Buy."}, 0, FORMS["hermes"].render(calls), "I have it."
     )
     assert [tool["function"]["name"] for tool in opening.tools] == ["price", "put"]
-    assert opening.tools[0]["function"]["parameters"]["properties"]["number"]["description"] == "of pieces."
+    assert opening.tools[0]["function"]["parameters"]["properties"]["number"]["description"] == "number of pieces."
     price, put, wrong = (message["content"] for message in seen.text)
     assert (price, put) == ("1.5", "1 pieces")
     assert "fruit" in wrong
