@@ -14,7 +14,7 @@ from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.engines.models.model_preparation import prepare
 
 PREPARATION = 180.0
-"""Seconds that making the quickstart's model may take."""
+"""Seconds that making a model may take."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -34,14 +34,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the quickstart's model, made once for all processes in which tests run side by side."""
-    own = tmp_path_factory.getbasetemp()
+    """The folder of the quickstart's model."""
+    return model_of("quickstart", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def calculator_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the calculator's model."""
+    return model_of("calculator", tmp_path_factory)
+
+
+def model_of(experiment: str, folders: pytest.TempPathFactory) -> Path:
+    """Returns the model of an experiment, made once for all processes in which tests run side by side."""
+    own = folders.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    target = shared / "quickstart-model"
-    with (shared / "quickstart-model.lock").open("w") as lock:
+    target = shared / f"{experiment}-model"
+    with (shared / f"{experiment}-model.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            asyncio.run(prepare(load("quickstart").config, target, print, PREPARATION))
+            asyncio.run(prepare(load(experiment).config, target, print, PREPARATION))
     return target
 
 

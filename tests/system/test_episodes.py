@@ -44,18 +44,18 @@ class Slow:
 KILLED_AFTER = 4
 
 
-def command(run_dir: Path, steps: int, file: str = "calculator") -> list[str]:
-    flags = ["--steps", str(steps), "--evaluate.prompts=", "--run-dir", str(run_dir)]
-    return [sys.executable, "-m", "asyncrl.deploy.cli", "run", file, *flags]
+def command(run_dir: Path, steps: int, file: str = "calculator", *flags: str) -> list[str]:
+    common = ["--steps", str(steps), "--evaluate.prompts=", "--run-dir", str(run_dir)]
+    return [sys.executable, "-m", "asyncrl.deploy.cli", "run", file, *common, *flags]
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_policy_learns_to_call_a_calculator_while_workers_die(tmp_path: Path) -> None:
+def test_the_policy_learns_to_call_a_calculator_while_workers_die(calculator_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with running(command(run_dir, STEPS)) as process:
+    with running(command(run_dir, STEPS, "calculator", "--model.name", str(calculator_model))) as process:
         until_step(process, 4)
         os.kill(pid_of(run_dir, "environment"), signal.SIGKILL)
         until_step(process, 8)
@@ -112,13 +112,10 @@ def test_episodes_go_on_after_their_last_turn_when_a_killed_run_is_resumed(
     assert report.ok, str(report)
 
 
-def test_without_the_results_of_the_calculator_nothing_is_learnt(tmp_path: Path) -> None:
-    run_dir, file = tmp_path / "run", tmp_path / "withheld.toml"
-    shown = Path(__file__).parents[2].joinpath("asyncrl/experiments/calculator.toml").read_text()
-    use = 'use = "calculator"'
-    assert shown.count(f"\n{use}\n") == 1
-    file.write_text(shown.replace(f"\n{use}\n", f"\n{use}\noptions = {{ withhold = true }}\n"))
-    with running(command(run_dir, WITHHELD_STEPS, str(file))) as process:
+def test_without_the_results_of_the_calculator_nothing_is_learnt(calculator_model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ("--model.name", str(calculator_model), "--environment.options.withhold", "true")
+    with running(command(run_dir, WITHHELD_STEPS, "calculator", *flags)) as process:
         code, said = ended(process)
     assert code == 0, said
     assert max(step["reward/mean"] for step in metrics(run_dir)) < 0.2

@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=2).save_pretrained(folder / "two")
     tokenizer.save_pretrained(folder / "two")
     os.truncate(folder / "cut" / "model.safetensors", 5000)
+    shutil.copytree(folder / "model", folder / "plain", ignore=shutil.ignore_patterns("chat_template*"))
     for name, template in TEMPLATES.items():
         tokenizer.chat_template = template
         shutil.copytree(folder / "model", folder / name)
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--task.prompts", "long.jsonl"], "long.jsonl, row 1: the prompt has 600 tokens"),
         (["--task.prompts", "shrot.jsonl"], "did you mean short.jsonl?"),
         (
-            ["--task.system", "Be kind."],
+            ["--model.name", "plain", "--task.system", "Be kind."],
             "short.jsonl, row 0: the prompt is a list of messages and the model's tokenizer",
         ),
         (["--task.prompts", "blank.jsonl"], "blank.jsonl, row 0: a prompt is text that is not empty"),
