@@ -1,0 +1,96 @@
+"""Where the memory of one rank has a part of a tensor: parameter, offset, shape and strides.
+
+    one box of a tensor          a parameter of the box's shape
+    several boxes (ZeRO)         a flat parameter, one box behind the other
+    fused tensors (q, k, v)      one parameter, the boxes of its tensors below each other in their first dimension
+
+Where a rank has a tensor is its own affair and no part of the plan.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple, Self
+
+from asyncrl.lanes.weights.plan.boxes import Box, as_box, box_volume, intersection
+from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
+
+
+class LocalView(NamedTuple):
+    """Describes a strided view of a parameter, in elements, as torch.as_strided takes it."""
+
+    parameter: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Stored(NamedTuple):
+    """Notes where a box begins in its parameter."""
+
+    box: Box
+    parameter: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Knows the parameters of one rank. shapes: of each parameter."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, Sequence[_Stored]]
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        tensors: Sequence[CheckpointTensor],
+        placements: Mapping[str, Placement],
+        fused: Mapping[str, Sequence[str]] | None = None,
+    ) -> Self:
+        """Lays out what a rank holds. fused: the tensors of each fused parameter, in order. Raises ValueError for a
+        fused tensor with several boxes on this rank, or with another width than the others."""
+        boxes = {tensor.name: _boxes(rank, tensor, placements[tensor.name]) for tensor in tensors}
+        boxes = {name: held for name, held in boxes.items() if held}
+        shapes, stored = dict[str, tuple[int, ...]](), dict[str, list[_Stored]]()
+        for parameter, names in (fused or {}).items():
+            _fuse(parameter, {name: boxes.pop(name) for name in names if name in boxes}, shapes, stored)
+        for name, held in boxes.items():
+            shapes[name] = _extents(held[0]) if len(held) == 1 else (sum(map(box_volume, held)),)
+            ends = [sum(map(box_volume, held[:index])) for index in range(len(held))]
+            stored[name] = [_Stored(box, name, end) for box, end in zip(held, ends, strict=True)]
+        return cls(shapes, stored)
+
+    def view(self, tensor: str, box: Box) -> LocalView:
+        """Returns where `box` of a tensor lies. Raises KeyError when this rank does not hold all of it."""
+        for held, parameter, offset in self.stored.get(tensor, ()):
+            if intersection(held, box) == box:
+                extents = _extents(held)
+                strides = tuple(prod(extents[dim + 1 :]) for dim in range(len(extents)))
+                begin = sum((low - start) * s for (low, _), (start, _), s in zip(box, held, strides, strict=True))
+                return LocalView(parameter, offset + begin, _extents(box), strides)
+        raise KeyError(f"this rank does not hold {box} of {tensor}")
+
+
+def _boxes(rank: int, tensor: CheckpointTensor, placement: Placement) -> list[Box]:
+    held = placement.held(tensor.shape)
+    return [as_box(bounds) for bounds in held.bounds[held.ranks == rank]]
+
+
+def _fuse(
+    parameter: str,
+    boxes: Mapping[str, Sequence[Box]],
+    shapes: dict[str, tuple[int, ...]],
+    stored: dict[str, list[_Stored]],
+) -> None:
+    if any(len(held) > 1 for held in boxes.values()) or len({_extents(held[0])[1:] for held in boxes.values()}) > 1:
+        raise ValueError(f"{parameter} fuses {', '.join(boxes)}, which need one box each, of the same width")
+    rows, offset = 0, 0
+    for name, (box,) in boxes.items():
+        stored[name] = [_Stored(box, parameter, offset)]
+        rows, offset = rows + _extents(box)[0], offset + box_volume(box)
+        shapes[parameter] = (rows, *_extents(box)[1:])
+
+
+def _extents(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)

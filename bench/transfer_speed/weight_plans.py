@@ -1,0 +1,177 @@
+"""Plans the transfer of a model's weights from a trainer's layout to a generator's, and prints what it would cost.
+
+Nothing is sent: bytes, senders and operations are those of the plan, and times are its busiest rank's bytes over the
+rate of a link in one direction, which no transport can beat. CPU times of planning are measured here.
+"""
+
+import argparse
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from asyncrl.bench.measurements import table
+from asyncrl.bench.transfer_speed.planned_models import MODELS, planned_model
+from asyncrl.lanes.weights.plan.boxes import intersections, volumes
+from asyncrl.lanes.weights.plan.parallel_layout import (
+    FORMS,
+    ParallelLayout,
+    generation_ranks,
+    parse_layout,
+    place_model,
+)
+from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
+from asyncrl.lanes.weights.plan.schedule import schedule_of
+from asyncrl.lanes.weights.plan.weight_plan import WeightPlan, make_plan
+
+T = TypeVar("T")
+
+LINKS = {"nvlink": 450.0, "pcie5": 63.0, "ib400": 50.0, "tcp100g": 12.5, "tcp10g": 1.25}
+"""Gigabytes a second of one rank's link in one direction, by its data sheet: NVLink 4, PCIe 5 x16, one 400 Gbit/s port
+of InfiniBand, Ethernet."""
+
+UNITS = {"GB/s": 1.0, "MB/s": 1e-3, "Gbit/s": 0.125, "Mbit/s": 0.125e-3}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTransfer:
+    """Holds a plan with what it was made from, and the CPU seconds that it took."""
+
+    tensors: Sequence[CheckpointTensor]
+    source: dict[str, Placement]
+    destination: dict[str, Placement]
+    plan: WeightPlan
+    seconds: float
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("asyncrl-bench weights", description=__doc__)
+    parser.add_argument("--plan", nargs=2, required=True, metavar=("TRAINER", "GENERATOR"), help=FORMS)
+    parser.add_argument("--model", default="qwen2.5-7b", help=f"{', '.join(MODELS)}, or a folder with safetensors")
+    parser.add_argument(
+        "--colocated", choices=("strided", "in-order"), help="use the same ranks: in HybridFlow's order, or in order"
+    )
+    parser.add_argument("--link", action="append", type=_link, help=f"{', '.join(LINKS)}, or a rate such as 50GB/s")
+    parser.add_argument("--copies", type=int, help="copies of a part that leave the trainer; receivers pass on others")
+    parser.add_argument("--rounds", type=int, default=5, help="how often the plan is made; the fastest counts")
+    options = parser.parse_args(arguments)
+    try:
+        layouts = parse_layout(options.plan[0]), parse_layout(options.plan[1])
+        planned = plan_transfer(options.model, *layouts, options.colocated, options.copies, options.rounds)
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    links = options.link or [(name, rate) for name, rate in LINKS.items()]
+    print(f"{options.model}: {len(planned.tensors)} tensors, {_gb(sum(tensor.bytes for tensor in planned.tensors))}")
+    print(f"from {options.plan[0]} to {options.plan[1]}, {options.colocated or 'on ranks of its own'}")
+    print(table(("result", "value"), [*result_rows(planned), *link_rows(planned.plan, links)]))
+
+
+def plan_transfer(
+    model: str,
+    trainer: ParallelLayout,
+    generator: ParallelLayout,
+    colocated: str | None = None,
+    copies: int | None = None,
+    rounds: int = 1,
+) -> PlannedTransfer:
+    """Plans a model's transfer; the time includes the placements. Raises ValueError for what does not fit."""
+    tensors, sizes = planned_model(model)
+    ranks: Sequence[int] = range(trainer.size, trainer.size + generator.size)
+    if colocated == "strided":
+        ranks = generation_ranks(trainer, generator)
+    elif colocated:
+        ranks = range(generator.size)
+
+    def make() -> tuple[dict[str, Placement], dict[str, Placement], WeightPlan]:
+        source = place_model(tensors, sizes, trainer, range(trainer.size))
+        destination = place_model(tensors, sizes, generator, ranks)
+        return source, destination, make_plan(tensors, source, destination, copies=copies)
+
+    (source, destination, plan), seconds = _fastest(make, rounds)
+    return PlannedTransfer(tensors, source, destination, plan, seconds)
+
+
+def result_rows(planned: PlannedTransfer) -> list[tuple[str, str]]:
+    """Returns label and value of each result."""
+    plan, traffic = planned.plan, planned.plan.traffic
+    bound = least_moved(planned.tensors, planned.source, planned.destination)
+    schedule, seconds = _fastest(lambda: schedule_of(plan, traffic.holders[0]), 1)
+    parts = sum(len(bucket.parts) for bucket in schedule.sends)
+    return [
+        ("moved between ranks", f"{_gb(traffic.moved)}, bound {_gb(bound)}: {traffic.moved / max(bound, 1):.4f} of it"),
+        ("copied within ranks", _gb(int(traffic.copied.sum()))),
+        (
+            "senders",
+            f"{len(traffic.holders)}; the largest sends {_gb(int(traffic.sent.max()))}, {traffic.sender_balance:.4f} "
+            f"of the mean; no plan has less than {_gb(plan.least_sent)}",
+        ),
+        ("receivers", f"the largest receives {_gb(int(traffic.received.max()))}"),
+        (
+            "passed on by receivers",
+            f"{_gb(int(traffic.relayed.sum()))}, the largest {_gb(int(traffic.relayed.max()))}; up to {plan.copies} "
+            "copies leave the trainer",
+        ),
+        ("operations", f"{plan.operations:,} boxes in {1 + plan.tensors[-1].wave} waves"),
+        ("plan", f"{planned.seconds * 1e3:.1f} ms of CPU, digest {plan.digest[:16]}"),
+        (
+            f"schedule of rank {traffic.holders[0]}",
+            f"{seconds * 1e3:.1f} ms of CPU, {parts:,} boxes in {len(schedule.sends):,} buckets to send",
+        ),
+    ]
+
+
+def link_rows(plan: WeightPlan, links: Sequence[tuple[str, float]]) -> list[tuple[str, str]]:
+    return [(f"over {name}", f"at least {plan.traffic.busiest / rate / 1e9:.4g} s") for name, rate in links]
+
+
+def least_moved(
+    tensors: Sequence[CheckpointTensor], source: dict[str, Placement], destination: dict[str, Placement]
+) -> int:
+    """Returns the bytes that ranks need and do not hold, counted rank by rank, without a plan."""
+    known: dict[tuple[tuple[int, ...], int, int], int] = {}
+    total = 0
+    for tensor in tensors:
+        ends = source[tensor.name], destination[tensor.name]
+        key = tensor.shape, id(ends[0]), id(ends[1])
+        if key not in known:
+            known[key] = _least_elements(tensor.shape, *ends)
+        total += known[key] * tensor.item_bytes
+    return total
+
+
+def _least_elements(shape: tuple[int, ...], source: Placement, destination: Placement) -> int:
+    held, needed = source.held(shape), destination.held(shape)
+    missing = int(volumes(needed.bounds).sum())
+    for rank in np.intersect1d(held.ranks, needed.ranks):
+        _, _, shared = intersections(held.bounds[held.ranks == rank], needed.bounds[needed.ranks == rank])
+        missing -= int(volumes(shared).sum())
+    return missing
+
+
+def _link(text: str) -> tuple[str, float]:
+    """Reads a link as its name and gigabytes a second."""
+    if text in LINKS:
+        return text, LINKS[text]
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)(GB/s|MB/s|Gbit/s|Mbit/s)", text)
+    if not matched or float(matched[1]) == 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no link: name one of {', '.join(LINKS)}, or a rate in {', '.join(UNITS)}, such as 50GB/s"
+        )
+    return text, float(matched[1]) * UNITS[matched[2]]
+
+
+def _fastest(make: Callable[[], T], rounds: int) -> tuple[T, float]:
+    """Returns the last result, and the CPU seconds of the fastest round."""
+    seconds = []
+    for _ in range(max(1, rounds)):
+        began = time.process_time()
+        result = make()
+        seconds.append(time.process_time() - began)
+    return result, min(seconds)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.3f} GB"
