@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.http_server import bound_socket
+from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.telemetry.run_directory import RunDirectory
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.algorithms.select import algorithm_problems
+from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
@@ -17,6 +18,8 @@ from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems
+from asyncrl.errors import ConfigError
+from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
 from asyncrl.tasks.source_problems import prompt_problems
 from asyncrl.telemetry.sinks import sink_problems
@@ -56,6 +59,7 @@ def _problems(
     yield from prompt_problems(config)
     yield from device_mistakes(devices(config))
     yield from scoring_problems(config, served)
+    yield from _feedback_host_problems(config.feedback)
     yield from environment_problems(config)
     yield from containment_problems(config, served)
     yield from algorithm_problems(config, algorithm)
@@ -73,6 +77,15 @@ def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[P
     for service in config.scorers:
         if service not in served:
             yield from function_problems(config, service)
+
+
+def _feedback_host_problems(section: FeedbackConfig) -> Iterator[Problem]:
+    """Yields a problem when this machine does not have the address at which the page shall be served."""
+    if section.asks:
+        try:
+            bound_socket(section.host, 0, "feedback.host").close()
+        except ConfigError as error:
+            yield Problem.of_error(error, "feedback.host")
 
 
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:

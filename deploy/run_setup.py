@@ -57,6 +57,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.prompt_lengths import write_longest
 from asyncrl.tasks.prompt_sources import Rows, write_texts
+from asyncrl.tasks.source_problems import check_tests
 from asyncrl.telemetry.display import Display, LoggedDisplay
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
@@ -315,6 +316,7 @@ def load_questions(request: RunRequest, directory: RunDirectory) -> Questions:
     sources = {name: prompts}
     if held_out is not None:
         sources[f"evaluate.prompts: {config.evaluate.prompts}"] = held_out
+    check_tests(config, sources)
     if config.task.pretrain:
         write_texts(directory.logs / PRETRAIN, config.task)
     write_longest(directory.logs / LONGEST, sources)

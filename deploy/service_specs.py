@@ -12,8 +12,10 @@ from asyncrl.protocols.service_contracts import (
     GroupReward,
     Reference,
     Reward,
+    TokenReward,
     Training,
 )
+from asyncrl.rewards.execution.token_rewards import stores_token_rewards
 
 
 def service_specs(config: Config) -> list[ServiceSpec]:
@@ -51,6 +53,8 @@ def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
     """Returns the spec of a scoring service; a service without a model does not load torch."""
     section = config.scorers[service]
     contract = GroupReward if any(function.group for function in section.functions) else Reward
+    if service == "reward" and stores_token_rewards(config):
+        contract = TokenReward
     if service == "reward" and config.feedback.asks:
         return _feedback_spec(config, contract)
     if section.model:

@@ -181,12 +181,14 @@ class SampleText:
 @dataclass(frozen=True, slots=True)
 class Score:
     """The score of a sample. reward: the weighted sum, None when unscorable; terms: each function's own value; error:
-    why it is unscorable; turns: of an episode, what each turn added to the reward; () when nothing belongs to one."""
+    why it is unscorable; turns: of an episode, what each turn added to the reward; () when nothing belongs to one.
+    place: where the rewards of single tokens are stored, if the trainer reads them."""
 
     reward: float | None
     terms: dict[str, float]
     error: str = ""
     turns: tuple[float, ...] = ()
+    place: Place | None = None
 
     def by_turn(self, turns: int) -> tuple[float, ...]:
         """Returns the reward in parts, one for each of several turns; what belongs to no turn comes with the last."""
@@ -201,7 +203,7 @@ def with_cost(score: Score, cost: Score) -> Score:
     """Returns one score of a sample that needs both to be trained; terms of costs begin with `cost/`."""
     terms = score.terms | {f"cost/{name}": value for name, value in cost.terms.items()}
     error = "\n".join(each for each in (score.error, cost.error) if each)
-    return Score(None if cost.reward is None else score.reward, terms, error, score.turns)
+    return Score(None if cost.reward is None else score.reward, terms, error, score.turns, score.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +339,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
-PROTOCOL = 17
+PROTOCOL = 18
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

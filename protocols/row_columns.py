@@ -11,6 +11,9 @@ Columns = dict[str, tuple[np.dtype[Any], int]]
 SPANS = "spans"
 """The column that tells sampled tokens from given ones, only in rows of episodes."""
 
+TOKEN_REWARDS = "token_rewards"
+"""The column of rewards of single tokens, only where reward functions give them and a critic is trained."""
+
 IDS, NUMBERS, BYTES, COUNT = (np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8"))
 
 
@@ -47,9 +50,14 @@ def reference_columns(response: int) -> Columns:
     return {"reference_logprobs": (NUMBERS, response)}
 
 
+def token_reward_columns(response: int) -> Columns:
+    """Returns what the reward service stores: the parts of a reward that belong to single sampled tokens."""
+    return {TOKEN_REWARDS: (NUMBERS, response)}
+
+
 def restored_columns(prompt: int, response: int, text: int) -> Columns:
     """Returns what generation stores at most of a sample that a resume restores: the columns of all services."""
-    own = sample_columns(prompt, response, text) | reference_columns(response)
+    own = sample_columns(prompt, response, text) | reference_columns(response) | token_reward_columns(response)
     values = value_columns("values", "valued_at", response)
     return own | values | value_columns("cost_values", "cost_valued_at", response)
 

@@ -185,6 +185,15 @@ class GroupReward(Reward):
         raise NotImplementedError
 
 
+class TokenReward(Reward):
+    """Rewards of single tokens, which are stored as rows. The samples of a group meet in one replica, for functions of
+    whole groups."""
+
+    @endpoint(ONE_OF_BY_GROUP, idempotent=Idempotent.PURE, stores=True)
+    async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
+        raise NotImplementedError
+
+
 class Environment(Contract):
     """Plays the other side of episodes: the user's environments, in children that can be killed."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
+from asyncrl.environments.event_counts import counted_metrics, turn_counts
 from asyncrl.environments.loading import EnvironmentSpec
 from asyncrl.environments.sampled_answers import sampled_answers, token_texts
 from asyncrl.environments.transcript import (
@@ -23,6 +24,7 @@ from asyncrl.environments.transcript import (
     read_transcript,
     said_in,
     transcript_column,
+    with_info,
     without_info,
 )
 from asyncrl.errors import AsyncrlError, EnvironmentFailed, Retryable
@@ -35,6 +37,7 @@ from asyncrl.protocols.row_columns import episode_columns
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment
 from asyncrl.services.pooled_service import PooledService
+from asyncrl.tasks.prompt_rows import with_system
 from asyncrl.telemetry.run_directory import RunDirectory
 
 EXCERPT = 200
@@ -82,7 +85,8 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             containment=self.containment(spec.named) if spec.is_users else None,
         )
         self._text_of: Callable[[int], str] = str
-        self.counters = dict.fromkeys(("answers", "failed", "replayed", "unclosed"), 0.0)
+        counted = ("answers", "failed", "replayed", "unclosed", *counted_metrics(self._section.use))
+        self.counters = dict.fromkeys(counted, 0.0)
 
     async def start(self) -> None:
         config, section = self.context.config, self._section
@@ -110,7 +114,9 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             raise EnvironmentFailed(text) if self._section.on_error == "fail" else Retryable(text)
         answer = played.answers[0]
         self._openings[prompts.id, prompts.attempt] = answer["text"]
-        return Opening(self._prompt(answer["text"]), tuple(answer["tools"]))
+        where = f"environment {self._section.use} began group {prompts.id}"
+        prompt = with_system(answer["text"], self.context.config.task.system, where)
+        return Opening(prompt, tuple(answer["tools"]))
 
     async def step(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> BatchRef:
         packed = _packed(row)
@@ -148,13 +154,6 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             if same and earlier.answered is not None and earlier.said == hash(before):
                 state.name, state.rewards, state.seconds = earlier.name, list(earlier.rewards), earlier.seconds
 
-    def _prompt(self, text: str | Transcript) -> str | Transcript:
-        """Returns the opening as the prompt of the policy, with the system message of the task before a text."""
-        system = self.context.config.task.system
-        if not system or not isinstance(text, str):
-            return text
-        return [{"role": "system", "content": system}, {"role": "user", "content": text}]
-
     async def _answer_once(self, sample: RowRef, row: PackedRow) -> RowRef:
         """Answers a turn. A repeated call gets the answer of the first one, which goes on without its caller."""
         state = self._state(sample.name)
@@ -184,7 +183,9 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             self._report(sample.name, row, played)
         else:
             newest = played.answers[sample.turns]
-            transcript += newest["text"]
+            if sample.group >= 0:  # Others are of the evaluation.
+                self._count(turn_counts(self._section.use, transcript, newest["info"]))
+            transcript = with_info(transcript + newest["text"], newest["info"])
             finish, reward = self._finish(sample, state, newest), newest["reward"]
         state.rewards = [*self._rewards_before(state, sample, played), reward]
         columns["transcript"] = transcript_column(transcript)
@@ -244,12 +245,16 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
                 f"is random from `seed`. First {opening!r:.{EXCERPT}}, then {played.answers[0]['text']!r:.{EXCERPT}}"
             )
         for turn, before in enumerate(answers_in(transcript)[:-1], start=1):
-            if turn in played.answers and without_info(played.answers[turn]["text"]) != without_info(before):
+            if turn in played.answers and played.answers[turn]["text"] != without_info(before):
                 raise Retryable(
                     f"environment {self._section.use} was played again for sample {sample.key}, and answered turn "
                     f"{turn} with {played.answers[turn]['text']!r:.{EXCERPT}} in place of {before!r:.{EXCERPT}}"
                 )
         self.counters["replayed"] += sum(0 < turn < sample.turns for turn in played.answers)
+
+    def _count(self, counts: dict[str, float]) -> None:
+        for name, count in counts.items():
+            self.counters[name] += count
 
     def _report(self, name: SampleName, row: PackedRow, played: Played) -> None:
         """Counts and logs a failure; raises it under `on_error = "fail"`."""

@@ -2,10 +2,15 @@
 
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.concurrency import gather
+from asyncrl.engines.training.batch.contexts import contexts_of
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.row_columns import SPANS
 from asyncrl.rewards.feedback.answers import RatableAnswer
 from asyncrl.rewards.feedback.board import FeedbackBoard
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
@@ -29,7 +34,8 @@ class FeedbackService(RewardService):
         options = context.spec.options
         person = FunctionSpec(PERSON, PERSON, section.weight, key="feedback.ask", on_error="ignore")
         self._specs = (*self._specs, person)
-        self.board = FeedbackBoard(RatingsFile(RunDirectory(context.facts.run_dir).ratings))
+        members = context.config.task.samples_per_prompt if section.ask == "pick" else 0
+        self.board = FeedbackBoard(RatingsFile(RunDirectory(context.facts.run_dir).ratings), members=members)
         web = FeedbackWeb(self.board, section, options["key"])
         self._http = HttpServer(web.app, options["host"], options["port"])
         self.port = 0
@@ -59,15 +65,26 @@ class FeedbackService(RewardService):
         ]
 
     async def _ask_all(self, refs: BatchRef, samples: list[Sample]) -> list[float | None]:
+        seen = await self._seen(refs)
         with self.context.occupancy.waiting():
-            return list(await gather(*(self._ask(ref, sample) for ref, sample in zip(refs, samples, strict=True))))
+            return list(await gather(*(self._ask(*each) for each in zip(refs, samples, seen, strict=True))))
 
-    async def _ask(self, ref: RowRef, sample: Sample) -> float | None:
+    async def _seen(self, refs: BatchRef) -> list[NDArray[np.int32]]:
+        """Returns the tokens of the newest context of each sample, as a reward model scores it."""
+        names = ["prompt_ids", "response_ids", *([SPANS] if self._plays else [])]
+        found = await self.context.reader.read(refs, names)
+        spans = found[SPANS] if self._plays else [None] * len(refs)
+        rows = zip(found["prompt_ids"], found["response_ids"], spans, strict=True)
+        newest = [contexts_of(*row)[-1] for row in rows]
+        return [np.concatenate([each.prompt, each.response]).astype(np.int32) for each in newest]
+
+    async def _ask(self, ref: RowRef, sample: Sample, seen: NDArray[np.int32]) -> float | None:
         if sample.group < 0:  # of the evaluation
             return None
         await self.board.version_seen(ref.last)
         self._count()
-        return await self.board.value(RatableAnswer.of(sample), self._useful_to(ref), self._feedback.deadline)
+        answer, seconds = RatableAnswer.of(sample, seen), self._feedback.deadline
+        return await self.board.value(answer, self._useful_to(ref), seconds, ref.attempt)
 
     def _useful_to(self, ref: RowRef) -> float:
         """Returns the newest version of the policy that may train on a sample."""
@@ -94,5 +111,5 @@ class FeedbackService(RewardService):
             return FunctionResult({})  # A held-out sample has the other terms only.
         return FunctionResult(
             reason=f"nobody rated it within {self._feedback.deadline:g} s (feedback.deadline), or while the staleness "
-            "limit let it train"
+            "limit let it train, or while another answer was left to compare it with"
         )

@@ -1,18 +1,17 @@
 """Samples groups of completions while new weights arrive.
 
-    generate ── requests ──┐                          ┌── finished samples ── rows ── reference to the caller
-    use_weights ── flip ───┼── compute thread, in turn ┤
-                           └── slices of decode steps ─┘
+    generate ── requests ──┐        ┌── finished samples ── rows ── reference to the caller
+    use_weights ── update ─┼ engine ┤
+    pause, resume ─────────┘        └── load ── counters of health
 
-All engine calls run on the compute thread, so that a change of weights falls between two decode steps.
+The service has calls, rows and streams; the engine (engines/generation/engine_interface.py) has everything else, and
+changes its weights between two decode steps.
 """
 
 import asyncio
 import json
-import threading
-import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,9 @@ import numpy as np
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.devices import refuse_unusable
+from asyncrl.engines.generation.engine_interface import GenerationEngine
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key
-from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.trajectory import ROW, Trajectory
 from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
 from asyncrl.environments.loading import answer_role
@@ -31,7 +30,6 @@ from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskEr
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
@@ -40,7 +38,7 @@ from asyncrl.protocols.service_contracts import Generation
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
-SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
+STEP = "decode step"
 
 SLACK_SHARE, SLACK = 1.5, 5.0
 """Time, as a share of a sample's deadline and in seconds, by which its end may be late: less than its call waits."""
@@ -50,6 +48,8 @@ JSON_BYTES = 6
 
 SHOWN, SHOWN_OF_EPISODES = ("text", "prompt_ids"), ("transcript", "turn_rewards")
 """Columns of a sample that a person is shown."""
+
+COUNTERS = ("samples", "tokens", "aborted", "running", "waiting", "cache_used", "preemptions")
 
 CompletionQueue = asyncio.Queue[Completion]
 
@@ -63,23 +63,17 @@ class GenerationService(Service, Generation):
         super().__init__(context)
         self._evaluates = context.spec.service == EVALUATION
         self._streams: dict[Key, CompletionQueue] = {}  # The gate bounds their number: samples in flight.
-        self._aborted: list[Key] = []
-        self._released: list[SampleName] = []  # Parked sequences of these, and of groups before the next, are dropped.
-        self._oldest = 0
-        self._wakeup = asyncio.Event()
         self._weights_lock = asyncio.Lock()
-        self._step_lock = threading.Lock()  # guards the two below, which loop and compute thread share
-        self._paused = False
-        self._steps_begun = 0
+        self._closing = ExitStack()
         self._delivered_at = 0.0
         self._published: Published | None = None
-        self._reader: Reader | None = None
         self._canary_distance: float | None = None
-        self.counters = dict.fromkeys(("samples", "tokens", "aborted", "running", "waiting"), 0.0)
+        self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def start(self) -> None:
         context = self.context
-        self._engine: TorchEngine = await context.compute.run(self._load_engine)
+        self._engine = await self._open_engine()
+        self._closing.callback(self._engine.close)
         config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
         prompt, response = config.task.max_prompt_tokens, config.response_tokens
         episodes = bool(config.environment.use)
@@ -101,11 +95,10 @@ class GenerationService(Service, Generation):
             said = text + config.environment.max_turns * config.environment.max_bytes
             longest |= trajectory_columns(config.environment.max_turns, JSON_BYTES * said)
         self.rows = context.open_rows(slots, bytes_of_row(longest))
-        context.tasks.create_task(self._decode(), name="decode loop")
+        context.tasks.create_task(self._engine.run(self._deliver), name="decode loop")
 
     async def stop(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        self._closing.close()
         await super().stop()
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
@@ -133,8 +126,7 @@ class GenerationService(Service, Generation):
         keys = list(before)
         self._streams |= dict.fromkeys(keys, stream)
         try:
-            await self.context.compute.run(self._engine.submit, *(turn.request for turn in turns))
-            self._wakeup.set()
+            await self._engine.submit([turn.request for turn in turns])
             left = len(keys)
             while left:
                 finished = await self._next_completions(stream, keys, began, prompts.deadline)
@@ -146,9 +138,7 @@ class GenerationService(Service, Generation):
     async def release(self, samples: list[SampleName], oldest: int) -> None:
         await super().release(samples, oldest)
         if self.context.config.environment.use:
-            self._released += samples
-            self._oldest = max(self._oldest, oldest)
-            self._wakeup.set()
+            self._engine.forget(samples, oldest)
 
     async def use_weights(self, published: Published) -> Using:
         self._check_incarnation(published.incarnation, f"version {published.version}")
@@ -156,20 +146,20 @@ class GenerationService(Service, Generation):
             return Using((), published.version)
         async with self._weights_lock:
             if must_flip(self._published, published):
-                await self.context.compute.run(self._load_weights, published)
+                await self._engine.update(published)
+                if published.canary is not None and not self._evaluates:
+                    logprobs = await self._engine.logprobs_after(np.array(published.canary.prompt))
+                    self._canary_distance = canary_distance(published.canary, logprobs)
                 self._published = published
-                self._wakeup.set()
         return Using(
             () if self._evaluates else (self.context.spec.instance,), self._engine.version, self._canary_distance
         )
 
     async def pause(self) -> Boundary:
-        return self._set_paused(True)
+        return Boundary(STEP, await self._engine.pause())
 
     async def resume(self) -> Boundary:
-        boundary = self._set_paused(False)
-        self._wakeup.set()
-        return boundary
+        return Boundary(STEP, await self._engine.resume())
 
     async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
         with await asyncio.to_thread(open, Path(directory) / READY_ROWS, "rb") as file:
@@ -223,11 +213,11 @@ class GenerationService(Service, Generation):
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     return [await stream.get(), *_drain(stream)]
-        engine, own = self._engine, self.context.spec.instance
+        load, own = self._engine.load(), self.context.spec.instance
         members = ", ".join(str(key[1]) for key in keys if key in self._streams)
-        version = "none yet" if engine.version == NO_WEIGHTS else engine.version
+        version = "none yet" if self._engine.version == NO_WEIGHTS else self._engine.version
         raise DeadlineExceeded(
-            f"no sample of {own} finished within {timeout:g} s: it runs {engine.running} samples, {engine.waiting} "
+            f"no sample of {own} finished within {timeout:g} s: it runs {load.running} samples, {load.waiting} "
             f"wait, among them members {members} of group {keys[0][0]}, and its weights have version {version}"
         )
 
@@ -251,48 +241,9 @@ class GenerationService(Service, Generation):
         open_keys = [key for key in keys if self._streams.get(key) is stream]
         for key in open_keys:
             del self._streams[key]
-        self._aborted += open_keys
         self.counters["aborted"] += len(open_keys)
         if open_keys:
-            self._wakeup.set()
-
-    async def _decode(self) -> None:
-        """Runs slices of decode steps while there are samples, until cancelled."""
-        while True:
-            await self._wakeup.wait()
-            self._wakeup.clear()
-            more = True
-            while self._aborted or self._released or (more and not self._paused):
-                aborted, released = self._aborted, self._released
-                self._aborted = []
-                self._released = []
-                done, more = await self.context.compute.run(self._run_slice, aborted, released)
-                self._deliver(done)
-                await asyncio.sleep(0)  # Lets callers run where the compute thread is this event loop.
-            self.context.clock.idle()
-
-    def _run_slice(self, aborted: Iterable[Key], released: Iterable[SampleName]) -> tuple[list[Completion], bool]:
-        """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
-        the finished requests, and whether there is more to sample. Keys and values of released samples are dropped."""
-        self._engine.end(aborted, "abort")
-        self._engine.parked.forget(released, self._oldest)
-        until = time.monotonic() + SLICE_SECONDS
-        done: list[Completion] = []
-        while not done and self._engine.active:
-            with self._step_lock:
-                if self._paused:
-                    break
-                self._steps_begun += 1
-            done = self._engine.step()
-            if self.context.compute.queued > 1 or time.monotonic() >= until:
-                break
-        return done, self._engine.active
-
-    def _set_paused(self, paused: bool) -> Boundary:
-        """Prevents or allows further steps; returns the last step that has begun. May be called from any thread."""
-        with self._step_lock:
-            self._paused = paused
-            return Boundary("decode step", self._steps_begun)
+            self._engine.abort(open_keys)
 
     def _deliver(self, completions: Sequence[Completion]) -> None:
         if completions:
@@ -302,28 +253,15 @@ class GenerationService(Service, Generation):
                 stream.put_nowait(completion)
                 self.counters["samples"] += 1
                 self.counters["tokens"] += len(completion.tokens)
-        self.counters |= {"running": self._engine.running, "waiting": self._engine.waiting}
+        load = self._engine.load()
+        self.counters |= {"running": load.running, "waiting": load.waiting}
+        self.counters |= {"cache_used": load.cache_used, "preemptions": load.preemptions}
         if self._turns.max_turns > 1:
-            parked = self._engine.parked
-            self.counters |= {"parked_hits": parked.hits, "parked_misses": parked.misses}
+            self.counters |= {"parked_hits": load.parked_hits, "parked_misses": load.parked_misses}
 
-    def _load_engine(self) -> TorchEngine:
-        refuse_unusable("generation.device", self.context.config.generation.device)
-        version = self.context.spec.options.get("own_version", NO_WEIGHTS)
-        return TorchEngine(self.context.facts.model_dir, self.context.config, version)
-
-    def _load_weights(self, published: Published) -> None:
-        """Loads weights on the compute thread; on the CPU, the engine reads the arena in place, else it copies."""
-        with self.context.clock.state("sync"), self.context.tracer.span("flip", version=published.version):
-            if self._reader is None:
-                self._reader = open_reader(published, self._engine.spec)
-            tensors = self._reader.tensors(published)
-            share = not self._evaluates and self.context.config.generation.device == "cpu"
-            self._engine.load(tensors, published.version, share=share)
-            self._reader.check(published)
-        if published.canary is not None and not self._evaluates:
-            logprobs = self._engine.logprobs_after(np.array(published.canary.prompt))
-            self._canary_distance = canary_distance(published.canary, logprobs)
+    async def _open_engine(self) -> GenerationEngine:
+        """Loads the engine of the experiment. An evaluation copies its weights, because it holds no lease."""
+        return await TorchGeneration.open(self.context, copies=self._evaluates)
 
     def _check_incarnation(self, incarnation: int, subject: str) -> None:
         own, instance = self.context.facts.incarnation, self.context.spec.instance

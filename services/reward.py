@@ -1,27 +1,37 @@
 """Scores samples with the functions of the user, which run in child processes that can be killed."""
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.children.containment import Containment
 from asyncrl.concurrency import gather
+from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Scorer
+from asyncrl.environments.sampled_answers import token_texts
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Score
 from asyncrl.protocols.prompt_row import PackedRow
+from asyncrl.protocols.row_columns import SPANS, TOKEN_REWARDS, sampled_places, token_reward_columns
 from asyncrl.protocols.service_contracts import Reward
 from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.execution.split_pool import SplitPool
 from asyncrl.rewards.execution.thread_pool import InProcessPool, named
+from asyncrl.rewards.execution.token_rewards import reward_tokens, stores_token_rewards, token_rewards
 from asyncrl.rewards.functions import FunctionSpec, function_specs, load, overlong_specs
 from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.row_cache import RowCache
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
-from asyncrl.rewards.scoring import score_of
 from asyncrl.services.pooled_service import PooledService
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -57,6 +67,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         group_deadline = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
         self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)
         self._rows = RowCache()
+        self._by_token = service == "reward" and reward_tokens(config)
+        self._text_of: Callable[[int], str] = str
         self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
         self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
 
@@ -77,25 +89,50 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         "fail", and LostRows when a sample is gone."""
         scored = await self._samples(samples, row)
         scores = []
-        for sample, results in zip(scored, await self._score_all(samples, scored), strict=True):
+        found = await self._score_all(samples, scored)
+        for sample, results, row_ref in zip(scored, found, samples, strict=True):
             score = self._unplayed(sample) or score_of(sample, self._specs, results, self._section.on_error)
+            if self.rows is not None and sample.group >= 0 and score.reward is not None:
+                rewards = token_rewards(sample, self._specs, results).astype(np.float32)
+                score = replace(score, place=self.keep(row_ref.name, {TOKEN_REWARDS: rewards}))
             scores.append(score)
             if score.error:
                 self.counters["failed"] = self.counters.get("failed", 0) + 1
                 self.context.log.warning("reward failed", group=sample.group, member=sample.member, error=score.error)
         return scores
 
+    async def start(self) -> None:
+        """Starts the functions, and opens rows for the rewards of tokens, if there are any."""
+        config, context = self.context.config, self.context
+        if self._by_token:
+            self._text_of = await asyncio.to_thread(token_texts, context.facts.model_dir)
+        if self._by_token and stores_token_rewards(config):
+            row_bytes = bytes_of_row(token_reward_columns(config.response_tokens))
+            self.rows = context.open_rows(GateConfig.of(config).row_slots, row_bytes)
+        await super().start()
+
     async def _samples(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Sample]:
-        wanted = [TEXT, *EPISODE] if self._plays else [TEXT]
+        by_token = ["response_ids", *([SPANS] if self._plays else [])] if self._by_token else []
+        wanted = [TEXT, *(EPISODE if self._plays else ()), *by_token]
         async with self.context.reader.views(samples, wanted) as found:
             texts = [bytes(text).decode("utf-8", errors="replace") for text in found[TEXT]]
             turns = [json.loads(bytes(transcript)) for transcript in found[EPISODE[0]]] if self._plays else []
             rewards = [each.tolist() for each in found[EPISODE[1]]] if self._plays else []
+            spans = list(found[SPANS]) if self._by_token and self._plays else [None] * len(texts)
+            ids = zip(found["response_ids"], spans, strict=True) if self._by_token else ()
+            tokens = [self._tokens(*each) for each in ids]
         columns = await self._rows.row(row)
-        return [
+        made = [
             Sample(columns["prompt"], text, columns, ref.group, ref.member, ref.finish, ref.tokens, *episode)
             for ref, text, *episode in zip(samples, texts, *([turns, rewards] if self._plays else []), strict=True)
         ]
+        return [replace(sample, **own) for sample, own in zip(made, tokens, strict=True)] if tokens else made
+
+    def _tokens(self, ids: NDArray[np.int32], spans: NDArray[np.int32] | None) -> dict[str, Any]:
+        """Returns what a function by token is told of the sampled tokens."""
+        sampled = (ids if spans is None else ids[sampled_places(spans)]).tolist()
+        turns = [] if spans is None else spans[::2].tolist()
+        return {"token_ids": sampled, "token_texts": [self._text_of(each) for each in sampled], "turn_tokens": turns}
 
     def _unplayed(self, sample: Sample) -> Score | None:
         """Returns the score of a sample whose environment failed, where such samples have no reward."""

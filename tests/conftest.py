@@ -5,11 +5,16 @@ import gc
 import inspect
 import os
 import re
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("without a clock", deadline=None)
+hypothesis.settings.load_profile("without a clock")
 
 # Before anything imports torch: sums over more threads differ in their last bits, and some tests compare bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,6 +61,20 @@ def unknown_metrics() -> Callable[[Mapping[str, object]], list[str]]:
 
     further = re.compile("|".join(re.sub(r"<\w+>", "[^/]+(/[^/]+)?", name) for name in FURTHER_METRICS))
     return lambda metrics: [name for name in metrics if name not in METRICS and not further.fullmatch(name)]
+
+
+@pytest.fixture(scope="session")
+def bubblewrap_works() -> None:
+    """Skips where bubblewrap is missing; scripts/set-up installs it."""
+    from asyncrl.children.sandbox import SandboxError
+    from asyncrl.children.sandbox.bubblewrap import try_sandbox
+
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed; scripts/set-up installs it as root: apt-get install bubblewrap")
+    try:
+        try_sandbox()
+    except SandboxError as error:
+        pytest.skip(str(error))
 
 
 def _children() -> set[int]:
@@ -108,7 +127,10 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     left = set() if SIDE_BY_SIDE else _segments() - segments
     assert not left or _others_at_work(), f"shared memory left behind: {sorted(path.name for path in left)}"
-    assert _children() <= children, f"child processes left behind: {_children() - children}"
+    behind = {
+        pid: (_read(Path(f"/proc/{pid}/stat")), _read(Path(f"/proc/{pid}/cmdline"))) for pid in _children() - children
+    }
+    assert not behind, f"child processes left behind, each with its stat and command: {behind}"
 
 
 @pytest.fixture

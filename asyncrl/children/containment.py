@@ -44,8 +44,11 @@ AS_WANTED: Mapping[View, tuple[View | None, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Containment:
-    """What a child does without. hidden: folders that it finds empty. visible: files and folders of its code, which it
-    sees wherever they lie. writable: folders outside that it may write. network: whether it has the network."""
+    """Says what a child does without.
+
+    hidden: folders that it finds empty. visible: files and folders of its code, which it sees wherever they lie.
+    writable: folders outside that it may write. network: whether it has the network.
+    """
 
     hidden: tuple[str, ...] = ()
     visible: tuple[str, ...] = ()

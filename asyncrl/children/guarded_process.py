@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -135,9 +136,14 @@ class GuardedProcess(ABC):
             async with asyncio.timeout(GUARD_TIMEOUT):
                 await self.process.wait()
         except TimeoutError:
-            self.process.kill()
+            self._kill_now()
             async with asyncio.timeout(KILL_TIMEOUT):
                 await self.process.wait()
+
+    def _kill_now(self) -> None:
+        """Kills the guard, or bubblewrap with its child, which waits for bubblewrap for ever if that dies early."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _status(self) -> int:
         """Waits for the end of the child; returns its status, -N where signal N ended it."""

@@ -99,6 +99,8 @@ class RewardFunction(Section):
     """Factor of the function's value in the reward."""
     group: bool = False
     """The function takes all samples of a group and returns one reward for each."""
+    by_token: bool = False
+    """The function returns a list with a reward for each sampled token of a sample."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a template."""
 
@@ -118,7 +120,7 @@ class RewardConfig(Section):
 
     functions: tuple[RewardFunction, ...] = ()
     """Reward functions. Each is a name, e.g. "exact_match" or "FILE.py:function", or a table with the keys `use`,
-    `name`, `weight`, `group` and `options`."""
+    `name`, `weight`, `group`, `by_token` and `options`."""
     model: str = ""
     """Folder of a reward model: a sequence classifier with one label and the tokenizer of model.name. Its score of
     prompt and answer is the reward term `model`, with or without functions beside it."""

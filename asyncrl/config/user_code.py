@@ -27,6 +27,8 @@ LISTED = 12
 ONE_ARGUMENT = "a reward function is called with one argument, the sample (or the list of a group's samples)"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 PATTERNS = (ast.MatchAs, ast.MatchStar, ast.MatchMapping)
+MOST_IMPORTED = 500
+"""Files of its own folder that a file may import: each is read, kept and compared at every start of a run."""
 MAKES_NAMES = {"__getattr__", "globals", "vars", "setattr", "exec", "eval"}
 """A module that uses or defines one of these may have names that no statement binds."""
 
@@ -246,3 +248,52 @@ def importable_name(function: Callable[..., Any]) -> str | None:
         return None
     found = getattr(sys.modules.get(module), name, None)
     return f"{module}:{name}" if found is function else None
+
+
+def imported_files(file: Path, root: Path) -> list[Path]:
+    """Returns the files in the folder of `file` that its `import` statements name, and those of these files, without
+    importing any. root: folder in which the names of modules begin. Raises ConfigError for more than MOST_IMPORTED."""
+    found, unread = {file: None}, [file]
+    while unread:
+        reading = unread.pop(0)
+        for each in _named_by_imports(reading, root):
+            if each not in found and each.is_relative_to(file.parent):
+                found[each] = None
+                unread.append(each)
+        if len(found) > MOST_IMPORTED:
+            raise ConfigError(
+                f"{file} imports more than {MOST_IMPORTED} files of its own folder, which are compared at each start "
+                "of the run: install them as a package, or keep the file in a folder of its own"
+            )
+    return list(found)[1:]
+
+
+def _named_by_imports(file: Path, root: Path) -> Iterator[Path]:
+    """Yields the files that exist for the modules in the `import` statements of a file; none if it is no Python."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # What is wrong with it is said where it is imported.
+    for statement in ast.walk(tree):
+        match statement:
+            case ast.Import(names):
+                for each in names:
+                    yield from _files_of(root, each.name.split("."))
+            case ast.ImportFrom(module, names, level):
+                folder = file.parents[level - 1] if level else root
+                for each in names:
+                    yield from _files_of(folder, [*(module or "").split("."), each.name] if module else [each.name])
+
+
+def _files_of(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yields the file of a module in `folder`, and those of the packages that it is in. As in Python, a package is
+    found before a file of the same name."""
+    if names[0] == "asyncrl":
+        return
+    for number in range(1, len(names) + 1):
+        place = folder.joinpath(*names[:number])
+        file = next((each for each in (place / "__init__.py", Path(f"{place}.py")) if each.is_file()), None)
+        if file is not None:
+            yield file
+        elif not place.is_dir():
+            return

@@ -78,9 +78,11 @@ class AttributedTo:
 
 
 class AlgorithmChecks:
-    """Checks the calls of an algorithm, and remembers which samples it dropped of groups that still roll out."""
+    """Checks the calls of an algorithm, and remembers which samples it dropped of groups that still roll out. by_token:
+    whether the trainer reads the rewards of single tokens."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, by_token: bool = False) -> None:
+        self._by_token = by_token
         self._needed = [service for service in COLUMNS if getattr(fleet, service) is not None]
         self._with_costs = fleet.cost is not None
         self._with_episodes = fleet.environment is not None
@@ -115,6 +117,11 @@ class AlgorithmChecks:
                 )
             if score.reward is not None:
                 self._check_columns(row)
+                if self._by_token and score.place is None:
+                    raise AlgorithmError(
+                        f"control.ready got for sample {row.key} a score without the rewards of its tokens, which a "
+                        "reward function gives: change a score of `fleet.reward.score` with dataclasses.replace"
+                    )
 
     def check_scores(self, function: str, samples: BatchRef, scores: Sequence[Score], service: str = "reward") -> None:
         """Raises AlgorithmError unless there is one finite score, or a score without a reward, for each sample."""

@@ -46,6 +46,7 @@ from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import Training
+from asyncrl.rewards.execution.token_rewards import stores_token_rewards
 
 DRAWN_AT_ONCE = 256
 """Groups drawn before other tasks run: drawing 100,000 groups takes a minute, in which the recorder and health wait."""
@@ -88,17 +89,17 @@ class Controller:
         self._answered = answered
         self._drawable = asyncio.Event()
         self._pickable = asyncio.Event()
-        self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set)
+        by_token = stores_token_rewards(config)
+        self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set, rewards_stored=by_token)
         self._tracker = tracker = SampleTracker(
             gate, journal, observe, self._releases.release, self._state_changed, self._sample_ready
         )
-        self._checks = AlgorithmChecks(fleet)
+        self._checks = AlgorithmChecks(fleet, by_token)
         self._rollouts = Rollouts(tracker, prompts, config, self._roll_out, fleet.fault_domains)
         self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill)
         self._iterations = Iterations(tracker, advantages, config, self._rollouts.rows_lost)
         self.staleness = self._iterations.staleness
-        checked = CheckedTraining(fleet.training, self._iterations)
-        self._checked_fleet = replace(fleet, training=cast(Training, checked))
+        self._checked_fleet = replace(fleet, training=cast(Training, CheckedTraining(fleet.training, self._iterations)))
         self._stopping = False
         self._iterations_ended = False
         self._training_task: asyncio.Task[None] | None = None

@@ -62,12 +62,16 @@ class ReleaseQueue(Generic[T]):
 
 
 class RowReleases:
-    """Queues the rows that services may free. oldest: returns the first group in flight."""
+    """Queues the rows that services may free. oldest: returns the first group in flight. rewards_stored: whether the
+    reward service has rows, too."""
 
-    def __init__(self, fleet: Fleet, oldest: Callable[[], int], acknowledged: Callable[[], None]) -> None:
+    def __init__(
+        self, fleet: Fleet, oldest: Callable[[], int], acknowledged: Callable[[], None], *, rewards_stored: bool = False
+    ) -> None:
         self._fleet = fleet
         self._oldest = oldest
-        makers = (fleet.generation, fleet.environment, fleet.reference, fleet.critic, fleet.cost_critic)
+        rewards = fleet.reward if rewards_stored else None
+        makers = (fleet.generation, fleet.environment, rewards, fleet.reference, fleet.critic, fleet.cost_critic)
         self._releases = [ReleaseQueue(partial(self._release, maker), acknowledged) for maker in filter(None, makers)]
         self._idle = ReleaseQueue[str](self._send_idle_reason, acknowledged=lambda: None)
         self._idle_reason = "starved"

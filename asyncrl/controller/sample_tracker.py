@@ -210,7 +210,11 @@ class SampleTracker:
         reward = score.reward
         state = None if self.gate.finished(row.group) else self.gate.group(row.group)
         if not self.gate.scored(row.group, row.member, row.attempt, reward) or state is None:
+            if score.place is not None:
+                self.release([row.name])
             return
+        if score.place is not None:
+            row = row.stored_at(score.place)
         sample = state.samples[row.member]
         known = sample.row
         kept = known if known is not None and known.places == row.places else self._compact(row)

@@ -22,7 +22,6 @@ from asyncrl.environments.transcript import (
     context_message,
     cut_messages,
     messages_of,
-    with_info,
 )
 from asyncrl.errors import EnvironmentFailed
 
@@ -158,8 +157,8 @@ class Episode:
 
 
 def plain(returned: Any, method: str, most: int) -> Answer:
-    """Returns the plain values of an observation: the opening as it is, an answer as messages of at most `most` bytes.
-    Raises NoObservation that says what is wrong with it."""
+    """Returns the plain values of an observation: the opening as it is, an answer as messages of at most `most` bytes,
+    none where the episode ends without a word. Raises NoObservation that says what is wrong with it."""
     if not isinstance(returned, Observation):
         raise NoObservation(
             f"`{method}` returned {_shown(returned)}, and has to return an Observation: "
@@ -173,7 +172,8 @@ def plain(returned: Any, method: str, most: int) -> Answer:
         raise NoObservation(f"the info of `{method}` is no dict but {_shown(returned.info)}")
     text = _checked_text(returned.text, method, begins=returned.follows is not None)
     answer = {
-        "text": text if method == "reset" else with_info(_messages(returned, messages_of(text), most), returned.info),
+        "text": text if method == "reset" else _messages(returned, text, most),
+        "info": dict(returned.info),
         "reward": reward,
         "done": bool(returned.done),
         "tools": [dict(tool) for tool in returned.tools],
@@ -181,7 +181,7 @@ def plain(returned: Any, method: str, most: int) -> Answer:
     try:
         size = len(msgpack.packb(answer))
         json.dumps(answer, allow_nan=False)  # Transcripts are JSON.
-        noted = len(json.dumps(dict(returned.info)).encode())
+        noted = len(json.dumps(answer["info"]).encode())
     except (TypeError, ValueError, OverflowError) as error:
         raise NoObservation(f"an observation of `{method}` holds what is no plain value: {error}") from None
     if size > LARGEST_OPENING + most:
@@ -191,8 +191,11 @@ def plain(returned: Any, method: str, most: int) -> Answer:
     return answer
 
 
-def _messages(returned: Observation, messages: list[Message], most: int) -> list[Message]:
+def _messages(returned: Observation, text: str | list[Message], most: int) -> list[Message]:
     """Returns the messages of a step, cut off after `most` bytes; those that begin a context are whole, or refused."""
+    if returned.done and not text:
+        return []
+    messages = messages_of(text)
     if returned.follows is None:
         return cut_messages(messages, most)
     if not messages:

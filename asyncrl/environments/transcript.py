@@ -65,9 +65,9 @@ def begun_context(messages: Sequence[Message]) -> Message | None:
     return messages[0] if messages and messages[0]["role"] == CONTEXT else None
 
 
-def with_info(messages: Transcript, info: Mapping[str, Any]) -> Transcript:
-    """Returns the messages of an answer, the last one with `info`; as they are where there is none."""
-    return [*messages[:-1], {**messages[-1], INFO: dict(info)}] if info and messages else messages
+def with_info(transcript: Transcript, info: Mapping[str, Any]) -> Transcript:
+    """Returns the messages, the last one with `info`: the policy's, where the environment said nothing after it."""
+    return [*transcript[:-1], {**transcript[-1], INFO: dict(info)}] if info else transcript
 
 
 def without_info(messages: Iterable[Message]) -> Transcript:

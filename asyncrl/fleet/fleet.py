@@ -1,11 +1,10 @@
 """The services of a run: their handles for algorithms, and how they are started, connected, kept alive and stopped."""
 
 import asyncio
-import json
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.shared_memory import unlink_run_segments
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Critic, Environment, Generation, Reference, Reward, Training
+from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_directory import replace_text
 
 C = TypeVar("C", bound=Contract)
@@ -112,15 +112,15 @@ class ServiceSpec:
 class Platform:
     """The machine that a fleet runs on, real or simulated.
 
-    launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: takes the running
-    instances, by the worker's name, whenever they change. host: names the host that a worker runs on, a fault domain:
+    launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: keeps a line
+    about an instance that was spawned or has ended. host: names the host that a worker runs on, a fault domain:
     what fails there may take all workers of the host with it.
     """
 
     wire: Wire
     launcher: Callable[[ServiceSpec], Launcher]
     unique_id: Callable[[], str]
-    record: Callable[[Mapping[str, RunningInstance]], None]
+    record: Callable[[Mapping[str, Any]], None]
     host: Callable[[RemoteWorker], str] = lambda worker: ""
 
 
@@ -187,7 +187,7 @@ class RunningFleet:
 
     def host_of(self, instance: str) -> str:
         """Returns the host of the worker with this instance, or with an earlier one."""
-        name = instance.partition("-")[0]
+        name = worker_name(instance)
         return next((worker.host for worker in self._all_workers() if worker.name == name), "")
 
     def alive_on(self, host: str) -> list[str]:
@@ -200,8 +200,10 @@ class RunningFleet:
     def emit(self, event: FleetEvent) -> None:
         """Acts on an event, reports what a person should read, and passes the event to all subscribers."""
         match event:
-            case WorkerSpawned() | WorkerCleanedUp():
-                self._platform.record(self.supervisor.instances)
+            case WorkerSpawned(_, instance):
+                self._platform.record(spawned_line(self.supervisor.instances[worker_name(instance)]))
+            case WorkerCleanedUp(_, instance):
+                self._platform.record({"ended": instance})
             case WorkerLost(service, instance, reason) if service in self.restarted:
                 self._report(f"lost {instance}: {reason}; it is started again")
             case WorkerHung(service, instance, seconds):
@@ -224,19 +226,30 @@ class RunningFleet:
             self.emit(WorkerStuck(service, instance, reason))
 
 
-def write_fleet_file(path: Path, instances: Mapping[str, RunningInstance]) -> None:
-    """Writes {"workers": [{service, replica, rank, pid, address}]}; readers see the old file or the new one."""
-    workers = [
-        {
-            "service": each.spec.service,
-            "replica": each.spec.replica,
-            "rank": each.spec.rank,
-            "pid": each.process.pid,
-            "address": each.spec.addresses.control,
-        }
-        for _, each in sorted(instances.items())
-    ]
-    replace_text(path, json.dumps({"workers": workers}, indent=1) + "\n")
+def _new_fleet_file(run_dir: Path) -> LineFile:
+    """Returns fleet.jsonl, which takes one line for each worker that is spawned or has ended in this start of the run:
+    so a start costs the same for each worker. A worker that is killed with the fleet has no line of its end."""
+    path = run_dir / "fleet.jsonl"
+    replace_text(path, "")  # Readers see the workers of the earlier start, or those of this one.
+    return LineFile(path)
+
+
+def worker_name(instance: str) -> str:
+    """Returns the name of the worker of an instance."""
+    return instance.partition("-")[0]
+
+
+def spawned_line(running: RunningInstance) -> dict[str, Any]:
+    """Returns the line of fleet.jsonl about an instance that was spawned; {"ended": instance} follows it."""
+    spec = running.spec
+    return {
+        "instance": spec.instance,
+        "service": spec.service,
+        "replica": spec.replica,
+        "rank": spec.rank,
+        "pid": running.process.pid,
+        "address": spec.addresses.control,
+    }
 
 
 @asynccontextmanager
@@ -269,7 +282,7 @@ async def running_fleet(
             wire,
             lambda spec: here if spec.here or launcher is None else launcher,
             lambda: secrets.token_hex(4),
-            partial(write_fleet_file, facts.run_dir / "fleet.json"),
+            scope.enter_context(closing(_new_fleet_file(facts.run_dir))).append,
         )
         yield await scope.enter_async_context(fleet_on(platform, specs, facts, report=report, resume=resume))
 

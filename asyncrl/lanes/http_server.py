@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from asyncrl.errors import ConfigError
+from asyncrl.lanes.bound_socket import bound_socket
 
 STOP_SECONDS = 2.0
 """Seconds that open connections have to end by themselves when the server stops."""
@@ -77,19 +77,3 @@ class HttpServer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(2 * STOP_SECONDS):
                     await self._ended.wait()
-
-
-def bound_socket(host: str, port: int, key: str) -> socket.socket:
-    """Returns a socket that is bound to the address. Raises ConfigError, which names `key`, when it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # or asyncio leaves Nagle on
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise ConfigError(
-            f"{key}: {host}:{port} cannot be listened at: {getattr(error, 'strerror', None) or error}; write another "
-            "address, or port = 0 for a free one"
-        ) from None
-    return bound

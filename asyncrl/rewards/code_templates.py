@@ -3,10 +3,11 @@ without one the whole answer, behind what the row has in the column `before`. sa
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from asyncrl.children.code.answers import cases_in, code_in
 from asyncrl.children.code.code_runner import SourceCheck, shared_runner
-from asyncrl.children.sandbox import Program, SandboxError, TestCase
+from asyncrl.children.sandbox import Program, SandboxError
 from asyncrl.children.sandbox.pool import Kind
 from asyncrl.errors import ConfigError, RewardError, TaskError
 from asyncrl.rewards.sample import OfSample, Sample
@@ -24,6 +25,31 @@ def compiles(sandbox: Kind = "bubblewrap") -> OfSample:
     return reward
 
 
+@dataclass(frozen=True, slots=True)
+class ShareOfTests:
+    """Gives the share of tests that a program passes; see `passes_tests`."""
+
+    column: str
+    seconds: float
+    sandbox: Kind
+
+    @property
+    def overlapping(self) -> int:
+        """Returns the number of cores: further calls would wait for a sandbox while `reward.deadline` runs."""
+        return len(os.sched_getaffinity(0))
+
+    async def __call__(self, sample: Sample) -> float:
+        runner, source = shared_runner(self.sandbox), code_in(sample.text, sample.row)
+        try:
+            tests = cases_in(sample.row, self.column)
+            if not (await runner.check(source)).compiles:
+                return 0.0
+            results = await runner.run(Program(source, tests), self.seconds)
+        except (SandboxError, TaskError) as error:
+            raise RewardError(str(error)) from None
+        return sum(result.passed for result in results) / len(tests)
+
+
 def passes_tests(column: str = "tests", seconds: float = 3.0, sandbox: Kind = "bubblewrap") -> OfSample:
     """Gives the share of the row's tests that the code of the completion passes, 0 to 1; 0 if it does not compile.
 
@@ -33,16 +59,7 @@ def passes_tests(column: str = "tests", seconds: float = 3.0, sandbox: Kind = "b
     """
     if seconds <= 0:
         raise ConfigError(f"seconds must be more than 0, not {seconds:g}")
-
-    async def reward(sample: Sample) -> float:
-        try:
-            return await _share_passed(sample, cases_in(sample.row, column), seconds, sandbox)
-        except (SandboxError, TaskError) as error:
-            raise RewardError(str(error)) from None
-
-    # Further calls would wait for a sandbox while `reward.deadline` runs.
-    reward.overlapping = len(os.sched_getaffinity(0))  # type: ignore[attr-defined]
-    return reward
+    return ShareOfTests(column, seconds, sandbox)
 
 
 def lint(penalty: float = 0.25, sandbox: Kind = "bubblewrap") -> OfSample:
@@ -68,13 +85,6 @@ async def _checked(sample: Sample, sandbox: Kind) -> SourceCheck:
         return await shared_runner(sandbox).check(code_in(sample.text, sample.row))
     except SandboxError as error:
         raise RewardError(str(error)) from None
-
-
-async def _share_passed(sample: Sample, tests: tuple[TestCase, ...], seconds: float, sandbox: Kind) -> float:
-    runner, source = shared_runner(sandbox), code_in(sample.text, sample.row)
-    if not (await runner.check(source)).compiles:
-        return 0.0
-    return sum(result.passed for result in await runner.run(Program(source, tests), seconds)) / len(tests)
 
 
 CODE_TEMPLATES: dict[str, Callable[..., OfSample]] = {made.__name__: made for made in (compiles, passes_tests, lint)}

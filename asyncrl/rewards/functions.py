@@ -39,6 +39,7 @@ class FunctionSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     key: str = "reward.functions"
     on_error: str = ""
+    by_token: bool = False
 
     @property
     def is_users(self) -> bool:
@@ -56,9 +57,19 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
     if not section.functions and not section.model and not (service == "reward" and config.feedback.asks):
         raise ConfigError(f'{key} is empty; write for example functions = ["exact_match"]')
     specs = [
-        FunctionSpec(each.use, each.term, each.weight, each.group, _options(each, section.deadline, config), key)
+        FunctionSpec(
+            each.use,
+            each.term,
+            each.weight,
+            each.group,
+            _options(each, section.deadline, config),
+            key,
+            by_token=each.by_token,
+        )
         for each in section.functions
     ]
+    if by_token := [spec.use for spec in specs if spec.by_token and service == "cost"]:
+        raise ConfigError(f"{key}: a cost belongs to a whole sample; remove by_token = true from {by_token[0]}")
     return specs + (overlong_specs(config) if service == "reward" else [])
 
 
@@ -169,6 +180,8 @@ def _from_template(spec: FunctionSpec) -> Function:
         )
     if spec.group:
         raise ConfigError(f"{spec.key}: {spec.use} scores samples one by one; remove group = true")
+    if spec.by_token:
+        raise ConfigError(f"{spec.key}: {spec.use} gives one reward to a sample; remove by_token = true")
     template = TEMPLATES[spec.use]
     _check_options(template, spec, given=0)
     try:

@@ -1,6 +1,6 @@
 """Defines the sample that a reward function gets, and the values that it may return."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,7 +10,10 @@ from asyncrl.protocols.named_columns import Columns
 Value = float | dict[str, float] | None
 """A reward, named terms whose sum it is, or None for a sample that cannot be scored."""
 
-OfSample = Callable[["Sample"], Value | Awaitable[Value]]
+TokenRewards = Sequence[float]
+"""A reward for each sampled token, from a function with `by_token = true`."""
+
+OfSample = Callable[["Sample"], Value | TokenRewards | Awaitable[Value | TokenRewards]]
 Function = Callable[[Any], Any]
 """An OfSample; where the config says `group = true`, a function of a list of samples that returns as many values."""
 
@@ -23,7 +26,10 @@ class Sample:
 
     In a run with an environment, `text` is the last answer of the policy. turns: the messages of the episode after its
     prompt, {"role", "content"}, those of the policy with the role "assistant". turn_rewards: of the environment, one
-    for each answer of the policy."""
+    for each answer of the policy.
+
+    In a run with a function by token, token_ids and token_texts are the sampled tokens, each decoded alone; a piece of
+    a character is a replacement character. turn_tokens: of an episode, how many of them each answer has."""
 
     prompt: str | list[dict[str, Any]]
     text: str
@@ -34,6 +40,9 @@ class Sample:
     tokens: int
     turns: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
+    turn_tokens: list[int] = field(default_factory=list)
 
 
 def with_columns(sample: Sample) -> Sample:
@@ -43,8 +52,10 @@ def with_columns(sample: Sample) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class FunctionResult:
-    """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error."""
+    """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error.
+    tokens: of a function by token, the rewards of the sampled tokens, whose sum is the value."""
 
     value: Value = None
     reason: str = ""
     traceback: str = ""
+    tokens: tuple[float, ...] = ()

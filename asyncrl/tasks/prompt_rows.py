@@ -54,19 +54,22 @@ class Prompts:
                 f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all '
                 f"empty; this is {repr(columns['prompt'])[:200]}"
             )
-        return Row(self._with_system(columns["prompt"], where), PromptRow(columns))
+        return Row(with_system(columns["prompt"], self.system, where), PromptRow(columns))
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
         """Returns up to `count` rows from the beginning."""
         return [self.row(number) for number in range(min(count, len(self)))]
 
-    def _with_system(self, prompt: Messages, where: str) -> Messages:
-        if not self.system:
-            return prompt
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if messages[0]["role"] == "system":
-            raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
-        return [{"role": "system", "content": self.system}, *messages]
+
+def with_system(prompt: Messages, system: str, where: str) -> Messages:
+    """Returns a prompt with the system message before it; "" is none. Raises TaskError, which begins with `where`, for
+    a prompt that has a system message of its own."""
+    if not system:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if any(message["role"] == "system" for message in messages[:1]):
+        raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
+    return [{"role": "system", "content": system}, *messages]
 
 
 def plain(value: Any, where: str) -> Any:

@@ -216,9 +216,10 @@ def _hub(name: str, options: dict[str, Any]) -> Rows:
     datasets = _optional("datasets", "hub")
     arguments = {key: value for key, value in options.items() if key not in ("size", "seed")}
     try:
-        return datasets.load_dataset(name, split=split or "train", **arguments)  # type: ignore[no-any-return]
+        rows: Rows = datasets.load_dataset(name, split=split or "train", **arguments)
     except (ValueError, OSError) as error:
         raise TaskError(f"task.prompts: hub:{name} could not be loaded: {error}") from error
+    return rows
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], held_out: bool) -> Rows:

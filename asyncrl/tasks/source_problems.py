@@ -1,6 +1,6 @@
 """Finds mistakes in the sources of prompts before a run starts, without running the user's code."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from asyncrl.children.code.answers import cases_in
@@ -43,6 +43,17 @@ def _columns_of_tests(config: Config) -> set[str]:
     if config.environment.use in OF_PROGRAMS:
         options.append(config.environment.options)
     return {str(each.get("column", "tests")) for each in options}
+
+
+def check_tests(config: Config, sources: Mapping[str, Prompts]) -> None:
+    """Raises TaskError, which begins with the name of the source, for the first row that has no tests of programs where
+    the config runs them. sources: by names in messages."""
+    columns = _columns_of_tests(config)
+    for name, prompts in sources.items():
+        try:
+            _check_tests(prompts, columns)
+        except TaskError as error:
+            raise TaskError(f"{name}{str(error).removeprefix(prompts.source)}") from None
 
 
 def _check_tests(prompts: Prompts, columns: Collection[str]) -> None:

@@ -23,7 +23,8 @@ class RunDirectory:
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
     evaluations.jsonl; ratings.jsonl and feedback.json: what people said, and the address of their page;
-    fleet.json; logs/; sources/: copies of prompts and code (source_copies.py); trace.json.gz;
+    fleet.jsonl: workers that were spawned or have ended; logs/; trace.json.gz;
+    sources/: copies of prompts and code (source_copies.py);
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
     last start (fleet/leftover_cleanup.py).
     """

@@ -1,4 +1,4 @@
-"""Copies of the files that a run reads, prompts, rewards and algorithm, in `sources/` of its directory.
+"""Copies of the files that a run reads, prompts and code with what it imports beside it, in `sources/`.
 
 `index.json` there has the SHA-256 of each, also of those that are too large to be copied; a resume and the audit
 compare them.
@@ -87,16 +87,25 @@ def kept(folder: Path) -> list[SourceFile]:
 
 
 def changed(old: Iterable[SourceFile], new: Iterable[SourceFile], folder: Path) -> list[SourceChange]:
-    """Returns the files that a config names as before, and that hold something else."""
-    before = {(file.key, file.path): file for file in old}
+    """Returns what differs between the files that the last start read and those that this one reads. Files that only
+    lie elsewhere now do not differ; nothing does from a run whose files are not known."""
+    old, new = list(old), list(new)
+    before, now = ({(file.key, file.path): file for file in files} for files in (old, new))
+    same = moved(old, new)
     found = []
-    for file in new:
-        was = before.get((file.key, file.path))
-        if was is not None and was.digest != file.digest:
-            now = f"has changed (SHA-256 {was.digest[:8]} -> {file.digest[:8]})" if file.digest else "is gone"
-            copy = f"; {folder / was.copy} is what it was" if was.copy else ""
-            found.append(SourceChange(file.key, f"{file.path} {now}{copy}"))
-    return found
+    for (key, path), file in now.items():
+        was = before.get((key, path))
+        if was is None and before and key not in same:
+            found.append(SourceChange(key, f"{path} is read now, and was not kept at the last start"))
+        elif was is not None and was.digest != file.digest:
+            differs = f"has changed (SHA-256 {was.digest[:8]} -> {file.digest[:8]})" if file.digest else "is gone"
+            found.append(SourceChange(key, f"{path} {differs}{_copy_of(was, folder)}"))
+    gone = [file for name, file in before.items() if name not in now and file.key not in same]
+    return found + [SourceChange(file.key, f"{file.path} is read no more{_copy_of(file, folder)}") for file in gone]
+
+
+def _copy_of(file: SourceFile, folder: Path) -> str:
+    return f"; {folder / file.copy} is what it was" if file.copy else ""
 
 
 def moved(old: Iterable[SourceFile], new: Iterable[SourceFile]) -> set[str]:

@@ -13,8 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.generation.engine_interface import GenerationEngine
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.turn_requests import Turn
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import PromptGroup
@@ -86,6 +88,5 @@ class PrescribedLengths(GenerationService):
             for turn, member in zip(turns, prompts.members, strict=True)
         ], ended
 
-    def _load_engine(self) -> EndlessEngine:
-        version = self.context.spec.options.get("own_version", NO_WEIGHTS)
-        return EndlessEngine(self.context.facts.model_dir, self.context.config, version)
+    async def _open_engine(self) -> GenerationEngine:
+        return await TorchGeneration.open(self.context, copies=self._evaluates, engine=EndlessEngine)

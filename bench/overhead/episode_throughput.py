@@ -24,7 +24,7 @@ from asyncrl.protocols.prompt_row import PromptRow
 
 ROW = {"prompt": "guess:"}
 SAID = ("03", "05", "01", "06", "00")
-"""What the policy says; some of it after the number was found, which the environment does not mind."""
+"""Messages of the policy. The episode goes on after the one that finds the number."""
 DEADLINE = 60.0
 
 

@@ -11,7 +11,14 @@ from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
-from asyncrl.protocols.row_columns import episode_columns, reference_columns, sample_columns, value_columns
+from asyncrl.protocols.row_columns import (
+    episode_columns,
+    reference_columns,
+    sample_columns,
+    token_reward_columns,
+    value_columns,
+)
+from asyncrl.rewards.execution.token_rewards import stores_token_rewards
 
 FLOAT = 4
 ADAM_BYTES = 4 * FLOAT
@@ -194,6 +201,8 @@ def _rows(config: Config, text: int) -> int:
     total = bytes_of_rows(gate.kept, sample, config.generation.replicas)
     if config.environment.use:
         total += bytes_of_rows(gate.kept, _episode_bytes(config, text), config.environment.replicas)
+    if stores_token_rewards(config):
+        total += bytes_of_rows(gate.kept, bytes_of_row(token_reward_columns(response)), config.reward.replicas)
     if config.algorithm.kl > 0:
         total += bytes_of_rows(gate.kept, bytes_of_row(reference_columns(response)), config.reference.replicas)
     total += critic_count(config) * bytes_of_rows(gate.kept, bytes_of_row(value_columns("values", "at", response)))

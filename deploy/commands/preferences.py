@@ -1,6 +1,7 @@
 """`asyncrl preferences fit` fits a reward model to what people said in runs with live feedback."""
 
 import argparse
+import json
 import shutil
 from collections.abc import Sequence
 from itertools import chain
@@ -10,7 +11,8 @@ from typing import Any
 from asyncrl.config.install_hints import program
 from asyncrl.config.sources import read
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.feedback.pairs import ComparedPrompt, compared_prompts, has_turns, split
+from asyncrl.rewards.feedback.answers import values_of_line
+from asyncrl.rewards.feedback.pairs import ComparedPrompt, compared_prompts, lacks_tokens, split
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -53,11 +55,16 @@ def fit_model(asked: argparse.Namespace) -> None:
         raise ConfigError(f"{asked.into} exists already; name a folder that does not")
     prompts = _preferences(asked.runs, asked.seed)
     learnt, held_out = split(prompts, HELD_OUT, asked.seed)
-    folder = asked.model or _model_of(asked.runs[0])
+    policies = [_model_of(run) for run in asked.runs]
+    folder = asked.model or policies[0]
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is no folder of a model: it has no config.json; name another one with --model")
     from asyncrl.engines.training.preference_model import PreferenceModel
 
     print(f"from {folder}: {_counted(learnt)} to learn from, {_counted(held_out)} held out")
     model = PreferenceModel(folder, asked.learning_rate, asked.seed)
+    for policy in policies:
+        model.refuse_tokenizer_besides(policy)
     model.fit(learnt, asked.passes, print)
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -78,30 +85,41 @@ def _preferences(runs: Sequence[Path], seed: int) -> list[ComparedPrompt]:
             raise ConfigError(
                 f"{run} has no {RunDirectory(run).ratings.name}: nobody rated in this run, or it is no run"
             )
-    lines = list(chain.from_iterable(read_lines(RunDirectory(run).ratings) for run in runs))
-    played = sum(any(map(has_turns, line.get("answers", ()))) for line in lines)
-    if played:
-        print(f"left out: {played} ratings of episodes with several turns")
+    lines = list(chain.from_iterable(_lines_of(RunDirectory(run).ratings) for run in runs))
+    if old := sum(values_of_line(line) != () and lacks_tokens(line) for line in lines):
+        print(f"left out: {old} ratings of an earlier version, which kept no tokens")
     prompts = compared_prompts(lines, seed)
     pairs = sum(each.decided for each in prompts)
     decided = sum(each.decided > 0 for each in prompts)
     if pairs < FEWEST_PAIRS or decided < FEWEST_PROMPTS:
         raise ConfigError(
             f"there are {pairs} pairs of better and worse answers to {decided} prompts, and at least "
-            f"{FEWEST_PAIRS} to {FEWEST_PROMPTS} prompts are needed: rate more answers, several to each prompt and not "
-            "all alike, or pick between answers"
+            f"{FEWEST_PAIRS} pairs to {FEWEST_PROMPTS} prompts are needed: rate more answers, several to each prompt "
+            "and not all alike, or pick between answers"
         )
     return prompts
 
 
+def _lines_of(ratings: Path) -> list[dict[str, Any]]:
+    """Reads a file of ratings; raises ConfigError when it is damaged."""
+    lines = list(read_lines(ratings))
+    for line in lines:
+        try:
+            compared_prompts([line])
+        except (KeyError, TypeError, ValueError) as error:
+            said = f"{json.dumps(line)[:100]} is no rating ({type(error).__name__}: {error})"
+            raise ConfigError(f"{ratings} is damaged: {said}; remove this line") from None
+    return lines
+
+
 def _model_of(run: Path) -> Path:
-    """Returns the folder of the model that a run began with."""
+    """Returns the folder of the model that a run began with, whose tokenizer made the tokens of its ratings."""
     directory = RunDirectory(run)
     if directory.model.is_dir():
         return directory.model
     if directory.started_before and (named := Path(read(directory.config).model.name).expanduser()).is_dir():
         return named
-    raise ConfigError(f"{run} has no model; name a folder with --model, or a run made by `{program()} run`")
+    raise ConfigError(f"{run} has no model, whose tokenizer made its ratings: name a run as `{program()} run` left it")
 
 
 def _counted(prompts: Sequence[ComparedPrompt]) -> str:

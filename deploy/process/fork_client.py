@@ -155,16 +155,8 @@ class Forks:
         pairs = {stage: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for stage in STAGES}
         theirs = [other.fileno() for _, other in pairs.values()]
         output = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        program = [sys.executable, "-m", "asyncrl.deploy.process.fork_server"]
-        process = subprocess.Popen(
-            [*program, str(os.getpid()), *map(str, theirs), *self.modules],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=theirs,
-            process_group=0,
-            env={**NUMPY_THREADS, **self.environment},
-        )
+        arguments = [str(os.getpid()), *map(str, theirs), *self.modules]
+        process = start_servers(arguments, theirs, output, {**NUMPY_THREADS, **self.environment})
         for ours, other in pairs.values():
             other.close()
             self._files.enter_context(ours).setblocking(False)
@@ -269,6 +261,21 @@ class Forks:
         """Ends the processes of both stages, unless another call has done so before."""
         if self._servers is servers:
             self.end()
+
+
+def start_servers(
+    arguments: Sequence[str], sockets: Sequence[int], output: IO[bytes], environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Starts fork_server.py in a fresh Python. sockets: descriptors that it inherits."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "asyncrl.deploy.process.fork_server", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=sockets,
+        process_group=0,
+        env=environment,
+    )
 
 
 def early_forks() -> AbstractContextManager[Forks | None]:

@@ -45,6 +45,13 @@ class Site:
             await asyncio.sleep(0)
         return waits
 
+    async def gives_up(self, text: str) -> None:
+        """Asks about an answer, and stops waiting for its rating once the page shows it."""
+        (wait,) = await self.asks(text)
+        await self.tab.until(f"document.body.innerText.includes({text!r})")
+        wait.cancel()
+        await asyncio.wait([wait])
+
     async def close(self) -> None:
         for wait in self._waits:
             wait.cancel()
@@ -128,10 +135,7 @@ async def test_what_a_model_wrote_stays_text(site: Opening) -> None:
 
 async def test_a_late_rating_is_said(site: Opening) -> None:
     async with site() as page:
-        (wait,) = await page.asks("Too slow")
-        await page.tab.until("document.body.innerText.includes('Too slow')")
-        wait.cancel()
-        await asyncio.wait([wait])
+        await page.gives_up("Too slow")
         await page.tab.press("5")
         await page.tab.until("document.body.innerText.includes('It came too late for this training step')")
         assert (page.board.file.ratings, page.board.file.late) == (1, 1)
@@ -139,10 +143,7 @@ async def test_a_late_rating_is_said(site: Opening) -> None:
 
 async def test_an_answer_comes_again_when_the_worker_that_knew_it_was_started_again(site: Opening) -> None:
     async with site() as page:
-        (wait,) = await page.asks("Still here")
-        await page.tab.until("document.body.innerText.includes('Still here')")
-        wait.cancel()
-        await asyncio.wait([wait])
+        await page.gives_up("Still here")
         page.board._known.clear()  # As in a new worker, which the page asks before it knows the answer.
         await page.tab.press("5")
         await page.tab.until("document.body.innerText.includes('was never asked about here')")

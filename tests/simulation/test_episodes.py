@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_episodes
+from tests.named_seed import named_seed
 
 SEEDS, PART, RESUMED = 300, 100, 24
 
@@ -32,10 +33,8 @@ def resumed_episodes(seed: int) -> Trial:
 def test_nothing_of_an_episode_is_lost_or_trained_twice(start: int) -> None:
     seen = Counter[str]()
     for seed in range(start, start + PART):
-        try:
+        with named_seed(seed):
             outcome = run_trial(draw_episodes(seed))
-        except Exception as error:
-            raise AssertionError(f"episodes of seed {seed}: {error!r}") from error
         seen.update(f"{fault.kind} {fault.target}" for fault in outcome.faults.injected)
         seen["restarted"] += outcome.restarted
     assert seen["kill environment"] > 10
@@ -44,14 +43,12 @@ def test_nothing_of_an_episode_is_lost_or_trained_twice(start: int) -> None:
 
 
 def test_episodes_go_on_after_the_controller_dies() -> None:
-    """Those that the checkpoint has begin at their last turn: no token over the limit, none trained twice."""
+    """Episodes in the checkpoint begin at their last turn: no token is over the limit, none trains twice."""
     continued, policies = 0, set[str]()
     for seed in range(RESUMED):
         trial = resumed_episodes(seed)
-        try:
+        with named_seed(seed):
             outcome = run_trial(trial)
-        except Exception as error:
-            raise AssertionError(f"resumed episodes of seed {seed}: {error!r}") from error
         continued += outcome.truth.continued
         policies |= {trial.policy} if outcome.truth.continued else set()
     assert continued > RESUMED / 4

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
+from tests.named_seed import named_seed
 
 SEEDS, PART = 2000, 250
 EXPECTED = (
@@ -20,10 +21,8 @@ EXPECTED = (
 def test_random_trials_hold_every_invariant(start: int) -> None:
     seen = Counter[str]()
     for seed in range(start, start + PART):
-        try:
+        with named_seed(seed, f". Shrink it: scripts/simulate --start {seed}"):
             outcome = run_trial(draw_trial(seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error!r}. Shrink it: scripts/simulate --start {seed}") from error
         seen.update(fault.kind for fault in outcome.faults.injected)
         seen.update(end.partition("(")[0] for end in outcome.ends)
     rare = {what: seen[what] for what in EXPECTED if seen[what] < 3}

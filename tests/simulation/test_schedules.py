@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.simulation.scenarios import FaultRates, Scenario
 from asyncrl.simulation.simulated_run import simulate
+from tests.named_seed import named_seed
 
 SEEDS = 200
 Draw = Callable[[int], Scenario]
@@ -19,10 +20,8 @@ def test_random_schedules_hold_every_invariant(random_scenario: Draw) -> None:
     seen = Counter[str]()
     for seed in range(SEEDS):
         scenario = random_scenario(seed)
-        try:
+        with named_seed(seed, f" in {scenario}"):
             result = simulate(scenario)
-        except Exception as error:
-            raise AssertionError(f"seed {seed} ({scenario}): {error!r}") from error
         assert result.version >= scenario.steps, f"seed {seed} stopped at version {result.version}"
         seen.update(result.dropped.values())
         seen.update(attempts_failed=result.attempts_failed, steps_lost=result.steps_lost, deaths=result.deaths)

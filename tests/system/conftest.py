@@ -3,15 +3,19 @@
 import asyncio
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.process.fork_client import Forks
+from asyncrl.deploy.process.fork_client import MODULES, Forks
 from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.engines.models.model_preparation import prepare
+
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import IMPORTED, ForkedProgram
 
 PREPARATION = 180.0
 """Seconds that making a model may take."""
@@ -66,6 +70,15 @@ class _AnyTest(dict[str, str]):
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
-    """Workers of all runs in this process are forked from these, so that torch is imported once for all of them."""
-    with Forks(_AnyTest(worker_environment(os.environ))) as forks:
+    """Workers of all runs in this process are forked from these, so that torch is imported once for all of them, and
+    so are programs."""
+    with Forks(_AnyTest(worker_environment(os.environ)), (*MODULES, *IMPORTED)) as forks:
         yield forks
+
+
+@pytest.fixture(scope="session")
+def programs(forks: Forks) -> Iterator[None]:
+    """Has programs of tests begin in forked processes."""
+    ForkedProgram.forks = forks
+    yield
+    ForkedProgram.forks = None

@@ -1,4 +1,4 @@
-"""What a user gets wrong, or has bad luck with: the message of the run, read as the user reads it, names the sample."""
+"""Users make mistakes and have bad luck: the message of the run, read as they read it, names the sample."""
 
 import json
 import re

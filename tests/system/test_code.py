@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.children.sandbox import SandboxError
-from asyncrl.children.sandbox.bubblewrap import try_sandbox
 from asyncrl.controller.journal.audit import audit
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import ended, running, until_step
 from watching import dead, pid_of, wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
 STEPS, SLOW_SECONDS = 8, 2
 
@@ -42,13 +39,7 @@ def rows(size=100, seed=0):
 
 
 @pytest.fixture
-def flags(tmp_path: Path) -> list[str]:
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed; scripts/set-up installs it as root: apt-get install bubblewrap")
-    try:
-        try_sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
+def flags(bubblewrap_works: None, tmp_path: Path) -> list[str]:
     (tmp_path / "task.py").write_text(TASK)
     keys = {"model.name": f"warmed:{tmp_path}/task.py:WARMED", "task.prompts": f"{tmp_path}/task.py:rows"}
     keys |= {"task.prompts_per_step": "2", "task.samples_per_prompt": "4", "evaluate.prompts": ""}

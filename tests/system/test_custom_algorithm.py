@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,12 @@ import pytest
 from asyncrl.config.sources import read
 from asyncrl.controller.journal.audit import audit
 from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(300)]
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import ForkedProgram, finished
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 CLI = (sys.executable, "-m", "asyncrl.deploy.cli")
 EXAMPLE = next(
@@ -66,15 +71,7 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 def run(*command: str, cwd: Path, code: int = 0, **environ: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **variables(cwd), **environ},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = finished(command, cwd=cwd, env={**os.environ, **variables(cwd), **environ}, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -85,7 +82,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(project: Path) -> str:
+def shown(project: Path, quickstart_model: Path) -> str:
+    """What the example shows; its run finds a model there, as if it had made it at an earlier start."""
+    directory = RunDirectory(project / "runs/best-and-worst")
+    shutil.copytree(quickstart_model, directory.model)
+    directory.run_id()
     (project / "example.py").write_text(EXAMPLE)
     return run(sys.executable, "example.py", cwd=project)
 
@@ -156,7 +157,8 @@ def test_watchdog_names_an_algorithm_that_waits_forever(script: Script, project:
     (project / "algorithms.py").write_text(ALGORITHMS)
     (project / "waits.py").write_text(script("waits"))
     command, environ = [sys.executable, "waits.py"], {**os.environ, **variables(project), "BREAK": "wait"}
-    with subprocess.Popen(command, cwd=project, env=environ, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with ForkedProgram(command, cwd=project, env=environ, text=True, **pipes) as process:
         assert process.stdout is not None
         told = []
         for text in process.stdout:

@@ -16,9 +16,10 @@ import pytest
 from asyncrl.controller.journal.audit import audit
 
 sys.path.insert(0, str(Path(__file__).parent))
+from programs import ForkedProgram
 from watching import PATIENCE, dead, pid_of, wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
 STEPS = "25"
 
@@ -31,7 +32,7 @@ def command(model: Path, run_dir: Path, *flags: str, steps: str = STEPS) -> list
 
 @contextmanager
 def running(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
+    process = ForkedProgram(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
     finally:

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -22,10 +21,11 @@ from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from tests.unit.documents import files_of
 
 sys.path.insert(0, str(Path(__file__).parent))
+from programs import finished
 from test_deaths import ended, running, until_step
 from watching import pid_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
 STEPS, WITHHELD_STEPS = 50, 15
 SLOW = """
@@ -123,7 +123,7 @@ def test_without_the_results_of_the_calculator_nothing_is_learnt(calculator_mode
 
 def test_the_example_of_python_runs_as_written(tmp_path: Path) -> None:
     files_of("environments.md", tmp_path)
-    done = subprocess.run([sys.executable, "play.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = finished([sys.executable, "play.py"], cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     turns = ast.literal_eval(done.stdout.splitlines()[-1])
     assert [turn["content"] for turn in turns if turn["role"] == "user"] == ["no"] * 4 or "yes" in str(turns)

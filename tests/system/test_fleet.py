@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
+from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.process.local_launcher import LocalLauncher
+from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.service_calls import make_handle
@@ -24,14 +26,22 @@ from asyncrl.protocols.messages import PromptGroup
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from standins import Echo, EchoService  # noqa: E402
+from watching import workers_of  # noqa: E402
 
 GROUP = PromptGroup(0, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
 Start = Callable[..., AbstractAsyncContextManager[RunningFleet]]
 
 
+@pytest.fixture(scope="module")
+def plain_forks() -> Iterator[Forks]:
+    """All workers are forked from these; test_supervision.py spawns some."""
+    folders = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    with Forks({**worker_environment(os.environ), "PYTHONPATH": folders}, ()) as forks:
+        yield forks
+
+
 @pytest.fixture(params=["inproc", "ipc", "tcp"])
-def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
+def start(request: Any, tmp_path: Path, plain_forks: Forks) -> Start:
 
     @asynccontextmanager
     async def started(
@@ -43,7 +53,8 @@ def start(request: Any, tmp_path: Path, monkeypatch: Any) -> Start:
         keys = CurveKeys.fresh()
         facts = RunFacts(secrets.token_hex(4), tmp_path, tmp_path, 0, "none", config, curve=(keys.public, keys.secret))
         specs = [ServiceSpec("echo", Echo, "standins:EchoService", replicas=replicas, options=options)]
-        with LocalLauncher(facts.run, "tcp" if request.param == "tcp" else "ipc") as launcher:
+        plain_forks.serve(60.0, report)
+        with LocalLauncher(facts.run, "tcp" if request.param == "tcp" else "ipc", plain_forks) as launcher:
             async with running_fleet(
                 specs, facts, launcher=None if request.param == "inproc" else launcher, report=report
             ) as running:
@@ -126,7 +137,20 @@ async def test_ended_fleet_leaves_no_shared_memory_and_no_workers(start: Start, 
     async with start(replicas=2) as running:
         run = running.facts.run
     assert not [name for name in os.listdir("/dev/shm") if run in name]
-    assert json.loads((tmp_path / "fleet.json").read_text()) == {"workers": []}
+    assert workers_of(tmp_path) == {}
+
+
+@pytest.mark.parametrize("start", ["inproc", "ipc"], indirect=True)
+async def test_each_worker_has_one_line_in_the_file_of_its_start(start: Start, tmp_path: Path) -> None:
+    for replicas in (4, 2):
+        async with start(replicas=replicas) as running:
+            lines = [json.loads(line) for line in (tmp_path / "fleet.jsonl").read_text().splitlines()]
+            assert len(lines) == replicas, "a spawn writes one line, and a new start begins a new file"
+            pids = {int(pid) for pid in await running.handle("echo", Echo).pids()}
+            assert {line["pid"] for line in lines} == pids
+            with (tmp_path / "fleet.jsonl").open("a") as file:
+                file.write('{"ended": "echo0.')  # As a machine leaves it that crashes.
+            assert set(workers_of(tmp_path)) == {("echo", number, 0) for number in range(replicas)}
 
 
 async def test_a_call_without_an_answer_ends_at_its_deadline(start: Start) -> None:

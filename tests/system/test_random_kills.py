@@ -69,17 +69,22 @@ def killed_at_random(run: Run, kills: int, seconds: float, seed: int) -> None:
 
 
 def test_run_survives_a_few_kills(tmp_path: Path) -> None:
-    killed_at_random(Run(tmp_path / "run", FOR_EVER), kills=6, seconds=2.0, seed=1)
+    killed_at_random(Run(tmp_path / "run", FOR_EVER, start=subprocess.Popen), kills=6, seconds=2.0, seed=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(4))
 def test_run_survives_forty_kills(seed: int, tmp_path: Path) -> None:
-    killed_at_random(Run(tmp_path / "run", FOR_EVER), kills=10, seconds=5.0, seed=seed)
+    killed_at_random(Run(tmp_path / "run", FOR_EVER, start=subprocess.Popen), kills=10, seconds=5.0, seed=seed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_quickstart_survives_ten_kills(tmp_path: Path) -> None:
-    killed_at_random(Run(tmp_path / "run", FOR_EVER, "quickstart", standins=False), kills=10, seconds=25.0, seed=0)
+    killed_at_random(
+        Run(tmp_path / "run", FOR_EVER, "quickstart", standins=False, start=subprocess.Popen),
+        kills=10,
+        seconds=25.0,
+        seed=0,
+    )

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,10 @@ from transformers import AutoModelForSequenceClassification
 
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(120)]
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import finished
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(120)]
 
 
 TALK = [
@@ -104,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_refused_run_leaves_no_files(flags: list[str], says: str, folder: Path) -> None:
     before = sorted(folder.iterdir())
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "mine.toml", *flags]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    done = finished(command, cwd=folder, timeout=100)
     assert done.returncode == 2, done.stderr
     assert says.replace("FOLDER", str(folder)) in done.stderr
     assert "run directory" not in done.stdout

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -85,7 +86,7 @@ def report(samples: Samples, run: Run, kills: int) -> dict[str, float]:
 
 
 def test_memory_stays_flat_while_workers_are_killed(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", ("--steps", "1000000"), "quickstart", standins=False)
+    run = Run(tmp_path / "run", ("--steps", "1000000"), "quickstart", standins=False, start=subprocess.Popen)
     chance, kills, next_kill = random.Random(0), 0, KILL_EVERY
     with run.running() as process:
         run.until_step(process, 1)

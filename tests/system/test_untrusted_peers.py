@@ -100,6 +100,7 @@ async def test_unfinished_handshakes_do_not_block_other_peers() -> None:
 
 
 @pytest.mark.fleet
+@pytest.mark.usefixtures("programs")
 def test_fleet_trains_while_an_untrusted_peer_sends_to_every_socket(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", ["--steps", "40"])
 

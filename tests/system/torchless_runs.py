@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from programs import ForkedProgram
 from watching import PATIENCE, pid_of, wait_until, workers_of
 
 from asyncrl.controller.journal.audit import audit
@@ -30,13 +31,14 @@ MARK = "TESTED_RUN"
 @dataclass(slots=True)
 class Run:
     """One run directory and the command that works in it. standins: without torch. wrapper: a command that runs it.
-    started: how often."""
+    start: starts a process; it is Popen where there is a wrapper. started: how often."""
 
     directory: Path
     flags: Sequence[str] = ()
     experiment: str = str(EXPERIMENT)
     standins: bool = True
     wrapper: Sequence[str] = ()
+    start: "type[subprocess.Popen[str]]" = ForkedProgram
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     started: int = 0
 
@@ -52,7 +54,8 @@ class Run:
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "FAULTS": json.dumps(faults), MARK: self.mark}
         with self.output.open("a") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment)
+            start = subprocess.Popen if self.wrapper else self.start
+            process = start(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment)
         try:
             yield process
         finally:

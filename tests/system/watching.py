@@ -1,10 +1,12 @@
 """Processes of a run, looked at from outside."""
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from asyncrl.telemetry.jsonl import read_lines
 
 PATIENCE = 100.0
 """Seconds that a run on a busy machine may take to get where a test waits for it."""
@@ -26,11 +28,14 @@ def dead(pid: int) -> bool:
 
 
 def workers_of(run_dir: Path) -> dict[tuple[str, int, int], int]:
-    """(service, replica, rank) -> pid, as fleet.json says; none before there is one."""
-    if not (run_dir / "fleet.json").exists():
-        return {}
-    workers = json.loads((run_dir / "fleet.json").read_text())["workers"]
-    return {(worker["service"], worker["replica"], worker["rank"]): worker["pid"] for worker in workers}
+    """(service, replica, rank) -> pid, as fleet.jsonl says; none before there is one."""
+    workers: dict[str, dict[str, Any]] = {}
+    for line in read_lines(run_dir / "fleet.jsonl"):
+        if "ended" in line:
+            del workers[line["ended"]]
+        else:
+            workers[line["instance"]] = line
+    return {(worker["service"], worker["replica"], worker["rank"]): worker["pid"] for worker in workers.values()}
 
 
 def pid_of(run_dir: Path, service: str, rank: int = 0) -> int:

@@ -1,7 +1,6 @@
 """Ranks of a trainer in one process; files that can only be read."""
 
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -11,22 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.children.sandbox import SandboxError
-from asyncrl.children.sandbox.bubblewrap import try_sandbox
 from asyncrl.engines.training.data_parallel import Ranks
 
 PATIENCE = 30.0
-
-
-@pytest.fixture(scope="session")
-def bubblewrap_works() -> None:
-    """Skips where bubblewrap is missing; scripts/set-up installs it."""
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed; scripts/set-up installs it as root: apt-get install bubblewrap")
-    try:
-        try_sandbox()
-    except SandboxError as error:
-        pytest.skip(str(error))
 
 
 class ThreadRank:

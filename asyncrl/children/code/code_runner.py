@@ -52,10 +52,6 @@ class SourceCheck:
         return not self.error
 
 
-class RunnerClosed(SandboxError):
-    """Reports that nobody wants the results any more."""
-
-
 def _is_lasting(results: tuple[CaseResult, ...]) -> bool:
     printed = sum(len(result.stdout) + len(result.stderr) for result in results)
     return printed <= MOST_REMEMBERED and PASSING.isdisjoint(result.outcome for result in results)
@@ -112,16 +108,7 @@ class CodeRunner:
             self._waiting.clear()
 
     async def _in_pool(self, work: Callable[[SandboxPool], Coroutine[Any, Any, T]]) -> T:
-        """Does work with the pool; once more with another one if the pool ends, as it does when a signal, perhaps from
-        outside, ends a sandbox at its start. Raises SandboxError when that ends too."""
-        try:
-            return await self._in_one_pool(work)
-        except RunnerClosed:
-            raise
-        except SandboxError:
-            return await self._in_one_pool(work)
-
-    async def _in_one_pool(self, work: Callable[[SandboxPool], Coroutine[Any, Any, T]]) -> T:
+        """Does work with the pool, and opens one where there is none; raises the error of a pool that ends."""
         if self._holder is None or self._pool is None or self._holder.done():
             self._pool = asyncio.get_running_loop().create_future()
             self._holder = asyncio.create_task(self._hold(self._pool), name="sandboxes of programs")
@@ -195,7 +182,7 @@ def _raise_end(ended: asyncio.Task[None]) -> NoReturn:
     """Raises why a task ended that others wait for."""
     if not ended.cancelled() and (error := ended.exception()) is not None:
         raise error
-    raise RunnerClosed("the sandboxes were ended while programs waited for them")
+    raise SandboxError("the sandboxes were ended while programs waited for them")
 
 
 def sandbox_problem(key: str, use: str, kind: Kind) -> Problem | None:

@@ -17,8 +17,8 @@ from typing import Literal, Self
 from asyncrl.children.sandbox.bubblewrap import python_for_programs, try_sandbox
 from asyncrl.children.sandbox.harness import compiled_harness
 from asyncrl.children.sandbox.outcomes import exam_result, script_result, unreported_result
-from asyncrl.children.sandbox.programs import CaseResult, Limits, Program, TestCase
-from asyncrl.children.sandbox.single_sandbox import Sandbox, SandboxCase, SandboxEnded
+from asyncrl.children.sandbox.programs import CaseResult, Limits, Program, SandboxError, TestCase
+from asyncrl.children.sandbox.single_sandbox import EndedAtStart, Sandbox, SandboxCase, SandboxEnded
 from asyncrl.concurrency import gather, running_beside
 
 Kind = Literal["bubblewrap", "none"]
@@ -26,6 +26,8 @@ STARTERS = 2
 """Sandboxes that start at one time; each waits for the kernel half of its time."""
 START_TIMEOUT = 60.0
 """Seconds for a sandbox that takes 20 milliseconds on an idle machine."""
+STARTS = 3
+"""Times that a sandbox is started which ends before it is ready: a signal from outside may end the first of them."""
 EXAMINER_MEMORY = 2**30
 """Bytes for a test, whose data may be larger than what a program may need."""
 
@@ -94,14 +96,17 @@ class SandboxPool:
         if test.code:
             return await self._examined(sandbox, program, test, limits)
         kind: Literal["script", "command"] = "command" if program.command else "script"
-        with sandbox.begin(
-            SandboxCase(kind, program.source, test.stdin, program.command, program.file), limits
-        ) as case:
-            try:
-                report = await case.report()
-            except SandboxEnded as ended:
-                return unreported_result(test, ended, case.outputs(), limits), False
-            return script_result(test, report, case.outputs(), limits), report.is_clean
+        outputs = (b"", b"")
+        try:
+            described = SandboxCase(kind, program.source, test.stdin, program.command, program.file)
+            with sandbox.begin(described, limits) as case:
+                try:
+                    report = await case.report()
+                finally:
+                    outputs = case.outputs()
+            return script_result(test, report, outputs, limits), report.is_clean
+        except SandboxEnded as ended:
+            return unreported_result(test, ended, outputs, limits), False
 
     async def _examined(
         self, sandbox: Sandbox, program: Program, test: TestCase, limits: Limits
@@ -145,8 +150,16 @@ class SandboxPool:
         return await self._start()
 
     async def _start(self) -> Sandbox:
-        disk_bytes = self.limits.disk_bytes
-        return await Sandbox.start(self._python, self._harness, disk_bytes, START_TIMEOUT, contained=self._contained)
+        """Starts a sandbox; raises SandboxError when STARTS of them end before that, or one takes too long."""
+        printed = ""
+        for _ in range(STARTS):
+            try:
+                return await Sandbox.start(
+                    self._python, self._harness, self.limits.disk_bytes, START_TIMEOUT, contained=self._contained
+                )
+            except EndedAtStart as ended:
+                printed = str(ended)
+        raise SandboxError(f"{STARTS} sandboxes in a row ended before they were ready; the last one printed {printed}")
 
     async def _keep_ready(self) -> None:
         """Starts sandboxes until cancelled; one waits here for room among those that are ready."""

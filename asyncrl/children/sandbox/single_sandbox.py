@@ -26,6 +26,10 @@ class SandboxEnded(Exception):
     """The sandbox ended, or did not report, while a case ran in it."""
 
 
+class EndedAtStart(Exception):
+    """The sandbox ended before it was ready; the message is what it printed."""
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxCase:
     """Describes what runs in a sandbox. kind: a function of `inside/first_process.py`. file: name of the file of the
@@ -133,8 +137,8 @@ class Sandbox:
 
     @classmethod
     async def start(cls, python: str, harness: bytes, disk_bytes: int, deadline: float, *, contained: bool) -> Self:
-        """Starts a sandbox; raises SandboxError if it is not ready within `deadline` seconds. harness: compiled code.
-        contained: False starts the interpreter without bubblewrap."""
+        """Starts a sandbox; raises EndedAtStart if it ends before it is ready, SandboxError if it is not ready within
+        `deadline` seconds. harness: compiled code. contained: False starts the interpreter without bubblewrap."""
         with ExitStack() as files:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             files.enter_context(theirs)
@@ -164,9 +168,9 @@ class Sandbox:
             self._is_idle = message == b"ready"
             if not self._is_idle:
                 await self.kill()
-        if not message:
+        if not self._is_idle:
             said = os.pread(log, 2000, 0).decode(errors="replace").strip()
-            raise SandboxError(f"a sandbox ended at its start: {said or 'it said nothing'}")
+            raise EndedAtStart(repr(said) if said else "nothing")
 
     @property
     def has_ended(self) -> bool:

@@ -6,7 +6,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.algorithm_config import Section
 from asyncrl.config.schema import Config
+from asyncrl.config.source_files import without_path
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
 from asyncrl.config.toml_writer import value_text
@@ -67,9 +69,10 @@ def check_resume(
     run_dir: Path, new: Config, accept: bool, files: Mapping[str, Sequence[str]] = NO_FILES, same: Collection[str] = ()
 ) -> list[str]:
     """Returns the differences from `RUN_DIR/config.toml`, and of files; unless `accept`, raises ConfigError for those
-    that are not allowed. files: by config key, what changed in them. same: keys whose files hold the same as before."""
+    that are not allowed. files: by config key, what changed in them. same: keys whose files hold what they
+    held before, perhaps elsewhere."""
     changes = [
-        replace(change, why_not="") if change.key in same else change
+        replace(change, why_not="") if change.key in same and _differ_in_paths(change) else change
         for change in compare(read(run_dir / "config.toml"), new)
     ]
     refused = [str(change) for change in changes if change.why_not]
@@ -81,3 +84,21 @@ def check_resume(
             "write back the old ones, start anew with another --run-dir, or take the change over with --accept-changes"
         )
     return [*map(str, changes), *(text for texts in files.values() for text in texts)]
+
+
+def _differ_in_paths(change: Change) -> bool:
+    """Returns whether nothing but paths of files makes two values differ."""
+    return bool(_without_paths(change.old) == _without_paths(change.new))
+
+
+def _without_paths(value: Any) -> Any:
+    match value:
+        case str():
+            return without_path(value)
+        case Section():
+            return _without_paths(dict(value))
+        case Mapping():
+            return {name: _without_paths(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_without_paths(each) for each in value]
+    return value

@@ -17,6 +17,7 @@ from asyncrl.controller.observers.code_metrics import code_metrics
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.held_out_evaluation import Evaluation
 from asyncrl.controller.observers.step_metrics import (
+    EnvironmentCounts,
     TimeShares,
     batch_metrics,
     feedback_metrics,
@@ -62,6 +63,7 @@ class Recorder:
         self._dropped: Counter[str] = Counter()
         self._evaluated: Metrics = {}
         self._shares = TimeShares()
+        self._counts = EnvironmentCounts()
         self._began = asyncio.get_running_loop().time()
         self._last_step = self._began
 
@@ -140,7 +142,8 @@ class Recorder:
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         healths = await self.poll_health()
-        metrics |= self._shares.since_last(healths) | feedback_metrics(healths) | self._evaluated
+        metrics |= self._shares.since_last(healths) | self._counts.since_last(healths) | feedback_metrics(healths)
+        metrics |= self._evaluated
         records = self._records(done)
         self._metrics.append(metrics)
         for record in records:

@@ -57,6 +57,26 @@ def feedback_metrics(healths: Sequence[Health]) -> dict[str, float]:
     return {name: value for name, value in counters if name.startswith("feedback/")}
 
 
+class EnvironmentCounts:
+    """Turns what workers counted as `environment/*` since they started into the counts between two calls."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, int, int], Health] = {}
+
+    def since_last(self, healths: Sequence[Health]) -> dict[str, float]:
+        """Returns the sum over workers by metric; a worker that was restarted counts from its own start."""
+        counts: dict[str, float] = {}
+        for health in healths:
+            worker = (health.service, health.replica, health.rank)
+            before = self._before.get(worker)
+            known = before.counters if before is not None and before.instance == health.instance else {}
+            for name, count in health.counters.items():
+                if name.startswith("environment/"):
+                    counts[name] = counts.get(name, 0.0) + count - known.get(name, 0.0)
+            self._before[worker] = health
+        return counts
+
+
 def term_metric(term: str) -> str:
     """Returns the metric name for the mean of a score's term; terms of costs have their own prefix."""
     return term if term.startswith(COSTS) else f"reward/{term}"

@@ -85,6 +85,11 @@ class TorchEngine:
         return len(self._waiting)
 
     @property
+    def cache_used(self) -> float:
+        """Returns the share of the KV cache that running and parked sequences own."""
+        return self._flat.cache.used
+
+    @property
     def active(self) -> bool:
         return self.running > 0 or any(self._may_start(request) for request in self._waiting)
 

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils import logging
 
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.model_loading import load_pretrained_classifier
-from asyncrl.engines.training.batch.train_rows import Ids
-from asyncrl.engines.training.models_with_heads import ValueModel
+from asyncrl.engines.training.models_with_heads import ValueModel, refuse_another_tokenizer
 from asyncrl.objectives.pass_at_k import Rate, rate_over
 from asyncrl.objectives.preference_loss import bradley_terry_loss
 from asyncrl.rewards.feedback.answers import EQUAL
-from asyncrl.rewards.feedback.pairs import ComparedPrompt, RatedText, batches
+from asyncrl.rewards.feedback.pairs import ComparedPrompt, batches
 
 CENTERING = 0.01
 """Weight of the squared mean score of a pair, which holds scores around 0: the loss leaves their level open, and what
@@ -29,7 +27,7 @@ stands in for a person is sigmoid(score)."""
 PROMPTS_AT_ONCE = 8
 """Prompts of one optimizer step, with up to 16 answers each."""
 MOST_TOKENS = 1024
-"""Tokens of a prompt with its answer, the last ones: those that bound the memory of a step."""
+"""Tokens of a conversation, the last ones: those that bound the memory of a step."""
 
 Show = Callable[[str], None]
 
@@ -53,6 +51,7 @@ class PreferenceModel:
 
     def __init__(self, folder: Path, learning_rate: float, seed: int) -> None:
         torch.manual_seed(seed)
+        self._folder = folder
         config = AutoConfig.from_pretrained(folder, num_labels=1)
         options = {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}
         kind = AutoModelForSequenceClassification
@@ -61,9 +60,12 @@ class PreferenceModel:
             nn.init.zeros_(whole.get_parameter(name))
         whole.config.pad_token_id = None  # Its own forward gets one row, which has no padding.
         self._model = ValueModel(whole.train(), folder, "float32", slice(-1, None))
-        self._tokens = TokenizerWithStops(self._model.tokenizer, ())
         self._optimizer = torch.optim.AdamW(whole.parameters(), lr=learning_rate, weight_decay=0.0)
         self._draw = random.Random(seed)
+
+    def refuse_tokenizer_besides(self, policy: Path) -> None:
+        """Raises ConfigError unless the model reads tokens as the policy in this folder does."""
+        refuse_another_tokenizer(self._model, policy, f"{self._folder} cannot learn from samples of {policy}")
 
     def fit(self, prompts: Sequence[ComparedPrompt], passes: int, show: Show) -> None:
         """Trains on all pairs `passes` times; each prompt counts alike, however many pairs it has."""
@@ -85,8 +87,8 @@ class PreferenceModel:
 
     def _scored(self, prompts: Sequence[ComparedPrompt]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns of each pair both scores, who wins, and its share in the loss. Each answer is computed once."""
-        rows = [(self._prompt_ids(each), self._answer_ids(answer)) for each in prompts for answer in each.answers]
-        scores = self._model.scores(*zip(*(_shortened(*row) for row in rows), strict=True))
+        rows = [np.array(answer.tokens[-MOST_TOKENS:]) for each in prompts for answer in each.answers]
+        scores = self._model.scores([row[:-1] for row in rows], [row[-1:] for row in rows])
         starts = np.cumsum([0, *(len(each.answers) for each in prompts)])
         pairs = [(int(start), each, pair) for start, each in zip(starts, prompts, strict=False) for pair in each.pairs]
         first = scores[[start + pair.first for start, _, pair in pairs]]
@@ -111,17 +113,3 @@ class PreferenceModel:
         self._model.whole.save_pretrained(folder)
         self._model.source_config.save_pretrained(folder)
         self._model.tokenizer.save_pretrained(folder)
-
-    def _prompt_ids(self, prompt: ComparedPrompt) -> Ids:
-        return self._tokens.prompt_ids(prompt.prompt).astype(np.int64)
-
-    def _answer_ids(self, answer: RatedText) -> Ids:
-        """Returns the ids of an answer as it was sampled: with the end token where it ended by itself."""
-        end = self._model.tokenizer.eos_token_id
-        ended = [end] if answer.finish == "stop" and end is not None else []
-        return np.append(self._tokens.text_ids(answer.text), ended).astype(np.int64)
-
-
-def _shortened(prompt: Ids, answer: Ids) -> tuple[Ids, Ids]:
-    answer = answer[-MOST_TOKENS:]
-    return prompt[max(0, len(prompt) + len(answer) - MOST_TOKENS) :], answer

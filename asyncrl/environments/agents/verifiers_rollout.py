@@ -57,10 +57,10 @@ def _offer_harness(vf: Any) -> None:
     import httpx
     from verifiers.v1.dialects.chat import message_to_wire
 
-    class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
+    class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]  # Another Python has verifiers, and its types.
         """Keys of the harness."""
 
-    class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
+    class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]  # As above.
         """Asks the model for the answer to the task."""
 
         APPENDS_SYSTEM_PROMPT = True

@@ -24,11 +24,19 @@ class Guess:
         self._withhold = withhold
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation:
-        self._left = range(len(NUMBERS))
-        self._ties = random.Random(seed)
+        self.begin(seed)
         return Observation(str(row["prompt"]))
 
     async def step(self, message: str) -> Observation:
+        return self.answer(message)
+
+    def begin(self, seed: int) -> None:
+        """Begins a game."""
+        self._left = range(len(NUMBERS))
+        self._ties = random.Random(seed)
+
+    def answer(self, message: str) -> Observation:
+        """Answers a guess, as `step` does."""
         if message not in NUMBERS:
             return Observation(NO_NUMBER)
         guess = int(message)

@@ -10,7 +10,7 @@ from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
 
 BROKEN = "error:"
-"""What a brief environment says of a program that does not compile."""
+"""Text with which a brief environment answers a program that does not compile."""
 WITHHELD = "?:"
 END = ":"
 

@@ -91,7 +91,7 @@ class ChildProcess(GuardedProcess):
         self._answers[number] = answer
         try:
             await self.send({"call": number, "function": function, "deadline": deadline, **plain_samples(samples)})
-            return await answer.whole(deadline + grace)
+            return _of_whole_samples(await answer.whole(deadline + grace), samples)
         except TimeoutError:
             await self.kill()
             raise CallEnded(ChildEnded(f"it hung: no answer within {deadline:g} s"), answer.results) from None
@@ -124,9 +124,19 @@ class ChildProcess(GuardedProcess):
 
 def _result(fields: Any) -> FunctionResult:
     match fields:
-        case [None | int() | float() | dict() as value, str(reason), str(traceback)]:
-            return FunctionResult(value, reason, traceback)
+        case [None | int() | float() | dict() as value, str(reason), str(traceback), [*tokens]] if all(
+            isinstance(each, int | float) for each in tokens
+        ):
+            return FunctionResult(value, reason, traceback, tuple(tokens))
     raise WireError(f"no result: {fields!r:.100}")
+
+
+def _of_whole_samples(results: list[FunctionResult], samples: Sequence[Sample]) -> list[FunctionResult]:
+    """Returns the results; raises WireError for rewards of tokens that are not as many as the sample has."""
+    for result, sample in zip(results, samples, strict=True):
+        if len(result.tokens) not in (0, sample.tokens):
+            raise WireError(f"{len(result.tokens)} rewards for the {sample.tokens} tokens of member {sample.member}")
+    return results
 
 
 class CallSlots(asyncio.Semaphore):

@@ -29,7 +29,8 @@ def plain_samples(samples: Sequence[Sample]) -> dict[str, Any]:
         if row.digest not in rows:
             rows[row.digest] = row.data.tobytes()
         fields = (sample.text, sample.group, sample.member, sample.finish, sample.tokens)
-        plain.append((row.digest, sample.prompt, *fields, sample.turns, sample.turn_rewards))
+        by_token = (sample.token_ids, sample.token_texts, sample.turn_tokens)
+        plain.append((row.digest, sample.prompt, *fields, sample.turns, sample.turn_rewards, *by_token))
     return {"rows": list(rows.items()), "samples": plain}
 
 
@@ -70,7 +71,7 @@ class ChildServer:
         spec, function = self._functions[message["function"]]
         samples = samples_of(message)
         for batch in [samples] if spec.group else [[sample] for sample in samples]:
-            results = await attempt(function, batch, spec.group, message["deadline"])
+            results = await attempt(function, batch, spec.group, message["deadline"], by_token=spec.by_token)
             self._send({"call": message["call"], "results": [astuple(result) for result in results]})
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -11,11 +11,13 @@ from asyncrl.errors import RewardError
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
 
 
-async def attempt(function: Function, samples: list[Sample], group: bool, deadline: float) -> list[FunctionResult]:
+async def attempt(
+    function: Function, samples: list[Sample], group: bool, deadline: float, *, by_token: bool = False
+) -> list[FunctionResult]:
     """Calls as `call` does, and turns errors into results. deadline: seconds; it cannot end a plain function."""
     try:
         async with asyncio.timeout(deadline) as scope:
-            return await call(function, samples, group)
+            return await call(function, samples, group, by_token)
     except Exception as error:  # the user's code: its errors are results of its samples
         if scope.expired():
             result = FunctionResult(reason=f"it hung: no answer within {deadline:g} s{_waiting_in(error)}")
@@ -26,19 +28,20 @@ async def attempt(function: Function, samples: list[Sample], group: bool, deadli
         return [result] * len(samples)
 
 
-async def call(function: Function, samples: list[Sample], group: bool) -> list[FunctionResult]:
-    """Returns one result for each sample; without `group` there is exactly one sample. Raises errors of the function as
-    they are, and RewardError if a group function returned another number of rewards."""
+async def call(function: Function, samples: list[Sample], group: bool, by_token: bool = False) -> list[FunctionResult]:
+    """Returns one result for each sample; without `group` there is exactly one sample. by_token: a result has a reward
+    for each sampled token. Raises errors of the function as they are, and RewardError if a group function returned
+    another number of rewards."""
     result = function(samples if group else samples[0])
     if inspect.isawaitable(result):
         result = await result
     if not group:
-        return [result_of(result)]
+        return [_result(result, samples[0], by_token)]
     if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
         raise RewardError(f"a group function returns a list of {len(samples)} rewards, this is {repr(result)[:80]}")
     if len(result) != len(samples):
         raise RewardError(f"it was given {len(samples)} samples and returned {len(result)} rewards")
-    return [result_of(value) for value in result]
+    return [_result(value, sample, by_token) for value, sample in zip(result, samples, strict=True)]
 
 
 def _waiting_in(error: Exception) -> str:
@@ -47,6 +50,26 @@ def _waiting_in(error: Exception) -> str:
     of_the_user = [frame for frame in frames if frame.filename != __file__]
     lines = [frame for frame in of_the_user if frame.filename == of_the_user[0].filename]
     return f", waiting in {lines[-1].filename}, line {lines[-1].lineno}" if lines else ""
+
+
+def _result(value: Any, sample: Sample, by_token: bool) -> FunctionResult:
+    return token_result_of(value, sample.tokens) if by_token and value is not None else result_of(value)
+
+
+def token_result_of(value: Any, tokens: int) -> FunctionResult:
+    """Makes a result of the rewards of a sample's tokens, with a reason if they are not one number for each."""
+    if isinstance(value, str | bytes | dict) or not hasattr(value, "__len__"):
+        return FunctionResult(reason=f"with by_token = true it returns a list, this is {repr(value)[:80]}")
+    if len(value) != tokens:
+        return FunctionResult(reason=f"it returned {len(value)} rewards for the {tokens} tokens of the sample")
+    try:
+        rewards = tuple(_number(each, f"the reward of token {number}") for number, each in enumerate(value))
+    except RewardError as error:
+        return FunctionResult(reason=str(error))
+    total = sum(rewards)
+    if not math.isfinite(total):
+        return FunctionResult(reason=f"the sum of its rewards is {total}")
+    return FunctionResult(total, tokens=rewards)
 
 
 def result_of(value: Any) -> FunctionResult:
@@ -66,7 +89,8 @@ def result_of(value: Any) -> FunctionResult:
 def _number(value: Any, what: str) -> float:
     """Converts a finite number, also of numpy and torch, to a float; raises RewardError for anything else."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise RewardError(f"{what} is not a number but {repr(value)[:80]}")
+        advice = "; a list of rewards, one for each token, needs by_token = true" if isinstance(value, list) else ""
+        raise RewardError(f"{what} is not a number but {repr(value)[:80]}{advice}")
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}")

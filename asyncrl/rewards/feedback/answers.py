@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.rewards.sample import Sample
 
 Prompt = str | list[dict[str, Any]]
@@ -16,7 +19,7 @@ EQUAL = 0.5
 @dataclass(frozen=True, slots=True)
 class RatableAnswer:
     """One sample as a person reads it. turns: of an episode, its messages after the prompt. finish: why its sampling
-    ended."""
+    ended. tokens: ids of the conversation as the policy saw it, up to the end of its last answer."""
 
     group: int
     member: int
@@ -24,10 +27,11 @@ class RatableAnswer:
     text: str
     turns: list[dict[str, Any]] = field(default_factory=list)
     finish: str = "stop"
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
 
     @classmethod
-    def of(cls, sample: Sample) -> "RatableAnswer":
-        return cls(sample.group, sample.member, sample.prompt, sample.text, sample.turns, sample.finish)
+    def of(cls, sample: Sample, tokens: NDArray[np.int32]) -> "RatableAnswer":
+        return cls(sample.group, sample.member, sample.prompt, sample.text, sample.turns, sample.finish, tokens)
 
     @property
     def id(self) -> str:
@@ -51,6 +55,7 @@ class Judgement:
         said = [
             {"sample": answer.id, "text": answer.text, "value": value, "finish": answer.finish}
             | ({"turns": answer.turns} if answer.turns else {})
+            | {"tokens": answer.tokens.tolist()}
             for answer, value in zip(self.answers, self.values, strict=True)
         ]
         return {"kind": kind, "prompt": self.answers[0].prompt, "answers": said, "late": self.late, "time": time}

@@ -27,50 +27,57 @@ class RatedBefore(ValueError):
 @dataclass(eq=False, slots=True)
 class WaitingAnswer:
     """An answer whose sample waits. value: resolves with the rating, or None when the wait ends without one. useful_to:
-    newest version of the policy that may still train on the sample. waits: calls that wait for it."""
+    newest version of the policy that may still train on the sample. attempt: newest one of its group in which it was
+    sampled. waits: calls that wait for it."""
 
     answer: RatableAnswer
     useful_to: float
     value: "asyncio.Future[float | None]"
+    attempt: int = 0
     waits: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class FeedbackBoard:
     """Matches ratings with answers. file: is open. rated: answers that got their value so far. unrated: those whose
-    wait ended without one."""
+    wait ended without one. members: answers of a group, where they are compared with each other; else 0."""
 
     file: RatingsFile
     rated: int = 0
     unrated: int = 0
+    members: int = 0
     _waiting: dict[str, WaitingAnswer] = field(default_factory=dict)
     _known: OrderedDict[str, RatableAnswer] = field(default_factory=OrderedDict)
     _deciding: asyncio.Lock = field(default_factory=asyncio.Lock)
     _newest: int = 0
+    _left: OrderedDict[int, dict[int, int]] = field(default_factory=OrderedDict)
+    """Group -> member whose wait has ended -> its attempt. Groups are as many as `KNOWN_ANSWERS`."""
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def value(self, answer: RatableAnswer, useful_to: float, seconds: float) -> float | None:
+    async def value(self, answer: RatableAnswer, useful_to: float, seconds: float, attempt: int = 0) -> float | None:
         """Returns the value of an answer once a person rated it, at once if that was before; None after `seconds`, or
-        when the policy is past the version `useful_to`."""
+        when the policy is past the version `useful_to`, or when no answer is left that it could be compared with.
+        attempt: of the group, in which it was sampled."""
         name = answer.id
         if (known := self.file.value(name)) is None:
             await self.file.note_other_text(answer)
-            known = await self._wait(answer, useful_to, seconds)
+            known = await self._wait(answer, useful_to, seconds, attempt)
+        await self._leave(answer, attempt)
         self.rated += known is not None
         self.unrated += known is None
         return known
 
-    async def _wait(self, answer: RatableAnswer, useful_to: float, seconds: float) -> float | None:
-        if useful_to < self._newest:
+    async def _wait(self, answer: RatableAnswer, useful_to: float, seconds: float, attempt: int) -> float | None:
+        if useful_to < self._newest or self._is_alone(answer, attempt):
             return None
         waiting = self._waiting.get(answer.id)
         if waiting is None:
             waiting = WaitingAnswer(answer, useful_to, asyncio.get_running_loop().create_future())
             self._waiting[answer.id] = waiting
-            self._know(answer)
+        waiting.attempt = max(waiting.attempt, attempt)
         waiting.waits += 1
         try:
             try:
@@ -83,11 +90,34 @@ class FeedbackBoard:
             waiting.waits -= 1
             if not waiting.waits and self._waiting.get(answer.id) is waiting:
                 del self._waiting[answer.id]
+                self._know(answer)
 
     def _know(self, answer: RatableAnswer) -> None:
         self._known[answer.id] = answer
-        while len(self._known) > max(KNOWN_ANSWERS, 2 * len(self._waiting)):
+        while len(self._known) > KNOWN_ANSWERS:
             self._known.popitem(last=False)
+
+    async def _leave(self, answer: RatableAnswer, attempt: int) -> None:
+        """Ends the wait of an answer that could have been compared only with those that wait no longer."""
+        if not self.members:
+            return
+        left = self._left.setdefault(answer.group, {})
+        left[answer.member] = max(left.get(answer.member, 0), attempt)
+        while len(self._left) > KNOWN_ANSWERS:
+            self._left.popitem(last=False)
+        if len(left) < self.members - 1:
+            return
+        async with self._deciding:  # A pick that is being written counts.
+            for waiting in self._waiting.values():
+                alone = waiting.answer.group == answer.group and self._is_alone(waiting.answer, waiting.attempt)
+                if alone and not waiting.value.done():
+                    waiting.value.set_result(None)
+
+    def _is_alone(self, answer: RatableAnswer, attempt: int) -> bool:
+        """Returns whether every other member of a group has left; who left in an earlier attempt may come again."""
+        left = self._left.get(answer.group, {})
+        gone = [member for member, last in left.items() if member != answer.member and last >= attempt]
+        return bool(self.members) and len(gone) >= self.members - 1
 
     async def version_seen(self, version: int) -> None:
         """Ends the wait of answers that no later version may train on, once a newer version has sampled."""
@@ -148,6 +178,8 @@ class FeedbackBoard:
             return judgement
 
     def _answer(self, name: str) -> RatableAnswer:
+        if (waiting := self._waiting.get(name)) is not None:
+            return waiting.answer
         if (found := self._known.get(name)) is None:
             raise UnknownAnswer(
                 f"no answer is known as {name[:80]!r}: it was never asked about here, or long ago, or the worker that "

@@ -14,11 +14,14 @@ MOST_ANSWERS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RatedText:
-    """An answer as a person rated it. finish: why its sampling ended."""
+class RatedAnswer:
+    """An answer as a person rated it. turns: of an episode, its messages as JSON. finish: why its sampling ended.
+    tokens: ids of the conversation as the policy saw it."""
 
     text: str
-    finish: str = "stop"
+    turns: str
+    finish: str
+    tokens: tuple[int, ...] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,10 @@ class ComparedPrompt:
     """A prompt with the answers that were compared, and the comparisons."""
 
     prompt: Prompt
-    answers: list[RatedText] = field(default_factory=list)
+    answers: list[RatedAnswer] = field(default_factory=list)
     pairs: list[Preference] = field(default_factory=list)
 
-    def number(self, answer: RatedText) -> int:
+    def number(self, answer: RatedAnswer) -> int:
         """Returns the number of an answer, which is added if it is new."""
         if answer not in self.answers:
             self.answers.append(answer)
@@ -53,18 +56,18 @@ class ComparedPrompt:
 
 def compared_prompts(lines: Iterable[dict[str, Any]], seed: int = 0) -> list[ComparedPrompt]:
     """Returns all comparisons in the lines of ratings files, by prompt: picks, and pairs of answers with different
-    ratings. Ratings of episodes with several turns are left out."""
+    ratings. Lines without tokens are left out."""
     draw = random.Random(seed)
     prompts: dict[str, ComparedPrompt] = {}
-    rated: dict[str, dict[RatedText, float]] = {}
+    rated: dict[str, dict[RatedAnswer, float]] = {}
     for line in lines:
-        if line.get("kind") not in ("rating", "pick") or any(map(has_turns, line["answers"])):
+        if line.get("kind") not in ("rating", "pick") or lacks_tokens(line):
             continue
         key = json.dumps(line["prompt"], sort_keys=True)
         found = prompts.setdefault(key, ComparedPrompt(line["prompt"]))
         if line["kind"] == "rating":
             (answer,) = line["answers"]
-            rated.setdefault(key, {})[_rated_text(answer)] = answer["value"]
+            rated.setdefault(key, {})[_rated_answer(answer)] = answer["value"]
         else:
             _add_pick(found, line["answers"])
     for key, values in rated.items():
@@ -72,23 +75,24 @@ def compared_prompts(lines: Iterable[dict[str, Any]], seed: int = 0) -> list[Com
     return [each for each in prompts.values() if each.pairs]
 
 
-def has_turns(answer: dict[str, Any]) -> bool:
-    """Returns whether a rated answer is an episode of several turns."""
-    return len(answer.get("turns", ())) > 1
+def lacks_tokens(line: dict[str, Any]) -> bool:
+    """Returns whether an earlier version wrote a rating or pick, which kept no tokens."""
+    return not all(answer.get("tokens") for answer in line["answers"])
 
 
-def _rated_text(answer: dict[str, Any]) -> RatedText:
-    return RatedText(answer["text"], answer.get("finish", "stop"))
+def _rated_answer(answer: dict[str, Any]) -> RatedAnswer:
+    turns = json.dumps(answer.get("turns", []), sort_keys=True)
+    return RatedAnswer(answer["text"], turns, answer["finish"], tuple(map(int, answer["tokens"])))
 
 
 def _add_pick(prompt: ComparedPrompt, answers: Sequence[dict[str, Any]]) -> None:
-    first, second = (_rated_text(answer) for answer in answers)
+    first, second = (_rated_answer(answer) for answer in answers)
     if first != second:
         wins = 1.0 if answers[0]["value"] > answers[1]["value"] else EQUAL
         prompt.pairs.append(Preference(prompt.number(first), prompt.number(second), wins))
 
 
-def _add_ratings(prompt: ComparedPrompt, values: dict[RatedText, float], draw: random.Random) -> None:
+def _add_ratings(prompt: ComparedPrompt, values: dict[RatedAnswer, float], draw: random.Random) -> None:
     """Adds the pairs of answers with different ratings. Equal ratings say little: a scale has few steps."""
     chosen = list(values.items())
     if len(chosen) > MOST_ANSWERS:

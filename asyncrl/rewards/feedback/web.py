@@ -138,8 +138,6 @@ def _shown(answer: RatableAnswer) -> dict[str, Any]:
     said = answer.turns or [{"role": "assistant", "content": answer.text}]
     messages = [{"role": str(each.get("role")), "content": _text(each.get("content"))} for each in before]
     said = [{"role": str(each.get("role")), "content": _text(each.get("content"))} for each in said]
-    if len(said) > 1 and said[-1]["role"] != "assistant" and not said[-1]["content"]:
-        said.pop()  # An episode often ends without a word of the environment.
     return {"sample": answer.id, "group": answer.group, "prompt": messages, "said": said, "text": answer.text}
 
 

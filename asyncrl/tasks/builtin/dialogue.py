@@ -25,30 +25,34 @@ LONGEST_LINE = 200
 HELD_OUT_SHARE = 8
 
 
-def training(
-    size: int = 1000,
-    seed: int = 0,
-    sets: Sequence[str] = SETS,
-    given: int = 3,
-    following: int = 2,
-    system: str = "",
-) -> list[dict[str, Any]]:
-    """Makes `size` rows. sets: where from, in equal parts. given: most lines of a prompt, the last one the user's.
-    following: most further lines of the user, for the environment `dialogue`. system: message before each prompt. The
-    same seed gives the same rows."""
-    return _rows(size, seed, sets, _Cut(given, following, system), held_out=False)
+@dataclass(frozen=True, slots=True)
+class RowMaker:
+    """Makes rows of conversations, see `training`. held_out: those that are never trained on."""
+
+    held_out: bool
+
+    def __call__(
+        self,
+        size: int = 1000,
+        seed: int = 0,
+        sets: Sequence[str] = SETS,
+        given: int = 3,
+        following: int = 2,
+    ) -> list[dict[str, Any]]:
+        if not sets or set(sets) - set(SETS):
+            raise TaskError(f"task.options: sets = {list(sets)}; write one or more of {', '.join(SETS)}")
+        if given < 1 or following < 0:
+            raise TaskError(f"task.options: given = {given}, following = {following}; write 1 or more, and 0 or more")
+        source, cut = random.Random(seed), _Cut(given, following)
+        found = {name: [each for each in conversations(name) if is_held_out(each) == self.held_out] for name in sets}
+        return [cut.row(source, source.choice(found[sets[number % len(sets)]])) for number in range(size)]
 
 
-def held_out(
-    size: int = 64,
-    seed: int = 0,
-    sets: Sequence[str] = SETS,
-    given: int = 3,
-    following: int = 2,
-    system: str = "",
-) -> list[dict[str, Any]]:
-    """Makes rows like those of `training`, of conversations that are never trained on."""
-    return _rows(size, seed, sets, _Cut(given, following, system), held_out=True)
+training = RowMaker(held_out=False)
+"""Makes `size` rows. sets: where from, in equal parts. given: most lines of a prompt, the last one the user's.
+following: most further lines of the user, for the environment `dialogue`. The same seed gives the same rows."""
+held_out = RowMaker(held_out=True)
+"""Makes rows like those of `training`, of conversations that are never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,6 @@ class _Cut:
 
     given: int
     following: int
-    system: str = ""
 
     def row(self, source: random.Random, lines: Sequence[str]) -> dict[str, Any]:
         """Cuts a conversation before an answer. What follows the answer is left to the environment."""
@@ -69,24 +72,7 @@ class _Cut:
         said = [
             {"role": ("user", "assistant")[number % 2], "content": line} for number, line in enumerate(lines[start:end])
         ]
-        opening = [{"role": "system", "content": self.system}] if self.system else []
-        return {
-            "prompt": opening + said,
-            "answer": lines[end],
-            "lines": list(lines[end + 1 :: 2][: self.following]),
-        }
-
-
-def _rows(size: int, seed: int, sets: Sequence[str], cut: _Cut, held_out: bool) -> list[dict[str, Any]]:
-    if not sets or set(sets) - set(SETS):
-        raise TaskError(f"task.options: sets = {list(sets)}; write one or more of {', '.join(SETS)}")
-    if cut.given < 1 or cut.following < 0:
-        raise TaskError(
-            f"task.options: given = {cut.given}, following = {cut.following}; write 1 or more, and 0 or more"
-        )
-    source = random.Random(seed)
-    found = {name: [each for each in conversations(name) if is_held_out(each) == held_out] for name in sets}
-    return [cut.row(source, source.choice(found[sets[number % len(sets)]])) for number in range(size)]
+        return {"prompt": said, "answer": lines[end], "lines": list(lines[end + 1 :: 2][: self.following])}
 
 
 def is_held_out(lines: Sequence[str]) -> bool:

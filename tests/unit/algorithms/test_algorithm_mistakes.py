@@ -267,6 +267,17 @@ def test_forgotten_log_probabilities_of_the_reference_are_told() -> None:
         checks.check_ready(unseen, [Score(1.0, {})], None)
 
 
+def test_a_score_without_the_rewards_of_tokens_that_the_trainer_reads_is_told() -> None:
+    generation = FakeGeneration(16, 0.1, constant(20))
+    fleet = Fleet(generation, FakeReward(0.1), FakeTraining(StepCost(1.0), 1, [generation], seed=0))
+    checks, samples = AlgorithmChecks(fleet, by_token=True), BatchRef((SAMPLE,))
+    stored = Score(1.0, {}, place=replace(PLACE, columns=("token_rewards",)))
+    checks.check_ready(samples, [replace(stored, reward=0.5)], None)
+    checks.check_ready(samples, [Score(None, {})], None)
+    with pytest.raises(AlgorithmError, match=r"sample \(0, 1\) a score without the rewards of its tokens.*replace"):
+        checks.check_ready(samples, [Score(0.5, {})], None)
+
+
 PLACE = Place("sim://generation0.0", 0, 0, ("versions",))
 SAMPLE = RowRef(0, 1, 0, 0, 1, 1, 0, 0, "stop", (PLACE,))
 

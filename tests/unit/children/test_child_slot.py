@@ -54,8 +54,8 @@ async def test_many_callers_share_one_child_until_it_ends() -> None:
 
 
 async def test_one_signal_at_the_start_is_forgiven_and_two_are_not() -> None:
-    slot = ChildSlot("the worker", Spawner(VanishedEarly("killed")))
-    assert not (await slot.child()).ended
+    for signal in (VanishedEarly("killed"), ChildEnded("its pipe broke", vanished=True)):
+        assert not (await ChildSlot("the worker", Spawner(signal)).child()).ended
     with pytest.raises(VanishedEarly, match="again"):
         await ChildSlot("the worker", Spawner(VanishedEarly("killed"), VanishedEarly("again"))).child()
 

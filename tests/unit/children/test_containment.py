@@ -19,6 +19,8 @@ import pytest
 from asyncrl.children import containment
 from asyncrl.children.containment import Containment, exit_status, files_named, try_containment
 from asyncrl.children.sandbox import SandboxError
+from asyncrl.concurrency import one_error
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
@@ -83,7 +85,7 @@ ATTACKS = {
     "network": ("socket.create_connection(('127.0.0.1', PORT), 5)", "refused"),
     "abstract socket": ("socket.socket(socket.AF_UNIX).connect('\\0ABSTRACT')", "refused"),
 }
-"""What is tried, and what the error says. Words in capitals are filled in."""
+"""Programs that try to get out, with what the error says. Words in capitals are filled in."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,7 +98,7 @@ def bubblewrap() -> None:
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """What a fleet has: variables, shared memory, sockets, a run directory with keys. Returns the words to fill in."""
+    """Makes what a fleet has, variables, shared memory, sockets, a run directory with keys; yields words to fill in."""
     run, sockets = tmp_path / "runs" / "mine", tmp_path / "sockets"
     run.mkdir(parents=True)
     sockets.mkdir()
@@ -183,6 +185,37 @@ async def test_all_that_a_child_started_ends_with_the_pool(pool: MakePool, tmp_p
         assert await made.run(0, [sample(HOLDS.format(lock=str(lock)))]) == [FunctionResult(1.0)]
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+BLOCKED = """#!/bin/sh
+sleep 1000 &
+echo $! >{pid}
+wait
+"""
+"""What bubblewrap is before its child may begin: a process that waits for its own child, which waits for it."""
+
+
+async def test_a_start_that_hangs_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, pid = tmp_path / "bwrap", tmp_path / "pid"
+    fake.write_text(BLOCKED.format(pid=pid))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("asyncrl.children.guarded_process.GUARD_TIMEOUT", 0.1)
+    limits: dict[str, Any] = {"workers": 1, "deadline": 5.0, "start_deadline": 3.0, "printed": tmp_path / "printed"}
+    spec = FunctionSpec("exact_match", "exact_match")
+    with pytest.raises(DeadlineExceeded, match="could not be loaded within 3 s"), one_error():
+        async with running(lambda tasks: ChildPool([spec], tasks, containment=Containment(), **limits)):
+            pass
+    async with asyncio.timeout(20):
+        while await asyncio.to_thread(alive, pid.read_text().strip()):
+            await asyncio.to_thread(os.sched_yield)
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 PARENT = """

@@ -8,6 +8,9 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.errors import ConfigError
 
+KEYS = r"feedback\.key: must be 8 to 128 characters, each a letter from A to Z, a digit, - or _, not "
+HOSTS = r"feedback\.host: must be localhost or an IP address of this machine, such as 127\.0\.0\.1, not "
+
 
 def loaded(*flags: str) -> Config:
     keys = {"--feedback.ask": "rate", "--evaluate.prompts": "", **dict(zip(flags[::2], flags[1::2], strict=True))}
@@ -27,17 +30,48 @@ def test_a_person_may_be_the_only_reward() -> None:
         (("--feedback.otherwise", "model"), r"feedback\.otherwise.*there is no model"),
         (("--feedback.ask", "pick", "--task.samples_per_prompt", "3"), r"samples_per_prompt.*even number"),
         (("--feedback.ask", "pick", "--algorithm.preset", "remax"), r"feedback\.ask.*greedy answer"),
-        (("--feedback.key", "short"), r"feedback\.key"),
-        (("--feedback.key", "has spaces in it"), r"feedback\.key"),
+        *((("--feedback.key", key), KEYS) for key in ("short", "has spaces in it", "k" * 129, "0123456\n")),
+        *((("--feedback.host", host), HOSTS) for host in ("no-such-host", "", "127.0.0.1:80", "256.0.0.1")),
         (("--feedback.scale", "1"), r"feedback\.scale"),
         (("--feedback.port", "70000"), r"feedback\.port"),
         (("--feedback.weight", "0"), r"feedback\.weight"),
+        (
+            ("--reward.functions", '[{use = "numeric", weight = -2}]', "--feedback.weight", "2"),
+            r"reward\.functions.*the weights, -2 and 2, sum to 0",
+        ),
         (("--reward.functions", "[]", "--evaluate.prompts", "rows.jsonl"), r"nobody rates held-out answers"),
     ],
 )
 def test_what_cannot_work_is_refused(flags: tuple[str, ...], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         loaded(*flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--reward.functions", '["numeric"]'),
+        ("--reward.functions", "[]", "--reward.model", "m"),
+        ("--reward.functions", "[]", "--feedback.otherwise", "constant"),
+    ],
+)
+def test_held_out_answers_may_have_other_terms(flags: tuple[str, ...]) -> None:
+    assert loaded(*flags, "--evaluate.prompts", "rows.jsonl").warnings == []
+
+
+def test_the_weight_of_a_person_counts_where_a_person_is_asked() -> None:
+    negative = '[{use = "numeric", weight = -2}]'
+    assert loaded("--reward.functions", negative, "--feedback.weight", "3").is_scored
+    with pytest.raises(ConfigError, match="no weight is over 0"):
+        loaded("--reward.functions", negative, "--feedback.ask", "off", "--feedback.weight", "2")
+
+
+@pytest.mark.parametrize(
+    ("key", "host"), [("", "localhost"), ("k" * 8, "::1"), ("-_Az09" * 21, "127.0.0.2"), ("k" * 128, "0.0.0.0")]
+)
+def test_keys_and_hosts_that_are_taken(key: str, host: str) -> None:
+    config = loaded("--feedback.key", key, "--feedback.host", host)
+    assert (config.feedback.key, config.feedback.host) == (key, host)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config import user_code
+from asyncrl.config.schema import Config
 from asyncrl.config.source_files import DATA_SUFFIXES, anchored, source_files
 from asyncrl.config.sources import load
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
+from asyncrl.errors import ConfigError
 from asyncrl.tasks.prompt_sources import READERS
 
 TOML = """\
@@ -76,3 +79,73 @@ def test_the_run_of_an_older_version_is_read_from_the_current_folder(
 
 def test_every_reader_of_rows_reads_a_path() -> None:
     assert tuple(READERS) == DATA_SUFFIXES
+
+
+IMPORTING = """\
+import json, helpers, tools.strict as strict
+from torchless import nothing
+def late():
+    from tools import loose
+"""
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> Path:
+    """Returns a reward that imports a file and a package beside it; beside them are files that it does not import."""
+    (tmp_path / "mine/tools").mkdir(parents=True)
+    for name, text in {
+        "reward.py": IMPORTING,
+        "helpers.py": "import reward\nfrom asyncrl import fleet\n",
+        "tools/__init__.py": "",
+        "tools/strict.py": "from . import words\nfrom ..outside import x\nfrom ... import y\n",
+        "tools/loose.py": "this is no Python",
+        "tools/words.py": "",
+        "words.py": "",
+        "tools.py": "",
+        "asyncrl/fleet.py": "",
+        "../outside.py": "",
+        "../torchless.py": "",
+    }.items():
+        (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_text(text)
+    return tmp_path / "mine/reward.py"
+
+
+def read_with(use: str) -> list[str]:
+    """Returns the paths of the files that a run with this reward function reads, beside those of a second term."""
+    values = {
+        "model": {"name": "m"},
+        "task": {"prompts": "p"},
+        "reward": {"functions": [use, {"use": use, "name": "twin"}]},
+    }
+    return [str(path) for _, path in source_files(Config.model_validate(values))]
+
+
+def test_what_a_file_imports_from_its_own_folder_is_read_too(reward: Path) -> None:
+    mine = ["helpers.py", "tools/__init__.py", "tools/strict.py", "tools/loose.py", "tools/words.py"]
+    assert read_with(f"{reward}:late") == [
+        str(reward),
+        *(str(reward.parent / name) for name in mine),
+        str(reward),
+    ]
+
+
+def test_what_a_module_imports_from_its_own_package_is_read_too(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(reward.parent.parent))
+    (reward.parent / "own.py").write_text("import mine.words\nfrom mine.tools.strict import x\nimport outside\n")
+    named = ["own.py", "words.py", "tools/__init__.py", "tools/strict.py", "tools/words.py"]
+    assert read_with("mine.own:late")[:-1] == [str(reward.parent / name) for name in named]
+    (reward.parent / "__init__.py").write_text("from mine import words\n")
+    assert read_with("mine:late")[:-1] == [str(reward.parent / name) for name in ("__init__.py", "words.py")]
+
+
+def test_nothing_is_followed_where_python_has_its_packages() -> None:
+    assert [Path(each).name for each in read_with("statistics:mean")] == ["statistics.py"] * 2
+
+
+def test_a_file_that_imports_too_many_is_refused(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_code, "MOST_IMPORTED", 6)
+    assert len(read_with(f"{reward}:late")) == 7
+    monkeypatch.setattr(user_code, "MOST_IMPORTED", 5)
+    with pytest.raises(ConfigError, match="imports more than 5 files of its own folder"):
+        read_with(f"{reward}:late")

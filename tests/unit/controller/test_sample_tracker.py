@@ -192,3 +192,20 @@ async def test_a_batch_has_the_advantages_of_turns_where_the_config_asks_for_the
     assert [(found.turns, found.given) for found in batch] == [(2, 5)] * 4
     expected = [(), ()] if discount is None else [pytest.approx((1.0, 1.0)), pytest.approx((-1.0, -1.0))]
     assert [found.turn_advantages for found in batch][:2] == expected
+
+
+def test_the_rewards_of_tokens_are_part_of_the_row_and_freed_with_a_refused_score() -> None:
+    released: list[SampleName] = []
+    tracker = SampleTracker(
+        Gate(CONFIG), Journal(MemoryStore()), lambda event: None, released.extend, lambda: None, lambda: None
+    )
+    group = tracker.draw()
+    place = Place("shm://reward0.0-0-1.rows", 3, 1, ("token_rewards",))
+    tracker.generated([row(group, 0)])
+    tracker.scored(row(group, 0), Score(1.0, {}, place=place))
+    (kept,) = tracker.rows(group, (0,))
+    assert kept.place_of("token_rewards") == place
+    assert kept.place_of("text") == row(group, 0).places[0]
+    assert not released
+    tracker.scored(replace(row(group, 1), attempt=7), Score(1.0, {}, place=place))
+    assert released == [(group, 1, 7)], "nothing else would free what an old attempt stored"

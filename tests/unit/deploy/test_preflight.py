@@ -104,6 +104,18 @@ def test_a_large_file_of_prompts_is_left_to_the_run(tmp_path: Path, monkeypatch:
     assert list(preflight(chosen)) == []
 
 
+def test_a_page_at_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    task = {"prompts": str(tmp_path / "rows.jsonl")}
+    found = {}
+    for host in ("127.0.0.2", "localhost", "203.0.113.7"):
+        chosen = config(task=task, reward={"functions": ["exact_match"]}, feedback={"ask": "rate", "host": host})
+        found[host] = [str(each) for each in preflight(chosen) if not each.is_warning]
+    (problem,) = found.pop("203.0.113.7")
+    assert problem.startswith("feedback.host: 203.0.113.7:0 cannot be listened at: ")
+    assert found == {"127.0.0.2": [], "localhost": []}
+
+
 def test_an_old_name_of_a_task_in_a_run_directory_is_named_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """What a run begins with."""
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -24,8 +25,10 @@ from asyncrl.deploy.run_setup import (
     restore_run,
     settle_config,
 )
-from asyncrl.errors import ConfigError, RemoteError
+from asyncrl.errors import ConfigError, RemoteError, TaskError
+from asyncrl.tasks import training_prompts
 from asyncrl.tasks.prompt_draw import drawn_row
+from asyncrl.tasks.source_problems import check_tests
 from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 
@@ -69,11 +72,88 @@ def test_a_config_that_cannot_be_written_stays_as_it_is(directory: RunDirectory)
     assert directory.config.read_text() == before
 
 
+def test_a_change_of_what_a_reward_imports_is_refused_until_it_is_accepted(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward, helper = tmp_path / "reward.py", tmp_path / "helpers.py"
+    reward.write_text("from helpers import right\n")
+    helper.write_text("def right(sample): return 1.0\n")
+    named = {"task": {"prompts": f"{tmp_path}/p.jsonl"}, "reward": {"functions": [f"{reward}:right"]}}
+    request = order(directory.path, **named, steps=6)
+    settle_config(request, directory, None)
+    settle_config(request, directory, PLAN)
+    helper.write_text("def right(sample): return 2.0\n")
+    said = rf"reward\.functions: {helper} has changed \(SHA-256 .* is what it was"
+    with pytest.raises(ConfigError, match=said):
+        settle_config(request, directory, PLAN)
+    settle_config(replace(request, accept_changes=True), directory, PLAN)
+    assert re.search(f"changed: {said}", capsys.readouterr().out)
+    assert len(list(directory.sources.glob("*-helpers.py"))) == 2
+
+
 def test_the_prompt_of_a_group_is_named_by_its_row(directory: RunDirectory) -> None:
     questions = load_questions(order(directory.path), directory)
     assert len((directory.logs / LONGEST).read_text().splitlines()) == len(ROWS)
     row = drawn_row(5, 4, len(ROWS))
     assert questions.where(4, seed=5) == f"task.prompts: the rows given as prompts, row {row}"
+
+
+MADE = """
+def whole(size):
+    return [{"prompt": "p", "tests": ["assert f(1)"]}] * 2
+
+def half(size):
+    yield from whole(size)
+    yield {"prompt": "q", "answer": "a"}
+
+class Endless:
+    def __len__(self):
+        return 10**9
+    def __getitem__(self, number):
+        assert number < 2000, "only the first rows are read before the run starts"
+        return whole(1)[0]
+
+def endless(size):
+    return Endless()
+"""
+
+
+@pytest.mark.parametrize(
+    ("sections", "source"),
+    [
+        ({"task": {"prompts": "{mine}:half"}}, "task.prompts: {mine}:half"),
+        (
+            {"task": {"prompts": "{mine}:whole"}, "evaluate": {"prompts": "{mine}:half"}},
+            "evaluate.prompts: {mine}:half",
+        ),
+    ],
+)
+def test_rows_that_a_function_made_without_tests_are_refused_before_workers_start(
+    sections: dict[str, Any], source: str, directory: RunDirectory, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(MADE)
+    mine = str(tmp_path / "mine.py")
+    named = {name: {"prompts": each["prompts"].format(mine=mine)} for name, each in sections.items()}
+    request = replace(order(tmp_path, **named, reward={"functions": ["passes_tests"]}), prompts=None)
+    with pytest.raises(TaskError) as refused:
+        load_questions(request, directory)
+    missing = "row 2: the row has no column tests with tests; found are prompt, answer"
+    assert str(refused.value) == f"{source.format(mine=mine)}, {missing}"
+    load_questions(replace(request, config=order(tmp_path, **named).config), directory)
+
+
+def test_rows_from_python_have_tests_too_where_programs_are_tested(directory: RunDirectory) -> None:
+    request = order(directory.path, reward={"functions": ["passes_tests"]})
+    with pytest.raises(
+        TaskError, match=r"^task\.prompts: the rows given as prompts, row 0: the row has no column tests"
+    ):
+        load_questions(request, directory)
+
+
+def test_of_many_rows_only_the_first_are_read_for_their_tests(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MADE)
+    config = order(tmp_path, task={"prompts": f"{tmp_path}/mine.py:endless"}, reward={"functions": ["passes_tests"]})
+    check_tests(config.config, {"endless": training_prompts(config.config)})
 
 
 PLAN = ResumePlan(1, 5, 0, "checkpoints/5", Ledger(), 5, ("checkpoint 6 was passed over",), Scan(MemoryStore()))

@@ -137,7 +137,7 @@ def no_class():
 """
 MakePool = Callable[..., AbstractAsyncContextManager[EpisodePool]]
 Unclosed = asyncio.Queue[str]
-"""What a pool reports of environments that could not be closed."""
+"""Queue of the reports of a pool about environments that could not be closed."""
 ROW = PromptRow(prompt="p").packed
 
 
@@ -203,8 +203,8 @@ async def test_plain_methods_messages_and_tools(pool: MakePool) -> None:
     async with pool("Plain") as made:
         assert (await made.play(play())).answers[0]["tools"] == [{"name": "add"}]
         played = await made.play(play("4"))
-        message = {"role": "tool", "content": "4", "name": "add", "info": {"calls": 1}}
-        assert played.answers[1]["text"] == [message]
+        assert played.answers[1]["text"] == [{"role": "tool", "content": "4", "name": "add"}]
+        assert played.answers[1]["info"] == {"calls": 1}
 
 
 async def test_an_environment_begins_a_context(pool: MakePool) -> None:

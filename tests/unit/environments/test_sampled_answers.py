@@ -1,4 +1,4 @@
-"""What an environment is told of answers: their tokens and log-probs, turn by turn."""
+"""Environments are told the tokens and log-probs of answers, turn by turn."""
 
 from pathlib import Path
 

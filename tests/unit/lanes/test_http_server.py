@@ -10,7 +10,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.http_server import HttpServer, bound_socket
+from asyncrl.lanes.bound_socket import bound_socket
+from asyncrl.lanes.http_server import HttpServer
 
 
 async def hello(request: Request) -> PlainTextResponse:

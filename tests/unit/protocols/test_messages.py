@@ -23,6 +23,7 @@ DIGESTS = {
     15: "e8d0e2a838f81a99",
     16: "bdc43945bbd94c14",
     17: "e2122d009594170f",
+    18: "989059f1100b0d0b",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -17,10 +17,10 @@ from asyncrl.config.schema import Config, ModelConfig, RewardConfig, TaskConfig
 from asyncrl.errors import RewardError
 from asyncrl.rewards import Sample
 from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.functions import function_problems, function_specs
 from asyncrl.rewards.judge_calls.chat_endpoint import LARGEST_REPLY, Timing, jittered
 from asyncrl.rewards.remote_judge import RemoteJudge
-from asyncrl.rewards.scoring import score_of
 from tests.unit.rewards.judge_calls.chat_server import CLOSES, HANGS, ChatServer, answer, chat_server, says
 
 SAMPLE = Sample("Say hi.", "hi", {"prompt": "Say hi.", "wanted": "a greeting"}, 3, 1, "stop", 1)
@@ -132,6 +132,29 @@ async def test_what_may_pass_is_tried_again_ever_later(time: Time) -> None:
     assert len(server.asked) == 5
 
 
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 599])
+async def test_a_status_that_may_pass_is_tried_again(status: int, time: Time) -> None:
+    async with judged(time, answer(status, b"wait"), says("score 1")) as (server, judge):
+        assert await judge(SAMPLE) == 0.1
+    assert (len(server.asked), time.slept) == (2, [0.5])
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 409, 426, 499])
+async def test_a_status_that_stays_is_the_end(status: int, time: Time) -> None:
+    async with judged(time, answer(status, b"no"), says("score 1")) as (server, judge):
+        with pytest.raises(RewardError, match=f"cannot be used: HTTP {status}"):
+            await judge(SAMPLE)
+    assert (len(server.asked), time.slept) == (1, [])
+
+
+async def test_pauses_are_bounded_and_none_follows_the_last_try(time: Time) -> None:
+    async with judged(time, BUSY, tries=9, deadline=1000.0) as (server, judge):
+        with pytest.raises(RewardError, match="gave no score in 9 tries"):
+            await judge(SAMPLE)
+    assert time.slept == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert len(server.asked) == 9
+
+
 def test_calls_that_failed_together_do_not_come_back_together() -> None:
     pauses = {jittered(8.0) for _ in range(100)}
     assert len(pauses) > 90
@@ -224,6 +247,9 @@ async def test_the_same_question_is_asked_once(time: Time) -> None:
             await judge(replace(SAMPLE, text=text))
         await judge(replace(SAMPLE, text="h"))
         assert len(server.asked) == 5
+        for text in "jh":  # `h` was used last, so that `i` gives way to `j`.
+            await judge(replace(SAMPLE, text=text))
+        assert len(server.asked) == 6
     async with judged(time, says("score 1"), cache=0) as (server, judge):
         assert list(await asyncio.gather(judge(SAMPLE), judge(SAMPLE))) == [0.1, 0.1]
         assert len(server.asked) == 2

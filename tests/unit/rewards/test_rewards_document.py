@@ -10,8 +10,8 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.rewards import Sample
 from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.functions import function_problems, function_specs
-from asyncrl.rewards.scoring import score_of
 from asyncrl.rewards.templates import TEMPLATES
 from asyncrl.tasks import load_prompts
 from tests.unit.documents import DOCS, blocks, config_of, files_of
@@ -102,5 +102,12 @@ def test_episodes(tmp_path: Path) -> None:
     assert found == {"environment": 1.0, "thanks": 0.5, "sum": 1.05}
 
 
+def test_tokens(tmp_path: Path) -> None:
+    files_of(PAGE, tmp_path)
+    sample = replace(SAMPLE, tokens=3, token_ids=[1, 2, 1], token_texts=[" Sorry", ",", "sorry"])
+    (found,) = scores(config_of(PAGE, "steps.py:no_sorry", tmp_path), tmp_path, sample)
+    assert found == {"no_sorry": -2.0, "sum": -0.4}
+
+
 def test_no_example_is_left_out() -> None:
-    assert [len(blocks(PAGE, "python")), len(blocks(PAGE, "toml"))] == [3, 5]
+    assert [len(blocks(PAGE, "python")), len(blocks(PAGE, "toml"))] == [4, 6]

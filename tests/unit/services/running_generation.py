@@ -4,8 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.services.generation import GenerationService
+
+
+def core_of(service: GenerationService) -> TorchEngine:
+    """The engine of a service behind its asynchronous edge."""
+    assert isinstance(service._engine, TorchGeneration)
+    return service._engine.core
 
 
 @asynccontextmanager

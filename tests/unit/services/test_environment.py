@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.environments.episode_pool import Played
-from asyncrl.errors import EnvironmentFailed, LostRows, Retryable
+from asyncrl.errors import EnvironmentFailed, LostRows, Retryable, TaskError
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
@@ -39,7 +39,13 @@ class Counts:
         self.total += 1
         chance = os.urandom(4).hex() if self.answers else ""
         note = {"process": os.getpid()} if message == "note" else {}
+        if message in ("end", "note and end"):
+            return Observation("", self.total, True, {"said": message} if message != "end" else {})
         return Observation(f"{message} {self.total}{chance}", self.total, message == "stop", note)
+
+class Opens(Counts):
+    async def reset(self, row, seed):
+        return Observation(row["prompt"])
 
 class Slow(Counts):
     async def step(self, message):
@@ -81,9 +87,10 @@ def service(tmp_path: Path, generated: RowStore, worker_context: Callable[..., W
     file.write_text(ENVIRONMENTS)
 
     @asynccontextmanager
-    async def make(name: str = "Counts", **settings: Any) -> AsyncIterator[EnvironmentService]:
+    async def make(name: str = "Counts", system: str = "", **settings: Any) -> AsyncIterator[EnvironmentService]:
         section = {"use": f"{file}:{name}", "max_tokens": 64, "max_turns": 4, **settings}
-        plain = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "generation": {"max_new_tokens": 8}}
+        task = {"prompts": "none", "system": system}
+        plain = {"model": {"name": "tiny"}, "task": task, "generation": {"max_new_tokens": 8}}
         config = Config.model_validate({**plain, "environment": section})
 
         def made(tasks: asyncio.TaskGroup) -> EnvironmentService:
@@ -133,6 +140,50 @@ async def test_a_row_comes_back_with_all_columns_and_the_answer(service: MakeSer
         await environment.release([(3, 0, 0), (3, 1, 0)], 0)
         assert environment.rows is not None
         assert environment.rows.used == 0
+
+
+async def test_the_system_message_of_the_task_goes_before_every_opening(service: MakeService) -> None:
+    asked = {"role": "user", "content": "hi"}
+    async with service("Opens", system="Be brief.") as environment:
+        for attempt, prompt in enumerate(("hi", [asked])):
+            opening = await environment.reset(prompts(0, attempt=attempt), ROW | {"prompt": prompt})
+            assert opening.prompt == [{"role": "system", "content": "Be brief."}, asked]
+        with pytest.raises(TaskError, match=r"Opens began group 3: .* message of its own; remove task\.system"):
+            await environment.reset(
+                prompts(0, attempt=2), ROW | {"prompt": [{"role": "system", "content": "a"}, asked]}
+            )
+    async with service("Opens") as environment:
+        assert (await environment.reset(prompts(0), ROW | {"prompt": "hi"})).prompt == "hi"
+
+
+async def test_an_episode_that_ends_without_a_word_has_no_empty_message(
+    service: MakeService, generated: RowStore
+) -> None:
+    async with service() as environment:
+        silent, noted = await step(environment, said(generated, "end"), said(generated, "note and end", member=1))
+        policy = {"role": "assistant", "content": "end"}
+        assert stored(environment, silent)["transcript"] == [policy]
+        info = {"said": "note and end"}
+        assert stored(environment, noted)["transcript"] == [{**policy, "content": "note and end", "info": info}]
+        assert [row.finish for row in (silent, noted)] == ["stop", "stop"]
+
+
+async def test_calls_of_tools_count_once_and_not_in_an_evaluation(
+    service: MakeService, generated: RowStore, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.py").write_text("def double(x: int) -> int:\n    return 2 * x\n")
+    call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
+    async with service(use="tools", options={"functions": [f"{tmp_path}/tools.py:double"]}) as environment:
+        row = said(generated, call)
+        (first,) = await step(environment, row)
+        await step(environment, row)
+        before = stored(environment, first)["transcript"]
+        await environment._pool.forget([first.name])  # Its child died, and the first turn is played again.
+        await step(environment, said(generated, call, f"{call}<tool_call>", before=before))
+        await step(environment, replace(said(generated, call), group=-1))
+        counted = {name: count for name, count in environment.counters.items() if name.startswith("environment/")}
+        assert counted == {"environment/tool_calls": 3.0, "environment/failed_tool_calls": 1.0}
+        assert environment.counters["replayed"] == 1
 
 
 async def test_a_repeated_turn_gets_the_stored_row(service: MakeService, generated: RowStore) -> None:
@@ -198,6 +249,18 @@ async def test_a_new_attempt_goes_on_with_the_episode_that_lives(service: MakeSe
         assert environment.rows is not None
         assert environment.rows.used == 0
         assert not environment._pool._homes
+
+
+async def test_the_seconds_of_an_episode_are_those_of_all_its_turns(service: MakeService, generated: RowStore) -> None:
+    async with service("Slow") as environment:
+        before: list[dict[str, str]] = []
+        taken = 0.0
+        for turns, attempt in ((1, 0), (2, 0), (3, 1)):
+            (row,) = await step(environment, said(generated, *"abc"[:turns], before=before, attempt=attempt))
+            before = stored(environment, row)["transcript"]
+            state = environment._groups[3][row.name]
+            assert state.seconds >= taken + 0.2, "each turn sleeps as long"
+            taken = state.seconds
 
 
 async def test_an_attempt_that_began_anew_does_not_go_on_with_another_history(

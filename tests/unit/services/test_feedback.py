@@ -1,6 +1,7 @@
 """The reward service that asks a person: scores wait for ratings that come by HTTP, and end without them too."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,9 @@ import httpx2
 import numpy as np
 import pytest
 
+from asyncrl.config.environment_config import EnvironmentConfig
 from asyncrl.config.schema import Config
+from asyncrl.environments.transcript import transcript_column
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
@@ -18,6 +21,7 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Score
 from asyncrl.services.feedback import FeedbackService
 
+PROMPT_IDS = np.array([7, 8, 9, 10, 11], np.int32)
 OPTIONS = {"host": "127.0.0.1", "port": 0, "key": "the-right-key"}
 
 
@@ -27,9 +31,11 @@ class Person:
     def __init__(self, service: FeedbackService, store: RowStore, client: httpx2.AsyncClient) -> None:
         self.service, self.store, self.client = service, store, client
 
-    def ref(self, text: str, member: int = 0, group: int = 4, version: int = 0) -> RowRef:
-        place = self.store.put({"text": np.frombuffer(text.encode(), np.uint8)})
-        return RowRef(group, member, 0, 1, 5, len(text), version, version, "stop", (place,))
+    def ref(self, text: str, member: int = 0, group: int = 4, version: int = 0, first: int | None = None) -> RowRef:
+        data = np.frombuffer(text.encode(), np.uint8)
+        place = self.store.put({"text": data, "prompt_ids": PROMPT_IDS, "response_ids": data.astype(np.int32)})
+        first = version if first is None else first
+        return RowRef(group, member, 0, 1, 5, len(text), first, version, "stop", (place,))
 
     async def score(self, *refs: RowRef) -> list[Score]:
         return await self.service.score(BatchRef(refs), {"prompt": "say:", "answer": "b"})
@@ -96,6 +102,41 @@ async def test_a_rating_is_the_reward_beside_functions(serving: Serving) -> None
     assert (counters["feedback/ratings"], counters["feedback/waiting"], counters["feedback/late"]) == (2, 0, 0)
 
 
+async def rated_tokens(person: Person, ref: RowRef, folder: Path) -> list[int]:
+    """Rates a sample, and returns the tokens that stand beside its rating on disk."""
+    scoring = asyncio.ensure_future(person.score(ref))
+    while not (asked := await person.waiting()):
+        pass
+    await person.rate(asked[0]["sample"], 5)
+    await scoring
+    (line,) = map(json.loads, (folder / "ratings.jsonl").read_text().splitlines())
+    tokens: list[int] = line["answers"][0]["tokens"]
+    return tokens
+
+
+async def test_a_rating_keeps_the_tokens_of_prompt_and_answer(serving: Serving, tmp_path: Path) -> None:
+    async with serving(config()) as person:
+        assert await rated_tokens(person, person.ref("ab"), tmp_path) == [*PROMPT_IDS, *b"ab"]
+
+
+@pytest.mark.parametrize(("given", "context"), [(2, [*PROMPT_IDS, *range(6)]), (-2, [1, 2, 3, 4, 5])])
+async def test_a_rating_of_an_episode_keeps_its_newest_context(
+    given: int, context: list[int], serving: Serving, tmp_path: Path
+) -> None:
+    settings = config().model_copy(update={"environment": EnvironmentConfig(use="guess", max_tokens=64)})
+    async with serving(settings) as person:
+        row = {
+            "text": np.frombuffer(b"b", np.uint8),
+            "prompt_ids": PROMPT_IDS,
+            "response_ids": np.arange(6, dtype=np.int32),
+            "spans": np.array([1, given, 3, 0], np.int32),
+            "transcript": transcript_column([{"role": "assistant", "content": each} for each in "ab"]),
+            "turn_rewards": np.zeros(2, np.float32),
+        }
+        ref = RowRef(4, 0, 0, 1, 5, 4, 0, 0, "done", (person.store.put(row),), turns=2, given=2)
+        assert await rated_tokens(person, ref, tmp_path) == context
+
+
 @pytest.mark.parametrize(
     ("otherwise", "reward", "terms", "error"),
     [
@@ -131,6 +172,27 @@ async def test_a_sample_beyond_the_staleness_limit_waits_no_longer(serving: Serv
         assert (await old)[0].terms == {"person": 0.5}
         assert await person.rate(asked[0]["sample"], 5)
         fresh.cancel()
+
+
+@pytest.mark.parametrize(("policy", "newest"), [("mask", 3), ("drop", 2), ("block", 50), ("admit", 50)])
+async def test_a_sample_waits_while_its_staleness_lets_it_train(policy: str, newest: int, serving: Serving) -> None:
+    """Limit 2, and a sample of the versions 0 and 1: `mask` trains what its last token lets, `drop` what its first."""
+    settings = config()
+    settings = settings.model_copy(update={"staleness": settings.staleness.model_copy(update={"policy": policy})})
+    async with serving(settings) as person:
+        old = asyncio.ensure_future(person.score(person.ref("old", version=1, first=0)))
+        newer = asyncio.ensure_future(person.score(person.ref("newer", 1, version=newest)))
+        while len(await person.waiting()) < 2:
+            assert not old.done()
+        newest_of_all = asyncio.ensure_future(person.score(person.ref("newest", 2, version=newest + 1)))
+        if policy in ("mask", "drop"):
+            assert "nobody rated it" in (await old)[0].error
+        while {each["text"] for each in await person.waiting()} < {"newer", "newest"}:
+            assert not newer.done()
+        assert old.done() == (policy in ("mask", "drop"))
+        for each in (old, newer, newest_of_all):
+            each.cancel()
+        await asyncio.wait([old, newer, newest_of_all])
 
 
 async def test_a_restarted_worker_knows_what_was_rated(serving: Serving) -> None:

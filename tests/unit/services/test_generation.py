@@ -30,7 +30,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Canary, PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.services.generation import GenerationService
-from tests.unit.services.running_generation import running_generation
+from tests.unit.services.running_generation import core_of, running_generation
 
 INCARNATION = 2
 
@@ -198,11 +198,11 @@ async def test_closing_the_stream_aborts_what_runs(start: Start) -> None:
     async with start(own_version=0) as service:
         await service.pause()
         waiting = asyncio.ensure_future(collect(service, group(0, members=30)))
-        await until(lambda: service._engine.waiting == 30)
+        await until(lambda: core_of(service).waiting == 30)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await until(lambda: service._engine.waiting == 0)
+        await until(lambda: core_of(service).waiting == 0)
         assert service.counters["aborted"] == 30
         await service.resume()
         assert len(await collect(service, group(1))) == 4
@@ -214,7 +214,7 @@ async def test_a_closed_stream_frees_its_slots_for_others(start: Start) -> None:
         async with aclosing(service.generate(group(0, members=12))) as stream:
             await anext(stream)
         assert len(await collect(service, group(1))) == 4
-        await until(lambda: service._engine.running == 0)
+        await until(lambda: core_of(service).running == 0)
 
 
 @pytest.mark.trap("redone")
@@ -236,7 +236,7 @@ async def test_a_worker_at_which_no_sample_finishes_is_an_error_that_says_why(st
     async with start() as service:
         with pytest.raises(DeadlineExceeded, match=r"members 0, 1 of group 7, and its weights have version none yet"):
             await collect(service, group(7, members=2, deadline=0.05))
-        await until(lambda: service._engine.waiting == 0)
+        await until(lambda: core_of(service).waiting == 0)
 
 
 async def test_a_hung_engine_is_found_within_the_deadline(start: Start) -> None:
@@ -247,7 +247,7 @@ async def test_a_hung_engine_is_found_within_the_deadline(start: Start) -> None:
             hung.wait()
             return []
 
-        service._engine.step = hang
+        core_of(service).step = hang
         began = asyncio.get_running_loop().time()
         with pytest.raises(
             DeadlineExceeded, match=r"no sample of \S+ finished within 0.3 s: it runs 0 samples, 4 wait"
@@ -264,10 +264,10 @@ async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
         assert (using.readers, using.version) == ((service.context.spec.instance,), 0)
         arena.leases.using(using.readers[0], 0)
         running = asyncio.ensure_future(collect(service, group(0, members=24)))
-        await until(lambda: service._engine.running > 0)
+        await until(lambda: core_of(service).running > 0)
         await service.pause()
         await service.context.compute.run(lambda: None)
-        finished, sampling = service.counters["samples"], service._engine.running
+        finished, sampling = service.counters["samples"], core_of(service).running
         assert (await service.use_weights(arena.publish(1))).version == 1
         await service.resume()
         rows = BatchRef.join(await running).rows
@@ -283,11 +283,11 @@ async def test_how_far_it_is_from_the_trainer_is_told_with_the_version_it_took_o
     async with start() as service, start(service="evaluation") as evaluation:
         published = arena.publish(0)
         assert (await service.use_weights(published)).canary is None
-        said = service._engine.logprobs_after(np.arange(3))
+        said = core_of(service).logprobs_after(np.arange(3))
         canary = Canary((0, 1, 2), (4, 3), (float(said[4]) + 0.25, float(said[3]) - 0.125))
         moved = replace(arena.publish(1), canary=canary)
         told = await service.use_weights(moved)
-        now = service._engine.logprobs_after(np.arange(3))
+        now = core_of(service).logprobs_after(np.arange(3))
         assert told.canary == pytest.approx(canary_distance(canary, now))
         assert not np.array_equal(now, said), "it is the new weights that are asked"
         assert (await service.use_weights(moved)).canary == told.canary
@@ -297,13 +297,13 @@ async def test_how_far_it_is_from_the_trainer_is_told_with_the_version_it_took_o
 async def test_weights_overwritten_while_they_are_taken_over_are_refused_each_time(start: Start, arena: Any) -> None:
     """No lease keeps version 3 from the slot of version 1. A failed call leaves nothing that a repeated one trusts."""
     async with start(service="evaluation") as evaluation:
-        published, load = arena.publish(1), evaluation._engine.load
+        published, load = arena.publish(1), core_of(evaluation).load
 
         def load_while_it_is_overwritten(*args: Any, **settings: Any) -> None:
             load(*args, **settings)
             arena.publish(3)
 
-        evaluation._engine.load = load_while_it_is_overwritten
+        core_of(evaluation).load = load_while_it_is_overwritten
         for _ in range(2):
             with pytest.raises(WeightsError, match="holds version 3 of incarnation 2, not version 1"):
                 await evaluation.use_weights(published)
@@ -313,7 +313,7 @@ async def test_an_idle_engine_flips_and_then_starts_what_waited_for_it(start: St
     async with start() as service:
         await service.use_weights(arena.publish(0))
         waiting = asyncio.ensure_future(collect(service, group(0, not_before=1)))
-        await until(lambda: service._engine.waiting == 4)
+        await until(lambda: core_of(service).waiting == 4)
         await service.use_weights(arena.publish(1))
         assert {row.first for row in BatchRef.join(await waiting)} == {1}
 
@@ -323,7 +323,7 @@ async def test_an_engine_in_place_reads_the_arena_and_evaluation_a_copy(start: S
     async with start() as follower, start(service="evaluation") as evaluation:
         assert (await evaluation.use_weights(published)).readers == ()
         await follower.use_weights(published)
-        parameters = [next(iter(service._engine._flat.model.parameters())) for service in (follower, evaluation)]
+        parameters = [next(iter(core_of(service)._flat.model.parameters())) for service in (follower, evaluation)]
         before = [parameter.clone() for parameter in parameters]
         arena.publish(1)
         arena.publish(2)  # over version 0, which nobody leased
@@ -340,9 +340,10 @@ async def test_an_evaluation_worker_that_came_after_the_copy_says_so_at_once(sta
 async def test_pause_holds_at_the_step_it_names(start: Start) -> None:
     async with start(own_version=0) as service:
         running = asyncio.ensure_future(collect(service, group(0, members=20)))
-        await until(
-            lambda: service._set_paused(True).at >= 2 or bool(service._set_paused(False) and service._wakeup.set())
-        )
+        async with asyncio.timeout(20):
+            while (await service.pause()).at < 2:
+                await service.resume()
+                await service.context.compute.run(lambda: None)
         boundary = await service.pause()
         assert boundary.kind == "decode step"
         await service.context.compute.run(lambda: None)
@@ -355,12 +356,12 @@ async def test_pause_holds_at_the_step_it_names(start: Start) -> None:
 async def test_an_abort_in_a_pause_and_a_resume_too_many_leave_the_engine_at_work(start: Start) -> None:
     async with start(own_version=0) as service:
         abandoned = asyncio.ensure_future(collect(service, group(0, members=20)))
-        await until(lambda: service._engine.running > 0)
+        await until(lambda: core_of(service).running > 0)
         paused = [await service.pause(), await service.pause()]
         assert paused[0] == paused[1]
         abandoned.cancel()
         await asyncio.wait([abandoned])
-        await until(lambda: service._engine.running == service._engine.waiting == 0)
+        await until(lambda: core_of(service).running == core_of(service).waiting == 0)
         assert service.counters["aborted"] > 0
         await asyncio.gather(service.resume(), service.resume())
         assert len(await collect(service, group(1, members=20))) == 20

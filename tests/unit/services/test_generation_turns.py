@@ -24,7 +24,7 @@ from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService
-from tests.unit.services.running_generation import running_generation
+from tests.unit.services.running_generation import core_of, running_generation
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcript", "text")
 CHATML = (
@@ -246,8 +246,8 @@ async def test_a_turn_waits_for_the_weights_that_sampled_the_turn_before(
     async with start(version=5) as one, start(version=4) as other:
         rows = environment.step(one, await sampled(one, group()), " no")
         waiting = asyncio.ensure_future(sampled(other, going_on(group(), rows)))
-        await until(other, lambda: other._engine.waiting == len(rows))
-        assert not other._engine.active
+        await until(other, lambda: core_of(other).waiting == len(rows))
+        assert not core_of(other).active
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -326,20 +326,20 @@ async def test_turns_go_on_with_parked_keys_until_their_samples_are_released(
     async with start(config.model_copy(update=sections)) as service:
         rows = await played(service, environment, group(), " no")
         assert (service.counters["parked_hits"], service.counters["parked_misses"]) == (3, 0)
-        assert len(service._engine.parked) == 3
+        assert len(core_of(service).parked) == 3
         answered = environment.step(service, rows, " yes")
         await service.release([rows.rows[0].name], oldest=0)
         rows = await sampled(service, going_on(group(), answered))
         assert (service.counters["parked_hits"], service.counters["parked_misses"]) == (5, 1)
-        assert len(service._engine.parked) == 0, "there is no turn after the third"
+        assert len(core_of(service).parked) == 0, "there is no turn after the third"
         for row in rows:
             prompt, response, logprobs, _, spans, *_ = columns_of(service, row)
             mask = np.concatenate([np.full(n, place % 2 == 0) for place, n in enumerate(spans)])
             np.testing.assert_allclose(logprobs, plain_logprobs(folder, prompt, response)[mask], atol=1e-5, rtol=0)
         again = await played(service, environment, group(attempt=1))
-        assert len(service._engine.parked) == 3
+        assert len(core_of(service).parked) == 3
         await service.release([], oldest=again.rows[0].group + 1)
-        await until(service, lambda: len(service._engine.parked) == 0)
+        await until(service, lambda: len(core_of(service).parked) == 0)
 
 
 async def test_closing_the_stream_of_a_turn_gives_up_what_was_parked(
@@ -350,12 +350,12 @@ async def test_closing_the_stream_of_a_turn_gives_up_what_was_parked(
         rows = environment.step(service, await sampled(service, group()), " no")
         await service.pause()
         waiting = asyncio.ensure_future(sampled(service, going_on(group(), rows)))
-        await until(service, lambda: service._engine.waiting == 3)
+        await until(service, lambda: core_of(service).waiting == 3)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await until(service, lambda: service._engine.waiting == 0)
-        assert len(service._engine.parked) == 0
+        await until(service, lambda: core_of(service).waiting == 0)
+        assert len(core_of(service).parked) == 0
 
 
 async def test_the_next_turn_goes_on_when_the_call_that_sampled_the_one_before_ends(

@@ -46,7 +46,7 @@ def put(generation: RowStore, critics: RowStore) -> BatchRef:
         columns = sample_columns(*LONGEST) | EPISODE
         own = {name: np.full(length, member, dtype) for name, (dtype, length) in columns.items()}
         values = {name: np.full(length, member, dtype) for name, (dtype, length) in VALUED.items()}
-        values["reference_logprobs"] = np.full(TOKENS, member, np.float32)
+        values["reference_logprobs"] = values["token_rewards"] = np.full(TOKENS, member, np.float32)
         places = (generation.put(own), critics.put(values))
         rows.append(RowRef(4, member, 0, INCARNATION, 4, TOKENS, 0, 0, "stop", places, 1.0))
     return BatchRef(tuple(rows))

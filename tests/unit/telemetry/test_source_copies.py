@@ -48,10 +48,23 @@ def test_a_change_is_told_with_the_copy_of_what_it_was(tmp_path: Path, reward: t
     assert "reward.py is gone; " in str(changed(kept(folder), look_at([reward]), folder)[0])
 
 
+def test_a_file_that_is_read_now_or_no_more_is_a_change(tmp_path: Path, reward: tuple[str, Path]) -> None:
+    folder, helper = tmp_path / "sources", tmp_path / "helper.py"
+    helper.touch()
+    alone, both = look_at([reward]), look_at([reward, (reward[0], helper)])
+    keep(folder, both)
+    (change,) = changed(kept(folder), alone, folder)
+    assert str(change) == f"{reward[0]}: {helper} is read no more; {folder / both[1].copy} is what it was"
+    (change,) = changed(alone, both, folder)
+    assert str(change) == f"{reward[0]}: {helper} is read now, and was not kept at the last start"
+    assert changed([], both, folder) == [], "a run of an older version kept nothing"
+
+
 def test_files_that_moved_hold_the_same(tmp_path: Path, reward: tuple[str, Path]) -> None:
     old = look_at([reward])
     elsewhere = reward[1].rename(tmp_path / "elsewhere.py")
     assert moved(old, look_at([("reward.functions", elsewhere)])) == {"reward.functions"}
+    assert changed(old, look_at([("reward.functions", elsewhere)]), tmp_path) == []
     elsewhere.write_text("other")
     assert moved(old, look_at([("reward.functions", elsewhere)])) == set()
     assert moved(old, look_at([reward])) == set(), "a file that is gone is not the same"

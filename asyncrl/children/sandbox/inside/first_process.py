@@ -95,6 +95,7 @@ def end_first() -> None:
 
 def allow_reading_memory(allowed: bool) -> None:
     """Says whether other processes of the same user may read the memory of this one and open its files."""
+    # None is the program itself, which the types of dlopen do not say.
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")  # type: ignore[arg-type]
     _ctypes.call_function(prctl, (PR_SET_DUMPABLE, int(allowed), 0, 0, 0))
 

@@ -114,7 +114,7 @@ def flat_attention(
     if not getattr(module, "is_causal", True):
         raise ConfigError(f"{type(module).__name__} is not causal")
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
     return attend(layer, query, key, value, flat, settings.get("scaling"))[None], None
 
 

@@ -43,6 +43,11 @@ class KVCache:
                 self.allocate(slot, limit)
 
     @property
+    def used(self) -> float:
+        """Returns the share of the blocks that the cache may grow to which slots own."""
+        return 1.0 - self.room / self._most
+
+    @property
     def room(self) -> int:
         """Returns the blocks that the cache may grow to and that no slot owns."""
         return self._most - int(np.count_nonzero(self._used))

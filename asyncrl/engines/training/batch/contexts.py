@@ -49,9 +49,16 @@ def contexts_of(prompt: Ids, response: Ids, spans: Spans) -> list[Context]:
     return found
 
 
+def are_plain(spans: Sequence[Spans]) -> bool:
+    """Returns whether the policy sampled every token of all these responses, so that each row is one context."""
+    return all(own is None for own in spans)
+
+
 def padded_sizes(prompts: Sequence[int], spans: Sequence[Spans], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
     """Returns the tokens of the longest context of each row, and the number of its contexts. prompts, lengths: tokens
     of the prompt and of the whole row."""
+    if are_plain(spans):
+        return [*lengths], [1] * len(lengths)
     longest, numbers = [], []
     for prompt, own, length in zip(prompts, spans, lengths, strict=True):
         sizes = [length] if own is None or np.all(own >= 0) else _sizes(prompt, own)

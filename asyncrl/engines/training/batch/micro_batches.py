@@ -4,6 +4,7 @@ rows are padded for the model, and their live tokens are flat, row after row, fo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import add
 from typing import TypeAlias
 
 import numpy as np
@@ -12,7 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.contexts import Context, Spans, contexts_of, padded_sizes
+from asyncrl.engines.training.batch.contexts import (
+    ALL_SAMPLED,
+    Sampled,
+    Spans,
+    are_plain,
+    contexts_of,
+    padded_sizes,
+)
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.shared_prompts import share_prompts
 from asyncrl.engines.training.batch.train_rows import Ids
@@ -109,30 +117,56 @@ def pad_rows(
     rows share prompts where that costs less; 0 where they may not. spans: of each response, by default all tokens were
     sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the model.
     budget: tokens of one pass, with padding; contexts over it take several, and a longer one a pass of its own."""
-    found = [contexts_of(*row) for row in zip(prompts, responses, _spans(spans, len(prompts)), strict=True)]
-    sampled = [sum(len(each.response[each.sampled]) for each in row) for row in found]
-    per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), sampled)
-    contexts = [context for row in found for context in row]
-    targets = [each.response[each.sampled] for each in contexts]
-    sizes = [len(each.prompt) + len(each.response) for each in contexts]
-    whole = len(sizes) * max(sizes) <= budget
-    parts = [list(range(len(sizes)))] if whole else micro_batches(sizes, budget)
-    inputs = [_model_input([contexts[index] for index in part], device, sharing_width) for part in parts]
-    places = np.split(np.arange(len(per_token)), np.cumsum([len(each) for each in targets])[:-1])
-    order = np.argsort(np.concatenate([places[index] for part in parts for index in part]))
+    contexts, counts = _all_contexts(prompts, responses, _spans(spans, len(prompts)))
+    per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), counts)
+    targets = [response[own] for response, own in zip(contexts.responses, contexts.sampled, strict=True)]
+    sizes = [*map(add, map(len, contexts.prompts), map(len, contexts.responses))]
+    order: Tensor | None = None
+    if len(sizes) * max(sizes) <= budget:
+        passes: tuple[ModelInput, ...] = (_model_input(contexts, device, sharing_width),)
+    else:
+        parts = micro_batches(sizes, budget)
+        passes = tuple(_model_input(contexts.of(part), device, sharing_width) for part in parts)
+        places = np.split(np.arange(len(per_token)), np.cumsum([*map(len, targets)])[:-1])
+        order = torch.from_numpy(np.argsort(np.concatenate([places[index] for part in parts for index in part])))
     return PaddedRows(
-        tuple(inputs),
+        passes,
         torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
         torch.from_numpy(per_token).to(device),
-        torch.from_numpy(order).to(device) if len(parts) > 1 else None,
+        None if order is None else order.to(device),
     )
 
 
-def _model_input(contexts: Sequence[Context], device: torch.device, sharing_width: int) -> ModelInput:
-    prompts, responses = [each.prompt for each in contexts], [each.response for each in contexts]
+@dataclass(frozen=True, slots=True)
+class _Contexts:
+    """Holds the parts of contexts, one entry a context."""
+
+    prompts: Sequence[Ids]
+    responses: Sequence[Ids]
+    sampled: Sequence[Sampled]
+
+    def of(self, part: Sequence[int]) -> "_Contexts":
+        prompts, responses = [self.prompts[index] for index in part], [self.responses[index] for index in part]
+        return _Contexts(prompts, responses, [self.sampled[index] for index in part])
+
+
+def _all_contexts(
+    prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans]
+) -> tuple[_Contexts, list[int]]:
+    """Returns the contexts of all rows, and the number of sampled tokens of each row."""
+    if are_plain(spans):
+        return _Contexts(prompts, responses, [ALL_SAMPLED] * len(prompts)), [*map(len, responses)]
+    rows = [contexts_of(*row) for row in zip(prompts, responses, spans, strict=True)]
+    found = [each for row in rows for each in row]
+    contexts = _Contexts(*([getattr(each, name) for each in found] for name in ("prompt", "response", "sampled")))
+    return contexts, [sum(len(each.response[each.sampled]) for each in row) for row in rows]
+
+
+def _model_input(contexts: _Contexts, device: torch.device, sharing_width: int) -> ModelInput:
+    prompts, responses = contexts.prompts, contexts.responses
     shared = share_prompts(prompts, responses, sharing_width) if sharing_width else None
     ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
-    positions = [state[each.sampled] for state, each in zip(states, contexts, strict=True)]
+    positions = [state[own] for state, own in zip(states, contexts.sampled, strict=True)]
     return ModelInput(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(np.concatenate(positions)).to(device),

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, RowRef, SampleName
-from asyncrl.protocols.row_columns import SPANS
+from asyncrl.protocols.row_columns import SPANS, TOKEN_REWARDS
+from asyncrl.rewards.execution.token_rewards import stores_token_rewards, turn_sums
 
 Ids: TypeAlias = NDArray[np.int64]
 """Token ids [tokens]."""
@@ -26,9 +27,9 @@ class TrainRow:
     `incarnation` that sampled each token. reference_logprobs [tokens]: of the frozen reference model, only with a KL
     term. spans [2 x turns]: of an episode, see `trajectory_columns`; None: all tokens of the response were sampled.
     truncated: a limit ended the sample. advantage: one number for all tokens, or float64 [tokens]; with a critic it is
-    the reward of the sample, of which rewards [tokens], in episodes, has the parts where they came. values [tokens]: of
-    the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken by then. cost,
-    cost_values, cost_valued_at: the same for the cost.
+    the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came. values
+    [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken by
+    then. cost, cost_values, cost_valued_at: the same for the cost.
     """
 
     group: int
@@ -109,7 +110,8 @@ def columns_of(config: Config) -> list[str]:
     reference = [REFERENCE] if config.algorithm.kl > 0 else []
     targets = value_targets_of(config.algorithm)
     plain = [*token_columns(config), "logprobs", "versions"]
-    return [*plain, *reference, *(column for each in targets for column in (each.values, each.valued_at))]
+    by_token = [TOKEN_REWARDS] if stores_token_rewards(config) else []
+    return [*plain, *reference, *by_token, *(column for each in targets for column in (each.values, each.valued_at))]
 
 
 def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:
@@ -120,7 +122,8 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
         assert ref.member != GREEDY, f"the greedy answer of group {ref.group} reached the trainer; it is no sample"
         others: dict[str, Any] = {name: batch[name][index] for name in OPTIONAL if name in batch.columns}
         others |= {name: int(others[name][0]) for name in VALUED_AT if name in others}
-        others |= _by_token(ref, others.get(SPANS))
+        rewards = batch[TOKEN_REWARDS][index] if TOKEN_REWARDS in batch.columns else None
+        others |= _by_token(ref, others.get(SPANS), rewards)
         rows.append(
             TrainRow(
                 *ref.name,
@@ -138,14 +141,17 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
     return rows
 
 
-def _by_token(ref: RowRef, spans: NDArray[np.int32] | None) -> dict[str, Any]:
-    """Spreads what is known of turns over their sampled tokens: an advantage over all, a reward to the last of them."""
+def _by_token(ref: RowRef, spans: NDArray[np.int32] | None, rewards: NDArray[np.float32] | None) -> dict[str, Any]:
+    """Spreads what is known of turns over their sampled tokens: an advantage over all; to the last of them what the
+    rewards of single tokens lack of the reward of the turn."""
     found: dict[str, Any] = {"advantage": ref.advantage}
+    if rewards is not None:
+        found["rewards"] = rewards.astype(np.float64)
     if spans is not None and ref.turn_advantages:
         found["advantage"] = np.repeat(np.array(ref.turn_advantages, np.float64), spans[::2])
     if spans is not None and ref.turn_rewards:
-        found["rewards"] = np.zeros(int(spans[::2].sum()))
-        found["rewards"][np.cumsum(spans[::2]) - 1] = ref.turn_rewards
+        found.setdefault("rewards", np.zeros(int(spans[::2].sum())))
+        found["rewards"][np.cumsum(spans[::2]) - 1] += ref.turn_rewards - turn_sums(found["rewards"], spans[::2])
     return found
 
 

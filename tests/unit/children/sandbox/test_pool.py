@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -167,6 +168,46 @@ async def test_sandboxes_that_were_killed_while_they_waited_are_replaced(pool: S
     assert [result.outcome for result in await pool.run_all(program)] == ["passed", "passed"]
     kill_all(sandboxes())
     assert [result.outcome for result in await pool.run_all(program)] == ["passed", "passed"]
+
+
+def kill_inside(outer: int) -> None:
+    """Ends what a sandbox runs, which bubblewrap, stopped, does not notice."""
+    os.kill(outer, signal.SIGSTOP)
+    for child in Path(f"/proc/{outer}/task/{outer}/children").read_text().split():
+        end = os.pidfd_open(int(child))
+        os.kill(int(child), signal.SIGKILL)
+        assert select.select([end], [], [], 20)[0]
+        os.close(end)
+
+
+async def test_a_sandbox_that_ends_before_it_has_the_case_is_reported(pool: SandboxPool) -> None:
+    program = Program("", (TestCase("a"),))
+    await pool.run_all(program)
+    for pid in sandboxes():
+        kill_inside(pid)
+    (result,) = await pool.run_all(program)
+    assert (result.outcome, result.detail) == ("killed", "its sandbox: it was gone: Broken pipe")
+
+
+def python_that(folder: Path, happens: str) -> str:
+    """Makes an interpreter in which something happens before a sandbox is ready."""
+    made = folder / "python"
+    made.write_text(f'#!/bin/sh\n[ $# -gt 4 ] && {happens} && echo "no luck" && exit 3\nexec {sys.executable} "$@"\n')
+    made.chmod(0o755)
+    return str(made)
+
+
+async def test_a_sandbox_that_dies_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    dies_twice = f"{{ mkdir {tmp_path}/first || mkdir {tmp_path}/second; }} 2> /dev/null"
+    async with SandboxPool(1, kind="none", python=python_that(tmp_path, dies_twice)) as pool:
+        assert [result.outcome for result in await pool.run_all(Program("", (TestCase("a"),)))] == ["passed"]
+    assert not {"first", "second"}.difference(os.listdir(tmp_path))
+
+
+async def test_sandboxes_that_all_die_while_they_start_are_an_error_with_what_they_printed(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match=r"3 sandboxes in a row .* the last one printed 'no luck'"):
+        async with SandboxPool(1, kind="none", python=python_that(tmp_path, "true")) as pool:
+            await pool.run_all(Program("", (TestCase("a"),)))
 
 
 DIES = f"""

@@ -25,6 +25,56 @@ def answer(program: bytes, architecture: int, number: int, *arguments: int) -> i
             at += if_true if holds else if_false
 
 
+FORBIDDEN = {
+    "ptrace",
+    "process_vm_readv",
+    "process_vm_writev",
+    "kcmp",
+    "move_pages",
+    "mount",
+    "umount2",
+    "pivot_root",
+    "chroot",
+    "unshare",
+    "setns",
+    "add_key",
+    "request_key",
+    "keyctl",
+    "bpf",
+    "perf_event_open",
+    "init_module",
+    "finit_module",
+    "delete_module",
+    "kexec_load",
+    "reboot",
+    "swapon",
+    "swapoff",
+    "acct",
+    "quotactl",
+    "open_by_handle_at",
+    "name_to_handle_at",
+    "settimeofday",
+    "clock_settime",
+    "sethostname",
+    "setdomainname",
+    "lookup_dcookie",
+    "nfsservctl",
+    "fanotify_init",
+    "vhangup",
+    "kexec_file_load",
+}
+OF_INTEL = {"iopl", "ioperm", "modify_ldt", "uselib"}
+"""What a program could reach other processes, the kernel or the machine with; iopl and its like are calls of x86."""
+
+
+@pytest.mark.parametrize(("name", "more"), [("x86_64", OF_INTEL), ("aarch64", set())])
+def test_no_dangerous_call_is_missing(name: str, more: set[str]) -> None:
+    machine = MACHINES[name]
+    assert set(machine.forbidden) == FORBIDDEN | more
+    assert set(machine.refused) == {"syslog", "personality"}
+    assert set(machine.absent) == {"userfaultfd", "memfd_create", "memfd_secret", "shmget", "msgget", "semget"}
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_filter_decides_by_call_and_flags(name: str) -> None:
     machine = MACHINES[name]

@@ -1,5 +1,6 @@
 """What a resumed run may change."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,33 @@ def test_a_refused_resume_shows_the_diff_and_the_ways_out(tmp_path: Path) -> Non
         "staleness.limit",
     ]
     assert [change.partition(":")[0] for change in check_resume(tmp_path, config(steps=7), accept=False)] == ["steps"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"reward": {"functions": [{"use": "/new/mine.py:f"}]}}, ""),
+        ({"reward": {"functions": [{"use": "/new/mine.py:g"}]}}, "/new/mine.py:g"),
+        ({"reward": {"functions": [{"use": "/new/mine.py:f", "by_token": True}]}}, "by_token = true"),
+        ({"task": {"prompts": "/new/rows.jsonl"}}, ""),
+        ({"task": {"prompts": "/new/mine.py:rows"}}, "/new/mine.py:rows"),
+        ({"environment": {"use": "e:E", "options": {"functions": ["/new/tools.py:f"]}}}, ""),
+        ({"environment": {"use": "e:E", "options": {"functions": ["/new/tools.py:f"], "most": 2}}}, "most = 2"),
+    ],
+)
+def test_a_file_may_move_but_nothing_else_changes_with_it(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+    before = {
+        "task": {"prompts": "/old/rows.jsonl"},
+        "reward": {"functions": [{"use": "/old/mine.py:f"}]},
+        "environment": {"use": "e:E", "options": {"functions": ["/old/tools.py:f"]}},
+    }
+    (tmp_path / "config.toml").write_text(dump(config(**before)))
+    same = {"task.prompts", "reward.functions", "environment.options"}
+    if says:
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            check_resume(tmp_path, config(**(before | changed)), accept=False, same=same)
+    else:
+        assert len(check_resume(tmp_path, config(**(before | changed)), accept=False, same=same)) == 1
 
 
 def test_changed_tables_read_as_in_the_file() -> None:

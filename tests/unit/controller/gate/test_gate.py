@@ -13,13 +13,13 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.errors import IllegalTransition
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(st.integers(0, 10**9))
 def test_rules_hold_on_random_schedules(world: type[Any], seed: int) -> None:
     world(seed).run()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 10**9), st.sampled_from(["mask", "drop", "block", "admit"]))
 def test_no_limit_to_staleness_of_zero_is_exactly_the_synchronous_batch(
     world: type[Any], seed: int, policy: str

@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.gate import Gate
+from tests.named_seed import named_seed
 from tests.unit.controller.gate.reference_gate import ReferenceGate
 
 SCHEDULES = 40
@@ -52,10 +53,8 @@ class PairedGate:
 @pytest.mark.parametrize("policy", ["mask", "drop", "block", "admit"])
 def test_the_gate_answers_as_the_reference_does(world: type[Any], policy: str) -> None:
     for seed in range(SCHEDULES):
-        try:
+        with named_seed(seed):
             world(seed, PairedGate, policy=policy).run()
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 @pytest.mark.parametrize("policy", ["mask", "drop", "block", "admit"])

@@ -59,7 +59,7 @@ def test_a_flip_of_any_byte_is_refused_unless_only_the_last_record_has_it(run: A
         assert bytes(damaged.contents()) == content, "the file is kept"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**9), where=st.floats(0, 1), junk=st.binary(min_size=1, max_size=300))
 def test_bytes_written_over_a_journal_are_refused_where_records_follow(
     run: Any, seed: int, where: float, junk: bytes

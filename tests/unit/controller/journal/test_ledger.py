@@ -36,7 +36,7 @@ def ledger_of(records: list[Record], made: type[Ledger] = Ledger) -> Ledger:
     return ledger
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**9), steps=st.integers(0, 80))
 def test_a_legal_history_is_taken_and_its_account_is_right(run: Any, seed: int, steps: int) -> None:
     history = run(seed).go(steps)
@@ -263,7 +263,7 @@ def takes(ledger: Ledger, record: Record) -> bool:
 # ---- the journal ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**9), kept=st.floats(0, 1), tail=st.binary(max_size=20))
 def test_a_torn_tail_is_cut_and_nothing_else(run: Any, seed: int, kept: float, tail: bytes) -> None:
     history, store, ends = run(seed).go(30), MemoryStore(), [0]

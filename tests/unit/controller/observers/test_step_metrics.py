@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.observers.step_metrics import TimeShares, batch_metrics, report_metrics, step_of
+from asyncrl.controller.observers.step_metrics import (
+    EnvironmentCounts,
+    TimeShares,
+    batch_metrics,
+    report_metrics,
+    step_of,
+)
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, StepReport, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
@@ -109,6 +115,18 @@ def test_a_restarted_worker_is_counted_from_its_own_start() -> None:
     shares.since_last([health("a", 100.0, busy=100.0)])
     found = shares.since_last([health("a2", 2.0, busy=1.0)])
     assert found["time/generation/busy"] == pytest.approx(0.5)
+
+
+def test_counts_of_environments_are_those_since_the_last_line() -> None:
+    def counted(instance: str, replica: int, calls: float) -> Health:
+        counters = {"answers": 9.0, "environment/tool_calls": calls}
+        return Health("environment", replica, 0, instance, (), 0, {}, 1.0, counters)
+
+    counts = EnvironmentCounts()
+    assert counts.since_last([]) == {}
+    assert counts.since_last([counted("a", 0, 5.0), counted("b", 1, 1.0)]) == {"environment/tool_calls": 6.0}
+    assert counts.since_last([counted("b", 1, 3.0)]) == {"environment/tool_calls": 2.0}, "the other did not answer"
+    assert counts.since_last([counted("a", 0, 7.0), counted("b2", 1, 4.0)]) == {"environment/tool_calls": 6.0}
 
 
 def test_what_is_unknown_is_named(unknown_metrics: Callable[[Mapping[str, object]], list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""What is said before a run whose code cannot be contained, and which runs need no containment."""
+"""Checks what is said before a run whose code cannot be contained, and that other runs need no containment."""
 
 from pathlib import Path
 from typing import Any

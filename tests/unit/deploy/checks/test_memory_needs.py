@@ -27,7 +27,7 @@ from asyncrl.deploy.checks.memory_needs import (
 from asyncrl.engines.generation.forward import kv_cache
 from asyncrl.lanes.data.row_heap import range_bytes
 from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row
-from asyncrl.protocols.row_columns import reference_columns, sample_columns, value_columns
+from asyncrl.protocols.row_columns import reference_columns, sample_columns, token_reward_columns, value_columns
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
 
@@ -156,6 +156,11 @@ def test_what_is_not_sampled_takes_no_memory_however_long_a_token_may_be() -> No
             "algorithm": {"preset": "ppo", "kl": 0.05},
             "reference": {"replicas": 2},
         },
+        {
+            "generation": {"max_new_tokens": 1024},
+            "algorithm": {"preset": "ppo"},
+            "reward": {"functions": [{"use": "mine.py:by_token", "by_token": True}]},
+        },
     ],
 )
 def test_the_estimate_is_right_within_a_tenth_of_what_full_stores_take(sections: dict[str, Any]) -> None:
@@ -167,6 +172,8 @@ def test_the_estimate_is_right_within_a_tenth_of_what_full_stores_take(sections:
         columns.append((reference_columns(response), chosen.reference.replicas))
     if chosen.algorithm.advantage == "gae":
         columns.append((value_columns("values", "valued_at", response), 1))
+    if any(function.by_token for function in chosen.reward.functions):
+        columns.append((token_reward_columns(response), 1))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, ExitStack() as scope:
         for kind, (each, replicas) in enumerate(columns):
             row = {name: np.ones(length, dtype) for name, (dtype, length) in each.items()}

@@ -19,6 +19,7 @@ from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import Trainer, run_step
+from tests.instruction_count import counting
 
 INCARNATION, VERSION = 1, 5
 SPANS = ([3, 2, 4, -5, 2, 1, 3, 0], [2, -3, 5, -1, 1, 0], [4, 0])
@@ -213,3 +214,16 @@ def test_passes_and_what_they_keep_are_bounded(tiny: Path, make_episodes: Callab
     assert max(computed) <= budget
     layers = [shape for shape in kept if len(shape) > 2]
     assert not layers, f"states of all tokens stay for the backward pass: {layers}"
+
+
+INSTRUCTIONS = 150
+"""Bytecode instructions that a row of one context may cost where it is padded; 107 before rows had contexts."""
+
+
+@pytest.mark.parametrize("spans", [None, [None] * 64])
+def test_rows_of_one_context_cost_nothing_for_contexts(make_rows: Callable, spans: list[None] | None) -> None:
+    rows = make_rows(64)
+    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    with counting() as count:
+        pad_rows(prompts, responses, 1.0, torch.device("cpu"), spans=spans)
+    assert count.instructions <= INSTRUCTIONS * len(rows)

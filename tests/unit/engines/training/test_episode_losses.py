@@ -26,6 +26,7 @@ ALGORITHMS = {
     "kl in the loss": {"preset": "grpo", "kl": 0.3},
     "kl in the reward": {"preset": "rloo", "kl": 0.1},
     "ppo": {"preset": "ppo", "kl": 0.05},
+    "ppo by token": {"preset": "ppo", "kl": 0.05},
 }
 EPISODES = {"environment": {"use": "guess.py:Guess", "max_tokens": MAX_TOKENS}, "training": {"max_grad_norm": 1e9}}
 
@@ -73,7 +74,7 @@ def advantages_by_hand(row: TrainRow, algorithm: str) -> list[float]:
     kl = [float(a) - float(b) for a, b in zip(row.logprobs, row.reference_logprobs, strict=True)]
     if algorithm == "kl in the reward":
         return [row.advantage - 0.1 * sum(kl[token:]) for token in range(tokens)]
-    if algorithm != "ppo":
+    if "ppo" not in algorithm:
         return [float(row.advantage)] * tokens
     values = [*map(float, row.values), 0.0]
     assert row.rewards is not None
@@ -85,7 +86,7 @@ def advantages_by_hand(row: TrainRow, algorithm: str) -> list[float]:
 
 def loss_by_hand(model: torch.nn.Module, rows: Sequence[TrainRow], algorithm: str) -> Tensor:
     advantages = [torch.tensor(advantages_by_hand(row, algorithm), dtype=torch.float64) for row in rows]
-    if algorithm == "ppo":
+    if "ppo" in algorithm:
         flat = torch.cat(advantages)
         advantages = [(each - flat.mean()) / (flat.std() + 1e-4) for each in advantages]
     total = torch.zeros(())
@@ -100,6 +101,7 @@ def loss_by_hand(model: torch.nn.Module, rows: Sequence[TrainRow], algorithm: st
             "dr_grpo": 1 / MAX_TOKENS / len(rows),
             "kl in the reward": 1 / len(rows),
             "ppo": 1 / sum(len(row.logprobs) for row in rows),
+            "ppo by token": 1 / sum(len(row.logprobs) for row in rows),
         }
         total = total + weights[algorithm] * terms.sum()
     return total
@@ -122,8 +124,10 @@ def expect_gradients(found: Sequence[Tensor], model: torch.nn.Module) -> None:
 
 
 @pytest.fixture
-def rows(tiny: Path, make_episodes: Callable) -> list[TrainRow]:
-    """Episodes of which five share a prompt, sampled by a policy near the one that trains."""
+def rows(tiny: Path, make_episodes: Callable, request: pytest.FixtureRequest) -> list[TrainRow]:
+    """Episodes of which five share a prompt, sampled by a policy near the one that trains. With "ppo by token" each
+    sampled token has a reward."""
+    by_token = "ppo by token" in request.node.name
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     draw, found = np.random.default_rng(3), []
     prompt = draw.integers(0, KNOWN, 30)
@@ -133,7 +137,10 @@ def rows(tiny: Path, make_episodes: Callable) -> list[TrainRow]:
             name: (logprobs_of(model, own).detach().numpy() + draw.normal(0, 0.2, len(row.logprobs))).astype(np.float32)
             for name in ("logprobs", "reference_logprobs")
         }
-        found.append(dataclasses.replace(own, rewards=np.where(last_of_turns(own), draw.normal(), 0.0), **near))
+        rewarded = np.where(last_of_turns(own), draw.normal(), 0.0)
+        if by_token:
+            rewarded += draw.normal(size=len(rewarded))
+        found.append(dataclasses.replace(own, rewards=rewarded, **near))
     shared = share_prompts([row.prompt_ids for row in found], [row.response_ids for row in found], 32)
     assert shared is not None, "no two rows share the tokens of their prompt"
     return found
@@ -157,7 +164,7 @@ def test_a_policy_learns_what_plain_autograd_says(
     expect_gradients(gradients, model)
 
 
-@pytest.mark.parametrize("config", ["ppo"], indirect=True)
+@pytest.mark.parametrize("config", ["ppo", "ppo by token"], indirect=True)
 def test_a_critic_learns_what_plain_autograd_says(config: Config, tiny: Path, rows: list[TrainRow]) -> None:
     critic = CriticTrainer(config, tiny)
     torch.manual_seed(4)

@@ -218,3 +218,40 @@ def test_a_limit_truncates(finish: str) -> None:
         BatchRef((row,)), Batch(dict.fromkeys(("prompt_ids", "response_ids", "logprobs", "versions"), ids)), 1.0
     )
     assert joined.truncated == row.truncated == (finish.endswith("_limit") or finish == "length")
+
+
+TOKENS = [0.5, 0.0, -1.0, 0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("spans", "turn_rewards", "expected"),
+    [
+        (None, (), TOKENS),
+        ([5, 0], (), TOKENS),
+        ([3, 2, 2, 0], (1.0, 0.5), [0.5, 0.0, 0.5, 0.25, 0.25]),
+        ([1, 0, 4, 0], (0.5, -0.5), TOKENS),
+    ],
+)
+def test_rewards_of_tokens_stand_at_their_tokens_and_the_rest_of_a_turn_at_its_last(
+    spans: list[int] | None, turn_rewards: tuple[float, ...], expected: list[float]
+) -> None:
+    columns = {
+        "prompt_ids": [1],
+        "response_ids": [2] * (5 if spans is None else sum(spans)),
+        "logprobs": [-1.0] * 5,
+        "versions": [0] * 5,
+        "token_rewards": np.array(TOKENS, np.float32),
+    } | ({} if spans is None else {"spans": np.array(spans, np.int32)})
+    ref = RowRef(0, 0, 0, 1, 1, 5, 0, 0, "stop", (), 0.0, 2.0, turns=max(1, len(turn_rewards)))
+    refs = BatchRef((dataclasses.replace(ref, turn_rewards=turn_rewards),))
+    (row,) = train_rows(refs, Batch({name: Column.of([np.array(own)]) for name, own in columns.items()}), 1.0)
+    np.testing.assert_allclose(row.rewards, expected)
+
+
+@pytest.mark.parametrize(("preset", "reads"), [("ppo", True), ("grpo", False)])
+def test_only_a_critic_makes_the_trainer_read_rewards_of_tokens(
+    preset: str, reads: bool, make_config: Callable
+) -> None:
+    functions = [{"use": "mine.py:by_token", "by_token": True}]
+    config = make_config(algorithm={"preset": preset}, reward={"functions": functions})
+    assert ("token_rewards" in columns_of(config)) is reads

@@ -82,7 +82,7 @@ def test_what_the_policy_said_is_read(asks: dict[str, Any], said: str, content: 
 
 
 def test_an_answer_comes_back_as_it_is_known() -> None:
-    """What the agent sends back is the same message as that which the policy said, by its digest."""
+    """The agent sends back the same message as the policy said, by its digest."""
     request = asked(tools=[TOOL])
     answer = answered(request, f"I add.{CALL}")
     sent_back = completion(request, answer)["choices"][0]["message"]

@@ -111,7 +111,7 @@ def test_the_sandbox_is_one_key_of_all_children() -> None:
 
 
 async def test_demonstrations_show_what_the_environment_says(sandboxes: None) -> None:
-    """As the tokens of a demonstration stand in a row: the prompt, a program, what was said of it, a second program."""
+    """A demonstration is the prompt, a program, what the environment says of it, and a second program."""
 
     source = random.Random(0)
     shown = [prompt for prompt, _ in (DEMONSTRATIONS_OF_REPAIR.draw(source) for _ in range(40)) if "<eos>" in prompt]

@@ -63,7 +63,7 @@ class HeapModel(RuleBasedStateMachine):
 
 
 TestHeap = HeapModel.TestCase
-TestHeap.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestHeap.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 class Lengths:

@@ -247,7 +247,7 @@ class SharedRowsModel(RowsModel):
 TestPrivateRows = RowsModel.TestCase
 TestSharedRows = SharedRowsModel.TestCase
 for case in (TestPrivateRows, TestSharedRows):
-    case.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+    case.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def test_a_long_column_between_others_is_stored_whole(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import math
 from typing import Any
 
 import numpy as np
@@ -98,3 +99,32 @@ async def test_a_column_that_is_not_there_is_told_with_those_that_are() -> None:
         "it raised MissingColumn: the row has no column answer; found are prompt, answr; did you mean answr?"
     )
     assert (sample.row.get("answer"), sample.row["answr"], "answer" in sample.row) == (None, "a", False)
+
+
+async def test_a_function_by_token_returns_a_reward_for_each_token() -> None:
+    sample = Sample("p", "abc", {}, 0, 0, "stop", 3)
+    (found,) = await call(lambda sample: np.array([0.5, -0.25, 1.0], np.float32), [sample], False, by_token=True)
+    assert found == FunctionResult(1.25, tokens=(0.5, -0.25, 1.0))
+    both = await call(lambda samples: [[1, 2, 3], None], [sample, sample], True, by_token=True)
+    assert both == [FunctionResult(6.0, tokens=(1.0, 2.0, 3.0)), FunctionResult(reason="it returned None")]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (0.5, "with by_token = true it returns a list, this is 0.5"),
+        ({"a": 1.0}, "with by_token = true it returns a list"),
+        ([0.5, 1.0], "it returned 2 rewards for the 3 tokens of the sample"),
+        ([0.5, math.nan, 1.0], "the reward of token 1 is nan"),
+        ([0.5, "x", 1.0], "the reward of token 1 is not a number"),
+        ([1e308] * 3, "the sum of its rewards is inf"),
+    ],
+)
+async def test_what_is_no_reward_of_tokens(value: Any, reason: str) -> None:
+    (found,) = await call(lambda sample: value, [Sample("p", "abc", {}, 0, 0, "stop", 3)], False, by_token=True)
+    assert found.value is None
+    assert found.reason.startswith(reason)
+
+
+def test_a_list_from_another_function_is_answered_with_the_key_to_write() -> None:
+    assert "needs by_token = true" in result_of([0.5, 1.0]).reason

@@ -60,7 +60,7 @@ async def test_a_rating_is_on_disk_before_it_is_a_reward(opened: Opened, tmp_pat
     assert (await wait, judgement.late, seen, board.waiting) == (0.75, False, [1], 0)
     (line,) = lines(tmp_path)
     assert (line["kind"], line["prompt"], line["late"]) == ("rating", "hi", False)
-    assert line["answers"] == [{"sample": answer().id, "text": "hello", "value": 0.75, "finish": "stop"}]
+    assert line["answers"] == [{"sample": answer().id, "text": "hello", "value": 0.75, "finish": "stop", "tokens": []}]
 
 
 async def test_a_rating_that_cannot_be_written_is_no_reward(
@@ -280,3 +280,111 @@ async def test_a_cancelled_call_asks_nobody_any_more(opened: Opened, tmp_path: P
     await asyncio.wait([wait])
     assert (board.waiting, list(board.unanswered())) == (0, [])
     assert (await board.rate(answer().id, 1.0)).late
+
+
+async def test_an_answer_that_waits_can_be_rated_however_many_came_and_went(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rewards.feedback.board.KNOWN_ANSWERS", 2)
+    board = await opened()
+    (waiting,) = await asked(board, answer("patient"))
+    for member in range(1, 5):
+        gone = asyncio.ensure_future(board.value(answer("gone", member), FOREVER, SECONDS))
+        while board.waiting < 2:
+            assert not gone.done(), "nobody was asked"
+            await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.wait([gone])
+    await board.rate(answer("patient").id, 1.0)
+    assert await waiting == 1.0
+    assert (await board.rate(answer("gone", 4).id, 0.0)).late
+    with pytest.raises(UnknownAnswer):
+        await board.rate(answer("gone", 1).id, 0.0)
+
+
+async def test_a_pick_is_in_time_while_one_of_its_answers_waits(opened: Opened) -> None:
+    board = await opened()
+    waiting, gone = await asked(board, answer("a"), answer("b", 1))
+    gone.cancel()
+    await asyncio.wait([gone])
+    assert not (await board.pick(answer("a").id, answer("b", 1).id)).late
+    assert (await waiting, board.file.late) == (1.0, 0)
+
+
+async def test_an_answer_without_another_to_compare_it_with_waits_no_longer(opened: Opened) -> None:
+    board = await opened()
+    board.members = 4
+    first, last, picked, other = (answer(text, number) for number, text in enumerate("abcd"))
+    (waiting,) = await asked(board, last)
+    assert await board.value(first, FOREVER, 0) is None
+    assert board.waiting == 1, "two others may still come"
+    both = [asyncio.ensure_future(board.value(each, FOREVER, SECONDS)) for each in (picked, other)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    await board.pick(picked.id, other.id)
+    assert await gather(*both) == (1.0, 0.0)
+    assert await waiting is None
+    assert (board.rated, board.unrated) == (2, 2)
+
+
+async def test_the_last_answer_of_a_group_has_none_to_be_compared_with(opened: Opened) -> None:
+    board = await opened()
+    board.members = 2
+    assert await board.value(answer("a"), FOREVER, 0) is None
+    assert await board.value(answer("b", 1), FOREVER, SECONDS) is None
+    assert board.waiting == 0
+
+
+async def test_an_answer_waits_for_others_of_its_attempt_and_of_its_group(opened: Opened) -> None:
+    board = await opened()
+    board.members = 2
+    assert await board.value(answer("a", group=4), FOREVER, 0) is None
+    assert await board.value(answer("a"), FOREVER, 0) is None
+    waiting = asyncio.ensure_future(board.value(answer("b", 1), FOREVER, SECONDS, attempt=1))
+    while not board.waiting:
+        assert not waiting.done(), "the other one is sampled again in the new attempt"
+        await asyncio.sleep(0)
+    assert await board.value(answer("c"), FOREVER, 0, attempt=1) is None
+    assert await waiting is None
+
+
+async def test_an_answer_waits_while_the_newest_version_may_train_on_it(opened: Opened) -> None:
+    board = await opened()
+    await board.version_seen(5)
+    waiting = asyncio.ensure_future(board.value(answer(), 5, SECONDS))
+    while not board.waiting:
+        assert not waiting.done(), "nobody was asked"
+        await asyncio.sleep(0)
+    await board.rate(answer().id, 0.25)
+    assert await waiting == 0.25
+
+
+async def test_an_answer_waits_until_the_last_call_for_it_ends(opened: Opened) -> None:
+    board = await opened()
+    calls = [asyncio.ensure_future(board.value(answer(), FOREVER, SECONDS)) for _ in range(3)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    for call in calls[:2]:
+        call.cancel()
+        await asyncio.wait([call])
+        assert [each.text for each in board.unanswered()] == ["hello"]
+    assert not (await board.rate(answer().id, 0.75)).late
+    assert (await calls[2], board.waiting, board.rated) == (0.75, 0, 1)
+
+
+async def test_the_newest_ratings_are_remembered_and_the_oldest_is_forgotten(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rewards.feedback.ratings_file.REMEMBERED", 3)
+    board = await opened()
+    answers = [answer("a"), answer("b", 1), answer("b again", 1), answer("c", 2)]
+    for each in answers:
+        await board.file.add(Judgement((each,), (1.0,)))
+    assert [board.file.value(each.id) for each in answers] == [None, 1.0, 1.0, 1.0]
+    assert [board.file.is_reward(each.id) for each in answers] == [False, False, True, True]
+    await board.file.add(Judgement((answer("d", 3),), (1.0,)))
+    assert board.file.value(answers[1].id) is None
+    assert board.file.is_reward(answers[2].id), "the other text of this member is the reward, and is remembered"
+    late = board.file.late
+    await board.file.note_other_text(answer("a once more"))
+    assert (board.file.late, board.file.ratings) == (late, 5), "a forgotten rating is not counted as late"

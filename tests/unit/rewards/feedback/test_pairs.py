@@ -4,15 +4,15 @@ from typing import Any
 
 from asyncrl.rewards.feedback.pairs import MOST_ANSWERS, ComparedPrompt, compared_prompts, split
 
+SEEN = {"sample": "n", "finish": "stop", "tokens": [1, 2]}
+
 
 def rating(prompt: str, text: str, value: float, **more: Any) -> dict[str, Any]:
-    return {"kind": "rating", "prompt": prompt, "answers": [{"sample": "n", "text": text, "value": value, **more}]}
+    return {"kind": "rating", "prompt": prompt, "answers": [{**SEEN, "text": text, "value": value, **more}]}
 
 
 def pick(prompt: str, first: str, second: str, values: tuple[float, float] = (1.0, 0.0)) -> dict[str, Any]:
-    answers = [
-        {"sample": text, "text": text, "value": value} for text, value in zip((first, second), values, strict=True)
-    ]
+    answers = [{**SEEN, "text": text, "value": value} for text, value in zip((first, second), values, strict=True)]
     return {"kind": "pick", "prompt": prompt, "answers": answers}
 
 
@@ -29,8 +29,17 @@ def test_picks_and_ratings_of_one_prompt_make_pairs() -> None:
 
 def test_what_compares_nothing_makes_no_pair() -> None:
     equal = [rating("p", "a", 1.0), rating("p", "b", 1.0), rating("q", "a", 0.0), pick("r", "a", "a")]
-    episode = rating("s", "a", 1.0, turns=[{"role": "assistant"}, {"role": "user"}, {"role": "assistant"}])
-    assert compared_prompts([*equal, episode, rating("s", "b", 0.0)]) == []
+    without_tokens = rating("s", "a", 1.0, tokens=[])
+    assert compared_prompts([*equal, without_tokens, rating("s", "b", 0.0)]) == []
+
+
+def test_episodes_that_end_with_the_same_answer_are_two() -> None:
+    polite = [{"role": "assistant", "content": "please"}, {"role": "user", "content": "?"}]
+    rude = [{"role": "assistant", "content": "now"}, *polite[1:]]
+    said = [rating("p", "yes", 1.0, turns=polite, tokens=[5, 6]), rating("p", "yes", 0.0, turns=rude, tokens=[7, 6])]
+    (found,) = compared_prompts(said)
+    (pair,) = found.pairs
+    assert [found.answers[number].tokens for number in (pair.first, pair.second)] == [(5, 6), (7, 6)]
 
 
 def test_the_answers_of_one_prompt_are_bounded() -> None:

@@ -60,17 +60,15 @@ def answer(text: str = "hello", member: int = 0, **given: Any) -> RatableAnswer:
 
 async def test_what_waits_is_listed_with_its_conversation(tmp_path: Path) -> None:
     turns = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-    ended = [*turns[:1], {"role": "user", "content": ""}]
     async with serving(tmp_path) as page:
-        await page.asks(answer("one"), answer("two", 1, turns=turns), answer("a", 2, turns=ended))
+        await page.asks(answer("one"), answer("two", 1, turns=turns))
         asked = (await page.client.get("/answers")).json()
-    assert (asked["ask"], asked["scale"], asked["waiting"]) == ("rate", 5, 3)
-    assert [each["text"] for each in asked["answers"]] == ["one", "two", "a"]
+    assert (asked["ask"], asked["scale"], asked["waiting"]) == ("rate", 5, 2)
+    assert [each["text"] for each in asked["answers"]] == ["one", "two"]
     assert asked["answers"][0]["prompt"] == CHAT
     assert [each["said"] for each in asked["answers"]] == [
         [{"role": "assistant", "content": "one"}],
         turns,
-        turns[:1],
     ]
     assert [[each["text"] for each in pair] for pair in asked["pairs"]] == [["one", "two"]]
 

@@ -10,9 +10,9 @@ import pytest
 
 from asyncrl.config.sources import load as load_experiment
 from asyncrl.engines.models.model_preparation import demonstrations_of
+from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.functions import function_specs, load
 from asyncrl.rewards.sample import FunctionResult, Sample
-from asyncrl.rewards.scoring import score_of
 from asyncrl.tasks import held_out_prompts, training_prompts
 from asyncrl.tasks.builtin import chant, first_token, reverse, stragglers, two_turns
 

@@ -40,8 +40,8 @@ def test_a_prompt_is_cut_out_of_a_conversation_before_an_answer() -> None:
         assert 1 <= len(shown) <= 3
         assert row["prompt"][0]["role"] == row["prompt"][-1]["role"] == "user"
         assert row["lines"] == list(TALK[end + 1 :: 2][:2])
-    assert dialogue._Cut(3, 2, "be kind").row(source, TALK[:2]) == {
-        "prompt": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}],
+    assert dialogue._Cut(3, 2).row(source, TALK[:2]) == {
+        "prompt": [{"role": "user", "content": "hi"}],
         "answer": "hello",
         "lines": [],
     }

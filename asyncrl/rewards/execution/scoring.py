@@ -5,6 +5,7 @@ from typing import Literal
 
 from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
+from asyncrl.rewards.execution.token_rewards import token_rewards, turn_sums
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.rewards.templates import ENVIRONMENT
@@ -44,10 +45,15 @@ def score_of(
 
 
 def _turns(sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult]) -> tuple[float, ...]:
-    """Returns what each turn added to the score: the weighted rewards of the environment, where they are part of it."""
+    """Returns what each turn added to the score: the weighted rewards of the environment, where they are part of it,
+    and those of the turn's tokens."""
     scored = zip(specs, results, strict=True)
     weight = sum(spec.weight for spec, result in scored if spec.use == ENVIRONMENT and not result.reason)
-    return tuple([weight * reward for reward in sample.turn_rewards]) if weight else ()
+    parts = [weight * reward for reward in sample.turn_rewards] if weight else []
+    if sample.turn_tokens:
+        of_tokens = turn_sums(token_rewards(sample, specs, results), sample.turn_tokens).tolist()
+        parts = [own + more for own, more in zip(parts or [0.0] * len(of_tokens), of_tokens, strict=True)]
+    return tuple(parts)
 
 
 def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult) -> str:

@@ -5,9 +5,9 @@ import pytest
 from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards import Sample
+from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult
-from asyncrl.rewards.scoring import score_of
 
 SAMPLE = Sample("p", "wrong " * 100, {}, group=12, member=3, finish="stop", tokens=1)
 SPECS = [FunctionSpec("exact_match", "match", weight=2.0), FunctionSpec("my.py:shape", "shape", weight=0.5)]

@@ -1,0 +1,159 @@
+"""The `torch` engine beside an event loop.
+
+    submit ── requests ────┐                          ┌── finished samples ── deliver
+    update ── new weights ─┼── compute thread, in turn ┤
+                           └── slices of decode steps ─┘
+
+All calls of TorchEngine run on the compute thread, so that a change of weights falls between two decode steps.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.devices import refuse_unusable
+from asyncrl.engines.generation.engine_interface import EngineLoad
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.weights.arena import Reader, open_reader
+from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.messages import Published
+
+SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
+
+
+class TorchGeneration:
+    """Runs a TorchEngine, `core`, on the compute thread of a worker, in slices of decode steps. in_place: whether the
+    weights are read where the trainer wrote them, under a lease; else they are copied."""
+
+    def __init__(self, core: TorchEngine, worker: WorkerContext, *, in_place: bool) -> None:
+        self.core = core
+        self._worker = worker
+        self._in_place = in_place
+        self._aborted: list[Key] = []
+        self._released: list[SampleName] = []  # Parked sequences of these, and of groups before the next, are dropped.
+        self._oldest = 0
+        self._wakeup = asyncio.Event()
+        self._step_lock = threading.Lock()  # guards the two below, which loop and compute thread share
+        self._paused = False
+        self._steps_begun = 0
+        self._reader: Reader | None = None
+
+    @classmethod
+    async def open(
+        cls, worker: WorkerContext, *, copies: bool, engine: Callable[..., TorchEngine] = TorchEngine
+    ) -> "TorchGeneration":
+        """Loads the model on the compute thread. copies: whether weights are copied even where they need not be. Raises
+        ConfigError for a model or device that cannot be used."""
+        device = worker.config.generation.device
+        refuse_unusable("generation.device", device)
+        version = worker.spec.options.get("own_version", NO_WEIGHTS)
+        core = await worker.compute.run(engine, worker.facts.model_dir, worker.config, version)
+        return cls(core, worker, in_place=not copies and device == "cpu")
+
+    @property
+    def tokenizer(self) -> TokenizerWithStops:
+        return self.core.tokenizer
+
+    @property
+    def turns(self) -> TurnRenderer:
+        return self.core.turns
+
+    @property
+    def context(self) -> int | None:
+        return self.core.context
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        await self._worker.compute.run(self.core.submit, *requests)
+        self._wakeup.set()
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        self._aborted += keys
+        self._wakeup.set()
+
+    def forget(self, samples: Iterable[SampleName], oldest: int) -> None:
+        self._released += samples
+        self._oldest = max(self._oldest, oldest)
+        self._wakeup.set()
+
+    def load(self) -> EngineLoad:
+        core = self.core
+        hits, misses = core.parked.hits, core.parked.misses
+        return EngineLoad(core.running, core.waiting, core.cache_used, 0, hits, misses)
+
+    async def pause(self) -> int:
+        return self._set_paused(True)
+
+    async def resume(self) -> int:
+        steps = self._set_paused(False)
+        self._wakeup.set()
+        return steps
+
+    async def update(self, published: Published) -> None:
+        await self._worker.compute.run(self._load_weights, published)
+        self._wakeup.set()
+
+    async def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+        return await self._worker.compute.run(self.core.logprobs_after, prompt)
+
+    async def run(self, deliver: Callable[[Sequence[Completion]], None]) -> None:
+        """Runs slices of decode steps while there are samples, until cancelled."""
+        while True:
+            await self._wakeup.wait()
+            self._wakeup.clear()
+            more = True
+            while self._aborted or self._released or (more and not self._paused):
+                aborted, released = self._aborted, self._released
+                self._aborted = []
+                self._released = []
+                done, more = await self._worker.compute.run(self._run_slice, aborted, released)
+                deliver(done)
+                await asyncio.sleep(0)  # Lets callers run where the compute thread is this event loop.
+            self._worker.clock.idle()
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def _run_slice(self, aborted: Iterable[Key], released: Iterable[SampleName]) -> tuple[list[Completion], bool]:
+        """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
+        the finished requests, and whether there is more to sample. Keys and values of released samples are dropped."""
+        self.core.end(aborted, "abort")
+        self.core.parked.forget(released, self._oldest)
+        until = time.monotonic() + SLICE_SECONDS
+        done: list[Completion] = []
+        while not done and self.core.active:
+            with self._step_lock:
+                if self._paused:
+                    break
+                self._steps_begun += 1
+            done = self.core.step()
+            if self._worker.compute.queued > 1 or time.monotonic() >= until:
+                break
+        return done, self.core.active
+
+    def _set_paused(self, paused: bool) -> int:
+        """Prevents or allows further steps; returns the number of steps begun."""
+        with self._step_lock:
+            self._paused = paused
+            return self._steps_begun
+
+    def _load_weights(self, published: Published) -> None:
+        """Loads weights on the compute thread."""
+        with self._worker.clock.state("sync"), self._worker.tracer.span("flip", version=published.version):
+            if self._reader is None:
+                self._reader = open_reader(published, self.core.spec)
+            tensors = self._reader.tensors(published)
+            self.core.load(tensors, published.version, share=self._in_place)
+            self._reader.check(published)

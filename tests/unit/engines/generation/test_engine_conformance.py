@@ -1,0 +1,181 @@
+"""What the generation service relies on, of every engine behind GenerationEngine."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.engines.generation.engine_interface import GenerationEngine
+from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.torch_generation import TorchGeneration
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.lanes.weights.arena import open_writer
+from asyncrl.lanes.weights.tensor_spec import spec_of
+from asyncrl.protocols.messages import Published
+from tests.unit.engines.generation.conftest import engine_config, make_model
+from tests.unit.services.conftest import worker_context as worker_context
+
+FAMILY = "llama-tied"
+LIMIT = 60.0  # seconds of a whole test
+
+
+class Played:
+    """An engine under test, with the model folder and a trainer's arena."""
+
+    def __init__(self, engine: GenerationEngine, folder: Path, writer: Any) -> None:
+        self.engine, self.folder, self.writer = engine, folder, writer
+        self.done: asyncio.Queue[Completion] = asyncio.Queue()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    async def sample(self, *requests: SampleRequest) -> dict[int, Completion]:
+        await self.engine.submit(requests)
+        found = [await self.done.get() for _ in requests]
+        return {completion.request.key[0]: completion for completion in found}
+
+    def publish(self, version: int, *, change: Callable[[Any], None]) -> Published:
+        with torch.no_grad():
+            change(self.model)
+        return self.writer.write(1, version, dict(self.model.named_parameters(remove_duplicate=False)))
+
+    def plain(self, completion: Completion) -> np.ndarray:
+        """Log-probs of the tokens by a forward of the newest published weights."""
+        ids = torch.from_numpy(np.concatenate([completion.request.prompt, completion.tokens]).astype(np.int64))
+        with torch.no_grad():
+            logits = self.model(ids[None]).logits[0, len(completion.request.prompt) - 1 : -1, :261]
+        every = (logits / completion.request.temperature).log_softmax(-1)
+        return every.gather(-1, ids[len(completion.request.prompt) :, None])[:, 0].numpy()
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return make_model(FAMILY, tmp_path_factory.mktemp("model"))
+
+
+async def _open_torch(worker: Any) -> GenerationEngine:
+    return await TorchGeneration.open(worker, copies=False)
+
+
+@pytest.fixture(params=[_open_torch], ids=["torch"])
+def start(request: pytest.FixtureRequest, folder: Path, worker_context: Callable[..., Any]) -> Start:
+    @asynccontextmanager
+    async def started(version: int = 0, **settings: Any) -> AsyncIterator[Played]:
+        config = engine_config(**{"slots": 5, "max_prompt_tokens": 60, "max_new_tokens": 40} | settings)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), "inproc")
+        async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:
+            options = {"own_version": version}
+            changes = {"model_dir": folder, "options": options, "make_compute": ThreadCompute}
+            worker = worker_context("generation", config, tasks, **changes)
+            played = Played(await request.param(worker), folder, writer)
+            loop = tasks.create_task(played.engine.run(lambda done: [played.done.put_nowait(each) for each in done]))
+            yield played
+            loop.cancel()
+            await asyncio.wait([loop])
+            played.engine.close()
+            worker.compute.close()
+        writer.close()
+
+    return started
+
+
+def asked(number: int, tokens: int = 20, **changes: Any) -> SampleRequest:
+    random = np.random.default_rng(number)
+    prompt = random.integers(5, 261, 4 + number).astype(np.int32)
+    return replace(SampleRequest((number, 0, 0), prompt, 77 + number, 1.0, tokens), **changes)
+
+
+def move(model: Any) -> None:
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        parameter += 0.1 * parameter.std().nan_to_num(0.0) * torch.randn_like(parameter)
+
+
+async def test_an_engine_samples_as_the_service_expects(start: Start) -> None:
+    """Log-probs, seeds, limits, aborts, turns and updates, with one start of the engine."""
+    async with start(slots=3, stop=["\ufffd"]) as played:
+        engine = played.engine
+        first = await played.sample(*(asked(number, temperature=0.8 + number / 10) for number in range(5)))
+        for completion in first.values():
+            np.testing.assert_allclose(completion.logprobs, played.plain(completion), atol=1e-4, rtol=0)
+            assert set(completion.versions) == {0}
+            assert completion.tokens.max() < 261
+            assert len(completion.tokens) <= 20
+        again = await played.sample(asked(2, temperature=1.0))
+        assert again[2].tokens.tolist() == first[2].tokens.tolist(), "a seed draws the same sample"
+        assert {each.finish for each in first.values()} & {"stop_string", "stop"}
+        await _ends_what_it_should(played)
+        await _continues_turns(played, first[0])
+        load = engine.load()
+        assert (load.running, load.waiting) == (0, 0)
+        assert 0.0 <= load.cache_used <= 1.0
+        await _updates(played)
+
+
+async def _ends_what_it_should(played: Played) -> None:
+    """A deadline ends a sample after a token at least; an aborted one is never delivered, in a pause either."""
+    late = await played.sample(asked(6, deadline=0.0))
+    assert (late[6].finish, len(late[6].tokens)) in {("length", 1), ("stop_string", 1), ("stop", 1)}
+    count = await played.engine.pause()
+    await played.engine.submit([asked(number) for number in range(10, 16)])
+    played.engine.abort([(number, 0, 0) for number in range(10, 15)])
+    assert await played.engine.pause() == count
+    await played.engine.resume()
+    assert (await played.done.get()).request.key == (15, 0, 0)
+    assert played.done.empty()
+
+
+async def _continues_turns(played: Played, before: Completion) -> None:
+    prompt = np.concatenate([before.request.prompt, before.tokens, np.array([30, 31, 32], np.int32)])
+    drawn = len(before.tokens)
+    later = await played.sample(replace(before.request, prompt=prompt, drawn=drawn, max_new_tokens=8))
+    np.testing.assert_allclose(later[0].logprobs, played.plain(later[0]), atol=1e-4, rtol=0)
+
+
+async def _updates(played: Played) -> None:
+    """New weights of a model with tied embeddings sample new requests, and none starts that needs newer ones."""
+    published = played.publish(1, change=move)
+    waiting = asyncio.ensure_future(played.sample(asked(20, not_before=1), asked(21, not_before=1)))
+    await played.engine.update(published)
+    for completion in (await waiting).values():
+        assert set(completion.versions) == {1}
+        np.testing.assert_allclose(completion.logprobs, played.plain(completion), atol=1e-4, rtol=0)
+    after = await played.engine.logprobs_after(np.arange(5, 15))
+    with torch.no_grad():
+        expected = played.model(torch.arange(5, 15)[None]).logits[0, -1, :261].log_softmax(-1).numpy()
+    likeliest = expected.argsort()[-5:]
+    np.testing.assert_allclose(after[likeliest], expected[likeliest], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_each_token_has_the_version_that_sampled_it(start: Start, kv: str) -> None:
+    """With version 1 the output is uniform over the tokens of the model: its log-probs tell what sampled them."""
+    async with start(kv=kv, slots=4, max_new_tokens=400) as played:
+        requests = [asked(number, 400, temperature=1.0) for number in range(4)]
+        await played.engine.submit(requests)
+        async with asyncio.timeout(LIMIT):
+            while played.engine.load().running < 4:
+                await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+            await played.engine.update(played.publish(1, change=_flatten))
+        found = [await played.done.get() for _ in requests]
+        uniform = -np.log(261)
+        for completion in found:
+            assert sorted(completion.versions) == completion.versions.tolist()
+            new = np.abs(completion.logprobs - uniform) < 1e-4
+            assert np.array_equal(new, completion.versions == 1)
+        assert any(1 in completion.versions for completion in found)
+
+
+def _flatten(model: Any) -> None:
+    model.model.norm.weight.zero_()
