@@ -6,7 +6,7 @@ import secrets
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
-from asyncrl.config.feedback_config import FeedbackConfig
+from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.telemetry.run_directory import RunDirectory

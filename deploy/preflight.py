@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.algorithms.select import algorithm_problems
-from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.controller.algorithm import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config, Scorer
+from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sources import load, read
 from asyncrl.controller.journal.checkpoints import newest_model
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluator, Question

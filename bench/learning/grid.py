@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl.bench.measurements import differences
-from asyncrl.config.algorithm_config import PRESETS
+from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.config.sources.layers import file_layer
 from asyncrl.config.sources.packaged_experiments import experiment_text
 

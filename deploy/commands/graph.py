@@ -55,7 +55,7 @@ def graph(config: "Config") -> Iterator[str]:
 def _algorithm_lines(config: "Config") -> Iterator[str]:
     """Yields the algorithm and the values of its keys; `*` marks values that the config overrides."""
     from asyncrl.algorithms.select import algorithm_of
-    from asyncrl.config.algorithm_config import PRESETS, expanded
+    from asyncrl.config.sections.algorithm_config import PRESETS, expanded
     from asyncrl.config.toml_writer import value_text
 
     chosen = config.algorithm

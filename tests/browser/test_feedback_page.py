@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.feedback_config import FeedbackConfig
+from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.rewards.feedback.answers import RatableAnswer
 from asyncrl.rewards.feedback.board import FeedbackBoard

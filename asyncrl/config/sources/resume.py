@@ -6,8 +6,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.algorithm_config import Section
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm_config import Section
 from asyncrl.config.source_files import without_path
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read

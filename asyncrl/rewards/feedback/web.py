@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from asyncrl.config.feedback_config import FeedbackConfig
+from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.rewards.feedback.answers import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.board import FeedbackBoard, RatedBefore, UnknownAnswer
 

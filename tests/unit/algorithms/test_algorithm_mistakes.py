@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.select import FROM_PYTHON, algorithm_problems
-from asyncrl.config.algorithm_config import expanded
 from asyncrl.config.schema import Config, GuardsConfig
+from asyncrl.config.sections.algorithm_config import expanded
 from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops

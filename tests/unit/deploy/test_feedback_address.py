@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.feedback_config import FeedbackConfig
+from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory

@@ -9,7 +9,7 @@ from asyncrl.bench.learning import benchmark
 from asyncrl.bench.learning.benchmark import left_to_run, read_filter, select_cases
 from asyncrl.bench.learning.grid import Candidate, Case, Claim, Grid, Results, read_grid
 from asyncrl.bench.learning.training_runs import config_values
-from asyncrl.config.algorithm_config import PRESETS
+from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.config.sources import load
 from asyncrl.config.sources.packaged_experiments import experiments
 

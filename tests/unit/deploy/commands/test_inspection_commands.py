@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.algorithm_config import PRESETS
+from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.deploy import cli
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.samples_file import SampleRecord

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.algorithm_config import PRESETS, AlgorithmConfig
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm_config import PRESETS, AlgorithmConfig
 from asyncrl.engines.training.batch.masking import mask_rows
 from asyncrl.engines.training.batch.micro_batches import micro_batch
 from asyncrl.engines.training.batch.train_rows import TrainRow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.algorithm_config import AlgorithmConfig
+from asyncrl.config.sections.algorithm_config import AlgorithmConfig
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_rows
 from asyncrl.engines.training.batch.micro_batches import micro_batch
 from asyncrl.engines.training.batch.train_rows import TrainRow

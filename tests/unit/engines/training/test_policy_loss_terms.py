@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.config.algorithm_config import PRESETS
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.policy_metrics import LARGEST, PolicyTotals, mismatch_metrics

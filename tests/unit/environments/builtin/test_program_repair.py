@@ -10,9 +10,9 @@ from asyncrl.children.code import code_runner
 from asyncrl.children.code.code_runner import shared_runner
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.children.sandbox.bubblewrap import UNCONFINED
-from asyncrl.config.children_config import ChildrenConfig
-from asyncrl.config.environment_config import EnvironmentConfig
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
+from asyncrl.config.sections.children_config import ChildrenConfig
+from asyncrl.config.sections.environment_config import EnvironmentConfig
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError, TaskError

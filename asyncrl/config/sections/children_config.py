@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from asyncrl.config.algorithm_config import Section
+from asyncrl.config.sections.algorithm_config import Section
 
 
 class ChildrenConfig(Section):

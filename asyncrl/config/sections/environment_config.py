@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.config.algorithm_config import Positive, PositiveFloat, Section
+from asyncrl.config.sections.algorithm_config import Positive, PositiveFloat, Section
 
 
 class EnvironmentConfig(Section):

@@ -6,9 +6,9 @@ import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.algorithms.select import advantages_of, algorithm_of
-from asyncrl.config.algorithm_config import PRESETS
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.config.sources import load
 from asyncrl.config.toml_writer import dump
 from asyncrl.objectives.advantages import RewardedCut

@@ -1,0 +1,57 @@
+"""The section `[feedback]` of a config."""
+
+import re
+from ipaddress import ip_address
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from asyncrl.config.sections.algorithm_config import PositiveFloat, Section
+
+
+def _checked_key(key: str) -> str:
+    if key and not re.fullmatch(r"[A-Za-z0-9_-]{8,128}", key):
+        raise PydanticCustomError(
+            "feedback_key", "must be 8 to 128 characters, each a letter from A to Z, a digit, - or _"
+        )
+    return key
+
+
+def _checked_host(host: str) -> str:
+    try:
+        return host if host == "localhost" else str(ip_address(host))
+    except ValueError:
+        text = "must be localhost or an IP address of this machine, such as 127.0.0.1"
+        raise PydanticCustomError("feedback_host", text) from None
+
+
+class FeedbackConfig(Section):
+    """Live feedback: a person rates answers on a web page while the run trains."""
+
+    ask: Literal["off", "rate", "pick"] = "off"
+    """Question to a person. rate: how good an answer is. pick: which of two answers to one prompt is better. The value
+    is the reward term `person`, from 0 to 1."""
+    scale: Annotated[int, Field(ge=2, le=10)] = 5
+    """Largest rating. 1 counts as 0, the largest as 1; with 2 the page shows thumbs."""
+    weight: PositiveFloat = 1.0
+    """Factor of the person's value in the reward."""
+    deadline: PositiveFloat = 300.0
+    """Seconds that a sample waits for a person."""
+    otherwise: Literal["ignore", "constant", "model"] = "ignore"
+    """Value of a sample that nobody rated in time. ignore: the sample is left out. constant: `feedback.constant`.
+    model: sigmoid of the score of reward.model. Held-out samples, which no person sees, get this value too."""
+    constant: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Value of an unrated sample with `otherwise = "constant"`."""
+    host: Annotated[str, AfterValidator(_checked_host)] = "127.0.0.1"
+    """IP address of this machine, or localhost, at which the page is served. Answers and key are sent unencrypted, so
+    use loopback."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the page. 0 chooses a free one for the whole run."""
+    key: Annotated[str, AfterValidator(_checked_key)] = ""
+    """Key in the address of the page, of 8 to 128 letters, digits, - and _. Default: a random key for the whole run."""
+
+    @property
+    def asks(self) -> bool:
+        """Says whether a person is asked at all."""
+        return self.ask != "off"
