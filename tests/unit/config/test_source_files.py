@@ -91,8 +91,9 @@ def late():
 
 @pytest.fixture
 def reward(tmp_path: Path) -> Path:
-    """Returns a reward that imports a file and a package beside it; beside them are files that it does not import."""
-    (tmp_path / "mine/tools").mkdir(parents=True)
+    """Returns a reward that imports a file and a package beside it; beside them are files that it does not import. The
+    folder has no `__init__.py`, so no test may import a file of its name: Python would prefer the file."""
+    (tmp_path / "rewards_of_mine/tools").mkdir(parents=True)
     for name, text in {
         "reward.py": IMPORTING,
         "helpers.py": "import reward\nfrom asyncrl import fleet\n",
@@ -106,9 +107,9 @@ def reward(tmp_path: Path) -> Path:
         "../outside.py": "",
         "../torchless.py": "",
     }.items():
-        (tmp_path / "mine" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "mine" / name).write_text(text)
-    return tmp_path / "mine/reward.py"
+        (tmp_path / "rewards_of_mine" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "rewards_of_mine" / name).write_text(text)
+    return tmp_path / "rewards_of_mine/reward.py"
 
 
 def read_with(use: str) -> list[str]:
@@ -132,11 +133,13 @@ def test_what_a_file_imports_from_its_own_folder_is_read_too(reward: Path) -> No
 
 def test_what_a_module_imports_from_its_own_package_is_read_too(reward: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(reward.parent.parent))
-    (reward.parent / "own.py").write_text("import mine.words\nfrom mine.tools.strict import x\nimport outside\n")
+    (reward.parent / "own.py").write_text(
+        "import rewards_of_mine.words\nfrom rewards_of_mine.tools.strict import x\nimport outside\n"
+    )
     named = ["own.py", "words.py", "tools/__init__.py", "tools/strict.py", "tools/words.py"]
-    assert read_with("mine.own:late")[:-1] == [str(reward.parent / name) for name in named]
-    (reward.parent / "__init__.py").write_text("from mine import words\n")
-    assert read_with("mine:late")[:-1] == [str(reward.parent / name) for name in ("__init__.py", "words.py")]
+    assert read_with("rewards_of_mine.own:late")[:-1] == [str(reward.parent / name) for name in named]
+    (reward.parent / "__init__.py").write_text("from rewards_of_mine import words\n")
+    assert read_with("rewards_of_mine:late")[:-1] == [str(reward.parent / name) for name in ("__init__.py", "words.py")]
 
 
 def test_nothing_is_followed_where_python_has_its_packages() -> None:
