@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from asyncrl.errors import TaskError
 
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
 BYTES_PER_CHARACTER = 4  # longest UTF-8 character; a byte-level token may be a single byte
+INVALID = "\ufffd"  # stands for bytes that are no whole character
 EXCERPT = 60  # longest quote of a message in an error, in characters
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Around quoted text: Unicode assigns no character to these.
 QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
@@ -27,6 +28,7 @@ class TokenizerWithStops:
         self._tokenizer = tokenizer
         self._stop = stop
         self._window = BYTES_PER_CHARACTER * max(map(len, stop), default=0) + WINDOW_MARGIN
+        self._may_end = cache(self._finds_an_end)  # bounded by the vocabulary
 
     def longest_token_bytes(self) -> int:
         """Returns the most UTF-8 bytes that one token can decode to: an invalid byte decodes to three (U+FFFD), and
@@ -103,8 +105,11 @@ class TokenizerWithStops:
         return str(self._tokenizer.decode(tokens.tolist(), **settings))
 
     def stops(self, tokens: NDArray[np.int32]) -> bool:
-        """Returns whether the newest tokens complete a stop string; searches a window first, then the whole text."""
-        return bool(self._stop) and self._contains(tokens[-self._window :]) and self._contains(tokens)
+        """Returns whether the newest token completes a stop string. Only a token that has the last character of one is
+        decoded with those before it: with a window first, then with all."""
+        if not self._stop or not len(tokens) or not self._may_end(int(tokens[-1])):
+            return False
+        return self._contains(tokens[-self._window :]) and self._contains(tokens)
 
     def before_stop(self, tokens: NDArray[np.int32]) -> str:
         """Returns the text before the first stop string, which may contain special tokens."""
@@ -113,6 +118,12 @@ class TokenizerWithStops:
             if found:
                 return text[: min(found)]
         return self.decode(tokens)
+
+    def _finds_an_end(self, token: int) -> bool:
+        """Returns whether the last character of a stop string is in the text of a token, which is decoded twice in a
+        row, because some decoders strip a space from the first token. Part of a character may become any character."""
+        text = self.decode(np.array([token, token], np.int32), skip_special_tokens=False)
+        return INVALID in text or any(stop[-1] in text for stop in self._stop)
 
     def _contains(self, tokens: NDArray[np.int32]) -> bool:
         text = self.decode(tokens, skip_special_tokens=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
@@ -76,6 +77,39 @@ def test_stop_strings_may_be_special_tokens(tokenizer: PreTrainedTokenizerFast) 
     tokens = np.array([*ids(tokenizer, "yes!"), IM_END], np.int32)
     assert texts.stops(tokens)
     assert texts.before_stop(tokens) == "yes"
+
+
+@pytest.mark.parametrize("stop", [("ab",), ("\n\n", "b "), ("é", "り🙂"), ("a<|im_end|>",)])
+def test_tokens_that_cannot_end_a_stop_string_are_not_decoded(
+    tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over random texts the answer is that of decoding at every token."""
+    texts = TokenizerWithStops(tokenizer, stop)
+    decoded = list[int]()
+    contains = TokenizerWithStops._contains
+    monkeypatch.setattr(texts, "_contains", lambda tokens: decoded.append(1) or contains(texts, tokens))
+    random, found = np.random.default_rng(0), 0
+    pieces = [*"abé りxyz\n", "🙂", "り🙂", "ab", "b ", "\n\n", "a<|im_end|>", "the other words of a longer text"]
+    for _ in range(60):
+        tokens = ids(tokenizer, "".join(random.choice(pieces, 20)))
+        for end in range(1, len(tokens) + 1):
+            expected = any(each in tokenizer.decode(tokens[:end]) for each in stop)
+            assert texts.stops(tokens[:end]) == expected
+            found += expected
+            if expected:
+                break
+    assert found > 20
+    decoded.clear()
+    assert not any(texts.stops(ids(tokenizer, "wxyz" * 9)[:end]) for end in range(1, 37))
+    assert not decoded
+
+
+def test_a_space_that_only_the_next_word_brings_ends_a_stop_string() -> None:
+    """Decoders of words write spaces between tokens."""
+    words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece(prefix="##")
+    texts = TokenizerWithStops(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?"), ("one ",))
+    assert [texts.stops(np.array([1, 2], np.int32)[:end]) for end in (1, 2)] == [False, True]
 
 
 def test_no_token_decodes_to_more_bytes_than_is_reserved(tokenizer: PreTrainedTokenizerFast) -> None:
