@@ -255,6 +255,13 @@ async def test_the_same_question_is_asked_once(time: Time) -> None:
         assert len(server.asked) == 2
 
 
+async def test_long_answers_that_begin_alike_are_two_questions(time: Time) -> None:
+    async with judged(time, says("score 1"), cache=2) as (server, judge):
+        for end in ("good", "bad", "good"):
+            await judge(replace(SAMPLE, text="word " * 1000 + end))
+        assert len(server.asked) == 2
+
+
 async def test_who_waits_for_another_call_asks_itself_when_that_is_cancelled(time: Time) -> None:
     async with judged(time, says("score 1"), held=True) as (server, judge):
         first, second = asyncio.ensure_future(judge(SAMPLE)), asyncio.ensure_future(judge(SAMPLE))

@@ -36,6 +36,12 @@ def test_overlap_and_difference_agree_with_pairs_of_boxes(drawn: list[list[tuple
         assert not overlap(as_bounds(rest, 2))
 
 
+def test_boxes_overlap_past_others_that_begin_between_them() -> None:
+    apart = [((start, start + 1), (5, 6)) for start in range(1, 4)]
+    assert not overlap(as_bounds([((0, 10), (0, 1)), *apart], 2))
+    assert overlap(as_bounds([((0, 10), (0, 1)), *apart, ((4, 5), (0, 1))], 2))
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 0)])
 def test_a_scalar_is_one_box_without_dimensions(start: int, stop: int) -> None:
     assert flat_boxes((), start, stop) == [()] * (stop - start)
