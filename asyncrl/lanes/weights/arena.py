@@ -8,27 +8,23 @@ A stamp is (incarnation, version) of a complete slot, and marks a slot that is b
 sees whether it copied one version. Readers that read in place also hold a lease (leases.py).
 """
 
-import ctypes
 import struct
-import zlib
 from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.messages import Published
 
 MAGIC = b"ARLWGHT1"
 HEADER = 4096  # one page, so that slots begin page-aligned
 STAMP = struct.Struct("<qq")
 BEING_WRITTEN = -1
-FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side and version; else a tensor in turn
 
 _process_arenas: dict[str, Segment] = {}
 """Arenas of fleets that run in this process, by address."""
@@ -47,23 +43,9 @@ class _Slots:
     def _memory(self) -> memoryview:
         return self._segment.buffer
 
-    def _views(self, slot: int) -> dict[str, Tensor]:
-        block, start, dtype = _block(self._memory), HEADER + slot * self._stride, DTYPES[self._spec.dtype]
-        return {
-            tensor.name: torch.frombuffer(
-                block, dtype=dtype, count=tensor.bytes // dtype.itemsize, offset=start + tensor.offset
-            ).view(tensor.shape)
-            for tensor in self._spec.tensors
-        }
-
-    def _digest(self, slot: int, name: str) -> str:
-        """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host. name: of the tensor,
-        "" for the whole slot."""
-        start, size = HEADER + slot * self._stride, self._spec.size
-        if name:
-            tensor = next(tensor for tensor in self._spec.tensors if tensor.name == name)
-            start, size = start + tensor.offset, tensor.bytes
-        return f"{zlib.crc32(self._memory[start : start + size]):08x}"
+    def _slot(self, slot: int) -> memoryview:
+        start = HEADER + slot * self._stride
+        return self._memory[start : start + self._stride]
 
     def close(self) -> None:
         """Unmaps the arena, which its writer also removes; views that were returned stay valid."""
@@ -76,7 +58,7 @@ class Writer(_Slots):
     def __init__(self, address: str, segment: Segment, spec: WeightsSpec) -> None:
         super().__init__(address, segment, spec)
         self.leases = Leases()
-        self._tensors = [self._views(slot) for slot in range(SLOTS)]
+        self._tensors = [views(self._slot(slot), spec) for slot in range(SLOTS)]
         for slot in range(SLOTS):
             self._stamp(slot, BEING_WRITTEN, BEING_WRITTEN)
         self._memory[: len(MAGIC) + len(spec.digest)] = MAGIC + spec.digest
@@ -90,7 +72,7 @@ class Writer(_Slots):
         Raises:
             WeightsError: a name is missing or unknown, or a shape or a tied tensor does not fit.
         """
-        tensors = _checked(named_tensors, self._spec)
+        tensors = checked(named_tensors, self._spec)
         slot = slot_of(version)
         self.leases.begin_write(version)
         self._stamp(slot, incarnation, BEING_WRITTEN)
@@ -99,10 +81,12 @@ class Writer(_Slots):
                 view.copy_(tensors[name])
         self._stamp(slot, incarnation, version)
         self.leases.end_write(version)
-        digested = (
-            "" if self._spec.size <= FULL_DIGEST_BYTES else self._spec.tensors[version % len(self._spec.tensors)].name
-        )
-        return Published(incarnation, version, self.address, slot, self._digest(slot, digested), digested)
+        digested = digested_tensor(self._spec, version)
+        found = digest(self._slot(slot), self._spec, digested)
+        return Published(incarnation, version, self.address, slot, found, digested)
+
+    def forget(self, reader: str) -> None:
+        self.leases.detach(reader)
 
     def close(self) -> None:
         self._tensors = []
@@ -130,19 +114,15 @@ class Reader(_Slots):
     def _memory(self) -> memoryview:
         return super()._memory.toreadonly()
 
+    async def fetch(self, published: Published) -> None:
+        """Does nothing: the version is there already."""
+
     def tensors(self, published: Published) -> dict[str, Tensor]:
         """Returns views of the version's tensors in the arena, under every name, aliases included. Never write to them.
         Raises WeightsError when the slot does not hold that version, or its bytes do not match the digest."""
         self.check(published)
-        found = self._digest(published.slot, published.digest_of)
-        if found != published.digest:
-            what = published.digest_of or "the slot"
-            raise WeightsError(
-                f"weights of version {published.version} in {published.arena} are damaged: {what} has digest {found}, "
-                f"published was {published.digest}"
-            )
-        views = self._views(published.slot)
-        return views | {alias: views[name] for alias, name in self._spec.aliases}
+        check_digest(self._slot(published.slot), self._spec, published)
+        return with_aliases(views(self._slot(published.slot), self._spec), self._spec)
 
     def check(self, published: Published) -> None:
         """Raises WeightsError unless the slot holds that version completely. A reader that copies checks again."""
@@ -182,28 +162,3 @@ def open_reader(published: Published, spec: WeightsSpec) -> Reader:
 
 def _stride(spec: WeightsSpec) -> int:
     return -(-spec.size // HEADER) * HEADER
-
-
-def _checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tensor]:
-    shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
-    aliases = dict(spec.aliases)
-    missing = sorted(shapes.keys() - named.keys())
-    unknown = sorted(named.keys() - shapes.keys() - aliases.keys())
-    if missing or unknown:
-        raise WeightsError(f"weights do not fit their specification: missing {missing}, unknown {unknown}")
-    for name, shape in shapes.items():
-        if tuple(named[name].shape) != shape:
-            raise WeightsError(f"{name} has shape {tuple(named[name].shape)}, its specification says {shape}")
-    for alias, name in aliases.items():
-        if alias in named and named[alias] is not named[name] and not torch.equal(named[alias], named[name]):
-            raise WeightsError(f"{alias} and {name} are tied and must be equal, but were given different values")
-    return named
-
-
-def _block(memory: memoryview) -> Any:
-    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers. The pages stay
-    read-only: a stray write to a tensor ends the process instead of changing the weights of all readers."""
-    mapped: Any = type("Mapped", (ctypes.c_char * len(memory),), {})
-    block = mapped.from_address(np.frombuffer(memory, np.uint8).ctypes.data)
-    block.exported = memory  # Keeps the memory mapped until the last tensor over it is gone.
-    return block

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import PeerLost, Refused, WeightsError
-from asyncrl.lanes.weights import arena
+from asyncrl.lanes.weights import slot_memory
 from asyncrl.lanes.weights.arena import Reader, Writer, open_reader, open_writer
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 
@@ -125,11 +125,11 @@ def test_overwritten_version_is_refused_by_name(make_writer: Callable[[WeightsSp
         open_reader(old, spec).tensors(old)
 
 
-@pytest.mark.parametrize("limit", [arena.FULL_DIGEST_BYTES, 0])
+@pytest.mark.parametrize("limit", [slot_memory.FULL_DIGEST_BYTES, 0])
 def test_damaged_bytes_are_found(
     make_writer: Callable[[WeightsSpec], Writer], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "FULL_DIGEST_BYTES", limit)
+    monkeypatch.setattr(slot_memory, "FULL_DIGEST_BYTES", limit)
     spec = WeightsSpec.of(SHAPES, "float32")
     writer = make_writer(spec)
     writer.write(0, 0, named(1.0))
@@ -144,7 +144,7 @@ def test_damaged_bytes_are_found(
 def test_digests_take_every_tensor_in_turn(
     make_writer: Callable[[WeightsSpec], Writer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena, "FULL_DIGEST_BYTES", 0)
+    monkeypatch.setattr(slot_memory, "FULL_DIGEST_BYTES", 0)
     writer = make_writer(WeightsSpec.of(SHAPES, "float32"))
     assert {writer.write(0, version, named(1.0)).digest_of for version in range(3)} == set(SHAPES)
 

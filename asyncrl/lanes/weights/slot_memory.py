@@ -1,0 +1,85 @@
+"""The tensors of a slot in any block of memory."""
+
+import ctypes
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightsError
+from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.protocols.messages import Published
+
+FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side and version; else a tensor in turn
+
+
+def views(memory: memoryview, spec: WeightsSpec) -> dict[str, Tensor]:
+    """Returns the tensors of a slot that begins with the memory, by their own names, without a copy."""
+    block, dtype = _block(memory), DTYPES[spec.dtype]
+    return {
+        tensor.name: torch.frombuffer(
+            block, dtype=dtype, count=tensor.bytes // dtype.itemsize, offset=tensor.offset
+        ).view(tensor.shape)
+        for tensor in spec.tensors
+    }
+
+
+def digested_tensor(spec: WeightsSpec, version: int) -> str:
+    """Returns the name of the tensor whose digest guards a version, "" for the whole slot."""
+    return "" if spec.size <= FULL_DIGEST_BYTES else spec.tensors[version % len(spec.tensors)].name
+
+
+def digest(memory: memoryview, spec: WeightsSpec, name: str) -> str:
+    """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host. name: of the tensor,
+    "" for the whole slot."""
+    start, size = 0, spec.size
+    if name:
+        tensor = next(tensor for tensor in spec.tensors if tensor.name == name)
+        start, size = tensor.offset, tensor.bytes
+    return f"{zlib.crc32(memory[start : start + size]):08x}"
+
+
+def checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tensor]:
+    """Returns the tensors. Raises WeightsError when names, shapes or tied tensors do not fit the specification."""
+    shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+    aliases = dict(spec.aliases)
+    missing = sorted(shapes.keys() - named.keys())
+    unknown = sorted(named.keys() - shapes.keys() - aliases.keys())
+    if missing or unknown:
+        raise WeightsError(f"weights do not fit their specification: missing {missing}, unknown {unknown}")
+    for name, shape in shapes.items():
+        if tuple(named[name].shape) != shape:
+            raise WeightsError(f"{name} has shape {tuple(named[name].shape)}, its specification says {shape}")
+    for alias, name in aliases.items():
+        if alias in named and named[alias] is not named[name] and not torch.equal(named[alias], named[name]):
+            raise WeightsError(f"{alias} and {name} are tied and must be equal, but were given different values")
+    return named
+
+
+def check_digest(memory: memoryview, spec: WeightsSpec, published: Published) -> None:
+    """Raises WeightsError unless the memory has the published digest; one that was published without is not checked."""
+    found = digest(memory, spec, published.digest_of) if published.digest else ""
+    if found != published.digest:
+        what = published.digest_of or "the slot"
+        raise WeightsError(
+            f"weights of version {published.version} in {published.arena} are damaged: {what} has digest {found}, "
+            f"published was {published.digest}"
+        )
+
+
+def with_aliases(tensors: dict[str, Tensor], spec: WeightsSpec) -> dict[str, Tensor]:
+    """Returns the tensors under every name."""
+    return tensors | {alias: tensors[name] for alias, name in spec.aliases}
+
+
+def _block(memory: memoryview) -> Any:
+    """Wraps mapped memory for torch, which has no read-only tensors and warns about read-only buffers. Pages that are
+    mapped for reading stay so: a stray write to a tensor ends the process instead of changing the weights of all
+    readers."""
+    mapped: Any = type("Mapped", (ctypes.c_char * len(memory),), {})
+    block = mapped.from_address(np.frombuffer(memory, np.uint8).ctypes.data)
+    block.exported = memory  # Keeps the memory mapped until the last tensor over it is gone.
+    return block

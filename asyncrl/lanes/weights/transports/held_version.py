@@ -1,0 +1,114 @@
+"""A version of the weights that can be sent part by part: the trainer's is whole, a receiver's may still arrive."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.errors import Refused
+from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec, encode_chunk
+from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
+
+Bytes = NDArray[np.uint8]
+T = TypeVar("T")
+
+INLINE_BYTES = 64 << 10
+"""Size of a part up to which it is encoded and decoded on the event loop, in less time than a thread takes to wake."""
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+"""Starts its thread at its first use. It is not the compute thread, on which a step may take minutes."""
+
+
+@dataclass(eq=False)
+class HeldVersion:
+    """A version in `memory`, which has the size of a slot.
+
+    whole: whether all parts are there. base_version: what differences build on; base: that version, where differences
+    are made here. overwritten: whether the memory is used for another version. receivers: name and address of those
+    that asked for it, in the order in which they came. pulled_at: loop time of the last sign of those that pull it.
+    """
+
+    plan: ChunkPlan
+    incarnation: int
+    version: int
+    memory: Bytes
+    whole: bool = True
+    base_version: int | None = None
+    base: "HeldVersion | None" = None
+    overwritten: bool = False
+    receivers: dict[str, str] = field(default_factory=dict)
+    pulled_at: dict[str, float] = field(default_factory=dict)
+    _encoded: dict[tuple[int, bool], EncodedChunk] = field(default_factory=dict)
+    """Parts by number, and whether they build on the base."""
+
+    def __post_init__(self) -> None:
+        self._changed = Wakeup()
+
+    @property
+    def missing(self) -> list[int]:
+        """Returns the numbers of the parts that have not arrived."""
+        return [] if self.whole else [number for number in range(len(self.plan.parts)) if not self._has(number)]
+
+    def bytes_of(self, number: int) -> Bytes:
+        part = self.plan.parts[number]
+        return self.memory[part.start : part.stop]
+
+    async def chunk(self, number: int, base: int | None) -> EncodedChunk:
+        """Returns a part in the form that travels, once it is there. base: version that the receiver can build on;
+        None: it gets the part without one. Raises Refused when the memory is used for another version by then."""
+        while not (self.overwritten or self.whole or self._has(number)):
+            await self._changed.wait()
+        self._check()
+        built = base is not None and base == self.base_version
+        found = self._encoded.get((number, built)) or self._encoded.get((number, False))
+        if found is None:
+            found = await in_thread(len(self.bytes_of(number)), lambda: self._encode(number, built))
+            self._check()
+        return found
+
+    def add(self, number: int, chunk: EncodedChunk) -> None:
+        """Notes on the event loop that a part is in the memory. Of dense bytes only those are kept."""
+        if chunk.kind is WireCodec.DENSE:
+            own = self.bytes_of(number)
+            chunk = EncodedChunk(chunk.kind, chunk.size, own, chunk.data_digest, chunk.result_digest)
+        self._encoded[number, chunk.kind is WireCodec.SPARSE] = chunk
+        self.whole = all(self._has(each) for each in range(len(self.plan.parts)))
+        self._changed.wake()
+
+    def overwrite(self) -> None:
+        """Ends the version, because its memory is used for another. May be called on any thread once it is whole."""
+        self.overwritten = True
+        self.base = None
+        self._encoded = {}
+        if not self.whole:
+            self._changed.wake()
+
+    def _has(self, number: int) -> bool:
+        return (number, True) in self._encoded or (number, False) in self._encoded
+
+    def _encode(self, number: int, built: bool) -> EncodedChunk:
+        codec, old = self.plan.parts[number].codec, self.base if built else None
+        if old is not None:
+            found = encode_chunk(codec, self.bytes_of(number), self.plan.spec.dtype, old.bytes_of(number))
+            if not old.overwritten:
+                self._encoded[number, True] = found
+                return found
+        found = encode_chunk(codec, self.bytes_of(number), self.plan.spec.dtype)
+        self._encoded[number, False] = found
+        return found
+
+    def _check(self) -> None:
+        if self.overwritten:
+            raise Refused(f"version {self.version} of incarnation {self.incarnation} was overwritten")
+
+
+async def in_thread(size: int, work: Callable[[], T]) -> T:
+    """Runs work on `size` bytes beside the event loop, or on it where they are few."""
+    if size <= INLINE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_thread, work)

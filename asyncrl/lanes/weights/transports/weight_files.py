@@ -1,0 +1,118 @@
+"""Versions as safetensors files in a folder that trainer and engines see: for hosts that share a file system only.
+
+A file appears under its name when it is whole, and the newest few stay. Receivers copy it into memory of their own.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asyncrl.errors import PeerLost, Refused, WeightsError
+from asyncrl.lanes.shared_memory import Segment
+from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
+from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.transports.copied_versions import CopiedVersions
+from asyncrl.lanes.weights.transports.held_version import in_thread
+from asyncrl.protocols.messages import Published
+
+FILE_SCHEME = "file://"
+KEPT = 2
+"""Files that stay: the newest, and the one before, which a receiver may be reading."""
+
+
+class FileSender:
+    """Implements WeightSender in a folder, which it makes. Another incarnation of the run may use it again."""
+
+    def __init__(self, folder: Path, spec: WeightsSpec) -> None:
+        self.leases: Leases = CopiedVersions()
+        self._folder = folder
+        self._spec = spec
+        self._slot = Segment.private(max(spec.size, 1))
+        self._tensors = views(self._slot.buffer, spec)
+        self._files: list[Path] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, incarnation: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
+        """Implements WeightSender; the file is on disk when it returns. Raises OSError when the disk is full."""
+        tensors = checked(named_tensors, self._spec)
+        with torch.no_grad():
+            for name, view in self._tensors.items():
+                view.copy_(tensors[name])
+        path = self._folder / _file_name(incarnation, version)
+        draft = path.with_suffix(".draft")
+        save_file(self._tensors, draft, {"layout": self._spec.digest.hex()})
+        with open(draft, "rb") as written:
+            os.fsync(written.fileno())
+        draft.replace(path)
+        self._files.append(path)
+        for old in self._files[:-KEPT]:
+            old.unlink(missing_ok=True)
+        self._files = self._files[-KEPT:]
+        digest_of = digested_tensor(self._spec, version)
+        found = digest(self._slot.buffer, self._spec, digest_of)
+        return Published(incarnation, version, f"{FILE_SCHEME}{self._folder}", slot_of(version), found, digest_of)
+
+    def forget(self, reader: str) -> None:
+        """Does nothing: readers leave no trace."""
+
+    def close(self) -> None:
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+
+class FileReceiver:
+    """Implements WeightReceiver."""
+
+    def __init__(self, spec: WeightsSpec) -> None:
+        self._spec = spec
+        self._slots = [Segment.private(max(spec.size, 1)) for _ in range(SLOTS)]
+        self._held: list[tuple[int, int] | None] = [None] * SLOTS
+        self._used = 0
+
+    async def fetch(self, published: Published) -> None:
+        if (published.incarnation, published.version) not in self._held:
+            await in_thread(self._spec.size, lambda: self._read(published))
+
+    def tensors(self, published: Published) -> dict[str, Tensor]:
+        self.check(published)
+        self._used = self._held.index((published.incarnation, published.version))
+        return with_aliases(views(self._slots[self._used].buffer, self._spec), self._spec)
+
+    def check(self, published: Published) -> None:
+        if (published.incarnation, published.version) not in self._held:
+            raise WeightsError(f"weights of version {published.version} were not fetched from {published.arena}")
+
+    def close(self) -> None:
+        """Does nothing: the memory goes with its last view."""
+
+    def _read(self, published: Published) -> None:
+        """Copies the file into the idle slot."""
+        folder = Path(published.arena.removeprefix(FILE_SCHEME))
+        idle = self._used if self._held[self._used] is None else 1 - self._used
+        self._held[idle] = None
+        targets = views(self._slots[idle].buffer, self._spec)
+        path = folder / _file_name(published.incarnation, published.version)
+        try:
+            with safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("layout") != self._spec.digest.hex():
+                    raise WeightsError(f"{path} has weights of another model or dtype than this reader's")
+                for name, target in targets.items():
+                    target.copy_(file.get_tensor(name))
+        except FileNotFoundError as gone:
+            if not folder.is_dir() or not any(folder.iterdir()):
+                raise PeerLost(f"{folder} has no weights: its trainer has ended, or it is no shared folder") from gone
+            raise Refused(f"{path} was removed: there is a newer version") from gone
+        except SafetensorError as damaged:
+            raise WeightsError(f"{path} is damaged: {damaged}") from damaged
+        check_digest(self._slots[idle].buffer, self._spec, published)
+        self._held[idle] = (published.incarnation, published.version)
+
+
+def _file_name(incarnation: int, version: int) -> str:
+    return f"weights-{incarnation}-{version}.safetensors"

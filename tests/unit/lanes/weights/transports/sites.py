@@ -1,0 +1,129 @@
+"""A trainer's and engines' ends of each transport in one process, and the faults that the suite causes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.weights.arena import BEING_WRITTEN, Writer
+from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.transports.interface import WeightReceiver, WeightSender
+from asyncrl.lanes.weights.transports.opening import WeightNetwork, open_receiver, open_sender
+from asyncrl.lanes.weights.transports.weight_files import FileSender
+from asyncrl.lanes.weights.transports.weight_stream import StreamSender
+from asyncrl.protocols.messages import PROTOCOL, Hello, Published
+
+TRANSPORTS = ("inproc", "shm", "tcp", "file")
+COPYING = ("tcp", "file")
+SHAPES = {"model.embed_tokens.weight": (700, 64), "model.layers.0.mlp.up_proj.weight": (900, 700), "norm.weight": (7,)}
+INCARNATION = 3
+
+
+def hello(instance: str) -> Hello:
+    return Hello("aa", INCARNATION, instance.rstrip("0123456789"), 0, instance, PROTOCOL, "0.1")
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@dataclass
+class Site:
+    """One transport with a trainer's end. spec: of the trainer's model."""
+
+    transport: str
+    folder: Path
+    wire: Wire
+    tasks: asyncio.TaskGroup
+    spec: WeightsSpec
+    codec: WireCodec = WireCodec.DENSE
+    address: str = "tcp://127.0.0.1:*"
+    receivers: list[WeightReceiver] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        network = self.network("training0")
+        name = f"asyncrl-test-{uuid4().hex[:12]}"
+        self.sender: WeightSender = open_sender(self.transport, name, self.spec, network, self.folder)
+
+    def network(self, instance: str) -> WeightNetwork:
+        return WeightNetwork(self.wire, self.address, hello(instance), self.tasks, self.codec)
+
+    def receiver(self, published: Published, instance: str, spec: WeightsSpec | None = None) -> WeightReceiver:
+        self.receivers.append(open_receiver(published, spec or self.spec, self.network(instance)))
+        return self.receivers[-1]
+
+    def write(self, version: int, tensors: dict[str, Tensor] | None = None) -> Published:
+        return self.sender.write(INCARNATION, version, weights(version) if tensors is None else tensors)
+
+    def corrupt(self, published: Published) -> None:
+        """Changes one bit of the published version where the sender has it."""
+        if isinstance(self.sender, StreamSender):
+            self.sender.server.held[published.version].memory[100] ^= 1
+        elif isinstance(self.sender, FileSender):
+            path = self.sender._files[-1]
+            path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+        else:
+            assert isinstance(self.sender, Writer)
+            self.sender._slot(published.slot)[100] ^= 1
+
+    def stall(self, published: Published) -> None:
+        """Leaves the published version as it is in the middle of a write that does not end."""
+        if isinstance(self.sender, StreamSender):
+            self.sender.server.held[published.version].whole = False
+        elif isinstance(self.sender, FileSender):
+            path = self.sender._files[-1]
+            path.rename(path.with_suffix(".draft"))
+        else:
+            assert isinstance(self.sender, Writer)
+            self.sender._stamp(published.slot, INCARNATION, BEING_WRITTEN)
+
+    def go_on(self, published: Published) -> None:
+        """Lets a stalled write end."""
+        if isinstance(self.sender, StreamSender):
+            self.sender.server.held[published.version].whole = True
+        elif isinstance(self.sender, FileSender):
+            path = self.sender._files[-1]
+            path.with_suffix(".draft").rename(path)
+        else:
+            assert isinstance(self.sender, Writer)
+            self.sender._stamp(published.slot, INCARNATION, published.version)
+
+
+@asynccontextmanager
+async def open_site(transport: str, folder: Path, dtype: str = "float32", codec: str = "dense") -> AsyncIterator[Site]:
+    """Opens a transport; at the end all ends are closed."""
+    spec = WeightsSpec.of(SHAPES, dtype, {"lm_head.weight": "model.embed_tokens.weight"})
+    wire = ZmqWire(CurveKeys.fresh())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            site = Site(transport, folder, wire, tasks, spec, WireCodec[codec.upper()])
+            try:
+                yield site
+            finally:
+                for receiver in site.receivers:
+                    receiver.close()
+                site.sender.close()
+    finally:
+        wire.close()
+
+
+async def take(receiver: WeightReceiver, published: Published) -> dict[str, Tensor]:
+    """Does what an engine does with a published version."""
+    await receiver.fetch(published)
+    tensors = receiver.tensors(published)
+    receiver.check(published)
+    return tensors
+
+
+def with_other_digest(published: Published) -> Published:
+    return replace(published, digest=f"{int(published.digest, 16) ^ 1:08x}")

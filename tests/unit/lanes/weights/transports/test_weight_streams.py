@@ -1,0 +1,353 @@
+"""Weights over a wire, on virtual time: trees, broken connections, damaged parts, slow receivers."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.transports import stream_receiver, weight_server
+from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
+from asyncrl.lanes.weights.transports.held_version import HeldVersion
+from asyncrl.lanes.weights.transports.stream_receiver import StreamReceiver
+from asyncrl.lanes.weights.transports.weight_stream import BUFFERS, StreamSender
+from asyncrl.simulation import virtual_loop
+from tests.unit.lanes.weights.transports.sites import INCARNATION, SHAPES, hello, take, weights
+
+SPEC = WeightsSpec.of(SHAPES, "float32")
+CHUNK = 64 << 10
+PARTS = -(-SPEC.size // CHUNK)
+
+
+class Stream:
+    """A sender with receivers at addresses of their own. served: parts that each sender has given."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, codec: WireCodec = WireCodec.DENSE) -> None:
+        self.wire = InprocWire()
+        self.tasks = tasks
+        self.plan = ChunkPlan.of(SPEC, codec, CHUNK)
+        self.sender = StreamSender(self.plan, self.wire, "inproc://trainer", hello("training0"), tasks)
+        self.receivers: list[StreamReceiver] = []
+
+    def receiver(self) -> StreamReceiver:
+        name = f"generation{len(self.receivers)}"
+        self.receivers.append(StreamReceiver(self.plan, self.wire, f"inproc://{name}", hello(name), self.tasks))
+        return self.receivers[-1]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
+    """served[address of a memory] -> parts that were asked for there."""
+    found: Counter[int] = Counter()
+    answer = HeldVersion.chunk
+
+    async def counted(self: HeldVersion, number: int, base: int | None) -> EncodedChunk:
+        found[self.memory.ctypes.data] += 1
+        return await answer(self, number, base)
+
+    monkeypatch.setattr(HeldVersion, "chunk", counted)
+    return found
+
+
+def play(scene: Callable[[Stream], Awaitable[None]], codec: WireCodec = WireCodec.DENSE) -> None:
+    """Runs a scene; all ends are closed after it."""
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            stream = Stream(tasks, codec)
+            try:
+                await scene(stream)
+            finally:
+                for receiver in stream.receivers:
+                    receiver.close()
+                stream.sender.close()
+
+    virtual_loop.run(main())
+
+
+async def until_half(served: Counter[int]) -> None:
+    """Lets everybody else run until half of the parts were asked for."""
+    for _ in iter(lambda: served.total() >= PARTS // 2, True):
+        await asyncio.sleep(0)
+
+
+def has(tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_receivers_pass_parts_on_along_a_tree(served: Counter[int]) -> None:
+    async def scene(stream: Stream) -> None:
+        receivers = [stream.receiver() for _ in range(7)]
+        for version in range(3):
+            served.clear()
+            published = stream.sender.write(INCARNATION, version, weights(version))
+            async with asyncio.TaskGroup() as tasks:
+                taking = [tasks.create_task(take(each, published)) for each in receivers]
+            assert all(has(each.result(), weights(version)) for each in taking)
+            own = stream.sender.server.held[version].memory.ctypes.data
+            assert served[own] == 2 * PARTS
+            assert max(served.values()) == 2 * PARTS
+            assert served.total() == 7 * PARTS
+
+    play(scene)
+
+
+def test_a_parent_that_dies_leaves_what_it_has_passed_on(served: Counter[int]) -> None:
+    async def scene(stream: Stream) -> None:
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        parent, other, child = (stream.receiver() for _ in range(3))
+        root = stream.sender.server.held[0]
+        root.receivers |= {each.hello.instance: each.server.address for each in (parent, other)}
+        half = parent._begin(published)
+        for number in range(PARTS // 2):
+            half.bytes_of(number)[:] = root.bytes_of(number)
+            half.add(number, await root.chunk(number, None))
+        served.clear()
+        taking = asyncio.ensure_future(take(child, published))
+        await asyncio.sleep(0.01)
+        parent.close()
+        assert has(await taking, weights(0))
+        assert served[root.memory.ctypes.data] == PARTS - PARTS // 2
+        assert asyncio.get_running_loop().time() < 1
+
+    play(scene)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_parent_that_gives_nothing_costs_one_deadline(alive: bool) -> None:
+    async def scene(stream: Stream) -> None:
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        parent, other, child = (stream.receiver() for _ in range(3))
+        address = parent.server.address if alive else "inproc://gone"
+        stream.sender.server.held[0].receivers |= {"generation0": address, "generation1": other.server.address}
+        parent._begin(published)
+        assert has(await take(child, published), weights(0))
+        assert asyncio.get_running_loop().time() < 6
+
+    play(scene)
+
+
+def test_a_broken_connection_repeats_no_part(served: Counter[int]) -> None:
+    async def scene(stream: Stream) -> None:
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        receiver = stream.receiver()
+        taking = asyncio.ensure_future(take(receiver, published))
+        await until_half(served)
+        (client,) = receiver._clients.values()
+        client.fail("the cable was pulled")
+        assert has(await taking, weights(0))
+        assert served.total() <= PARTS + stream_receiver.AT_ONCE
+        assert receiver.pulled_bytes == SPEC.size
+
+    play(scene)
+
+
+def test_a_fetch_that_was_given_up_goes_on_where_it_was(served: Counter[int]) -> None:
+    async def scene(stream: Stream) -> None:
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        receiver = stream.receiver()
+        taking = asyncio.ensure_future(take(receiver, published))
+        await until_half(served)
+        taking.cancel()
+        await asyncio.wait([taking])
+        assert has(await take(receiver, published), weights(0))
+        assert receiver.pulled_bytes == SPEC.size
+
+    play(scene)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Damages so many chunks on their way to receivers; returns the sizes of all that came."""
+    sizes: list[int] = []
+
+    def damaged(message: object) -> EncodedChunk:
+        chunk = weight_server.unpacked(message)
+        sizes.append(len(chunk.data))
+        if len(sizes) > times:
+            return chunk
+        data = chunk.data.copy()
+        data[len(data) // 2] ^= 1
+        return replace(chunk, data=data)
+
+    monkeypatch.setattr(stream_receiver, "unpacked", damaged)
+    return sizes
+
+
+def test_a_damaged_part_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = damage(monkeypatch, 2)
+
+    async def scene(stream: Stream) -> None:
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        assert has(await take(stream.receiver(), published), weights(0))
+        assert len(sizes) == PARTS + 2
+
+    play(scene)
+
+
+def test_parts_that_stay_damaged_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch, 1000)
+
+    async def scene(stream: Stream) -> None:
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        with pytest.raises(WeightsError, match="damaged on its way"):
+            await take(stream.receiver(), published)
+
+    play(scene)
+
+
+def slightly_changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a copy in which one weight of a hundred differs."""
+    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in found.values():
+        tensor.flatten()[::100] += 1
+    return found
+
+
+def test_differences_travel_where_the_receiver_has_the_base() -> None:
+    async def scene(stream: Stream) -> None:
+        receiver, late = stream.receiver(), stream.receiver()
+        first, second = weights(0), slightly_changed(weights(0))
+        await take(receiver, stream.sender.write(INCARNATION, 0, first))
+        assert receiver.pulled_bytes == SPEC.size
+        published = stream.sender.write(INCARNATION, 1, second)
+        assert has(await take(receiver, published), second)
+        assert receiver.pulled_bytes < SPEC.size * 1.05
+        assert has(await take(late, published), second)
+        assert late.pulled_bytes == SPEC.size
+        stream.sender.write(INCARNATION, 2, first)
+        published = stream.sender.write(INCARNATION, 3, second)
+        assert has(await take(receiver, published), second)
+        assert receiver.pulled_bytes > SPEC.size * 2  # Its base is two versions old.
+
+    play(scene, WireCodec.SPARSE)
+
+
+def test_another_base_is_sent_dense_again() -> None:
+    async def scene(stream: Stream) -> None:
+        receiver = stream.receiver()
+        first, second = weights(0), slightly_changed(weights(0))
+        await take(receiver, stream.sender.write(INCARNATION, 0, first))
+        assert receiver._current is not None
+        receiver._current.memory[: SPEC.size // 2] = 0  # What it has is not what it was sent.
+        assert has(await take(receiver, stream.sender.write(INCARNATION, 1, second)), second)
+
+    play(scene, WireCodec.SPARSE)
+
+
+@pytest.mark.parametrize("codec", [WireCodec.BFLOAT16, WireCodec.FLOAT16, WireCodec.FP8])
+def test_all_receivers_of_a_tree_get_the_same_rounded_weights(codec: WireCodec) -> None:
+    async def scene(stream: Stream) -> None:
+        receivers = [stream.receiver() for _ in range(4)]
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        found = [await take(each, published) for each in receivers]
+        assert all(has(found[0], each) for each in found)
+        exact = {name for name, tensor in weights(0).items() if torch.equal(tensor, found[0][name])}
+        assert exact == {"model.embed_tokens.weight", "norm.weight"}
+        assert 0 < receivers[3].largest_error < 0.03
+
+    play(scene, codec)
+
+
+def test_a_slow_receiver_gets_its_version_while_the_trainer_goes_on() -> None:
+    async def scene(stream: Stream) -> None:
+        slow, fast = stream.receiver(), stream.receiver()
+        old = stream.sender.write(INCARNATION, 0, weights(0))
+        stream.sender.server.held[0].pulled_at["generation0"] = asyncio.get_running_loop().time()
+        slow._begin(old)
+        for version in range(1, 6):
+            published = stream.sender.write(INCARNATION, version, weights(version))
+            assert has(await take(fast, published), weights(version))
+            assert len(stream.sender.server.held) == min(version + 1, BUFFERS)
+        assert has(await take(slow, old), weights(0))
+        stream.sender.write(INCARNATION, 6, weights(6))
+        stream.sender.write(INCARNATION, 7, weights(7))
+        assert 0 not in stream.sender.server.held
+
+    play(scene)
+
+
+def test_a_receiver_that_shows_no_sign_keeps_nothing() -> None:
+    async def scene(stream: Stream) -> None:
+        stream.sender.write(INCARNATION, 0, weights(0))
+        stream.sender.server.held[0].pulled_at["generation0"] = asyncio.get_running_loop().time()
+        await asyncio.sleep(10)
+        for version in range(1, 4):
+            stream.sender.write(INCARNATION, version, weights(version))
+        assert sorted(stream.sender.server.held) == [1, 2, 3]
+
+    play(scene)
+
+
+def test_a_stalled_sender_is_late_and_then_goes_on() -> None:
+    async def scene(stream: Stream) -> None:
+        published, receiver = stream.sender.write(INCARNATION, 0, weights(0)), stream.receiver()
+        stream.sender.server.held[0].whole = False
+        with pytest.raises(
+            DeadlineExceeded, match=f"{PARTS} of {PARTS} parts of the weights of version 0 did not come"
+        ):
+            await take(receiver, published)
+        assert asyncio.get_running_loop().time() == pytest.approx(stream.plan.deadline, abs=0.1)
+        stream.sender.server.held[0].whole = True
+        assert has(await take(receiver, published), weights(0))
+
+    play(scene)
+
+
+def test_a_sender_that_closes_while_it_sends_is_lost(served: Counter[int]) -> None:
+    async def scene(stream: Stream) -> None:
+        published, receiver = stream.sender.write(INCARNATION, 0, weights(0)), stream.receiver()
+        taking = asyncio.ensure_future(take(receiver, published))
+        await until_half(served)
+        stream.sender.close()
+        with pytest.raises((PeerLost, DeadlineExceeded)):
+            await taking
+
+    play(scene)
+
+
+async def ask(stream: Stream, method: str, *args: object) -> object:
+    client = await stream.receiver()._client(stream.sender.server.address)
+    return await client.call(method, args, 5.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("weights_chunk", INCARNATION, 0, PARTS, None, "x"),
+        ("weights_chunk", INCARNATION, 0, -1, None, "x"),
+        ("weights_chunk", INCARNATION, 0, 1.5, None, "x"),
+        ("weights_chunk", INCARNATION + 1, 0, 0, None, "x"),
+        ("weights_chunk", INCARNATION, 1, 0, None, "x"),
+        ("open_weights", INCARNATION, 0, "another plan", "x", "y"),
+        ("open_weights", INCARNATION, 0),
+        ("memory",),
+    ],
+)
+def test_calls_that_no_receiver_makes_are_refused(call: tuple[str, object]) -> None:
+    async def scene(stream: Stream) -> None:
+        stream.sender.write(INCARNATION, 0, weights(0))
+        with pytest.raises(Refused):
+            await ask(stream, *call)
+
+    play(scene)
+
+
+def test_parts_cover_a_slot_once_and_keep_what_must_stay_exact(tmp_path: Path) -> None:
+    for codec in WireCodec:
+        parts = ChunkPlan.of(SPEC, codec, CHUNK).parts
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == SPEC.size
+        assert max(part.stop - part.start for part in parts) <= CHUNK
+    up = SPEC.tensors[1]
+    rounded = [part for part in ChunkPlan.of(SPEC, WireCodec.FP8, CHUNK).parts if part.codec is WireCodec.FP8]
+    assert (rounded[0].start, rounded[-1].stop) == (up.offset, up.offset + up.bytes)
+    digests = {ChunkPlan.of(SPEC, codec, size).digest for codec in WireCodec for size in (CHUNK, 2 * CHUNK)}
+    assert len(digests) == 2 * len(WireCodec)
