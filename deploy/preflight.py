@@ -15,6 +15,7 @@ from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
 from asyncrl.deploy.service_specs import service_specs, worker_count
+from asyncrl.engines.generation.vllm.engine_options import vllm_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems
@@ -55,6 +56,7 @@ def _problems(
     yield from _descriptor_problems(worker_count(config))
     damaged = [] if model_is_made else list(_damages(config))
     yield from damaged or model_problems(config, Path(config.model.name).expanduser())
+    yield from vllm_problems(config)
     yield from sink_problems(config.telemetry.sinks)
     yield from prompt_problems(config)
     yield from device_mistakes(devices(config))

@@ -4,6 +4,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.fleet.fleet import ServiceSpec
+from asyncrl.fleet.worker.worker_spec import Origin
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import (
     Critic,
@@ -22,7 +23,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
     layout = Layout(dp=config.training.layout_dp)
     specs = [
-        generation_spec("generation", replicas=config.generation.replicas),
+        generation_spec(config, "generation", replicas=config.generation.replicas),
         reward_spec(config, "reward"),
         ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin="torch"),
     ]
@@ -36,12 +37,14 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     if config.algorithm.constraint == "lagrangian":
         specs += [reward_spec(config, "cost"), _critic_spec("cost_critic")]
     if config.evaluate.prompts:
-        specs.append(generation_spec("evaluation", replicas=config.evaluate.replicas))
+        specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
     return specs
 
 
-def generation_spec(name: str, **fields: Any) -> ServiceSpec:
-    return ServiceSpec(name, Generation, "asyncrl.services.generation:GenerationService", origin="torch", **fields)
+def generation_spec(config: Config, name: str, **fields: Any) -> ServiceSpec:
+    """Returns the spec of a generation service. vLLM starts threads as it is imported, so its workers are spawned."""
+    origin: Origin = "spawn" if config.generation.engine == "vllm" else "torch"
+    return ServiceSpec(name, Generation, "asyncrl.services.generation:GenerationService", origin=origin, **fields)
 
 
 def environment_spec(config: Config) -> ServiceSpec:

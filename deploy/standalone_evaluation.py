@@ -84,7 +84,7 @@ async def evaluate_model(
     config = config.model_copy(update={"feedback": FeedbackConfig()})  # Nobody is asked about held-out answers.
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
-    specs = [generation_spec("evaluation", replicas=config.evaluate.replicas, options={"own_version": VERSION})]
+    specs = [generation_spec(config, "evaluation", replicas=config.evaluate.replicas, options={"own_version": VERSION})]
     if config.environment.use:
         specs.append(environment_spec(config))
     for name in config.scorers:

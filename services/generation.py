@@ -25,6 +25,7 @@ from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, K
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.trajectory import ROW, Trajectory
 from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
+from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.environments.loading import answer_role
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -261,6 +262,8 @@ class GenerationService(Service, Generation):
 
     async def _open_engine(self) -> GenerationEngine:
         """Loads the engine of the experiment. An evaluation copies its weights, because it holds no lease."""
+        if self.context.config.generation.engine == "vllm":
+            return await VllmGeneration.open(self.context)
         return await TorchGeneration.open(self.context, copies=self._evaluates)
 
     def _check_incarnation(self, incarnation: int, subject: str) -> None:

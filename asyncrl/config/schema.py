@@ -48,6 +48,10 @@ class TaskConfig(Section):
 class GenerationConfig(Section):
     """Sampling of answers."""
 
+    engine: Literal["torch", "vllm"] = "torch"
+    """Engine that samples: asyncrl's own, `torch`, or vLLM, which has to be installed."""
+    vllm: dict[str, Any] = Field(default={})
+    """Further arguments of vLLM's AsyncEngineArgs, e.g. { tensor_parallel_size = 2 }."""
     replicas: Positive = 1
     """Number of generation workers, each with its own copy of the model."""
     slots: Positive = 32

@@ -1,11 +1,16 @@
 """The samples that a generation engine is asked for, and those that it returns."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.errors import ConfigError
 
 Key = tuple[int, int, int]  # group, member, attempt
 Finish = Literal["stop", "stop_string", "length", "abort"]
@@ -49,3 +54,18 @@ class Completion:
     versions: NDArray[np.int32]
     finish: Finish
     text: str
+
+
+def refuse_too_long(requests: Iterable[SampleRequest], config: Config) -> None:
+    """Raises ConfigError when the prompt or the completion of a request has more tokens than the config allows."""
+    answer, prompt, longest = config.generation.max_new_tokens, config.task.max_prompt_tokens, longest_row(config)
+    for request in requests:
+        asked = {"generation.max_new_tokens": (request.max_new_tokens, answer)}
+        if request.drawn:
+            whole = len(request.prompt) + request.max_new_tokens
+            asked["task.max_prompt_tokens + environment.max_tokens"] = (whole, longest)
+        else:
+            asked["task.max_prompt_tokens"] = (len(request.prompt), prompt)
+        for key, (found, most) in asked.items():
+            if not 0 < found <= most:
+                raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")

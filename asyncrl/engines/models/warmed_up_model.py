@@ -22,15 +22,16 @@ CHARACTERS = tuple(chr(code) for code in range(32, 127))
 BATCH = 64
 LEARNING_RATE = 6e-3
 CONTEXT = 256
+HEADS, HEADS_FOR_VLLM = 4, 3  # Of 24 and 32 numbers; vLLM has no attention of less than 32 on CPUs.
 IGNORED = -100  # target of tokens that are not learnt
 
 
-def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show) -> None:
-    """Writes a warmed-up model and its tokenizer to `target`, in the layout of `from_pretrained`."""
+def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show, heads: int = HEADS) -> None:
+    """Writes a warmed-up model with so many heads, and its tokenizer, to `target`, as `from_pretrained` reads it."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     tokenizer = build_tokenizer(demonstrations.words)
-    model = build_model(tokenizer)
+    model = build_model(tokenizer, heads=heads)
     train(model, tokenizer, demonstrations, seed, show)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
@@ -47,12 +48,12 @@ def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT, **SPECIAL)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, context: int = CONTEXT) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, context: int = CONTEXT, heads: int = HEADS) -> LlamaForCausalLM:
     """Builds a randomly initialised Llama of about 0.3M parameters. context: positions that it is made for."""
-    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": heads}
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     shape = {**sizes, **special, "max_position_embeddings": context, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=4, **shape))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=heads, **shape))
 
 
 def train(

@@ -47,6 +47,16 @@ def test_sources_of_prompts(base_install: None, spec: str, module: str) -> None:
     assert str(problem).startswith(f"task.prompts = {spec}: {module} is not installed; run: ")
 
 
+def test_vllm_is_asked_for_by_the_script_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    (problem,) = missing_packages(config(generation={"engine": "vllm"}))
+    found = str(problem)
+    assert found.startswith("generation.engine = vllm: vllm is not installed; run: ")
+    assert "set-up-vllm, then " in found
+    assert found.endswith("bin/asyncrl in place of this command")
+    assert not missing_packages(config(generation={"engine": "torch"}))
+
+
 async def test_a_run_is_refused_with_all_of_them(base_install: None, tmp_path: Path) -> None:
     order = RunRequest(load("smollm2").config, tmp_path / "run", open_display(1), "asyncrl run")
     with pytest.raises(ConfigError) as refused:

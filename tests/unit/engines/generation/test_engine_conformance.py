@@ -1,17 +1,23 @@
-"""What the generation service relies on, of every engine behind GenerationEngine."""
+"""What the generation service relies on, of every engine behind GenerationEngine. That of vLLM takes part where vLLM is
+installed (scripts/test vllm); its tests share one start, because that takes half a minute."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+import os
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.engines.generation.engine_interface import GenerationEngine
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
@@ -23,6 +29,7 @@ from asyncrl.protocols.messages import Published
 from tests.unit.engines.generation.conftest import engine_config, make_model
 from tests.unit.services.conftest import worker_context as worker_context
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 FAMILY = "llama-tied"
 LIMIT = 60.0  # seconds of a whole test
 
@@ -60,30 +67,81 @@ Start = Callable[..., Any]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return make_model(FAMILY, tmp_path_factory.mktemp("model"))
+    return make_model(FAMILY, tmp_path_factory.mktemp("model"), head_dim=32)  # vLLM's smallest on CPUs
 
 
-async def _open_torch(worker: Any) -> GenerationEngine:
-    return await TorchGeneration.open(worker, copies=False)
+class TorchEngines:
+    """Opens an engine for each test."""
+
+    wire = "inproc"
+
+    async def open(self, worker: Any) -> GenerationEngine:
+        return await TorchGeneration.open(worker, copies=False)
+
+    def close(self, engine: GenerationEngine) -> None:
+        engine.close()
 
 
-@pytest.fixture(params=[_open_torch], ids=["torch"])
-def start(request: pytest.FixtureRequest, folder: Path, worker_context: Callable[..., Any]) -> Start:
+class VllmEngines:
+    """Opens one vLLM for all tests. Each test has a queue, settings and weights of its own."""
+
+    wire = "ipc"  # vLLM's processes read the weights.
+
+    def __init__(self, folder: Path) -> None:
+        from asyncrl.engines.generation.vllm.engine_options import engine_arguments, set_environment
+
+        self.shape = json.loads((folder / "config.json").read_text())
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        config = engine_config(**LONGEST)
+        set_environment(os.environ, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from asyncrl.engines.generation.vllm.engine_process import EngineProcess
+
+            self.shared = EngineProcess(engine_arguments(config, folder, self.shape), range(261))
+
+    async def open(self, worker: Any) -> GenerationEngine:
+        from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
+
+        return VllmGeneration(worker, self.shared, self.tokenizer, self.shape)
+
+    def close(self, engine: GenerationEngine) -> None:
+        """Leaves vLLM running for the next test."""
+
+
+LONGEST = {"slots": 5, "max_prompt_tokens": 60, "max_new_tokens": 400}
+
+
+@pytest.fixture(scope="module")
+def vllm_engines(folder: Path) -> Iterator[VllmEngines]:
+    engines = VllmEngines(folder)
+    yield engines
+    engines.shared.close()
+
+
+@pytest.fixture(scope="module", params=["torch", *(["vllm"] if find_spec("vllm") else [])])
+def engines(request: pytest.FixtureRequest) -> Any:
+    return TorchEngines() if request.param == "torch" else request.getfixturevalue("vllm_engines")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def start(engines: Any, folder: Path, worker_context: Callable[..., Any]) -> Start:
     @asynccontextmanager
     async def started(version: int = 0, **settings: Any) -> AsyncIterator[Played]:
-        config = engine_config(**{"slots": 5, "max_prompt_tokens": 60, "max_new_tokens": 40} | settings)
+        config = engine_config(**LONGEST | settings)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), "inproc")
+        writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), engines.wire)
         async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:
             options = {"own_version": version}
             changes = {"model_dir": folder, "options": options, "make_compute": ThreadCompute}
             worker = worker_context("generation", config, tasks, **changes)
-            played = Played(await request.param(worker), folder, writer)
+            played = Played(await engines.open(worker), folder, writer)
             loop = tasks.create_task(played.engine.run(lambda done: [played.done.put_nowait(each) for each in done]))
+            await played.engine.update(played.publish(version, change=lambda _: None))
             yield played
             loop.cancel()
             await asyncio.wait([loop])
-            played.engine.close()
+            engines.close(played.engine)
             worker.compute.close()
         writer.close()
 
@@ -175,6 +233,31 @@ async def test_each_token_has_the_version_that_sampled_it(start: Start, kv: str)
             new = np.abs(completion.logprobs - uniform) < 1e-4
             assert np.array_equal(new, completion.versions == 1)
         assert any(1 in completion.versions for completion in found)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_running_samples_go_on_with_old_or_recomputed_states(start: Start, kv: str) -> None:
+    """After an update the log-probs of a running sample are those of the new weights alone only with `recompute`; a
+    sample that starts then never reads states of the old weights."""
+    async with start(kv=kv, slots=2, max_new_tokens=200) as played:
+        request = asked(1, 200, temperature=1.0)
+        for seed in range(100):  # A sample that goes on for long, so that the update falls into it.
+            (found,) = (await played.sample(replace(request, seed=seed))).values()
+            if len(found.tokens) > 100:
+                break
+        request = replace(request, seed=seed)
+        await played.engine.submit([request])
+        while played.engine.load().running < 1:
+            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        await played.engine.update(played.publish(1, change=move))
+        running = await played.done.get()
+        (fresh,) = (await played.sample(request)).values()
+        np.testing.assert_allclose(fresh.logprobs, played.plain(fresh), atol=1e-4, rtol=0)
+        new = running.versions == 1
+        assert new.any()
+        if not new.all():  # Else the update fell before its first token.
+            apart = np.abs(running.logprobs - played.plain(running))[new].max()
+            assert apart < 1e-4 if kv == "recompute" else apart > 1e-3
 
 
 def _flatten(model: Any) -> None:

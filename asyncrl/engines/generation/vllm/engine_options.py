@@ -1,0 +1,164 @@
+"""The arguments of vLLM's engine: what asyncrl decides, and what `[generation.vllm]` adds. Imports no vLLM."""
+
+import ast
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import Config
+from asyncrl.engines.canary_logprobs import PROBE_TOKENS
+from asyncrl.engines.models.model_folder import context_of, longest_row
+
+KEY = "generation.vllm"
+EXTENSION = "asyncrl.engines.generation.vllm.worker_extension.WorkerExtension"
+DECIDED = {
+    "model": "model.name",
+    "tokenizer": "model.name",
+    "dtype": "model.dtype",
+    "max_num_seqs": "generation.slots",
+    "max_model_len": "task.max_prompt_tokens and generation.max_new_tokens",
+    "skip_tokenizer_init": "",
+    "logprobs_mode": "",
+    "max_logprobs": "",
+    "worker_extension_cls": "",
+    "generation_config": "",
+    "disable_log_stats": "",
+    "weight_transfer_config": "",
+}
+"""Arguments that asyncrl decides, with the key that says so; "": what samples mean depends on the argument."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # The engine and its worker are then one process, which starts sooner.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Workers of a fleet share cores; binding would put all on the same.
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+"""Environment variables that vLLM reads, where the user has set none of that name."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of heads that vLLM 0.32 computes attention of on CPUs."""
+BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
+SPARE_ROWS = 2  # The canary has a row of its own, and prompts of new samples are held beside those that end.
+
+
+OWNER = "ASYNCRL_VLLM_OWNER"
+"""Environment variable with the process id of the worker that starts vLLM."""
+
+
+def set_environment(environment: MutableMapping[str, str], config: Config) -> None:
+    """Sets the environment variables that vLLM and its processes read, before vLLM is imported."""
+    for name, value in ENVIRONMENT.items():
+        environment.setdefault(name, value)
+    environment[OWNER] = str(os.getpid())
+    device, _, number = config.generation.device.partition(":")
+    if device == "cuda" and number:
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number)] if visible else number
+
+
+def vllm_problems(config: Config) -> Iterator[Problem]:
+    """Yields what keeps vLLM from running this experiment, and a warning where its section is not read."""
+    generation = config.generation
+    if generation.engine != "vllm":
+        if generation.vllm:
+            text = 'nothing reads it with engine = "torch": remove it, or write engine = "vllm"'
+            yield Problem(KEY, "", text, ("generation.engine",), is_warning=True)
+        return
+    for key, is_set, text in (
+        ("generation.deterministic", generation.deterministic, "vLLM's batches change the last bits of a sample"),
+        ("model.float32_head", config.model.float32_head, "vLLM computes the output layer in model.dtype"),
+        ("fleet.wire", config.fleet.wire == "inproc", "vLLM has processes of its own, which read shared memory"),
+    ):
+        if is_set:
+            yield Problem(key, "", f'{text}: remove it, or write generation.engine = "torch"', ("generation.engine",))
+    yield from _option_problems(generation.vllm)
+    folder = Path(config.model.name).expanduser()
+    shape = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else None
+    if shape and generation.device == "cpu" and (found := unsupported_heads(shape)):
+        yield Problem("model.name", "", found, ("generation.engine",))
+
+
+def _option_problems(options: Iterable[str]) -> Iterator[Problem]:
+    """Yields a problem for each argument that vLLM does not have or that asyncrl decides. Names are those of the
+    installed vLLM; nothing is said about them where there is none."""
+    known = argument_names()
+    for name in options:
+        if name in DECIDED:
+            instead = f"write {DECIDED[name]}" if DECIDED[name] else "what a sample means depends on it"
+            yield Problem(f"{KEY}.{name}", "", f"asyncrl decides this argument of vLLM: {instead}; remove it here")
+        elif known and name not in known:
+            close = get_close_matches(name, known, 1)
+            meant = f"did you mean {close[0]!r}? " if close else ""
+            text = f"vLLM's AsyncEngineArgs have no {name!r}: {meant}`vllm serve --help` lists them with dashes"
+            yield Problem(f"{KEY}.{name}", "", text)
+
+
+def unsupported_heads(shape: Mapping[str, Any]) -> str | None:
+    """Says why vLLM has no attention for this model on CPUs, where it would end at the first sample; None if it has.
+    shape: the contents of config.json."""
+    shape = shape.get("text_config") or shape
+    width = head_width(shape)
+    if width in CPU_HEADS:
+        return None
+    return (
+        f"its attention heads have {width} numbers, and vLLM's attention on CPUs takes {', '.join(map(str, CPU_HEADS))}"
+        ': write generation.engine = "torch", or take another model'
+    )
+
+
+def head_width(shape: Mapping[str, Any]) -> int:
+    return int(shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"])
+
+
+@cache
+def argument_names() -> frozenset[str]:
+    """Returns the fields of the installed vLLM's AsyncEngineArgs, read from its source, because importing vLLM imports
+    torch; nothing where vLLM is not installed or its source is elsewhere."""
+    found = find_spec("vllm")
+    source = Path(found.origin).parent / "engine/arg_utils.py" if found is not None and found.origin else None
+    if source is None or not source.is_file():
+        return frozenset()
+    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    fields = (node for each in classes if each.name in ("EngineArgs", "AsyncEngineArgs") for node in each.body)
+    return frozenset(
+        node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
+
+
+def engine_arguments(config: Config, folder: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of AsyncEngineArgs. shape: the contents of the model's config.json, for the size of the
+    cache on CPUs: all slots with the longest row, so that no sample is ever preempted."""
+    generation, context = config.generation, context_of(shape)
+    # One token is sampled after the canary, which may be as long as the longest row.
+    rows = max(longest_row(config, context), PROBE_TOKENS) + 1
+    rows = rows if context is None else min(rows, context)
+    arguments: dict[str, Any] = {"enforce_eager": True, "seed": 0, "async_scheduling": False}
+    if generation.device == "cpu":
+        arguments["kv_cache_memory_bytes"] = cache_bytes(shape, config.model.dtype, rows, generation.slots)
+    decided = {
+        "model": str(folder),
+        "dtype": config.model.dtype,
+        "max_num_seqs": generation.slots,
+        "max_model_len": rows,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "worker_extension_cls": EXTENSION,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    return {**arguments, **generation.vllm, **decided}
+
+
+def cache_bytes(shape: Mapping[str, Any], dtype: str, tokens: int, rows: int) -> int:
+    """Returns the bytes of keys and values of this many rows of this many tokens, in blocks, with some to spare."""
+    shape = shape.get("text_config") or shape
+    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+    item = {"float32": 4, "bfloat16": 2}[dtype]
+    blocks = (rows + SPARE_ROWS) * -(-tokens // BLOCK) + 1
+    return int(2 * shape["num_hidden_layers"] * heads * head_width(shape) * item * BLOCK * blocks)

@@ -1,0 +1,232 @@
+"""The `vllm` engine beside an event loop.
+
+    submit ── requests ── queue ── a task for each sample ──┐            ┌── tokens, as they are sampled
+    update ── attach, pause, load, resume ──────────────────┼── AsyncLLM ┤
+    pause, resume ──────────────────────────────────────────┘            └── its processes ── the trainer's arena
+
+vLLM schedules, samples and holds the cache. The queue is ours, because requests may have to wait for weights; so are
+the ends of samples, which both engines find alike. The version changes while vLLM is paused and every token that it had
+sampled is recorded, so that each token has the version that sampled it.
+"""
+
+import asyncio
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from asyncrl.engines.generation.engine_interface import EngineLoad
+from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest, refuse_too_long
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
+from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.vllm.engine_options import engine_arguments, set_environment, unsupported_heads
+from asyncrl.engines.generation.vllm.open_sample import OpenSample, sampling_seed
+from asyncrl.engines.model_loading import vocabulary_size
+from asyncrl.engines.models.lean_imports import import_compiler
+from asyncrl.engines.models.model_folder import context_of, refuse_damaged
+from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.errors import ConfigError, PeerLost, WeightsError
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.messages import Published
+
+if TYPE_CHECKING:
+    from asyncrl.engines.generation.vllm.engine_process import EngineProcess
+
+Deliver = Callable[[Sequence[Completion]], None]
+ATTACHED = ("incarnation", "version", "arena", "slot", "digest", "digest_of")
+"""Fields of Published that vLLM's workers read a version by."""
+
+
+class VllmGeneration:
+    """Samples with the vLLM of a worker. engine: vLLM. shape: the contents of the model's config.json."""
+
+    def __init__(self, worker: WorkerContext, engine: "EngineProcess", tokenizer: Any, shape: dict[str, Any]) -> None:
+        folder = worker.facts.model_dir
+        self._worker = worker
+        self._engine = engine
+        self._config = worker.config
+        self.tokenizer = TokenizerWithStops(tokenizer, worker.config.generation.stop)
+        self.end_ids = end_ids(_generation_config(folder), tokenizer)
+        self._vocabulary = vocabulary_size(tokenizer)
+        self.turns = TurnRenderer(self.tokenizer, self.end_ids)
+        self.context = context_of(shape)
+        self.version: int = worker.spec.options.get("own_version", NO_WEIGHTS)
+        self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
+        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._wakeup = asyncio.Event()
+        self._turn = asyncio.Lock()  # held while vLLM is paused, resumed or given weights
+        self._paused = False
+        self._broken: Exception | None = None
+        self._asked = 0
+
+    @classmethod
+    async def open(cls, worker: WorkerContext) -> "VllmGeneration":
+        """Starts vLLM on the compute thread. Raises ConfigError for a model that cannot be used."""
+        folder = worker.facts.model_dir
+        refuse_rotation_by_longest_row(folder, worker.config)
+        refuse_damaged(folder)
+        set_environment(os.environ, worker.config)
+        return await worker.compute.run(cls._start, worker, folder)
+
+    @classmethod
+    def _start(cls, worker: WorkerContext, folder: Path) -> "VllmGeneration":
+        import_compiler()
+        from asyncrl.engines.generation.vllm.engine_process import EngineProcess
+
+        shape = json.loads((folder / "config.json").read_text())
+        if worker.config.generation.device == "cpu" and (unsupported := unsupported_heads(shape)):
+            raise ConfigError(f"model.name: {unsupported}")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        rows = (shape.get("text_config") or shape)["vocab_size"]
+        allowed = range(vocabulary) if (vocabulary := vocabulary_size(tokenizer)) < rows else None
+        engine = EngineProcess(engine_arguments(worker.config, folder, shape), allowed)
+        return cls(worker, engine, tokenizer, shape)
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        refuse_too_long(requests, self._config)
+        self._waiting.extend(requests)
+        self._wakeup.set()
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        wanted = set(keys)
+        self._waiting = deque(request for request in self._waiting if request.key not in wanted)
+        for key in wanted & self._running.keys():
+            self._running[key].cancel()
+
+    def forget(self, samples: Iterable[SampleName], oldest: int) -> None:
+        """Does nothing: vLLM finds the keys and values of earlier turns by their tokens, and drops the oldest."""
+
+    def load(self) -> EngineLoad:
+        counters = self._engine.counters
+        used = counters.cache_used if self._running else 0.0
+        return EngineLoad(len(self._running), len(self._waiting), used, counters.preemptions, 0, 0)
+
+    async def pause(self) -> int:
+        async with self._turn:
+            if not self._paused:
+                await self._engine.pause()
+                self._paused = True
+        return self._engine.sampled
+
+    async def resume(self) -> int:
+        async with self._turn:
+            if self._paused:
+                self._paused = False
+                await self._engine.resume()
+        return self._engine.sampled
+
+    async def update(self, published: Published) -> None:
+        fields = [getattr(published, name) for name in ATTACHED]
+        async with self._turn:
+            with self._worker.clock.state("sync"), self._worker.tracer.span("flip", version=published.version):
+                await self._attach(fields)
+                await self._load_weights(fields)
+            self.version = published.version
+            if not self._paused:
+                await self._engine.resume()
+        self._wakeup.set()
+
+    async def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+        return await self._engine.logprobs_after(self._name("canary"), prompt, self._vocabulary)
+
+    async def run(self, deliver: Deliver) -> None:
+        """Starts a task for each sample that holds a slot, until cancelled. Raises the error of the first that fails,
+        and WeightsError when weights were loaded in part."""
+        async with asyncio.TaskGroup() as samples:
+            while True:
+                await self._wakeup.wait()
+                self._wakeup.clear()
+                if self._broken is not None:
+                    raise self._broken
+                for request in self._startable():
+                    task = samples.create_task(self._sample(request, deliver), name=f"sample {request.key}")
+                    self._running[request.key] = task
+                    task.add_done_callback(self._wake)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    async def _attach(self, fields: list[Any]) -> None:
+        """Has vLLM's workers open a version and check its digest, while samples go on. Raises what they refuse it
+        with."""
+        folder, dtype = self._worker.facts.model_dir, self._config.model.dtype
+        for refused in await self._engine.call_workers("asyncrl_attach", str(folder), dtype, fields):
+            if refused:
+                kind, _, why = refused.partition(": ")
+                raise {"PeerLost": PeerLost, "WeightsError": WeightsError}[kind](why)
+
+    async def _load_weights(self, fields: list[Any]) -> None:
+        """Loads the attached version between two steps, and leaves vLLM paused. An engine that got it in part is dead:
+        `run` ends with an error."""
+        is_loaded = False
+        try:
+            if not self._paused:
+                await self._engine.pause()
+            await self._engine.call_workers("asyncrl_load", fields)
+            if self._config.generation.kv == "recompute":
+                await self._engine.drop_cache()
+            is_loaded = True
+        finally:
+            if not is_loaded:
+                self._broken = WeightsError(f"vLLM has loaded version {fields[1]} in part, and must be started again")
+                self._wakeup.set()
+
+    def _startable(self) -> Iterable[SampleRequest]:
+        """Takes the requests that may start out of the queue; others keep their place in it."""
+        early: deque[SampleRequest] = deque()
+        starting = list[SampleRequest]()
+        for request in self._waiting:
+            has_slot = len(self._running) + len(starting) < self._config.generation.slots
+            fresh = self.version != NO_WEIGHTS and request.not_before <= self.version
+            (starting if has_slot and fresh else early).append(request)
+        self._waiting = early
+        return starting
+
+    def _wake(self, _: "asyncio.Task[None]") -> None:
+        self._wakeup.set()
+
+    def _name(self, text: str) -> str:
+        self._asked += 1
+        return f"{text}-{self._asked}"
+
+    async def _sample(self, request: SampleRequest, deliver: Deliver) -> None:
+        """Samples one request and delivers it."""
+        try:
+            with self._worker.occupancy.computing():
+                completion = await self._sampled(request)
+        finally:
+            del self._running[request.key]  # The next turn of this sample has the same key.
+        deliver([completion])
+
+    async def _sampled(self, request: SampleRequest) -> Completion:
+        clock = asyncio.get_running_loop().time
+        sample = OpenSample(request, clock() + request.deadline)
+        settings = {
+            "temperature": request.temperature,
+            "seed": sampling_seed(request),
+            "max_tokens": request.max_new_tokens,
+            "stop_token_ids": self.end_ids.tolist(),
+        }
+        stream = self._engine.tokens(self._name("sample"), request.prompt, str(self.version), **settings)
+        async with aclosing(stream) as tokens:
+            async for token, logprob in tokens:
+                sample.add(token, logprob, self.version)
+                if finish := sample.finish(self.tokenizer, self.end_ids, clock()):
+                    return sample.completion(finish, self.tokenizer)
+        raise PeerLost("vLLM ended a sample that has neither an end-of-sequence token nor all of its tokens")
+
+
+def _generation_config(folder: Path) -> Any:
+    """Returns the model's generation config, whose end ids those of its config.json are where it has none."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))

@@ -1,0 +1,68 @@
+"""Runs whose generation workers sample with vLLM. They need vLLM: scripts/test vllm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from asyncrl.controller.journal.audit import audit
+
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import dead, pid_of, wait_until
+
+needs_vllm = pytest.mark.skipif(
+    find_spec("vllm") is None, reason="vLLM is not installed; scripts/test vllm installs it"
+)
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400), needs_vllm]
+LIMIT = 300.0
+
+
+def command(run_dir: Path, *flags: str) -> list[str]:
+    keys = ["--generation.engine", "vllm", "--evaluate.prompts", "", "--fleet.start_deadline", "240"]
+    return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
+
+
+def descendants(pid: int) -> list[int]:
+    found = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in children(task)]
+    return [*found, *(deeper for child in found for deeper in descendants(child))]
+
+
+def children(task: Path) -> list[str]:
+    return (task / "children").read_text().split()
+
+
+def test_quickstart_learns_with_vllm(tmp_path: Path) -> None:
+    """The reward rises, the audit holds, and both engines give the same weights the same log-probs."""
+    done = subprocess.run(command(tmp_path / "run", "--steps", "40"), check=False, timeout=LIMIT, capture_output=True)
+    assert done.returncode == 0, done.stdout[-3000:].decode() + done.stderr[-3000:].decode()
+    assert audit(tmp_path / "run").ok
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward/mean"] for line in lines]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
+    assert max(line["mismatch/canary"] for line in lines if "mismatch/canary" in line) < 1e-4
+
+
+def test_a_killed_worker_leaves_no_process_of_vllm(tmp_path: Path) -> None:
+    """A generation worker is killed while it samples; it is replaced, and the run goes on to its end."""
+    run_dir = tmp_path / "run"
+    with subprocess.Popen(command(run_dir, "--steps", "12"), stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout is not None
+            for line in program.stdout:
+                if line.startswith("step 2/"):
+                    break
+            worker = pid_of(run_dir, "generation")
+            of_vllm = descendants(worker)
+            assert of_vllm, "vLLM has a process of its own"
+            os.kill(worker, signal.SIGKILL)
+            wait_until(lambda: all(map(dead, of_vllm)), "the end of the processes of vLLM")
+            shown, _ = program.communicate(timeout=LIMIT)
+        finally:
+            program.kill()
+    assert program.returncode == 0, shown[-3000:]
+    assert audit(run_dir).ok

@@ -1,0 +1,91 @@
+"""What asyncrl adds to vLLM's processes: weights from the arena, and an end with the worker."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED
+from asyncrl.engines.generation.vllm.worker_extension import WorkerExtension, weights_spec
+from asyncrl.lanes.weights.arena import open_writer
+from asyncrl.lanes.weights.tensor_spec import spec_of
+
+PATIENCE = 60.0
+WATCH = """
+import os, sys, time
+from asyncrl.engines.generation.vllm.worker_extension import end_with
+end_with(int(sys.argv[1]))
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+OWNER = f"""
+import os, subprocess, sys
+middle = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+subprocess.run([sys.executable, "-c", middle, {WATCH!r}, str(os.getpid())])
+"""
+
+
+class Worker(WorkerExtension):
+    """The method of vLLM's worker that the extension calls."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
+
+
+def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[str], Path]) -> None:
+    """Tied embeddings come under both names: without `lm_head.weight` vLLM keeps the old output layer on CPUs."""
+    folder = model_folder("llama-tied")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert weights_spec(folder, "float32") == spec_of(model, "float32")
+    writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), "ipc")
+    try:
+        published = writer.write(1, 5, dict(model.named_parameters(remove_duplicate=False)))
+        fields = [getattr(published, name) for name in ATTACHED]
+        worker = Worker()
+        assert worker.asyncrl_attach(str(folder), "float32", fields) == ""
+        worker.asyncrl_load(fields)
+        assert worker.loaded.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
+        assert torch.equal(worker.loaded["lm_head.weight"], model.model.embed_tokens.weight)
+        damaged = [*fields[:4], "00000000", fields[5]]
+        assert worker.asyncrl_attach(str(folder), "float32", damaged).startswith("WeightsError: weights of version 5")
+        gone = [*fields[:2], "shm://asyncrl-gone-weights", *fields[3:]]
+        assert worker.asyncrl_attach(str(folder), "float32", gone).startswith("PeerLost: ")
+        with pytest.raises(AssertionError, match="asyncrl_attach comes first"):
+            worker.asyncrl_load(fields)
+    finally:
+        writer.close()
+
+
+def test_processes_of_vllm_die_with_the_worker_that_started_them() -> None:
+    """The worker is killed by SIGKILL; a process between it and the one that watches is killed as well."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    with owner.stdout as output:
+        watching = int(output.readline())
+        between = int(Path(f"/proc/{watching}/stat").read_text().rpartition(")")[2].split()[1])
+        descriptors = [os.pidfd_open(pid) for pid in (watching, between)]
+        owner.kill()
+        owner.wait(PATIENCE)
+        for descriptor in descriptors:
+            assert select.select([descriptor], [], [], PATIENCE)[0]
+            os.close(descriptor)
+
+
+def test_a_process_whose_worker_is_dead_already_ends_itself() -> None:
+    other = subprocess.Popen(["sleep", "600"])
+    done = subprocess.run([sys.executable, "-c", WATCH, str(other.pid)], check=False, timeout=PATIENCE)
+    other.kill()
+    other.wait(PATIENCE)
+    assert done.returncode == -signal.SIGKILL
