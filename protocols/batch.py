@@ -8,7 +8,7 @@ rows of all parts, in order, and so undoes taking consecutive ranges.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -44,13 +44,14 @@ class Column:
     def __post_init__(self) -> None:
         if self.values.ndim != 1 or self.offsets.ndim != 1 or len(self.offsets) == 0:
             raise ValueError("a column is one-dimensional and has at least one offset")
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.values) or np.any(self.offsets[1:] < self.offsets[:-1]):
+        offsets = self.offsets
+        if offsets[0] != 0 or offsets[-1] != len(self.values) or (offsets[1:] < offsets[:-1]).any():
             raise ValueError("column offsets must rise from 0 to the number of values")
 
     @classmethod
     def of(cls, rows: Sequence[Array], dtype: Any = None) -> Self:
         values = np.concatenate(rows, dtype=dtype, casting="unsafe") if rows else np.zeros(0, dtype)
-        return cls(values, np.cumsum([0, *map(len, rows)], dtype=np.int64))
+        return cls(values, np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1))
 
     @classmethod
     def join(cls, parts: Sequence["Column"]) -> Self:

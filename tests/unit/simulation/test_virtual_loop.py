@@ -1,4 +1,5 @@
 import asyncio
+import socket
 import time
 from typing import cast
 
@@ -85,3 +86,29 @@ def test_time_that_is_skipped_makes_timers_due() -> None:
         return loop.time()
 
     assert virtual_loop.run(main()) == 9
+
+
+def test_a_local_socket_that_can_be_read_is_read_before_time_passes() -> None:
+    async def main() -> tuple[bytes, float]:
+        loop = asyncio.get_running_loop()
+        reading, writing = socket.socketpair()
+        with reading, writing:
+            reading.setblocking(False)
+            writing.send(b"here")
+            async with asyncio.timeout(10):
+                return await loop.sock_recv(reading, 9), loop.time()
+
+    assert virtual_loop.run(main()) == (b"here", 0.0)
+
+
+def test_a_socket_becomes_readable_while_a_task_waits_for_it() -> None:
+    async def main() -> tuple[bytes, float]:
+        loop = asyncio.get_running_loop()
+        reading, writing = socket.socketpair()
+        with reading, writing:
+            reading.setblocking(False)
+            loop.call_later(3, writing.send, b"later")
+            async with asyncio.timeout(10):
+                return await loop.sock_recv(reading, 9), loop.time()
+
+    assert virtual_loop.run(main()) == (b"later", 3.0)
