@@ -29,7 +29,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     ]
     if config.environment.use:
         specs.append(environment_spec(config))
-    if config.algorithm.kl > 0:
+    if config.reference_by_service:
         implementation, replicas = "asyncrl.services.reference:ReferenceService", config.reference.replicas
         specs.append(ServiceSpec("reference", Reference, implementation, replicas=replicas, origin="torch"))
     if config.algorithm.advantage == "gae":

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from asyncrl.config.install_hints import missing_packages
+from asyncrl.config.model_rules import model_problems
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.config.sections.feedback_config import FeedbackConfig
@@ -19,6 +21,7 @@ from asyncrl.deploy.preflight import scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import environment_spec, generation_spec, reward_spec
+from asyncrl.engines.models.model_folder import base_folder
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.errors import ConfigError
@@ -44,14 +47,19 @@ async def evaluate_run(
     """Evaluates the newest checkpoint of a run with its rewards. prompts, services: replace those of the config."""
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
-    model, version = newest_model(run_dir)
-    config = config or read(RunDirectory(run_dir).config)
+    saved, version = newest_model(run_dir)
+    own = read(RunDirectory(run_dir).config)
+    config = config or own
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": own.model.lora})})
+    refuse([problem for problem in model_problems(config) if not problem.is_warning])
+    model, adapters = (saved, None) if own.model.lora is None else (base_folder(run_dir, own), saved)
     if not config.is_scored and "reward" not in services:
         raise ConfigError(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
             "`run.evaluate()`, or name an experiment with --task"
         )
-    return replace(await evaluate_model(model, config, _questions(config, prompts), services), version=version)
+    found = await evaluate_model(model, config, _questions(config, prompts), services, adapters)
+    return replace(found, version=version)
 
 
 def _questions(config: Config, prompts: str | Rows | None = None) -> list[Question]:
@@ -71,20 +79,25 @@ async def evaluate_target(target: str, task: str | None, say: Callable[[str], No
     if config is None:
         raise ConfigError(f"{target} is no run directory; to evaluate a model name an experiment with --task")
     questions = _questions(config)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"name": target})})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"name": target, "lora": None})})
     refuse(missing_packages(config))
     with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as scratch:
         return await evaluate_model(await prepare(config, Path(scratch) / "model", say), config, questions)
 
 
 async def evaluate_model(
-    model: Path, config: Config, questions: list[Question], services: Mapping[str, ServiceSpec] = NO_SERVICES
+    model: Path,
+    config: Config,
+    questions: list[Question],
+    services: Mapping[str, ServiceSpec] = NO_SERVICES,
+    adapters: Path | None = None,
 ) -> Evaluation:
-    """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost."""
+    """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost.
+    adapters: folder of those that the model has in a run with `model.lora`."""
     config = config.model_copy(update={"feedback": FeedbackConfig()})  # Nobody is asked about held-out answers.
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
-    specs = [generation_spec(config, "evaluation", replicas=config.evaluate.replicas, options={"own_version": VERSION})]
+    specs = [await asyncio.to_thread(_policy_spec, config, adapters)]
     if config.environment.use:
         specs.append(environment_spec(config))
     for name in config.scorers:
@@ -112,6 +125,13 @@ async def evaluate_model(
                 reward, cost = scorers["reward"], scorers.get("cost")
                 evaluator = Evaluator(generation, reward, questions, config, cost, environment)
                 return await evaluator.evaluate(VERSION, 0)
+
+
+def _policy_spec(config: Config, adapters: Path | None) -> ServiceSpec:
+    options: dict[str, Any] = {"own_version": VERSION}
+    if adapters is not None:
+        options["adapters"] = str(adapters.absolute())
+    return generation_spec(config, "evaluation", replicas=config.evaluate.replicas, options=options)
 
 
 def _scorer_spec(config: Config, service: Scorer, policy: Path) -> ServiceSpec:

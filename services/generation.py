@@ -57,7 +57,8 @@ CompletionQueue = asyncio.Queue[Completion]
 
 class GenerationService(Service, Generation):
     """Samples groups with an engine of its own. options: `own_version`: version of the weights in the model folder,
-    which the engine then uses at once. `longest_prompts`: prompts that are checked at the start (see prompt_lengths).
+    which the engine then uses at once. `adapters`: folder of the adapters of that version, in a run with `model.lora`.
+    `longest_prompts`: prompts that are checked at the start (see prompt_lengths).
     """
 
     def __init__(self, context: WorkerContext) -> None:

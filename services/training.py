@@ -268,7 +268,8 @@ class TrainingService(Service, Training):
         texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
         if context.facts.checkpoint_dir is None:
             return PolicyTrainer(context.config, context.facts.model_dir, ranks, texts), {}
-        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, ranks, texts)
+        base = context.facts.model_dir
+        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, ranks, texts, base)
 
     def _write(self, version: int) -> Published:
         if self._writer is None:

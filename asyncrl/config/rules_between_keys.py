@@ -5,6 +5,7 @@ from math import isclose
 from typing import TYPE_CHECKING
 
 from asyncrl.config.feedback_rules import feedback_problems
+from asyncrl.config.model_rules import model_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.algorithm_config import (
     DEFAULT_BOUNDS,
@@ -47,7 +48,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
         yield from (*_scored_weight_rules(config, name, section), *_term_rules(config, name, section))
     yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(a), *_removed_parts(a))
     yield from (*_unread_bounds(config), *_inherited_bounds(a), *_unread_sections(config))
-    yield from (*_learning_rate_rules(config), *_environment_rules(config))
+    yield from (*_learning_rate_rules(config), *_environment_rules(config), *model_problems(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
@@ -265,9 +266,6 @@ def _unread_values(config: "Config") -> Iterator[Problem]:
         text = """nothing reads it with correction = "none": remove it, or write correction = "cap" or "mask" and
             old_logprobs = "recomputed" """
         yield _wrong("algorithm.correction_level algorithm.correction", text, is_warning=True)
-    if config.model.float32_head and config.model.dtype == config.training.precision == "float32":
-        text = "it changes nothing, because everything is computed in float32 already: remove float32_head"
-        yield _wrong("model.float32_head model.dtype training.precision", text, is_warning=True)
     if "warn_kl" in mismatch.model_fields_set and (mismatch.warn_kl or 0) >= (mismatch.stop_kl or float("inf")):
         text = "the run would end before it warns; write a smaller warn_kl"
         yield _wrong("mismatch.warn_kl mismatch.stop_kl", text, is_warning=True)

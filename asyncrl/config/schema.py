@@ -379,6 +379,12 @@ class Config(Section):
         return bool(self.reward.functions or self.reward.model or self.environment.use) or self.feedback.asks
 
     @property
+    def reference_by_service(self) -> bool:
+        """Says whether a service computes reference log-probs. With adapters the trainer does, by the model under them;
+        but critics read these log-probs in processes of their own."""
+        return self.algorithm.kl > 0 and (self.model.lora is None or self.algorithm.advantage == "gae")
+
+    @property
     def warnings(self) -> list[Problem]:
         """Returns a problem for each value that nothing reads."""
         return [problem for problem in rule_problems(self) if problem.is_warning]

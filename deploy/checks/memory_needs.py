@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
+from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
@@ -37,13 +38,15 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32."""
+    """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32.
+    linear: inputs and outputs of each linear layer of one decoder layer, by name."""
 
     vocabulary: int
     hidden: int
     layers: int
     parameters: int
     cache_bytes_per_token: int
+    linear: tuple[tuple[str, int, int], ...]
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -52,11 +55,21 @@ class Shape:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        attention = hidden * head_dim * 2 * (heads + kv_heads)
-        layer = attention + 3 * hidden * int(config["intermediate_size"]) + 2 * hidden
+        queries, keys, inner = heads * head_dim, kv_heads * head_dim, int(config["intermediate_size"])
+        attention = (("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys))
+        mlp = (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden))
+        linear = (*attention, ("o_proj", queries, hidden), *mlp)
+        layer = sum(inputs * outputs for _, inputs, outputs in linear) + 2 * hidden
         embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
         parameters = embeddings + layers * layer + hidden
-        return cls(vocabulary, hidden, layers, parameters, 2 * layers * kv_heads * head_dim * FLOAT)
+        return cls(vocabulary, hidden, layers, parameters, 2 * layers * keys * FLOAT, linear)
+
+    def adapters(self, lora: LoraConfig) -> int:
+        """Returns the parameters of the adapters. A target that is not the plain name of a layer counts as all."""
+        known = {name for name, _, _ in self.linear}
+        chosen = known if set(lora.targets) - known else set(lora.targets)
+        sizes = (inputs + outputs for name, inputs, outputs in self.linear if name in chosen)
+        return self.layers * lora.rank * sum(sizes)
 
 
 def _tied(vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int) -> Shape:
@@ -105,13 +118,13 @@ def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
     logits = 2 * min(training.logits_chunk, _micro_batch(config)) * shape.vocabulary * FLOAT
     found = [
         _generation(config, shape, "generation", config.generation.replicas),
-        _trained("training", config, shape, training.device, logits, training.layout_dp),
+        _policy(config, shape, logits),
         _scorer("reward", config.reward, shape),
     ]
     if config.environment.use:
         doc = "without the memory of your environment, which runs in processes of its own"
         found.append(MemoryNeed("environment", config.environment.replicas * PROCESS_BYTES, 0, doc))
-    if config.algorithm.kl > 0:
+    if config.reference_by_service:
         replicas, weights = config.reference.replicas, shape.parameters * FLOAT
         size = replicas * (PROCESS_BYTES + weights)
         found.append(MemoryNeed("reference", size, replicas * weights, "frozen weights", config.reference.device))
@@ -128,7 +141,8 @@ def _generation(config: Config, shape: Shape, name: str, replicas: int) -> Memor
     model, generation, gate = config.model, config.generation, GateConfig.of(config)
     size = BYTES[model.dtype]
     head = shape.vocabulary * shape.hidden * FLOAT if model.float32_head and model.dtype == "bfloat16" else 0
-    weights = shape.parameters * size + head
+    adapters = shape.adapters(model.lora) * size if model.lora is not None else 0
+    weights = shape.parameters * size + head + adapters
     chunk = CHUNK * shape.cache_bytes_per_token * size // FLOAT
     longest = -(-longest_row(config) // CHUNK)
     at_first = generation.slots * chunk * (longest if generation.deterministic else min(FIRST_CHUNKS, longest))
@@ -143,13 +157,31 @@ def _generation(config: Config, shape: Shape, name: str, replicas: int) -> Memor
     return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower)
 
 
-def _trained(name: str, config: Config, shape: Shape, device: str, logits: int = 0, ranks: int = 1) -> MemoryNeed:
-    """Estimates a service that trains a model. logits: bytes of one micro-batch's logits."""
+def _policy(config: Config, shape: Shape, logits: int) -> MemoryNeed:
+    """Estimates the trainer; with adapters only these have gradient and moments."""
+    training, lora = config.training, config.model.lora
+    adapters = None if lora is None else shape.adapters(lora)
+    return _trained("training", config, shape, training.device, logits, training.layout_dp, adapters)
+
+
+def _trained(
+    name: str,
+    config: Config,
+    shape: Shape,
+    device: str,
+    logits: int = 0,
+    ranks: int = 1,
+    adapters: int | None = None,
+) -> MemoryNeed:
+    """Estimates a service that trains a model. logits: bytes of one micro-batch's logits. adapters: their parameters,
+    where nothing else is trained."""
     stored_layers = 1 if config.training.gradient_checkpointing else shape.layers
     bytes_per_unit = ACTIVATION_BYTES_PER_UNIT * stored_layers + FLOAT * shape.layers
     batch = _micro_batch(config) * shape.hidden * bytes_per_unit + logits
-    state = shape.parameters * ADAM_BYTES
-    doc = f"weights, gradient and moments {size_text(state)}, a micro-batch {size_text(batch)}"
+    state, what = shape.parameters * ADAM_BYTES, "weights, gradient and moments"
+    if adapters is not None:
+        state, what = shape.parameters * FLOAT + adapters * ADAM_BYTES, "frozen weights, and adapters as they train,"
+    doc = f"{what} {size_text(state)}, a micro-batch {size_text(batch)}"
     return MemoryNeed(name, ranks * (PROCESS_BYTES + state + batch), ranks * state, doc, device)
 
 
@@ -187,7 +219,9 @@ class SharedMemoryNeed:
 
 def shared_memory(config: Config, shape: Shape, longest_token: int = TEXT_BYTES_PER_TOKEN) -> SharedMemoryNeed:
     """Returns what a run takes of shared memory. longest_token: bytes of text."""
-    weights = 2 * shape.parameters * BYTES[config.model.dtype] if config.fleet.wire != "inproc" else 0
+    lora, dtype = config.model.lora, config.model.dtype
+    published = shape.parameters if lora is None else shape.adapters(lora)
+    weights = 2 * published * BYTES[dtype] if config.fleet.wire != "inproc" else 0
     if config.fleet.wire != "ipc":
         return SharedMemoryNeed(weights, 0, 0)
     rows, worst_rows = (_rows(config, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
@@ -203,7 +237,7 @@ def _rows(config: Config, text: int) -> int:
         total += bytes_of_rows(gate.kept, _episode_bytes(config, text), config.environment.replicas)
     if stores_token_rewards(config):
         total += bytes_of_rows(gate.kept, bytes_of_row(token_reward_columns(response)), config.reward.replicas)
-    if config.algorithm.kl > 0:
+    if config.reference_by_service:
         total += bytes_of_rows(gate.kept, bytes_of_row(reference_columns(response)), config.reference.replicas)
     total += critic_count(config) * bytes_of_rows(gate.kept, bytes_of_row(value_columns("values", "at", response)))
     if config.evaluate.prompts:

@@ -1,10 +1,15 @@
-"""`asyncrl export` copies the model of a run's newest good checkpoint to a folder that from_pretrained loads."""
+"""`asyncrl export` copies the model of a run's newest good checkpoint to a folder that from_pretrained loads. The
+adapters of a run with model.lora are copied as a folder that peft loads, or merged into the model with --merge."""
 
 import argparse
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from asyncrl.config.install_hints import program
+from asyncrl.config.sources import read
+from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, base_folder
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -13,15 +18,19 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("asyncrl export", description=__doc__)
     parser.add_argument("run", type=Path, help="Name the run directory to copy from.")
     parser.add_argument("target", type=Path, help="Name a folder that does not exist yet or is empty.")
+    parser.add_argument("--merge", action="store_true", help="Merge the adapters of a run with model.lora.")
     asked = parser.parse_args(arguments)
-    version = export(asked.run, asked.target)
-    print(f"version {version} is in {asked.target}: AutoModelForCausalLM.from_pretrained({str(asked.target)!r})")
+    version = export(asked.run, asked.target, merged=asked.merge)
+    call = f"AutoModelForCausalLM.from_pretrained({str(asked.target)!r})"
+    if (asked.target / ADAPTER_CONFIG).exists():
+        call = f"PeftModel.from_pretrained(base_model, {str(asked.target)!r})"
+    print(f"version {version} is in {asked.target}: {call}")
     return 0
 
 
-def export(run_dir: Path, target: Path) -> int:
-    """Copies the model; returns its version. The target appears complete or not at all. Raises ConfigError for a
-    mistake in the arguments, and JournalError when none of the run's checkpoints is good."""
+def export(run_dir: Path, target: Path, *, merged: bool = False) -> int:
+    """Copies the model, or merges its adapters into it; returns its version. The target appears complete or not at all.
+    Raises ConfigError for a mistake in the arguments, and JournalError when none of the run's checkpoints is good."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a folder that does not")
@@ -30,12 +39,24 @@ def export(run_dir: Path, target: Path) -> int:
     from asyncrl.controller.journal.checkpoints import newest_model
 
     model, version = newest_model(run_dir)
+    write: Callable[[Path], object] = partial(shutil.copytree, model)
+    if merged:
+        config = read(RunDirectory(run_dir).config)
+        if config.model.lora is None:
+            raise ConfigError(f"{run_dir} trained all weights, so there is nothing to merge: leave out --merge")
+        write = partial(_merge, model, base_folder(run_dir, config))
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        shutil.copytree(model, unfinished)
+        write(unfinished)
         unfinished.replace(target)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}; name another folder") from error
     return version
+
+
+def _merge(adapters: Path, base: Path, target: Path) -> None:
+    from asyncrl.engines.lora.peft_folder import merge
+
+    merge(adapters, base, target)

@@ -1,8 +1,26 @@
 """The section `[model]`: the policy."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from asyncrl.config.sections.algorithm_config import Section
+from pydantic import Field
+
+from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, PositiveFloat, Section
+
+ALL_LINEAR = "all-linear"
+"""The entry of `lora.targets` that names every linear layer but the output layer; peft has the same word."""
+
+
+class LoraConfig(Section):
+    """The table `model.lora`: low-rank adapters, the only weights that train (arXiv 2106.09685)."""
+
+    rank: Positive = 16
+    """Rank of the adapters."""
+    alpha: PositiveFloat = 32.0
+    """Factor of the adapters; alpha / rank is what their product is multiplied with."""
+    targets: Annotated[tuple[NonEmpty, ...], Field(min_length=1)] = (ALL_LINEAR,)
+    """Names of the linear layers with an adapter."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the inputs of adapters that is left out where a gradient is computed."""
 
 
 class ModelConfig(Section):
@@ -15,3 +33,7 @@ class ModelConfig(Section):
     float32_head: bool = False
     """Computes the output layer in float32 in the engine, the trainer and the reference, whatever the precision of the
     others: rounded logits cause much of the difference between engine and trainer (MiniMax-M1, arXiv 2506.13585)."""
+    lora: LoraConfig | None = None
+    """Trains low-rank adapters (LoRA) instead of the model: a table with the keys `rank` (16), `alpha` (32), `targets`
+    (["all-linear"], or names of layers such as "q_proj") and `dropout` (0.0). {} takes these values. Only adapters are
+    saved in checkpoints and sent to the generation workers. They need about ten times the learning rate of a model."""

@@ -57,7 +57,7 @@ def sections() -> tuple[str, ...]:
 
 def _key(prefix: str, name: str, section: Schema) -> Key:
     schema, required = section["properties"][name], name in section.get("required", [])
-    kinds = tuple(part.get("type", "") for part in schema.get("anyOf", [schema]))
+    kinds = tuple("object" if "$ref" in part else part.get("type", "") for part in schema.get("anyOf", [schema]))
     doc = " ".join(schema.get("description", "").split())
     return Key(prefix + name, _type(schema), kinds, schema.get("default"), doc, required)
 

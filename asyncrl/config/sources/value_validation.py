@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 from asyncrl.config.problems import Problem
 from asyncrl.config.rules_between_keys import Incoherent
 from asyncrl.config.schema import Config, RewardFunction
+from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sources.keys import all_keys, closest
 
 Entries = Mapping[str, tuple[Any, str]]
@@ -91,7 +92,8 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
-        near = closest(str(detail["loc"][-1]), RewardFunction.model_fields)
+        table = LoraConfig if detail["loc"][:2] == ("model", "lora") else RewardFunction
+        near = closest(str(detail["loc"][-1]), table.model_fields)
         return "there is no such key" + (f"; did you mean {near}?" if near else "")
     message = detail["msg"].replace("Input should be", "must be").split(", unable to parse", 1)[0]
     return message[0].lower() + message[1:]

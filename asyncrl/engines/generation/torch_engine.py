@@ -37,11 +37,12 @@ from asyncrl.engines.generation.sample_requests import (
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
+from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 
 PREFILL_TOKENS = 8192  # prefill tokens per forward; bounds its activations, not what a step admits
 FIXED_ROWS = 4  # fewest slots of deterministic mode: products over 1 to 3 rows round differently from larger ones
@@ -65,6 +66,9 @@ class TorchEngine:
         refuse_rotation_by_longest_row(folder, config)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = load_model(folder, DTYPES[config.model.dtype], generation.device)
+        if config.model.lora is not None:
+            attach(model, config.model.lora, config.seed)
+            fill_for_probe(model)
         limit = longest_row(config)
         probe = probe_tokens(tokenizer, model.config, limit)
         expected = probe_logprobs(model, probe)
@@ -80,7 +84,7 @@ class TorchEngine:
         self.parked = ParkedSequences()
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
-        self.spec: WeightsSpec = spec_of(model, config.model.dtype)
+        self.spec: WeightsSpec = published_spec(model, config.model.dtype)
         self.context = context_of(model.config.get_text_config().to_dict())
 
     @property
@@ -139,11 +143,12 @@ class TorchEngine:
             if tied.data_ptr() != tensors[name].data_ptr() and not torch.equal(tied, tensors[name]):
                 raise WeightsError(f"{alias} and {name} are tied in this model but were given different values")
         with torch.no_grad():
-            for name, parameter in self._flat.model.named_parameters():
+            for tensor in self.spec.tensors:
+                parameter = self._flat.model.get_parameter(tensor.name)
                 if share:
-                    parameter.data = tensors[name]
+                    parameter.data = tensors[tensor.name]
                 else:
-                    parameter.copy_(tensors[name])
+                    parameter.copy_(tensors[tensor.name])
             self._flat.weights_changed()
         self.version = version
         if self._config.generation.kv == "recompute":

@@ -11,6 +11,8 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, K
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.protocols.batch import SampleName
@@ -56,6 +59,9 @@ class TorchGeneration:
         refuse_unusable("generation.device", device)
         version = worker.spec.options.get("own_version", NO_WEIGHTS)
         core = await worker.compute.run(engine, worker.facts.model_dir, worker.config, version)
+        if adapters := worker.spec.options.get("adapters"):
+            tensors = await worker.compute.run(read_adapters, Path(adapters))
+            await worker.compute.run(partial(core.load, share=False), tensors, version)
         return cls(core, worker, in_place=not copies and device == "cpu")
 
     @property

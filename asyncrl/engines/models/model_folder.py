@@ -12,6 +12,8 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files of peft. A folder with the second one holds adapters of another model."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 """Patterns of tokenizer files; every saved tokenizer has at least one of them."""
@@ -34,6 +36,17 @@ def existing_folder(name: str, key: str = "model.name") -> Path | None:
         return folder
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(f"{key}: {folder} holds no model: config.json and *.safetensors are needed, found are {found}")
+
+
+def base_folder(run_dir: Path, config: Config) -> Path:
+    """Returns the folder of the model that a run began with, which its adapters belong to. Raises ConfigError when it
+    is gone."""
+    folder = existing_folder(config.model.name) or run_dir / "model"
+    if not is_complete(folder):
+        raise ConfigError(
+            f"model.name: {folder} holds no model any more, and the run has only adapters of it: put it back"
+        )
+    return folder
 
 
 def refuse_damaged(folder: Path) -> None:

@@ -21,7 +21,7 @@ from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.token_advantages import token_advantages
-from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state, write_state
+from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state, write_model, write_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import ConfigError
 from asyncrl.objectives.value_loss import explained_variance, value_loss
@@ -64,7 +64,8 @@ class CriticTrainer(Trainer):
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         """Writes model/ and trainer.pt below `directory`, with the plain values `extra`."""
-        write_state(directory, self.model, self.optimizer, self.ranks.size, extra=extra)
+        write_model(directory / MODEL, self.model)
+        write_state(directory, self.optimizer, self.ranks.size, extra=extra)
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)

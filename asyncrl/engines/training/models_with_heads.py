@@ -27,8 +27,9 @@ class LoadedModel:
 
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
     computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
-    output its own forward returns. Raises ConfigError when its own forward changes the output of the head, by a scale
-    or a soft cap.
+    output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
+    must draw the same numbers. Raises ConfigError when its own forward changes the output of the head, by a scale or a
+    soft cap.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class LoadedModel:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.device: torch.device = whole.device
         self.sharing_width = sharing_width(whole.config)
+        self.is_random = False
         self._precision = precision
         self._check_head(folder, scored)
 
@@ -56,7 +58,7 @@ class LoadedModel:
         each keeps only these states; the backward pass recomputes one pass after the other."""
         if rows.order is None:
             return self._states_of_pass(rows.passes[0])
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.is_random}
         found = [checkpoint(self._states_of_pass, each, **options) for each in rows.passes]
         return torch.cat(found)[rows.order]
 

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.canary_logprobs import canary_of, probe_tokens
+from asyncrl.engines.canary_logprobs import canary_distance, canary_of, probe_tokens
+from asyncrl.engines.lora.low_rank import attach, base_model, published_spec, published_tensors
+from asyncrl.engines.lora.peft_folder import load_adapters, write_adapters
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
@@ -25,15 +29,19 @@ from asyncrl.engines.training.policy_loss_terms import policy_loss_terms
 from asyncrl.engines.training.policy_metrics import PolicyTotals
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
 from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
-from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_own_state, write_state
+from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_model, write_own_state, write_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
+from asyncrl.errors import WeightsError
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
 from asyncrl.objectives.surrogate_losses import pushed_away, row_weights, second_moment_bound
 from asyncrl.protocols.messages import Canary
 
 RowLogprobs: TypeAlias = list[tuple[MaskedRow, NDArray[np.float32]]]
+BASE_TOLERANCE = 0.01
+"""Largest difference of log-probs of likely tokens, in nats, between a model and itself after a resume, perhaps on
+another machine or device. Another base model differs by far more."""
 
 
 class PolicyTrainer(Trainer):
@@ -44,13 +52,18 @@ class PolicyTrainer(Trainer):
     """
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None, texts: Path | None = None) -> None:
-        """Loads model and pretraining texts, if any. Raises TaskError when a text cannot be used."""
+        """Loads model and pretraining texts, if any. Raises TaskError when a text cannot be used, and ConfigError when
+        `model.lora` does not fit the model."""
         settings, algorithm, cost = config.training, config.algorithm, config.cost
         self.config = config
         self.ranks = ranks or Ranks()
+        self._folder = folder
         refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.ranks.rank, self.ranks.size)
         self.model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
+        if config.model.lora is not None:
+            attach(self.model.whole, config.model.lora, config.seed)
+            self.model.is_random = config.model.lora.dropout > 0
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
         self.kl = KlCoefficient(algorithm.kl, algorithm.kl_target)
         self.multiplier: Multiplier | None = None
@@ -63,11 +76,24 @@ class PolicyTrainer(Trainer):
 
     @classmethod
     def resume(
-        cls, config: Config, directory: Path, ranks: Ranks | None = None, texts: Path | None = None
+        cls,
+        config: Config,
+        directory: Path,
+        ranks: Ranks | None = None,
+        texts: Path | None = None,
+        base: Path | None = None,
     ) -> tuple["PolicyTrainer", dict[str, Any]]:
-        """Restores the trainer that `save` wrote to `directory`, bit for bit, and returns the saved `extra` with it."""
-        trainer = cls(config, directory / MODEL, ranks, texts)
+        """Restores the trainer that `save` wrote to `directory`, bit for bit, and returns the saved `extra` with it.
+
+        base: the model folder that a run with `model.lora` began with. Raises WeightsError when it holds another model
+        by now, because the adapters mean nothing there.
+        """
+        lora = config.model.lora
+        assert lora is None or base is not None, "adapters are restored on their base model"
+        trainer = cls(config, directory / MODEL if lora is None or base is None else base, ranks, texts)
         state = read_state(directory, trainer.optimizer, trainer.ranks)
+        if lora is not None:
+            trainer.load_adapters(directory / MODEL, Canary(*map(tuple, state["canary"])))
         if trainer.kl.target is not None:
             trainer.kl.value = state["kl"]
         if trainer.multiplier is not None and "multiplier" in state:
@@ -81,8 +107,26 @@ class PolicyTrainer(Trainer):
         if self.ranks.rank > 0:
             write_own_state(directory, self.ranks.rank)
             return
-        price = {} if self.multiplier is None else {"multiplier": self.multiplier.value}
-        write_state(directory, self.model, self.optimizer, self.ranks.size, kl=self.kl.value, extra=extra, **price)
+        state: dict[str, Any] = {} if self.multiplier is None else {"multiplier": self.multiplier.value}
+        lora = self.config.model.lora
+        if lora is None:
+            write_model(directory / MODEL, self.model)
+        else:
+            write_adapters(directory / MODEL, self.model.whole, lora, str(self._folder))
+            self.model.tokenizer.save_pretrained(directory / MODEL)
+            state["canary"] = list(astuple(self.canary()))
+        write_state(directory, self.optimizer, self.ranks.size, kl=self.kl.value, extra=extra, **state)
+
+    def load_adapters(self, folder: Path, canary: Canary) -> None:
+        """Reads adapters and compares the model with the canary that was saved beside them. Raises WeightsError."""
+        load_adapters(folder, self.model.whole)
+        distance = canary_distance(canary, logprobs_after(self.model, np.array(canary.prompt)).numpy(force=True))
+        if not distance <= BASE_TOLERANCE:
+            raise WeightsError(
+                f"the adapters in {folder} were trained on another model than that in {self._folder}: log-probs differ "
+                f"by {distance:.2g} nats; put back the model that the run began with, or start anew with another "
+                "--run-dir"
+            )
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "PolicyStep":
         return PolicyStep(self, rows, incarnation, version)
@@ -90,12 +134,12 @@ class PolicyTrainer(Trainer):
     @property
     def weights_spec(self) -> WeightsSpec:
         """Returns names, shapes and dtype of the published weights."""
-        return spec_of(self.model.whole, self.config.model.dtype)
+        return published_spec(self.model.whole, self.config.model.dtype)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Returns the float32 master weights, tied ones under every name. The next step changes them in place."""
-        parameters = self.model.whole.named_parameters(remove_duplicate=False)
-        return {name: parameter.detach() for name, parameter in parameters}
+        """Returns the float32 master weights, tied ones under every name; with `model.lora` only the adapters. The next
+        step changes them in place."""
+        return published_tensors(self.model.whole)
 
     def canary(self) -> Canary:
         """Returns the canary of the current weights, which generation engines compare themselves with."""
@@ -125,20 +169,25 @@ class PolicyStep(TrainingStep):
         algorithm, kl, multiplier = self._algorithm, self._trainer.kl.value, self._trainer.multiplier
         if multiplier is not None:
             self._cost = mean_cost(self._rows, self._ranks)
+        if self._algorithm.kl > 0 and not self._config.reference_by_service:
+            for item, logprobs in (yield from self._logprobs(self._rows, of_base=True)):
+                item.row = replace(item.row, reference_logprobs=logprobs)
         set_token_advantages(self._rows, algorithm, kl, self._ranks, multiplier)
         needed = algorithm.old_logprobs != "engine" or algorithm.rejection != "none"
         if needed and self._config.training.updates > 1:  # The first update alone would find them unchanged.
-            for item, logprobs in (yield from self._current_logprobs(self._rows)):
+            for item, logprobs in (yield from self._logprobs(self._rows)):
                 item.proximal = logprobs
 
-    def _current_logprobs(self, rows: Sequence[MaskedRow]) -> Generator[bool, None, RowLogprobs]:
-        """Computes the trainer's log-probs of every row with a live token."""
+    def _logprobs(self, rows: Sequence[MaskedRow], *, of_base: bool = False) -> Generator[bool, None, RowLogprobs]:
+        """Computes the trainer's log-probs of every row with a live token. of_base: those of the model without its
+        adapters, of all rows, because advantages with a KL in the reward are over all rows."""
         found: RowLogprobs = []
-        for items in self._micro_batches([item for item in rows if item.live_tokens]):
+        for items in self._micro_batches([item for item in rows if item.live_tokens or of_base]):
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
             temperatures, spans = [item.row.temperature for item in items], [item.row.spans for item in items]
             chunk, budget = self._config.training.logits_chunk, self._config.training.micro_batch_tokens
-            logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans, budget)
+            with base_model(self._trainer.model.whole) if of_base else nullcontext():
+                logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans, budget)
             found += zip(items, logprobs, strict=True)
             yield True
         return found
@@ -163,7 +212,7 @@ class PolicyStep(TrainingStep):
         if self._algorithm.loss != "m2po":
             return math.inf
         squares = [torch.zeros(0, dtype=torch.float64)]
-        for item, current in (yield from self._current_logprobs(rows)):
+        for item, current in (yield from self._logprobs(rows)):
             log_ratio = torch.from_numpy((current - item.row.logprobs)[item.live].astype(np.float64))
             advantages = torch.from_numpy(np.broadcast_to(item.advantages, item.live.shape)[item.live])
             squares.append(log_ratio[pushed_away(log_ratio, advantages)].square())

@@ -1,4 +1,4 @@
-"""The files of a trainer in a checkpoint: model/, which transformers loads, and trainer.pt, which resumes training.
+"""The files of a trainer in a checkpoint: model/, which transformers or peft loads, and trainer.pt, which resumes it.
 Rank 0 writes both, because ranks hold the same weights and moments. Others write rank-N.pt with their random state."""
 
 import hashlib
@@ -18,13 +18,16 @@ MODEL = "model"
 TRAINER = "trainer.pt"
 
 
-def write_state(directory: Path, model: LoadedModel, optimizer: Optimizer, ranks: int, **state: Any) -> None:
-    """Writes and fsyncs model/ (safetensors, tokenizer, and the config that came with the model, dropout included) and
-    trainer.pt (optimizer, RNG, number of `ranks`, and `state`, which is tensors and plain values)."""
-    folder = directory / MODEL
+def write_model(folder: Path, model: LoadedModel) -> None:
+    """Writes safetensors, tokenizer, and the config that came with the model, dropout included."""
     model.whole.save_pretrained(folder)
     model.source_config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
+
+
+def write_state(directory: Path, optimizer: Optimizer, ranks: int, **state: Any) -> None:
+    """Writes trainer.pt (optimizer, RNG, number of `ranks`, and `state`, which is tensors and plain values), and fsyncs
+    it with all other files of the directory."""
     state |= {"optimizer": {"adamw": optimizer.adamw.state_dict(), "updates": optimizer.updates}}
     _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
     for path in [*directory.rglob("*"), directory]:

@@ -14,6 +14,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.engines.generation.forward.attention import FlatTokens, attend
+from asyncrl.engines.lora.low_rank import LowRankLinear
 
 KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
@@ -22,7 +23,8 @@ def is_llama_like(model: Any) -> bool:
     """Returns whether every part of the model is one that the fast path computes."""
     if type(model) not in KNOWN or model.config.hidden_act not in ("silu", "swish"):
         return False
-    plain = all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith(("_proj", "head")))
+    linear_layers = (each for name, each in model.named_modules() if name.endswith(("_proj", "head")))
+    plain = all(type(each) in (nn.Linear, LowRankLinear) for each in linear_layers)
     return plain and all(2 * len(model.model.rotary_emb.inv_freq) == at.self_attn.head_dim for at in model.model.layers)
 
 
@@ -60,8 +62,8 @@ def llama_states(body: Any, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tens
             sums, mixed = sums[last], mixed[last]
         _add_product(layer.self_attn.o_proj, sums, mixed)
         states, mlp = _normalise(layer.post_attention_layernorm, sums), layer.mlp
-        gates = silu(linear(states, mlp.gate_proj.weight, mlp.gate_proj.bias), inplace=True)
-        _add_product(mlp.down_proj, sums, gates.mul_(linear(states, mlp.up_proj.weight, mlp.up_proj.bias)))
+        gates = silu(_product(mlp.gate_proj, states), inplace=True)
+        _add_product(mlp.down_proj, sums, gates.mul_(_product(mlp.up_proj, states)))
     return _normalise(body.norm, sums)
 
 
@@ -78,6 +80,7 @@ def _attention(module: Any, states: Tensor, rotation: tuple[Tensor, Tensor], fla
             torch.mm(states, each.weight.t(), out=target)
         else:
             torch.addmm(each.bias, states, each.weight.t(), out=target)
+        _add_adapter(each, target, states)
     every = columns.view(len(states), -1, size)
     heads, shared = widths[0] // size, (widths[0] + widths[1]) // size
     if hasattr(module, "q_norm"):
@@ -97,7 +100,20 @@ def _normalise(module: Any, states: Tensor) -> Tensor:
     return rms_norm(states, module.weight.shape, module.weight, module.variance_epsilon)
 
 
+def _product(module: Any, states: Tensor) -> Tensor:
+    found = linear(states, module.weight, module.bias)
+    _add_adapter(module, found, states)
+    return found
+
+
 def _add_product(module: Any, sums: Tensor, states: Tensor) -> None:
     sums.addmm_(states, module.weight.t())
     if module.bias is not None:
         sums += module.bias
+    _add_adapter(module, sums, states)
+
+
+def _add_adapter(module: Any, sums: Tensor, states: Tensor) -> None:
+    """Adds what the adapter of a layer adds to its output, in place; a layer without one is left alone."""
+    if hasattr(module, "lora_A"):
+        sums.addmm_(torch.mm(states, module.lora_A.t()), module.lora_B.t(), alpha=module.scale)

@@ -107,7 +107,7 @@ def token_columns(config: Config) -> list[str]:
 
 def columns_of(config: Config) -> list[str]:
     """Returns the columns that the algorithm reads."""
-    reference = [REFERENCE] if config.algorithm.kl > 0 else []
+    reference = [REFERENCE] if config.reference_by_service else []
     targets = value_targets_of(config.algorithm)
     plain = [*token_columns(config), "logprobs", "versions"]
     by_token = [TOKEN_REWARDS] if stores_token_rewards(config) else []

@@ -196,3 +196,35 @@ def test_the_longest_token_is_read_from_the_tokenizer(tmp_path: Path) -> None:
     assert longest_token_of(str(tmp_path)) == 101
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["abcdef", -1.0], ["b", -2.0]]}}))
     assert longest_token_of(str(tmp_path)) == 7
+
+
+LORA = {"name": "m", "lora": {"rank": 16}}
+Q_AND_V = {"name": "m", "lora": {"rank": 8, "targets": ["q_proj", "v_proj"]}}
+
+
+def test_adapters_alone_have_gradient_moments_and_versions() -> None:
+    # Rank 16, in and out of seven layers of 30 blocks: 4,884,480 parameters.
+    adapters = 30 * 16 * (2 * 1152 + 2 * 768 + 3 * 2112)
+    full, lora = ({each.name: each for each in needs(config(**more), SMOLLM2)} for more in ({}, {"model": LORA}))
+    assert full["training"].least == 16 * SMOLLM2.parameters
+    assert lora["training"].least == 4 * SMOLLM2.parameters + 16 * adapters
+    assert lora["training"].least < 0.4 * full["training"].least
+    assert lora["generation"].least - full["generation"].least == 4 * adapters
+    assert shared_memory(config(model=LORA), SMOLLM2).weights == 2 * 4 * adapters
+
+
+def test_targets_of_adapters_count() -> None:
+    weights = shared_memory(config(model=Q_AND_V), SMOLLM2).weights
+    assert weights == 2 * 4 * 30 * 8 * (576 + 576 + 576 + 192)
+
+
+def test_a_reference_takes_no_memory_beside_adapters_unless_a_critic_reads_it() -> None:
+    def names(**sections: Any) -> set[str]:
+        return {each.name for each in needs(config(**sections), SMOLLM2)}
+
+    kl = {"kl": 0.1}
+    assert "reference" in names(algorithm=kl)
+    assert "reference" not in names(algorithm=kl, model=LORA)
+    assert "reference" in names(algorithm={"preset": "ppo", **kl}, model=LORA)
+    rows = [shared_memory(config(algorithm=kl, **more), SMOLLM2).rows for more in ({}, {"model": LORA})]
+    assert rows[0] > rows[1]
