@@ -220,7 +220,7 @@ class Canary:
 class Published:
     """A version in a slot of a weight arena. digest: hex, of the tensor `digest_of`, or of the whole slot where that is
     "". readers: those that the version is leased to, which read it in place; None: a reader copies it out. canary: to
-    compare with; None: the trainer has no model."""
+    compare with; None: the trainer has no model. transfer: seconds that readers may take to copy its bytes."""
 
     incarnation: int
     version: int
@@ -230,6 +230,7 @@ class Published:
     digest_of: str = ""
     readers: tuple[str, ...] | None = None
     canary: Canary | None = None
+    transfer: float = 0.0
 
     def is_kept_for(self, reader: str) -> bool:
         return self.readers is None or reader in self.readers
@@ -339,7 +340,7 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
-PROTOCOL = 18
+PROTOCOL = 19
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

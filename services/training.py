@@ -17,12 +17,15 @@ from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
+from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.weight_ends import weight_network
 from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
-from asyncrl.lanes.weights.arena import Writer, open_writer
 from asyncrl.lanes.weights.leases import Leases, slot_of
+from asyncrl.lanes.weights.transports.interface import WeightSender
+from asyncrl.lanes.weights.transports.opening import open_sender
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport
@@ -54,7 +57,7 @@ class TrainingService(Service, Training):
         self._engine: PolicyTrainer
         self._ranks: Ranks
         self._published: Published
-        self._writer: Writer | None = None  # stays None on every rank but the first
+        self._writer: WeightSender | None = None  # stays None on every rank but the first
         self._version = 0
         self._chain = GENESIS
         self._step: StepInProgress | None = None
@@ -67,6 +70,8 @@ class TrainingService(Service, Training):
         """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
         device, model, checkpoint or shared memory cannot be used, and PeerLost when another rank did not start."""
         await self.context.compute.run(self._load)
+        if self.context.spec.rank == 0:
+            self._writer = await self._open_weights()
         self._published = await self.context.compute.run(self._write, self._version)
 
     async def stop(self) -> None:
@@ -108,7 +113,7 @@ class TrainingService(Service, Training):
 
     async def detached(self, reader: str) -> None:
         if self._writer is not None:
-            self._writer.leases.detach(reader)
+            self._writer.forget(reader)
             self._leases_changed.set()
 
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
@@ -235,12 +240,16 @@ class TrainingService(Service, Training):
         self._engine, extra = self.open_engine(self._ranks)
         self._version = extra.get("version", 0)
         self._chain = bytes.fromhex(extra.get("chain", GENESIS.hex()))
-        if context.spec.rank > 0:
-            return
+
+    async def _open_weights(self) -> WeightSender:
+        """Opens the trainer's end of the weight lane. Raises ConfigError when shared memory has no room for it."""
+        context, chosen = self.context, transport_of(self.context.config)
+        folder = Path(context.config.weights.folder or context.facts.run_dir / "weights")
+        ends = context.facts.weights_arena, self._engine.weights_spec, partial(weight_network, context), folder
         try:
-            self._writer = open_writer(
-                context.facts.weights_arena, self._engine.weights_spec, context.config.fleet.wire
-            )
+            if chosen.name == "tcp":
+                return open_sender(chosen.name, *ends)  # Listens on the event loop.
+            return await context.compute.run(open_sender, chosen.name, *ends)
         except ArenaFull as full:
             raise ConfigError(
                 f"two versions of the weights have to fit into shared memory: {full}; or use a smaller model "

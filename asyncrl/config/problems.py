@@ -31,6 +31,14 @@ class Problem:
         return f"{place}: {self.text}".removeprefix(": ")
 
 
+class Incoherent(ValueError):
+    """Reports that values of a config contradict each other."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(map(str, problems)))
+        self.problems = problems
+
+
 def report(problems: Iterable[Problem], kind: str = "problems") -> str:
     """Returns one line for one problem, and an indented list below a heading for several."""
     lines = [str(problem) for problem in problems]

@@ -17,6 +17,7 @@ from asyncrl.config.sections.algorithm_config import (
     has_dual_clip,
 )
 from asyncrl.config.toml_writer import value_text
+from asyncrl.config.weights_rules import weights_problems
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, RewardConfig
@@ -31,14 +32,6 @@ HIGHEST_LEARNING_RATE = 0.03
 """Five times the rate at which tiny models learn to write in engines/models/warmed_up_model.py."""
 
 
-class Incoherent(ValueError):
-    """Reports that values of a config contradict each other."""
-
-    def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(map(str, problems)))
-        self.problems = problems
-
-
 def rule_problems(config: "Config") -> Iterator[Problem]:
     """Yields every contradiction, every key that a chosen part needs and lacks, and warnings about unread values."""
     a = config.algorithm
@@ -48,7 +41,8 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
         yield from (*_scored_weight_rules(config, name, section), *_term_rules(config, name, section))
     yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(a), *_removed_parts(a))
     yield from (*_unread_bounds(config), *_inherited_bounds(a), *_unread_sections(config))
-    yield from (*_learning_rate_rules(config), *_environment_rules(config), *model_problems(config))
+    yield from (*_learning_rate_rules(config), *_environment_rules(config))
+    yield from (*model_problems(config), *weights_problems(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:

@@ -5,14 +5,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.problems import Problem
-from asyncrl.config.rules_between_keys import Incoherent, rule_problems
+from asyncrl.config.problems import Incoherent, Problem
+from asyncrl.config.rules_between_keys import rule_problems
 from asyncrl.config.sections.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.sections.children_config import ChildrenConfig
 from asyncrl.config.sections.environment_config import EnvironmentConfig
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
+from asyncrl.config.sections.weights_config import WeightsConfig
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
@@ -355,6 +356,7 @@ class Config(Section):
     cost_critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
     mismatch: MismatchConfig = MismatchConfig()
     guards: GuardsConfig = GuardsConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -71,7 +71,8 @@ class WeightPublisher:
 
     Readers jump to the newest version. A reader is attached to a version before it is called: else, while its answer is
     on the way, the trainer could overwrite what it reads. A reader that does not take over a version within `deadline`
-    seconds keeps the trainer from writing, or has no weights to sample with, so `kill` is called with it.
+    seconds, and those that its bytes may take over a network, keeps the trainer from writing, or has no weights to
+    sample with, so `kill` is called with it.
     """
 
     fleet: Fleet
@@ -142,7 +143,7 @@ class WeightPublisher:
         """Calls the replica of the reader, for another one may hang; returns None without an answer in time."""
         replica = self.fleet.generation.replica_of(reader)
         try:
-            async with asyncio.timeout(self.deadline):
+            async with asyncio.timeout(self.deadline + published.transfer):
                 return await replica.use_weights(replace(published, readers=(reader,)))
         except TimeoutError:
             return None

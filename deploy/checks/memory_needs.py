@@ -11,7 +11,10 @@ from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
+from asyncrl.lanes.weights.leases import SLOTS
+from asyncrl.lanes.weights.transports.copied_versions import BUFFERS
 from asyncrl.protocols.row_columns import (
     episode_columns,
     reference_columns,
@@ -134,7 +137,23 @@ def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
         found += [_scorer("cost", config.cost, shape), _critic("cost_critic", config, config.cost_critic, shape)]
     if config.evaluate.prompts:
         found.append(_generation(config, shape, "evaluation", config.evaluate.replicas))
-    return found
+    return [*found, *_copies_of_weights(config, shape)]
+
+
+def _version_bytes(config: Config, shape: Shape) -> int:
+    """Returns the bytes of one version of the weights, or of the adapters, that the trainer publishes."""
+    lora, dtype = config.model.lora, config.model.dtype
+    return (shape.parameters if lora is None else shape.adapters(lora)) * BYTES[dtype]
+
+
+def _copies_of_weights(config: Config, shape: Shape) -> list[MemoryNeed]:
+    """Returns the need of versions of the weights where generation does not read them in place."""
+    if (transport := transport_of(config).name) not in ("tcp", "file"):
+        return []
+    readers = config.generation.replicas + (config.evaluate.replicas if config.evaluate.prompts else 0)
+    copies = (BUFFERS if transport == "tcp" else 1) + SLOTS * readers
+    size = copies * _version_bytes(config, shape)
+    return [MemoryNeed("copies of weights", size, size, f"{copies} versions: weights.transport is {transport}")]
 
 
 def _generation(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
@@ -219,9 +238,7 @@ class SharedMemoryNeed:
 
 def shared_memory(config: Config, shape: Shape, longest_token: int = TEXT_BYTES_PER_TOKEN) -> SharedMemoryNeed:
     """Returns what a run takes of shared memory. longest_token: bytes of text."""
-    lora, dtype = config.model.lora, config.model.dtype
-    published = shape.parameters if lora is None else shape.adapters(lora)
-    weights = 2 * published * BYTES[dtype] if config.fleet.wire != "inproc" else 0
+    weights = SLOTS * _version_bytes(config, shape) if transport_of(config).name == "shm" else 0
     if config.fleet.wire != "ipc":
         return SharedMemoryNeed(weights, 0, 0)
     rows, worst_rows = (_rows(config, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))

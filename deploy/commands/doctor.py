@@ -64,6 +64,7 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
         yield Check("config" if problem.key else "machine", "note" if problem.is_warning else "bad", str(problem))
     yield from _containment_checks(config)
     yield _workers_check(config)
+    yield _weights_check(config)
     tried = {key: device for key, device in devices(config).items() if device != "cpu"}
     if tried and not any(problem.key in tried for problem in problems):
         yield Check("devices", "ok", ", ".join(f"{key} = {device}" for key, device in tried.items()))
@@ -92,6 +93,14 @@ def _workers_check(config: "Config") -> Check:
     found = f"{workers} with {threads} torch threads each, {usable_cores():g} cores"
     remedy = "the workers will slow each other down: lower fleet.threads or generation.replicas"
     return check("workers", busiest <= usable_cores() or threads == 1, found, remedy, "note")
+
+
+def _weights_check(config: "Config") -> Check:
+    from asyncrl.fleet.weight_transport import transport_of
+
+    chosen = transport_of(config)
+    coded = f", codec {config.weights.codec}" if chosen.name == "tcp" else ""
+    return Check("weights", "ok", f"transport {chosen.name}{coded}: {chosen.reason}")
 
 
 def _memory_checks(config: "Config") -> Iterator[Check]:

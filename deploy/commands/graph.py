@@ -13,6 +13,15 @@ usage: asyncrl graph NAME|FILE [--section.key value ...]
 {__doc__}
 A `*` marks each key of the algorithm whose value is not that of its preset. Nothing is started."""
 
+SLOTS = "two slots: the trainer writes version v+1 beside v, which generation reads"
+WEIGHTS = {
+    "inproc": SLOTS,
+    "shm": SLOTS,
+    "tcp": "encrypted parts, which generation pulls beside version v",
+    "file": "safetensors in a folder, which generation copies beside version v",
+}
+"""The way of new weights by transport."""
+
 OFF = (0, "none")
 """Values of parts that are off."""
 LEADING = ("advantage", "old_logprobs", "correction")
@@ -36,6 +45,7 @@ def main(arguments: list[str]) -> int:
 def graph(config: "Config") -> Iterator[str]:
     """Yields the lines to print."""
     from asyncrl.deploy.service_specs import service_specs, worker_count
+    from asyncrl.fleet.weight_transport import transport_of
 
     specs, workers = service_specs(config), worker_count(config)
     processes = "in one process" if config.fleet.wire == "inproc" else "one process each"
@@ -44,11 +54,14 @@ def graph(config: "Config") -> Iterator[str]:
     for spec in specs:
         yield from ("", *_service_lines(spec, config))
     rows = "shared memory, one slot a row" if config.fleet.wire == "ipc" else "frames over the owner's data socket"
+    chosen = transport_of(config)
+    coded = chosen.name == "tcp"
     limit, policy = config.staleness.limit, config.staleness.policy
     bound = "no bound" if policy == "admit" else f"no token older than {limit} versions"
     yield ""
     yield f"rows       {rows}; the controller passes references"
-    yield "weights    two slots: the trainer writes version v+1 beside v, generation flips between two decode steps"
+    yield f"weights    {WEIGHTS[chosen.name]}; it flips between two decode steps"
+    yield f"transport  {chosen.name}: {chosen.reason}" + (f"; codec {config.weights.codec}" if coded else "")
     yield f"gate       {policy}: {bound}"
 
 

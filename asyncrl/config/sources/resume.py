@@ -32,7 +32,7 @@ MAY_CHANGE = (
     *("cost.replicas", "cost.workers", "cost.deadline", "cost.device"),
     *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),
     *("training.checkpoint_every", "training.keep_checkpoints", "training.layout_dp"),
-    *("critic.device", "cost_critic.device", "staleness.publish_deadline"),
+    *("critic.device", "cost_critic.device", "staleness.publish_deadline", "weights.transport", "weights.folder"),
 )
 """Keys (sections end with a dot) that change place, speed, length or output of a run, but not what a step learns."""
 NO_FILES: Mapping[str, Sequence[str]] = {}

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from asyncrl.config.problems import Problem
-from asyncrl.config.rules_between_keys import Incoherent
+from asyncrl.config.problems import Incoherent, Problem
 from asyncrl.config.schema import Config, RewardFunction
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sources.keys import all_keys, closest

@@ -25,7 +25,9 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.weights.arena import Reader, open_reader
+from asyncrl.fleet.worker.weight_ends import weight_network
+from asyncrl.lanes.weights.transports.interface import WeightReceiver
+from asyncrl.lanes.weights.transports.opening import open_receiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
 
@@ -47,7 +49,7 @@ class TorchGeneration:
         self._step_lock = threading.Lock()  # guards the two below, which loop and compute thread share
         self._paused = False
         self._steps_begun = 0
-        self._reader: Reader | None = None
+        self._receiver: WeightReceiver | None = None
 
     @classmethod
     async def open(
@@ -107,7 +109,10 @@ class TorchGeneration:
         return steps
 
     async def update(self, published: Published) -> None:
-        await self._worker.compute.run(self._load_weights, published)
+        if self._receiver is None:
+            self._receiver = open_receiver(published, self.core.spec, partial(weight_network, self._worker))
+        await self._receiver.fetch(published)
+        await self._worker.compute.run(self._load_weights, self._receiver, published)
         self._wakeup.set()
 
     async def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -129,8 +134,8 @@ class TorchGeneration:
             self._worker.clock.idle()
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     def _run_slice(self, aborted: Iterable[Key], released: Iterable[SampleName]) -> tuple[list[Completion], bool]:
         """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
@@ -155,11 +160,9 @@ class TorchGeneration:
             self._paused = paused
             return self._steps_begun
 
-    def _load_weights(self, published: Published) -> None:
+    def _load_weights(self, receiver: WeightReceiver, published: Published) -> None:
         """Loads weights on the compute thread."""
         with self._worker.clock.state("sync"), self._worker.tracer.span("flip", version=published.version):
-            if self._reader is None:
-                self._reader = open_reader(published, self.core.spec)
-            tensors = self._reader.tensors(published)
+            tensors = receiver.tensors(published)
             self.core.load(tensors, published.version, share=self._in_place)
-            self._reader.check(published)
+            receiver.check(published)

@@ -65,8 +65,8 @@ class Scene:
         self.killed.append(reader)
         self.killed_at = asyncio.get_running_loop().time()
 
-    def announce(self, version: int) -> None:
-        self.publisher.announce(Published(0, version, "arena", version % 2, ""))
+    def announce(self, version: int, transfer: float = 0.0) -> None:
+        self.publisher.announce(Published(0, version, "arena", version % 2, "", transfer=transfer))
 
 
 def play(scene: Scene, script: Callable[[Scene], Coroutine[Any, Any, None]]) -> None:
@@ -89,6 +89,17 @@ def test_what_readers_use_is_told_to_the_trainer() -> None:
     assert scene.leases.using_now == {"a": 1, "b": 1}
     handed_over = [WeightsHandedOver(1, "a", pytest.approx(1.0)), WeightsHandedOver(1, "b", pytest.approx(2.0))]
     assert scene.events == handed_over
+
+
+@pytest.mark.parametrize(("transfer", "killed"), [(0.0, ["a"]), (4.0, ["a"]), (6.0, [])])
+def test_readers_have_the_time_that_the_bytes_of_a_version_take(transfer: float, killed: list[str]) -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(1, transfer)
+        await asyncio.sleep(30)
+
+    scene = Scene(a=[15.0])
+    play(scene, script)
+    assert scene.killed == killed
 
 
 def test_what_a_reader_says_of_the_canary_is_observed() -> None:

@@ -24,6 +24,7 @@ DIGESTS = {
     16: "bdc43945bbd94c14",
     17: "e2122d009594170f",
     18: "989059f1100b0d0b",
+    19: "088484b948935607",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -22,6 +22,11 @@ START, SLOWEST = 5.0, 1e6
 """Seconds and bytes a second: what is not there after START and its bytes at SLOWEST does not come."""
 
 
+def transfer_seconds(size: int) -> float:
+    """Returns the seconds in which so many bytes must come."""
+    return START + size / SLOWEST
+
+
 @dataclass(frozen=True, slots=True)
 class SlotPart:
     """Bytes [start, stop) of a slot, encoded by `codec`."""
@@ -33,7 +38,7 @@ class SlotPart:
     @property
     def deadline(self) -> float:
         """Returns the seconds in which the part must come."""
-        return START + (self.stop - self.start) / SLOWEST
+        return transfer_seconds(self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class ChunkPlan:
     @property
     def deadline(self) -> float:
         """Returns the seconds in which the whole slot must come."""
-        return START + self.spec.size / SLOWEST
+        return transfer_seconds(self.spec.size)
 
 
 def _stretches(spec: WeightsSpec, codec: WireCodec) -> Iterator[tuple[int, int, WireCodec]]:

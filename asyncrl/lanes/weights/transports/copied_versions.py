@@ -2,6 +2,9 @@
 
 from asyncrl.lanes.weights.leases import Leases
 
+BUFFERS = 3
+"""Versions that a trainer holds for a network: the newest, one that is pulled, and one that is written."""
+
 
 class CopiedVersions(Leases):
     """Takes reports of readers and remembers none."""

@@ -1,6 +1,7 @@
 """Opens both ends of the transport that a run uses. The address that is published says which one it is."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,30 +31,36 @@ class WeightNetwork:
     codec: WireCodec = WireCodec.DENSE
     heartbeat: float | None = None
 
+    def sender(self, spec: WeightsSpec) -> StreamSender:
+        """Opens the trainer's end on the event loop."""
+        plan = ChunkPlan.of(spec, self.codec)
+        return StreamSender(plan, self.wire, self.address, self.hello, self.tasks, heartbeat=self.heartbeat)
 
-def open_sender(
-    transport: str, arena_name: str, spec: WeightsSpec, network: WeightNetwork, folder: Path
-) -> WeightSender:
-    """Opens the trainer's end on the event loop. transport: "inproc", "shm", "tcp" or "file". arena_name: of shared
-    memory. folder: for files. Raises ArenaFull when there is too little memory for two slots."""
+    def receiver(self, spec: WeightsSpec) -> StreamReceiver:
+        """Opens an engine's end on the event loop."""
+        plan = ChunkPlan.of(spec, self.codec)
+        return StreamReceiver(plan, self.wire, self.address, self.hello, self.tasks, heartbeat=self.heartbeat)
+
+
+Network = Callable[[], WeightNetwork]
+"""Makes what an end needs to use a network, where one is used."""
+
+
+def open_sender(transport: str, arena_name: str, spec: WeightsSpec, network: Network, folder: Path) -> WeightSender:
+    """Opens the trainer's end, for "tcp" on the event loop. transport: "inproc", "shm", "tcp" or "file". arena_name: of
+    shared memory. folder: for files. Raises ArenaFull when there is too little memory for two slots."""
     if transport == "tcp":
-        plan = ChunkPlan.of(spec, network.codec)
-        return StreamSender(
-            plan, network.wire, network.address, network.hello, network.tasks, heartbeat=network.heartbeat
-        )
+        return network().sender(spec)
     if transport == "file":
         return FileSender(folder, spec)
     return open_writer(arena_name, spec, "inproc" if transport == "inproc" else "ipc")
 
 
-def open_receiver(published: Published, spec: WeightsSpec, network: WeightNetwork) -> WeightReceiver:
+def open_receiver(published: Published, spec: WeightsSpec, network: Network) -> WeightReceiver:
     """Opens an engine's end on the event loop. Raises PeerLost when the trainer has ended, WeightsError when both have
     different models."""
     if published.arena.startswith(NETWORK):
-        plan = ChunkPlan.of(spec, network.codec)
-        return StreamReceiver(
-            plan, network.wire, network.address, network.hello, network.tasks, heartbeat=network.heartbeat
-        )
+        return network().receiver(spec)
     if published.arena.startswith(FILE_SCHEME):
         return FileReceiver(spec)
     return open_reader(published, spec)

@@ -17,6 +17,7 @@ from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.transports.chunk_plan import transfer_seconds
 from asyncrl.lanes.weights.transports.copied_versions import CopiedVersions
 from asyncrl.lanes.weights.transports.held_version import in_thread
 from asyncrl.protocols.messages import Published
@@ -56,7 +57,8 @@ class FileSender:
         self._files = self._files[-KEPT:]
         digest_of = digested_tensor(self._spec, version)
         found = digest(self._slot.buffer, self._spec, digest_of)
-        return Published(incarnation, version, f"{FILE_SCHEME}{self._folder}", slot_of(version), found, digest_of)
+        address, seconds = f"{FILE_SCHEME}{self._folder}", transfer_seconds(self._spec.size)
+        return Published(incarnation, version, address, slot_of(version), found, digest_of, transfer=seconds)
 
     def forget(self, reader: str) -> None:
         """Does nothing: readers leave no trace."""

@@ -18,12 +18,10 @@ from asyncrl.lanes.weights.codec.chunk import LOSSY
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import checked, digest, digested_tensor, views
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
-from asyncrl.lanes.weights.transports.copied_versions import CopiedVersions
+from asyncrl.lanes.weights.transports.copied_versions import BUFFERS, CopiedVersions
 from asyncrl.lanes.weights.transports.held_version import HeldVersion
 from asyncrl.lanes.weights.transports.weight_server import WeightServer
 from asyncrl.protocols.messages import Hello, Published
-
-BUFFERS = 3
 
 
 class StreamSender:
@@ -62,7 +60,8 @@ class StreamSender:
         self.server.held = {each.version: each for each in self._stored}
         digest_of = digested_tensor(spec, version)
         exact = "" if self._plan.codec in LOSSY else digest(memory.data, spec, digest_of)
-        return Published(incarnation, version, self.server.address, slot_of(version), exact, digest_of)
+        address, seconds = self.server.address, self._plan.deadline
+        return Published(incarnation, version, address, slot_of(version), exact, digest_of, transfer=seconds)
 
     def forget(self, reader: str) -> None:
         for held in self._stored:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -51,15 +52,14 @@ class Site:
     receivers: list[WeightReceiver] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        network = self.network("training0")
-        name = f"asyncrl-test-{uuid4().hex[:12]}"
+        name, network = f"asyncrl-test-{uuid4().hex[:12]}", partial(self.network, "training0")
         self.sender: WeightSender = open_sender(self.transport, name, self.spec, network, self.folder)
 
     def network(self, instance: str) -> WeightNetwork:
         return WeightNetwork(self.wire, self.address, hello(instance), self.tasks, self.codec)
 
     def receiver(self, published: Published, instance: str, spec: WeightsSpec | None = None) -> WeightReceiver:
-        self.receivers.append(open_receiver(published, spec or self.spec, self.network(instance)))
+        self.receivers.append(open_receiver(published, spec or self.spec, partial(self.network, instance)))
         return self.receivers[-1]
 
     def write(self, version: int, tensors: dict[str, Tensor] | None = None) -> Published:

@@ -16,9 +16,10 @@ from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports import stream_receiver, weight_server
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
+from asyncrl.lanes.weights.transports.copied_versions import BUFFERS
 from asyncrl.lanes.weights.transports.held_version import HeldVersion
 from asyncrl.lanes.weights.transports.stream_receiver import StreamReceiver
-from asyncrl.lanes.weights.transports.weight_stream import BUFFERS, StreamSender
+from asyncrl.lanes.weights.transports.weight_stream import StreamSender
 from asyncrl.simulation import virtual_loop
 from tests.unit.lanes.weights.transports.sites import INCARNATION, SHAPES, hello, take, weights
 

@@ -1,0 +1,21 @@
+"""The end of the weight lane that a worker has, from its config and addresses."""
+
+from typing import TYPE_CHECKING
+
+from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.transports.opening import NETWORK, WeightNetwork
+
+if TYPE_CHECKING:
+    from asyncrl.fleet.worker.service import WorkerContext
+
+LOOPBACK = "127.0.0.1"
+
+
+def weight_network(context: "WorkerContext") -> WeightNetwork:
+    """Returns what the worker's end of a network needs. It listens where the worker listens for readers of rows."""
+    data = context.spec.addresses.data
+    host = data.removeprefix(NETWORK).rpartition(":")[0] if data.startswith(NETWORK) else LOOPBACK
+    codec = WireCodec[context.config.weights.codec.upper()]
+    return WeightNetwork(
+        context.reader.wire, f"{NETWORK}{host}:*", context.spec.hello, context.tasks, codec, context.facts.heartbeat
+    )

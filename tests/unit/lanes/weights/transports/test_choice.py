@@ -1,0 +1,41 @@
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.lanes.weights.transports.choice import WorkerPlace, choose_transport
+
+HERE, ELSEWHERE, GPU = WorkerPlace("a", "cpu"), WorkerPlace("b", "cpu"), WorkerPlace("a", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("named", "generator", "in_process", "chosen"),
+    [
+        ("auto", HERE, False, "shm"),
+        ("auto", GPU, False, "shm"),
+        ("auto", ELSEWHERE, False, "tcp"),
+        ("auto", HERE, True, "inproc"),
+        ("shm", HERE, True, "inproc"),
+        ("shm", HERE, False, "shm"),
+        ("tcp", HERE, False, "tcp"),
+        ("tcp", HERE, True, "tcp"),
+        ("file", ELSEWHERE, False, "file"),
+    ],
+)
+def test_transport_follows_from_places(named: str, generator: WorkerPlace, in_process: bool, chosen: str) -> None:
+    choice = choose_transport(named, HERE, generator, in_process=in_process)
+    assert choice.name == chosen
+    assert choice.reason
+
+
+def test_a_device_is_named_in_the_reason() -> None:
+    assert "devices copy" in choose_transport("auto", HERE, GPU).reason
+    assert "devices" not in choose_transport("auto", HERE, HERE).reason
+
+
+def test_shared_memory_between_hosts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="different hosts"):
+        choose_transport("shm", HERE, ELSEWHERE)
+
+
+def test_one_host_has_one_name() -> None:
+    assert WorkerPlace.here("cpu") == WorkerPlace.here("cpu")
+    assert WorkerPlace.here("cpu").host == WorkerPlace.here("cuda").host
