@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, EndlessEngine, write_model
 from asyncrl.bench.generation_speed.turns import measure_turns
-from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, round_values, table
+from asyncrl.bench.generation_speed.vllm_side import VllmSide
+from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, own_seconds, ratios, round_values, table
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.model_loading import load_pretrained
@@ -74,13 +76,17 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench generation", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--slots", type=int, default=SLOTS, help="slots of our engine; the rival keeps batches of 32")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="vllm: measures vLLM beside both")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         model = write_model(Path(folder) / "model")
-        for name, goal in GOALS.items():
-            measure(name, goal, work_of(equal=name.startswith("all")), model, options.slots, options.rounds)
+        vllm = VllmSide(model, config_of(options.slots, "vllm")) if options.engine == "vllm" else None
+        with closing(vllm) if vllm is not None else nullcontext():
+            for name, goal in GOALS.items():
+                work = work_of(equal=name.startswith("all"))
+                measure(name, goal, work, model, options.slots, options.rounds, vllm)
         measure_turns(model, options.slots, options.rounds)
 
 
@@ -96,35 +102,50 @@ def work_of(*, equal: bool) -> list[SampleRequest]:
     ]
 
 
-def measure(name: str, goal: float, work: Sequence[SampleRequest], model: Path, slots: int, rounds: int) -> None:
-    load, tokens = MachineLoad(), sum(request.max_new_tokens for request in work)
+def config_of(slots: int, engine: str) -> Config:
     task = {"prompts": "none", "max_prompt_tokens": LONGEST_PROMPT}
-    generation = {"slots": slots, "max_new_tokens": MOST}
-    config = Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
+    generation = {"slots": slots, "max_new_tokens": MOST, "engine": engine}
+    return Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
+
+
+def measure(
+    name: str, goal: float, work: Sequence[SampleRequest], model: Path, slots: int, rounds: int, vllm: VllmSide | None
+) -> None:
+    load, tokens, config = MachineLoad(), sum(request.max_new_tokens for request in work), config_of(slots, "torch")
     engine, plain = EndlessEngine(model, config, version=0), load_pretrained(model, dtype=torch.float32).eval()
     plain.generation_config.eos_token_id = None
 
-    def rate(run: Callable[[], object]) -> float:
-        began = time.process_time()
+    def rate(run: Callable[[], object], cpu_seconds: Callable[[], float] = time.process_time) -> float:
+        began = cpu_seconds()
         run()
-        return tokens / (time.process_time() - began)
+        return tokens / (cpu_seconds() - began)
 
     ours, theirs = partial(complete, engine, work), partial(generate_in_batches, plain, work)
     sides = {"asyncrl": partial(rate, ours), "transformers.generate": partial(rate, theirs)}
+    compared = {"asyncrl": ours}
+    if vllm is not None:
+        compared["vllm"] = partial(vllm.complete, work)
+        sides["vllm"] = partial(rate, compared["vllm"], own_seconds)
     found = round_values(in_turn(sides, rounds))
     print(f"{name}: {tokens:,} useful tokens of {PROMPTS} prompts, {slots} slots, batch {SLOTS}, {rounds} rounds")
     print(table(("", "useful tokens per CPU-second"), [(side, str(values)) for side, values in found.items()]))
-    ratio = ratios(found["asyncrl"], found["transformers.generate"])
-    print(f"  ratio per round: {ratio}")
-    print(goal_line("asyncrl over transformers.generate", ratio.median, goal))
-    timed = TimedEngine(model, config)
+    for rival, least in {"transformers.generate": goal, "vllm": 1.0}.items():
+        if rival in found:
+            ratio = ratios(found["asyncrl"], found[rival])
+            print(f"  ratio per round: {ratio}")
+            print(goal_line(f"asyncrl over {rival}", ratio.median, least))
+    print_stages(TimedEngine(model, config), work)
+    for side, run in compared.items():
+        largest = largest_difference(plain, run())
+        print(goal_line(f"largest difference of log-probs, {side} to transformers", largest, 1e-4, at_most=True))
+    print(f"  {load}\n")
+
+
+def print_stages(timed: TimedEngine, work: Sequence[SampleRequest]) -> None:
     complete(timed, work)
     whole = sum(timed.spent.values())
     parts = ", ".join(f"{stage} {each / whole:.0%}" for stage, each in timed.spent.items())
     print(f"  one step of our engine: {1000 * whole / timed.steps:.2f} ms of CPU: {parts}")
-    largest = largest_difference(plain, complete(engine, work))
-    print(goal_line("largest difference of log-probs to transformers", largest, 1e-4, at_most=True))
-    print(f"  {load}\n")
 
 
 @torch.inference_mode()
