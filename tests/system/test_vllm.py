@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.controller.journal.audit import audit
+from asyncrl.engines.models.model_preparation import make_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import dead, pid_of, wait_until
@@ -18,12 +19,21 @@ from watching import dead, pid_of, wait_until
 needs_vllm = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed; scripts/test vllm installs it"
 )
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400), needs_vllm]
-LIMIT = 300.0
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900), needs_vllm]
+LIMIT = 600.0
 
 
-def command(run_dir: Path, *flags: str) -> list[str]:
-    keys = ["--generation.engine", "vllm", "--evaluate.prompts", "", "--fleet.start_deadline", "240"]
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of quickstart, with the heads that it has for vLLM."""
+    folder = tmp_path_factory.mktemp("quickstart") / "model"
+    make_model("warmed:reverse", 0, folder, lambda _: None, "vllm")
+    return folder
+
+
+def command(model: Path, run_dir: Path, *flags: str) -> list[str]:
+    keys = ["--generation.engine", "vllm", "--model.name", str(model), "--evaluate.prompts", ""]
+    keys += ["--fleet.start_deadline", "240"]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
 
 
@@ -36,21 +46,23 @@ def children(task: Path) -> list[str]:
     return (task / "children").read_text().split()
 
 
-def test_quickstart_learns_with_vllm(tmp_path: Path) -> None:
+def test_quickstart_learns_with_vllm(model: Path, tmp_path: Path) -> None:
     """The reward rises, the audit holds, and both engines give the same weights the same log-probs."""
-    done = subprocess.run(command(tmp_path / "run", "--steps", "40"), check=False, timeout=LIMIT, capture_output=True)
+    done = subprocess.run(
+        command(model, tmp_path / "run", "--steps", "30"), check=False, timeout=LIMIT, capture_output=True
+    )
     assert done.returncode == 0, done.stdout[-3000:].decode() + done.stderr[-3000:].decode()
     assert audit(tmp_path / "run").ok
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward/mean"] for line in lines]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05, rewards
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
     assert max(line["mismatch/canary"] for line in lines if "mismatch/canary" in line) < 1e-4
 
 
-def test_a_killed_worker_leaves_no_process_of_vllm(tmp_path: Path) -> None:
+def test_a_killed_worker_leaves_no_process_of_vllm(model: Path, tmp_path: Path) -> None:
     """A generation worker is killed while it samples; it is replaced, and the run goes on to its end."""
     run_dir = tmp_path / "run"
-    with subprocess.Popen(command(run_dir, "--steps", "12"), stdout=subprocess.PIPE, text=True) as program:
+    with subprocess.Popen(command(model, run_dir, "--steps", "12"), stdout=subprocess.PIPE, text=True) as program:
         try:
             assert program.stdout is not None
             for line in program.stdout:

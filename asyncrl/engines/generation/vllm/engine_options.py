@@ -1,4 +1,5 @@
-"""The arguments of vLLM's engine: what asyncrl decides, and what `[generation.vllm]` adds. Imports no vLLM."""
+"""What `[generation.vllm]` may say, what vLLM cannot do, and the environment that its processes have. The controller
+reads this, so it imports neither vLLM nor torch."""
 
 import ast
 import json
@@ -12,11 +13,8 @@ from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.engines.canary_logprobs import PROBE_TOKENS
-from asyncrl.engines.models.model_folder import context_of, longest_row
 
 KEY = "generation.vllm"
-EXTENSION = "asyncrl.engines.generation.vllm.worker_extension.WorkerExtension"
 DECIDED = {
     "model": "model.name",
     "tokenizer": "model.name",
@@ -42,10 +40,10 @@ ENVIRONMENT = {
 """Environment variables that vLLM reads, where the user has set none of that name."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM 0.32 computes attention of on CPUs."""
-BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
-SPARE_ROWS = 2  # The canary has a row of its own, and prompts of new samples are held beside those that end.
 
 
+BACKEND = "asyncrl"
+"""Name of the transfer of weights that asyncrl registers with vLLM for GPUs."""
 OWNER = "ASYNCRL_VLLM_OWNER"
 """Environment variable with the process id of the worker that starts vLLM."""
 
@@ -73,6 +71,7 @@ def vllm_problems(config: Config) -> Iterator[Problem]:
         ("generation.deterministic", generation.deterministic, "vLLM's batches change the last bits of a sample"),
         ("model.float32_head", config.model.float32_head, "vLLM computes the output layer in model.dtype"),
         ("fleet.wire", config.fleet.wire == "inproc", "vLLM has processes of its own, which read shared memory"),
+        ("weights.transport", config.weights.transport in ("tcp", "file"), "vLLM's processes read shared memory"),
     ):
         if is_set:
             yield Problem(key, "", f'{text}: remove it, or write generation.engine = "torch"', ("generation.engine",))
@@ -128,37 +127,3 @@ def argument_names() -> frozenset[str]:
     return frozenset(
         node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     )
-
-
-def engine_arguments(config: Config, folder: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of AsyncEngineArgs. shape: the contents of the model's config.json, for the size of the
-    cache on CPUs: all slots with the longest row, so that no sample is ever preempted."""
-    generation, context = config.generation, context_of(shape)
-    # One token is sampled after the canary, which may be as long as the longest row.
-    rows = max(longest_row(config, context), PROBE_TOKENS) + 1
-    rows = rows if context is None else min(rows, context)
-    arguments: dict[str, Any] = {"enforce_eager": True, "seed": 0, "async_scheduling": False}
-    if generation.device == "cpu":
-        arguments["kv_cache_memory_bytes"] = cache_bytes(shape, config.model.dtype, rows, generation.slots)
-    decided = {
-        "model": str(folder),
-        "dtype": config.model.dtype,
-        "max_num_seqs": generation.slots,
-        "max_model_len": rows,
-        "skip_tokenizer_init": True,
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
-        "worker_extension_cls": EXTENSION,
-        "generation_config": "vllm",
-        "disable_log_stats": True,
-    }
-    return {**arguments, **generation.vllm, **decided}
-
-
-def cache_bytes(shape: Mapping[str, Any], dtype: str, tokens: int, rows: int) -> int:
-    """Returns the bytes of keys and values of this many rows of this many tokens, in blocks, with some to spare."""
-    shape = shape.get("text_config") or shape
-    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
-    item = {"float32": 4, "bfloat16": 2}[dtype]
-    blocks = (rows + SPARE_ROWS) * -(-tokens // BLOCK) + 1
-    return int(2 * shape["num_hidden_layers"] * heads * head_width(shape) * item * BLOCK * blocks)

@@ -26,7 +26,8 @@ from asyncrl.engines.generation.engine_interface import EngineLoad
 from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest, refuse_too_long
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
-from asyncrl.engines.generation.vllm.engine_options import engine_arguments, set_environment, unsupported_heads
+from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
+from asyncrl.engines.generation.vllm.engine_options import set_environment, unsupported_heads
 from asyncrl.engines.generation.vllm.open_sample import OpenSample, sampling_seed
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.models.lean_imports import import_compiler
@@ -128,7 +129,7 @@ class VllmGeneration:
         async with self._turn:
             with self._worker.clock.state("sync"), self._worker.tracer.span("flip", version=published.version):
                 await self._attach(fields)
-                await self._load_weights(fields)
+                await self._load_weights(published.version)
             self.version = published.version
             if not self._paused:
                 await self._engine.resume()
@@ -163,20 +164,25 @@ class VllmGeneration:
                 kind, _, why = refused.partition(": ")
                 raise {"PeerLost": PeerLost, "WeightsError": WeightsError}[kind](why)
 
-    async def _load_weights(self, fields: list[Any]) -> None:
+    async def _load_weights(self, version: int) -> None:
         """Loads the attached version between two steps, and leaves vLLM paused. An engine that got it in part is dead:
         `run` ends with an error."""
         is_loaded = False
         try:
             if not self._paused:
                 await self._engine.pause()
-            await self._engine.call_workers("asyncrl_load", fields)
+            if self._config.generation.device == "cpu":
+                await self._engine.call_workers("asyncrl_load", version)
+            else:
+                await self._engine.call_workers("start_weight_update")
+                await self._engine.call_workers("update_weights", {"version": version})
+                await self._engine.call_workers("finish_weight_update")
             if self._config.generation.kv == "recompute":
                 await self._engine.drop_cache()
             is_loaded = True
         finally:
             if not is_loaded:
-                self._broken = WeightsError(f"vLLM has loaded version {fields[1]} in part, and must be started again")
+                self._broken = WeightsError(f"vLLM has loaded version {version} in part, and must be started again")
                 self._wakeup.set()
 
     def _startable(self) -> Iterable[SampleRequest]:

@@ -9,53 +9,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from asyncrl.engines.generation.vllm.engine_options import OWNER
-from asyncrl.errors import PeerLost, WeightsError
-from asyncrl.lanes.weights.arena import Reader, open_reader
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
-from asyncrl.protocols.messages import Published
+from asyncrl.engines.generation.vllm.arena_weights import ARENA
+from asyncrl.engines.generation.vllm.engine_options import BACKEND, OWNER
 
 
 class WorkerExtension:
     """Methods that `collective_rpc` calls in each worker of vLLM."""
 
-    asyncrl_reader: Reader | None = None
-    asyncrl_weights: dict[str, Any] | None = None
-
     def asyncrl_attach(self, folder: str, dtype: str, published: list[Any]) -> str:
-        """Opens a version and checks its digest, while samples go on. Returns why it is refused, "" if it is not.
-        published: the fields of Published up to digest_of."""
-        version = Published(*published)
-        self.asyncrl_weights = None
-        try:
-            if self.asyncrl_reader is None or self.asyncrl_reader.address != version.arena:
-                self.asyncrl_reader = open_reader(version, weights_spec(Path(folder), dtype))
-            self.asyncrl_weights = self.asyncrl_reader.tensors(version)
-        except (PeerLost, WeightsError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        """Opens a version while samples go on. Arguments and answer are those of ArenaWeights.attach."""
+        return ARENA.attach(Path(folder), dtype, published)
 
-    def asyncrl_load(self, published: list[Any]) -> None:
-        """Loads the version that was attached. An error leaves a model that must not be used any more.
-
-        Tensors come under every name, the aliases of tied ones included: without the alias of tied embeddings the
-        output layer would keep the old weights on CPUs, where it is a packed copy."""
-        assert self.asyncrl_weights is not None, "asyncrl_attach comes first"
-        assert self.asyncrl_reader is not None, "asyncrl_attach comes first"
-        weights, self.asyncrl_weights = self.asyncrl_weights, None
+    def asyncrl_load(self, version: int) -> None:
+        """Loads the attached version on a CPU. An error leaves a model that must not be used any more."""
         worker: Any = self
-        worker.reload_weights(weights_iterator=iter(weights.items()))
-        self.asyncrl_reader.check(Published(*published))
-
-
-def weights_spec(folder: Path, dtype: str) -> WeightsSpec:
-    """Returns the specification of the weights that a trainer of this model publishes, without reading any weight."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return spec_of(model, dtype)
+        with ARENA.taken(version) as tensors:
+            worker.reload_weights(weights_iterator=iter(tensors.items()))
 
 
 def end_with(owner: int) -> None:
@@ -85,5 +54,10 @@ def _up_to(owner: int) -> list[int] | None:
     return found if process == owner else None
 
 
-if OWNER in os.environ:
+if OWNER in os.environ:  # This is a process of vLLM.
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
     end_with(int(os.environ[OWNER]))
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "asyncrl.engines.generation.vllm.arena_transfer", "ArenaTransfer"
+    )

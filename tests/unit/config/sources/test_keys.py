@@ -106,5 +106,7 @@ def test_several_critics_are_refused_with_the_reason(critic: str) -> None:
 
 @pytest.mark.trap("raw_logprobs")
 def test_an_engine_whose_log_probs_nobody_has_compared_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--generation\.engine: there is no such key; there is one generation"):
-        load("quickstart", ("--generation.engine", "vllm"), {})
+    with pytest.raises(ConfigError, match=r"'torch' or 'vllm'"):
+        load("quickstart", ("--generation.engine", "sglang"), {})
+    with pytest.raises(ConfigError, match=r'write engine = "vllm" in \[generation\]'):
+        load("quickstart", ("--generation.use_vllm", "true"), {})

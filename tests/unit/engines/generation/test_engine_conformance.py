@@ -88,7 +88,8 @@ class VllmEngines:
     wire = "ipc"  # vLLM's processes read the weights.
 
     def __init__(self, folder: Path) -> None:
-        from asyncrl.engines.generation.vllm.engine_options import engine_arguments, set_environment
+        from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
+        from asyncrl.engines.generation.vllm.engine_options import set_environment
 
         self.shape = json.loads((folder / "config.json").read_text())
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -160,6 +161,7 @@ def move(model: Any) -> None:
         parameter += 0.1 * parameter.std().nan_to_num(0.0) * torch.randn_like(parameter)
 
 
+@pytest.mark.trap("raw_logprobs")
 async def test_an_engine_samples_as_the_service_expects(start: Start) -> None:
     """Log-probs, seeds, limits, aborts, turns and updates, with one start of the engine."""
     async with start(slots=3, stop=["\ufffd"]) as played:

@@ -9,12 +9,11 @@ import pytest
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.vllm import engine_options
+from asyncrl.engines.generation.vllm.engine_arguments import cache_bytes, engine_arguments
 from asyncrl.engines.generation.vllm.engine_options import (
     DECIDED,
     OWNER,
     argument_names,
-    cache_bytes,
-    engine_arguments,
     set_environment,
     vllm_problems,
 )
@@ -79,6 +78,12 @@ def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "model.name" not in problems(chosen)
 
 
+@pytest.mark.parametrize("transport", ["auto", "shm", "tcp", "file"])
+def test_vllm_reads_weights_from_shared_memory_only(transport: str) -> None:
+    chosen = Config.model_validate(config().model_dump() | {"weights": {"transport": transport}})
+    assert ("weights.transport" in problems(chosen)) == (transport in ("tcp", "file"))
+
+
 def test_the_section_is_unread_without_vllm() -> None:
     (found,) = vllm_problems(config(engine="torch", vllm={"enforce_eager": True}))
     assert found.is_warning
@@ -91,6 +96,9 @@ def test_decided_arguments_win_and_defaults_do_not(tmp_path: Path) -> None:
     assert (found["enforce_eager"], found["kv_cache_memory_bytes"]) == (False, 7)
     assert (found["max_num_seqs"], found["max_model_len"], found["logprobs_mode"]) == (9, 101, "processed_logprobs")
     assert found.keys() >= DECIDED.keys() - {"tokenizer", "weight_transfer_config"}
+    on_a_gpu = engine_arguments(config(device="cuda"), tmp_path, SHAPE)
+    assert on_a_gpu["weight_transfer_config"] == {"backend": "asyncrl"}
+    assert "kv_cache_memory_bytes" not in on_a_gpu
     assert engine_arguments(config(max_new_tokens=400), tmp_path, SHAPE)["max_model_len"] == 256
 
 

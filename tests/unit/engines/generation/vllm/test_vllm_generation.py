@@ -68,7 +68,7 @@ class StandIn:
             await asyncio.sleep(0)
         if method == self.fails:
             raise PeerLost(f"{method} failed")
-        self.loads += method == "asyncrl_load"
+        self.loads += method in ("asyncrl_load", "finish_weight_update")
         return [self.refuses] if method == "asyncrl_attach" else [None]
 
     async def drop_cache(self) -> None:
@@ -198,6 +198,18 @@ async def test_each_token_has_the_version_that_sampled_it(start: Start, kv: str)
         assert set(found.versions) == {0, 1}
         dropped = ["drop_cache"] if kv == "recompute" else []
         assert played.process.calls == ["asyncrl_attach", "pause", "asyncrl_load", *dropped, "resume"]
+
+
+async def test_vllm_s_own_update_loads_weights_on_gpus(start: Start) -> None:
+    async with start(device="cuda") as played:
+        await played.engine.update(published(1))
+        assert (await played.sample(asked(0)))[0].logprobs.tolist() == [-1.0] * 6
+        loading = ["start_weight_update", "update_weights", "finish_weight_update"]
+        assert played.process.calls == ["asyncrl_attach", "pause", *loading, "resume"]
+        played.process.fails = "update_weights"
+        with pytest.raises(PeerLost):
+            await played.engine.update(published(2))
+        assert isinstance((await played.fails())[0], WeightsError)
 
 
 async def test_an_update_in_a_pause_leaves_it_paused(start: Start) -> None:

@@ -1,5 +1,6 @@
 """What asyncrl adds to vLLM's processes: weights from the arena, and an end with the worker."""
 
+import importlib
 import os
 import select
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -14,12 +16,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.engines.generation.vllm.arena_weights import weights_spec
 from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED
-from asyncrl.engines.generation.vllm.worker_extension import WorkerExtension, weights_spec
+from asyncrl.engines.generation.vllm.worker_extension import WorkerExtension
 from asyncrl.lanes.weights.arena import open_writer
 from asyncrl.lanes.weights.tensor_spec import spec_of
 
 PATIENCE = 60.0
+TRANSFER = "asyncrl.engines.generation.vllm.arena_transfer"
 WATCH = """
 import os, sys, time
 from asyncrl.engines.generation.vllm.worker_extension import end_with
@@ -44,8 +48,38 @@ class Worker(WorkerExtension):
         self.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
 
 
-def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[str], Path]) -> None:
-    """Tied embeddings come under both names: without `lm_head.weight` vLLM keeps the old output layer on CPUs."""
+class Model(Worker):
+    """The methods and functions of vLLM that the transfer to GPUs calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = list[str]()
+
+    def load_weights(self, weights: Any) -> None:
+        self.calls.append("load")
+        self.reload_weights(weights)
+
+
+@pytest.fixture
+def arena_transfer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, over a stand-in for the modules of vLLM that it imports."""
+    engine = type("WeightTransferEngine", (), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+    base = SimpleNamespace(WeightTransferEngine=engine, WeightTransferInitInfo=object, WeightTransferUpdateInfo=object)
+    reload = SimpleNamespace(
+        initialize_layerwise_reload=lambda model: model.calls.append("initialize"),
+        finalize_layerwise_reload=lambda model, config: model.calls.append(f"finalize with {config}"),
+    )
+    modules = {"vllm.distributed.weight_transfer.base": base, "vllm.model_executor.model_loader.reload": reload}
+    for name in [".".join(parts[:end]) for parts in (name.split(".") for name in modules) for end in range(1, 5)]:
+        monkeypatch.setitem(sys.modules, name, modules.get(name, ModuleType(name)))
+    monkeypatch.delitem(sys.modules, TRANSFER, raising=False)
+    found = importlib.import_module(TRANSFER)
+    yield found
+    monkeypatch.delitem(sys.modules, TRANSFER)
+
+
+def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[str], Path], arena_transfer: Any) -> None:
+    """Tied embeddings come under both names, to vLLM's reload on CPUs and to its update on GPUs."""
     folder = model_folder("llama-tied")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert weights_spec(folder, "float32") == spec_of(model, "float32")
@@ -55,15 +89,25 @@ def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[st
         fields = [getattr(published, name) for name in ATTACHED]
         worker = Worker()
         assert worker.asyncrl_attach(str(folder), "float32", fields) == ""
-        worker.asyncrl_load(fields)
+        with pytest.raises(AssertionError, match="version 5 was attached"):
+            worker.asyncrl_load(6)
+        worker.asyncrl_load(5)
         assert worker.loaded.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
         assert torch.equal(worker.loaded["lm_head.weight"], model.model.embed_tokens.weight)
         damaged = [*fields[:4], "00000000", fields[5]]
         assert worker.asyncrl_attach(str(folder), "float32", damaged).startswith("WeightsError: weights of version 5")
         gone = [*fields[:2], "shm://asyncrl-gone-weights", *fields[3:]]
         assert worker.asyncrl_attach(str(folder), "float32", gone).startswith("PeerLost: ")
-        with pytest.raises(AssertionError, match="asyncrl_attach comes first"):
-            worker.asyncrl_load(fields)
+        with pytest.raises(AssertionError, match="attach comes first"):
+            worker.asyncrl_load(5)
+        transfer, model_of_vllm = arena_transfer.ArenaTransfer(), Model()
+        transfer.model, transfer.model_config, transfer.device = model_of_vllm, "its config", torch.device("cpu")
+        assert worker.asyncrl_attach(str(folder), "float32", fields) == ""
+        transfer.start_weight_update()
+        transfer.receive_weights(arena_transfer.Version(5))
+        transfer.finish_weight_update()
+        assert model_of_vllm.calls == ["initialize", "load", "finalize with its config"]
+        assert model_of_vllm.loaded.keys() == worker.loaded.keys()
     finally:
         writer.close()
 
