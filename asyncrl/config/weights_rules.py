@@ -10,8 +10,11 @@ if TYPE_CHECKING:
 
 
 def weights_problems(config: "Config") -> Iterator[Problem]:
-    """Yields warnings about values that nothing reads."""
+    """Yields what is wrong with the section, and warnings about values that nothing reads."""
     section = config.weights
+    if config.generation.engine == "vllm" and section.transport in ("tcp", "file"):
+        text = 'vLLM reads new weights from the shared memory of its host: write "auto" or "shm"'
+        yield Problem("weights.transport", "", text, ("generation.engine",))
     if section.codec != "dense" and section.transport in ("shm", "file"):
         text = 'only weights that cross a network are encoded: remove it, or write weights.transport = "tcp"'
         yield Problem("weights.codec", "", text, ("weights.transport",), is_warning=True)

@@ -75,7 +75,7 @@ async def measure(size: int, rounds: int) -> dict[str, RoundValues]:
                 versions.close()
     finally:
         receiver.kill()
-        receiver.wait()
+        receiver.communicate()
     return {side: RoundValues(tuple(values[1:])) for side, values in found.items()}
 
 

@@ -5,6 +5,14 @@ import pytest
 from asyncrl.config.schema import Config
 
 
+def test_vllm_takes_weights_from_shared_memory_only() -> None:
+    plain: dict[str, Any] = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"engine": "vllm"}}
+    Config.model_validate(plain | {"weights": {"transport": "shm"}})
+    for transport in ("tcp", "file"):
+        with pytest.raises(ValueError, match="shared memory of its host"):
+            Config.model_validate(plain | {"weights": {"transport": transport}})
+
+
 def warned(weights: dict[str, str], dtype: str = "float32") -> list[str]:
     plain: dict[str, Any] = {"model": {"name": "m", "dtype": dtype}, "task": {"prompts": "p"}, "weights": weights}
     return [problem.key for problem in Config.model_validate(plain).warnings if problem.key.startswith("weights.")]

@@ -60,7 +60,6 @@ class StreamReceiver:
         self.server = WeightServer(self.wire, self.address, self.hello, self.tasks, heartbeat=self.heartbeat)
         self._current: HeldVersion | None = None
         self._incoming: HeldVersion | None = None
-        self._trusts_base = True
         self._slots: list[Segment] = []
         self._clients: dict[str, Client] = {}
 
@@ -69,12 +68,7 @@ class StreamReceiver:
             return
         try:
             async with asyncio.timeout(self.plan.deadline):
-                try:
-                    await self._fetch(published)
-                except WeightsError:
-                    self._give_up()
-                    self._trusts_base = False  # From here on dense, until a version has come.
-                    await self._fetch(published)
+                await self._fetch(published)
         except TimeoutError as late:
             missing = len(self._incoming.missing) if self._incoming is not None else 0
             raise DeadlineExceeded(
@@ -102,8 +96,11 @@ class StreamReceiver:
     async def _fetch(self, published: Published) -> None:
         incoming = self._begin(published)
         await self._pull(incoming, published.arena)
-        await in_thread(self.plan.spec.size, lambda: check_digest(incoming.memory.data, self.plan.spec, published))
-        self._trusts_base = True
+        try:
+            await in_thread(self.plan.spec.size, lambda: check_digest(incoming.memory.data, self.plan.spec, published))
+        except WeightsError:
+            self._give_up()  # All parts are what the sender has; whoever fetches again gets them anew.
+            raise
 
     def _give_up(self) -> None:
         """Forgets the version that is being pulled, with all its parts."""
@@ -124,7 +121,7 @@ class StreamReceiver:
         for held in self.server.held.values():
             if held.memory.ctypes.data == idle.ctypes.data and not held.overwritten:
                 held.overwrite()
-        base = self._current if self._trusts_base else None
+        base = self._current
         number = None if base is None else base.version
         incoming = HeldVersion(
             self.plan, published.incarnation, published.version, idle, not self.plan.parts, number, base

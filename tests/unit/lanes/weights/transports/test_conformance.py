@@ -76,6 +76,8 @@ async def test_a_wrong_digest_is_refused(transport: str, tmp_path: Path) -> None
         second = site.write(1)
         with pytest.raises(WeightsError, match="published was"):
             await take(receiver, with_other_digest(second))
+        with pytest.raises(WeightsError):
+            receiver.tensors(with_other_digest(second))
         assert has(before, 0)
         assert has(await take(receiver, second), 1)
 

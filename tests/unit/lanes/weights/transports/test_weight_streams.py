@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec
+from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec, encode_chunk
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports import stream_receiver, weight_server
+from asyncrl.lanes.weights.transports import held_version, stream_receiver, weight_server
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
 from asyncrl.lanes.weights.transports.copied_versions import BUFFERS
 from asyncrl.lanes.weights.transports.held_version import HeldVersion
@@ -132,6 +132,22 @@ def test_a_parent_that_gives_nothing_costs_one_deadline(alive: bool) -> None:
         parent._begin(published)
         assert has(await take(child, published), weights(0))
         assert asyncio.get_running_loop().time() < 6
+
+    play(scene)
+
+
+def test_a_parent_that_begins_another_version_sends_children_to_the_trainer() -> None:
+    async def scene(stream: Stream) -> None:
+        first = stream.sender.write(INCARNATION, 0, weights(0))
+        parent, other, child = (stream.receiver() for _ in range(3))
+        root = stream.sender.server.held[0]
+        root.receivers |= {each.hello.instance: each.server.address for each in (parent, other)}
+        parent._begin(first)
+        taking = asyncio.ensure_future(take(child, first))
+        await asyncio.sleep(0.01)
+        parent._begin(stream.sender.write(INCARNATION, 1, weights(1)))
+        assert has(await taking, weights(0))
+        assert asyncio.get_running_loop().time() < 1
 
     play(scene)
 
@@ -275,6 +291,37 @@ def test_a_slow_receiver_gets_its_version_while_the_trainer_goes_on() -> None:
     play(scene)
 
 
+def test_a_version_under_a_buffer_that_is_used_again_is_refused() -> None:
+    async def scene(stream: Stream) -> None:
+        stream.sender.write(INCARNATION, 0, weights(0))
+        held = stream.sender.server.held[0]
+        for version in range(1, BUFFERS + 1):
+            stream.sender.write(INCARNATION, version, weights(version))
+        with pytest.raises(Refused, match="version 0 of incarnation 3 was overwritten"):
+            await held.chunk(0, None)
+
+    play(scene)
+
+
+def test_a_base_that_is_overwritten_while_it_is_compared_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(stream: Stream) -> None:
+        first = weights(0)
+        stream.sender.write(INCARNATION, 0, first)
+        base = stream.sender.server.held[0]
+        stream.sender.write(INCARNATION, 1, slightly_changed(first))
+        encode = encode_chunk
+
+        def overwriting(*args: Any) -> EncodedChunk:
+            base.overwrite()
+            return encode(*args)
+
+        monkeypatch.setattr(held_version, "encode_chunk", overwriting)
+        chunk = await stream.sender.server.held[1].chunk(0, 0)
+        assert chunk.kind is WireCodec.DENSE
+
+    play(scene, WireCodec.SPARSE)
+
+
 def test_a_receiver_that_shows_no_sign_keeps_nothing() -> None:
     async def scene(stream: Stream) -> None:
         stream.sender.write(INCARNATION, 0, weights(0))
@@ -339,16 +386,3 @@ def test_calls_that_no_receiver_makes_are_refused(call: tuple[str, object]) -> N
             await ask(stream, *call)
 
     play(scene)
-
-
-def test_parts_cover_a_slot_once_and_keep_what_must_stay_exact(tmp_path: Path) -> None:
-    for codec in WireCodec:
-        parts = ChunkPlan.of(SPEC, codec, CHUNK).parts
-        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-        assert parts[-1].stop == SPEC.size
-        assert max(part.stop - part.start for part in parts) <= CHUNK
-    up = SPEC.tensors[1]
-    rounded = [part for part in ChunkPlan.of(SPEC, WireCodec.FP8, CHUNK).parts if part.codec is WireCodec.FP8]
-    assert (rounded[0].start, rounded[-1].stop) == (up.offset, up.offset + up.bytes)
-    digests = {ChunkPlan.of(SPEC, codec, size).digest for codec in WireCodec for size in (CHUNK, 2 * CHUNK)}
-    assert len(digests) == 2 * len(WireCodec)
