@@ -67,4 +67,9 @@ def test_rounded_weights_show_in_the_canary(quickstart_model: Path, tmp_path: Pa
         code, shown = ended(process)
     assert code == 0, shown
     assert 1e-4 < max(canaries(run_dir)) < 0.5
+    (log,) = (path for path in run_dir.glob("logs/generation*.jsonl") if "trace" not in path.name)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    errors = [line["error"] for line in lines if line["event"] == "weights fetched"]
+    assert errors
+    assert all(0 < error < 2**-8 for error in errors)
     audited(run_dir)

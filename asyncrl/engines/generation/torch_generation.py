@@ -111,7 +111,10 @@ class TorchGeneration:
     async def update(self, published: Published) -> None:
         if self._receiver is None:
             self._receiver = open_receiver(published, self.core.spec, partial(weight_network, self._worker))
-        await self._receiver.fetch(published)
+        fetched = await self._receiver.fetch(published)
+        if fetched.bytes:
+            size, error = fetched
+            self._worker.log.info("weights fetched", version=published.version, bytes=size, error=error)
         await self._worker.compute.run(self._load_weights, self._receiver, published)
         self._wakeup.set()
 

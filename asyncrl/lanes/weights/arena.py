@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
+from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
@@ -114,8 +115,9 @@ class Reader(_Slots):
     def _memory(self) -> memoryview:
         return super()._memory.toreadonly()
 
-    async def fetch(self, published: Published) -> None:
+    async def fetch(self, published: Published) -> Fetched:
         """Does nothing: the version is there already."""
+        return Fetched()
 
     def tensors(self, published: Published) -> dict[str, Tensor]:
         """Returns views of the version's tensors in the arena, under every name, aliases included. Never write to them.

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import Leases
 from asyncrl.protocols.messages import Published
 
@@ -32,7 +33,7 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """An engine's side. What it returned stays valid and unchanged until `tensors` has returned the next version."""
 
-    async def fetch(self, published: Published) -> None:
+    async def fetch(self, published: Published) -> Fetched:
         """Brings the version to this process, if it has to be copied. The version before stays whole meanwhile, and
         when this fails. Called again, it goes on where it was.
 

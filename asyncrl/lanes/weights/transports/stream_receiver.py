@@ -22,6 +22,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.codec.chunk import EncodedChunk, decode_chunk
+from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import SLOTS
 from asyncrl.lanes.weights.slot_memory import check_digest, views, with_aliases
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
@@ -63,9 +64,10 @@ class StreamReceiver:
         self._slots: list[Segment] = []
         self._clients: dict[str, Client] = {}
 
-    async def fetch(self, published: Published) -> None:
+    async def fetch(self, published: Published) -> Fetched:
         if self._current is not None and _names(published, self._current):
-            return
+            return Fetched()
+        before = self.pulled_bytes
         try:
             async with asyncio.timeout(self.plan.deadline):
                 await self._fetch(published)
@@ -75,6 +77,7 @@ class StreamReceiver:
                 f"{missing} of {len(self.plan.parts)} parts of the weights of version {published.version} did not come "
                 f"from {published.arena} within {self.plan.deadline:.0f} s"
             ) from late
+        return Fetched(self.pulled_bytes - before, self.largest_error)
 
     def tensors(self, published: Published) -> dict[str, Tensor]:
         self.check(published)

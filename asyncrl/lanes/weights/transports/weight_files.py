@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asyncrl.errors import PeerLost, Refused, WeightsError
 from asyncrl.lanes.shared_memory import Segment
+from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
 from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
@@ -77,9 +78,11 @@ class FileReceiver:
         self._held: list[tuple[int, int] | None] = [None] * SLOTS
         self._used = 0
 
-    async def fetch(self, published: Published) -> None:
-        if (published.incarnation, published.version) not in self._held:
-            await in_thread(self._spec.size, lambda: self._read(published))
+    async def fetch(self, published: Published) -> Fetched:
+        if (published.incarnation, published.version) in self._held:
+            return Fetched()
+        await in_thread(self._spec.size, lambda: self._read(published))
+        return Fetched(self._spec.size)
 
     def tensors(self, published: Published) -> dict[str, Tensor]:
         self.check(published)

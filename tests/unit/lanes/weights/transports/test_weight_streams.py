@@ -269,6 +269,10 @@ def test_all_receivers_of_a_tree_get_the_same_rounded_weights(codec: WireCodec) 
         exact = {name for name, tensor in weights(0).items() if torch.equal(tensor, found[0][name])}
         assert exact == {"model.embed_tokens.weight", "norm.weight"}
         assert 0 < receivers[3].largest_error < 0.03
+        published = stream.sender.write(INCARNATION, 1, weights(1))
+        fetched = await receivers[0].fetch(published)
+        assert fetched.bytes < 0.8 * SPEC.size
+        assert fetched.error == receivers[0].largest_error
 
     play(scene, codec)
 
