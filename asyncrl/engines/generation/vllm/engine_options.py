@@ -44,8 +44,8 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 BACKEND = "asyncrl"
 """Name of the transfer of weights that asyncrl registers with vLLM for GPUs."""
-OWNER = "ASYNCRL_VLLM_OWNER"
-"""Environment variable with the process id of the worker that starts vLLM."""
+OWNER = "OWNER_OF_VLLM"
+"""Environment variable with the process id of the worker that starts vLLM. Those that begin with ASYNCRL_ are keys."""
 
 
 def set_environment(environment: MutableMapping[str, str], config: Config) -> None:

@@ -94,8 +94,11 @@ class VllmEngines:
         self.shape = json.loads((folder / "config.json").read_text())
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         config = engine_config(**LONGEST)
-        set_environment(os.environ, config)
-        with warnings.catch_warnings():
+        environment = dict(os.environ)
+        set_environment(environment, config)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            for name, value in environment.items():
+                patch.setenv(name, value)
             warnings.simplefilter("ignore")
             from asyncrl.engines.generation.vllm.engine_process import EngineProcess
 
