@@ -10,6 +10,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.deploy.checks.machine import size_text
+from asyncrl.engines.generation.vllm.engine_options import cache_tokens
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
@@ -157,6 +158,8 @@ def _copies_of_weights(config: Config, shape: Shape) -> list[MemoryNeed]:
 
 
 def _generation(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
+    if config.generation.engine == "vllm":
+        return _vllm(config, shape, name, replicas)
     model, generation, gate = config.model, config.generation, GateConfig.of(config)
     size = BYTES[model.dtype]
     head = shape.vocabulary * shape.hidden * FLOAT if model.float32_head and model.dtype == "bfloat16" else 0
@@ -181,6 +184,18 @@ def _policy(config: Config, shape: Shape, logits: int) -> MemoryNeed:
     training, lora = config.training, config.model.lora
     adapters = None if lora is None else shape.adapters(lora)
     return _trained("training", config, shape, training.device, logits, training.layout_dp, adapters)
+
+
+def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
+    """Estimates workers with vLLM, which makes its whole cache at the start and has a second process."""
+    generation, size = config.generation, BYTES[config.model.dtype]
+    tokens = cache_tokens(longest_row(config) + 1, generation.slots)
+    cache = generation.vllm.get("kv_cache_memory_bytes") or tokens * shape.cache_bytes_per_token * size // FLOAT
+    weights = shape.parameters * size
+    doc = f"vLLM with weights {size_text(weights)} and cache {size_text(cache)} a replica"
+    lower = f"lower generation.slots, which is {generation.slots}" if cache > weights else SMALLER
+    most = 2 * PROCESS_BYTES + weights + cache
+    return MemoryNeed(name, replicas * most, replicas * (weights + cache), doc, generation.device, lower)
 
 
 def _trained(

@@ -6,12 +6,10 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import PROBE_TOKENS
-from asyncrl.engines.generation.vllm.engine_options import BACKEND, head_width
+from asyncrl.engines.generation.vllm.engine_options import BACKEND, cache_tokens, head_width
 from asyncrl.engines.models.model_folder import context_of, longest_row
 
 EXTENSION = "asyncrl.engines.generation.vllm.worker_extension.WorkerExtension"
-BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
-SPARE_ROWS = 2  # The canary has a row of its own, and prompts of new samples are held beside those that end.
 
 
 def engine_arguments(config: Config, folder: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,5 +43,4 @@ def cache_bytes(shape: Mapping[str, Any], dtype: str, tokens: int, rows: int) ->
     shape = shape.get("text_config") or shape
     heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
     item = {"float32": 4, "bfloat16": 2}[dtype]
-    blocks = (rows + SPARE_ROWS) * -(-tokens // BLOCK) + 1
-    return int(2 * shape["num_hidden_layers"] * heads * head_width(shape) * item * BLOCK * blocks)
+    return int(2 * shape["num_hidden_layers"] * heads * head_width(shape) * item * cache_tokens(tokens, rows))

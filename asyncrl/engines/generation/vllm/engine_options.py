@@ -41,7 +41,8 @@ ENVIRONMENT = {
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of heads that vLLM 0.32 computes attention of on CPUs."""
 
-
+BLOCK = 128  # tokens in a block of vLLM's cache on CPUs
+SPARE_ROWS = 2  # The canary has a row of its own, and prompts of new samples are held beside those that end.
 BACKEND = "asyncrl"
 """Name of the transfer of weights that asyncrl registers with vLLM for GPUs."""
 OWNER = "OWNER_OF_VLLM"
@@ -108,6 +109,12 @@ def unsupported_heads(shape: Mapping[str, Any]) -> str | None:
         f"its attention heads have {width} numbers, and vLLM's attention on CPUs takes {', '.join(map(str, CPU_HEADS))}"
         ': write generation.engine = "torch", or take another model'
     )
+
+
+def cache_tokens(tokens: int, rows: int) -> int:
+    """Returns the tokens that the cache has on CPUs for this many rows of this many tokens: whole blocks, and some to
+    spare."""
+    return BLOCK * ((rows + SPARE_ROWS) * -(-tokens // BLOCK) + 1)
 
 
 def head_width(shape: Mapping[str, Any]) -> int:

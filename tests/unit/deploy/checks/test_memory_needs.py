@@ -18,6 +18,7 @@ from asyncrl.deploy.checks.memory_needs import (
     PACKAGED,
     PROCESS_BYTES,
     TEXT_BYTES_PER_TOKEN,
+    MemoryNeed,
     SharedMemoryNeed,
     longest_token_of,
     needs,
@@ -110,6 +111,18 @@ def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
     assert found.least == weights + 10 * 2 * chunk
     assert found.bytes == PROCESS_BYTES + weights + 10 * (512 + 64) // 32 * chunk
     assert (CHUNK, FIRST_CHUNKS) == (kv_cache.KV_BLOCK, kv_cache.FIRST_BLOCKS)
+
+
+def test_vllm_makes_its_cache_at_the_start() -> None:
+    """577 tokens are five blocks of 128."""
+
+    def need(**options: int) -> MemoryNeed:
+        chosen = config(generation={"slots": 10, "engine": "vllm", "vllm": options})
+        return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
+
+    weights, cache = SMOLLM2.parameters * 4, (12 * 5 + 1) * 128 * SMOLLM2.cache_bytes_per_token
+    assert (need().least, need().bytes) == (weights + cache, 2 * PROCESS_BYTES + weights + cache)
+    assert need(kv_cache_memory_bytes=1000).least == weights + 1000
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ time.sleep(600)
 """
 OWNER = f"""
 import os, subprocess, sys
-middle = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+middle = "import subprocess, sys, time; subprocess.run([sys.executable, '-c', *sys.argv[1:]]); time.sleep(600)"
 subprocess.run([sys.executable, "-c", middle, {WATCH!r}, str(os.getpid())])
 """
 
