@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,19 +135,21 @@ async def start(engines: Any, folder: Path, worker_context: Callable[..., Any]) 
         config = engine_config(**LONGEST | settings)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), engines.wire)
-        async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:
-            options = {"own_version": version}
-            changes = {"model_dir": folder, "options": options, "make_compute": ThreadCompute}
-            worker = worker_context("generation", config, tasks, **changes)
-            played = Played(await engines.open(worker), folder, writer)
-            loop = tasks.create_task(played.engine.run(lambda done: [played.done.put_nowait(each) for each in done]))
-            await played.engine.update(played.publish(version, change=lambda _: None))
-            yield played
-            loop.cancel()
-            await asyncio.wait([loop])
-            engines.close(played.engine)
-            worker.compute.close()
-        writer.close()
+        with closing(writer):
+            async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:
+                options = {"own_version": version}
+                changes = {"model_dir": folder, "options": options, "make_compute": ThreadCompute}
+                worker = worker_context("generation", config, tasks, **changes)
+                played = Played(await engines.open(worker), folder, writer)
+                loop = tasks.create_task(
+                    played.engine.run(lambda done: [played.done.put_nowait(each) for each in done])
+                )
+                await played.engine.update(played.publish(version, change=lambda _: None))
+                yield played
+                loop.cancel()
+                await asyncio.wait([loop])
+                engines.close(played.engine)
+                worker.compute.close()
 
     return started
 
