@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrl.children.code.answers import cases_in, code_in
 from asyncrl.children.code.code_runner import SourceCheck, shared_runner
+from asyncrl.children.code.program_extraction import cases_in, code_in
 from asyncrl.children.sandbox import Program, SandboxError
 from asyncrl.children.sandbox.pool import Kind
 from asyncrl.errors import ConfigError, RewardError, TaskError

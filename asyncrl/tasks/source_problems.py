@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-from asyncrl.children.code.answers import cases_in
+from asyncrl.children.code.program_extraction import cases_in
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import IN_MEMORY, Config
 from asyncrl.config.user_code import source_problem

@@ -11,8 +11,8 @@ from typing import Any
 from asyncrl.config.install_hints import program
 from asyncrl.config.sources import read
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.feedback.answers import values_of_line
 from asyncrl.rewards.feedback.pairs import ComparedPrompt, compared_prompts, lacks_tokens, split
+from asyncrl.rewards.feedback.ratable_answers import values_of_line
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory
 

@@ -18,7 +18,7 @@ MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 10
 # Where code of others runs, or a failure becomes an answer; each broad except there says why.
 SUPERVISED_BOUNDARY = {
     "asyncrl/children/user_errors.py",
-    "asyncrl/children/sandbox/inside/answers.py",
+    "asyncrl/children/sandbox/inside/program_server.py",
     "asyncrl/children/sandbox/inside/examiner.py",
     "asyncrl/children/sandbox/inside/first_process.py",
     "asyncrl/controller/iterations.py",

@@ -7,7 +7,7 @@ from asyncrl.children.sandbox.programs import SandboxError
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST = "first_process"
-PARTS = ("answers", "examiner")
+PARTS = ("program_server", "examiner")
 COMPILE_TIMEOUT = 30.0
 
 COMPILER = """

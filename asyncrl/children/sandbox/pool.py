@@ -117,7 +117,7 @@ class SandboxPool:
         outputs = (b"", b"")
         try:
             theirs, its = socket.socketpair()
-            with theirs, its, sandbox.begin(SandboxCase("answers", program.source), limits, its) as case:
+            with theirs, its, sandbox.begin(SandboxCase("program_server", program.source), limits, its) as case:
                 larger = replace(limits, memory_bytes=max(limits.memory_bytes, EXAMINER_MEMORY))
                 with examiner.begin(SandboxCase("examiner", test.code), larger, theirs) as exam:
                     its.close()

@@ -35,7 +35,7 @@ class SandboxCase:
     """Describes what runs in a sandbox. kind: a function of `inside/first_process.py`. file: name of the file of the
     source."""
 
-    kind: Literal["script", "command", "answers", "examiner"]
+    kind: Literal["script", "command", "program_server", "examiner"]
     source: str
     stdin: str = ""
     command: tuple[str, ...] = ()

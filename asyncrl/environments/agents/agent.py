@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.environments.adapters.packages import package
-from asyncrl.environments.agents.chat_answers import answer_of
+from asyncrl.environments.agents.chat_completions import answer_of
 from asyncrl.environments.agents.exchanges import AgentFailed, Exchanges
 from asyncrl.environments.agents.program import AgentProgram
 from asyncrl.environments.observation import Observation

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.rewards.feedback.answers import EQUAL, Judgement, RatableAnswer
+from asyncrl.rewards.feedback.ratable_answers import EQUAL, Judgement, RatableAnswer
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
 
 KNOWN_ANSWERS = 4096

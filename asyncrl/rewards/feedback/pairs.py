@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from asyncrl.rewards.feedback.answers import EQUAL, Prompt
+from asyncrl.rewards.feedback.ratable_answers import EQUAL, Prompt
 
 MOST_ANSWERS = 16
 """Rated answers of one prompt that are compared with each other, drawn by chance: 120 pairs."""

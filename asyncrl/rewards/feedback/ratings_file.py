@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from asyncrl.rewards.feedback.answers import Judgement, RatableAnswer, values_of_line
+from asyncrl.rewards.feedback.ratable_answers import Judgement, RatableAnswer, values_of_line
 from asyncrl.telemetry.jsonl import LineFile, read_lines
 
 REMEMBERED = 100_000

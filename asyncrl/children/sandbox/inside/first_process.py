@@ -348,4 +348,4 @@ def part_of(name: str) -> dict[str, Any]:
     return LOADED[name]
 
 
-RUNS = {"script": run_script, "command": run_command, "answers": run_part, "examiner": run_part}
+RUNS = {"script": run_script, "command": run_command, "program_server": run_part, "examiner": run_part}

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from asyncrl.environments.agents import endpoint, exchanges
-from asyncrl.environments.agents.chat_answers import answer_of
+from asyncrl.environments.agents.chat_completions import answer_of
 from asyncrl.environments.agents.endpoint import AgentAccess, Endpoint
 from asyncrl.environments.agents.exchanges import AgentFailed, Exchanges
 from asyncrl.environments.tools.forms import FORMS

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.concurrency import gather
-from asyncrl.rewards.feedback.answers import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.board import FeedbackBoard, RatedBefore, UnknownAnswer
+from asyncrl.rewards.feedback.ratable_answers import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
 
 Opened = Callable[[], Awaitable[FeedbackBoard]]

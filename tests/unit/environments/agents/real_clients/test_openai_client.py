@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.environments.agents.agent import Agent
-from asyncrl.environments.agents.chat_answers import ChatAnswer, answer_of
+from asyncrl.environments.agents.chat_completions import ChatAnswer, answer_of
 from asyncrl.environments.agents.chat_requests import ChatRequest
 from asyncrl.environments.agents.endpoint import AgentAccess, Endpoint
 from asyncrl.environments.agents.exchanges import Exchanges

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.children.code.answers import cases_in, code_in
+from asyncrl.children.code.program_extraction import cases_in, code_in
 from asyncrl.children.sandbox import TestCase
 from asyncrl.errors import TaskError
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.agents.chat_answers import ChatAnswer, answer_of, chunks, completion
+from asyncrl.environments.agents.chat_completions import ChatAnswer, answer_of, chunks, completion
 from asyncrl.environments.agents.chat_requests import ChatRequest, read_request
 from asyncrl.environments.sampled_answers import SampledAnswer
 from asyncrl.environments.tools.forms import FORMS
