@@ -7,7 +7,8 @@ from asyncrl.config.schema import Config
 
 def test_vllm_takes_weights_from_shared_memory_only() -> None:
     plain: dict[str, Any] = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"engine": "vllm"}}
-    Config.model_validate(plain | {"weights": {"transport": "shm"}})
+    for transport in ("auto", "shm"):
+        Config.model_validate(plain | {"weights": {"transport": transport}})
     for transport in ("tcp", "file"):
         with pytest.raises(ValueError, match="shared memory of its host"):
             Config.model_validate(plain | {"weights": {"transport": transport}})

@@ -72,7 +72,6 @@ def vllm_problems(config: Config) -> Iterator[Problem]:
         ("generation.deterministic", generation.deterministic, "vLLM's batches change the last bits of a sample"),
         ("model.float32_head", config.model.float32_head, "vLLM computes the output layer in model.dtype"),
         ("fleet.wire", config.fleet.wire == "inproc", "vLLM has processes of its own, which read shared memory"),
-        ("weights.transport", config.weights.transport in ("tcp", "file"), "vLLM's processes read shared memory"),
     ):
         if is_set:
             yield Problem(key, "", f'{text}: remove it, or write generation.engine = "torch"', ("generation.engine",))

@@ -227,12 +227,11 @@ async def _updates(played: Played) -> None:
 async def test_each_token_has_the_version_that_sampled_it(start: Start, kv: str) -> None:
     """With version 1 the output is uniform over the tokens of the model: its log-probs tell what sampled them."""
     async with start(kv=kv, slots=4, max_new_tokens=400) as played:
-        requests = [asked(number, 400, temperature=1.0) for number in range(4)]
+        requests = await _lasting(played, 2, tokens=400)
         await played.engine.submit(requests)
-        async with asyncio.timeout(LIMIT):
-            while played.engine.load().running < 4:
-                await asyncio.get_running_loop().run_in_executor(None, lambda: None)
-            await played.engine.update(played.publish(1, change=_flatten))
+        while played.engine.load().running < len(requests):
+            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        await played.engine.update(played.publish(1, change=_flatten))
         found = [await played.done.get() for _ in requests]
         uniform = -np.log(261)
         for completion in found:
@@ -247,12 +246,7 @@ async def test_running_samples_go_on_with_old_or_recomputed_states(start: Start,
     """After an update the log-probs of a running sample are those of the new weights alone only with `recompute`; a
     sample that starts then never reads states of the old weights."""
     async with start(kv=kv, slots=2, max_new_tokens=200) as played:
-        request = asked(1, 200, temperature=1.0)
-        for seed in range(100):  # A sample that goes on for long, so that the update falls into it.
-            (found,) = (await played.sample(replace(request, seed=seed))).values()
-            if len(found.tokens) > 100:
-                break
-        request = replace(request, seed=seed)
+        (request,) = await _lasting(played, 1, tokens=200)
         await played.engine.submit([request])
         while played.engine.load().running < 1:
             await asyncio.get_running_loop().run_in_executor(None, lambda: None)
@@ -265,6 +259,17 @@ async def test_running_samples_go_on_with_old_or_recomputed_states(start: Start,
         if not new.all():  # Else the update fell before its first token.
             apart = np.abs(running.logprobs - played.plain(running))[new].max()
             assert apart < 1e-4 if kv == "recompute" else apart > 1e-3
+
+
+async def _lasting(played: Played, count: int, *, tokens: int) -> list[SampleRequest]:
+    """Returns requests whose samples reach their limit, so that an update falls into all of them."""
+    found: list[SampleRequest] = []
+    for number in range(0, 40, 4):
+        tried = await played.sample(*(asked(each, tokens) for each in range(number, number + 4)))
+        found += [completion.request for completion in tried.values() if completion.finish == "length"]
+        if len(found) >= count:
+            return found[:count]
+    raise AssertionError(f"only {len(found)} of 40 samples reach {tokens} tokens")
 
 
 def _flatten(model: Any) -> None:

@@ -78,12 +78,6 @@ def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "model.name" not in problems(chosen)
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "tcp", "file"])
-def test_vllm_reads_weights_from_shared_memory_only(transport: str) -> None:
-    chosen = Config.model_validate(config().model_dump() | {"weights": {"transport": transport}})
-    assert ("weights.transport" in problems(chosen)) == (transport in ("tcp", "file"))
-
-
 def test_the_section_is_unread_without_vllm() -> None:
     (found,) = vllm_problems(config(engine="torch", vllm={"enforce_eager": True}))
     assert found.is_warning
