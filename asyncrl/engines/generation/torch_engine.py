@@ -45,7 +45,9 @@ from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 
 PREFILL_TOKENS = 8192  # prefill tokens per forward; bounds its activations, not what a step admits
-FIXED_ROWS = 4  # fewest slots of deterministic mode: products over 1 to 3 rows round differently from larger ones
+FIXED_ROWS = 16
+"""Fewest slots of deterministic mode: products over fewer rows than 4 (an AMD EPYC) or 16 (an Intel Xeon, of vectors of
+576 numbers and more) round differently from larger ones."""
 
 SharedPrefill = list[int]  # rows with the same prompt, which share one prefill; the first row computes it
 

@@ -15,7 +15,7 @@ from asyncrl.engines.generation.forward import kv_cache
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError, WeightsError
-from tests.unit.engines.generation.conftest import EPISODES
+from tests.unit.engines.generation.conftest import EPISODES, engine_config
 
 Drain = Callable[..., dict[Any, Completion]]
 MakeEngine = Callable[..., TorchEngine]
@@ -143,15 +143,18 @@ def test_a_sample_is_the_same_bits_when_it_arrives_in_the_middle(
 
 @pytest.mark.parametrize("slots", [1, 4, 32])
 @pytest.mark.trap("seeds")
-def test_tokens_do_not_depend_on_the_number_of_slots(
-    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, slots: int
+def test_a_sample_is_the_same_bits_with_any_number_of_slots(
+    changed_model: Callable[..., Path], requests: MakeRequests, drain: Drain, slots: int
 ) -> None:
-    """Neither on the replica: every engine here is another one."""
+    """Neither does it depend on the replica: every engine here is another one. Products of so wide a model round
+    differently over few rows, fewer than 4 or 11 by the processor."""
+    folder = changed_model("llama", hidden_size=256)
+    shape = {"deterministic": True, "max_prompt_tokens": 40, "max_new_tokens": 24}
+    few, many = (TorchEngine(folder, engine_config(slots=count, **shape), 0) for count in (7, slots))
     wanted = requests(10, seed=8)
-    few = drain(make_engine(deterministic=True, slots=7), wanted)
-    many = drain(make_engine(deterministic=True, slots=slots), wanted)
-    for key, completion in few.items():
-        assert completion.tokens.tolist() == many[key].tokens.tolist()
+    expected = drain(few, wanted)
+    for key, completion in drain(many, wanted).items():
+        assert same(completion, expected[key])
 
 
 def test_members_of_a_group_share_a_prompt_and_differ_in_draws(
