@@ -16,7 +16,7 @@ from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
 from asyncrl.environments.event_counts import counted_metrics, turn_counts
-from asyncrl.environments.loading import EnvironmentSpec
+from asyncrl.environments.loading import EnvironmentSpec, contained
 from asyncrl.environments.sampled_answers import sampled_answers, token_texts
 from asyncrl.environments.transcript import (
     Transcript,
@@ -74,6 +74,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         self._groups: dict[int, dict[SampleName, EpisodeState]] = {}
         self._openings: dict[tuple[int, int], str | Transcript] = {}
         spec = EnvironmentSpec.of(config)
+        spec, containment = contained(spec, self.containment(spec.named) if spec.is_users else None)
         self._pool = EpisodePool(
             spec,
             context.tasks,
@@ -82,7 +83,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             start_deadline=config.fleet.start_deadline,
             printed=RunDirectory(context.facts.run_dir).printed_by(f"environment{context.spec.replica}"),
             unclosed=self._unclosed,
-            containment=self.containment(spec.named) if spec.is_users else None,
+            containment=containment,
         )
         self._text_of: Callable[[int], str] = str
         counted = ("answers", "failed", "replayed", "unclosed", *counted_metrics(self._section.use))

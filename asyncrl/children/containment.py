@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from asyncrl.children.guard_process import SIGNAL_STATUS
 from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, run_trial
@@ -40,6 +40,14 @@ AS_WANTED: Mapping[View, tuple[View | None, ...]] = {
     "writable": ("writable",),
 }
 """Views of the folder around a path with which the path is seen as it should be; None: nothing was changed there."""
+
+
+class Surroundings(Protocol):
+    """Contains a child in some way."""
+
+    def command(self) -> list[str]:
+        """Returns the words before the command that runs inside."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,16 @@ class Containment:
         views |= {path: "writable" for path in _with_real_paths(self.writable)}
         views |= {path: "own" for path in _shared_folders()}
         return views | {os.path.realpath(path): "hidden" for path in self.hidden}
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutNetwork:
+    """Takes nothing but the network from a child that runs code of asyncrl only, and contains what it starts itself."""
+
+    def command(self) -> list[str]:
+        """Returns the words before the command that runs inside; raises SandboxError where bubblewrap is missing."""
+        options = ("--unshare-user", "--unshare-net", "--die-with-parent", "--dev-bind", "/", "/", "--")
+        return [bubblewrap_path(WHAT, UNCONTAINED), *options]
 
 
 def _mounts(views: Mapping[str, View]) -> list[str]:
@@ -125,9 +143,14 @@ def exit_status(status: int) -> int:
     return SIGNAL_STATUS - status if status > SIGNAL_STATUS else status
 
 
-def try_containment(containment: Containment) -> None:
-    """Starts a contained child that ends at once; raises SandboxError with the reason if it cannot."""
-    run_trial([*containment.command(), sys.executable, "-I", "-S", "-c", ""], os.environ, UNCONTAINED)
+def try_containment(*layers: Surroundings) -> None:
+    """Starts a contained child that ends at once; raises SandboxError with the reason if it cannot. layers: each inside
+    the one before."""
+    run_trial(
+        [*(word for layer in layers for word in layer.command()), sys.executable, "-I", "-S", "-c", ""],
+        os.environ,
+        UNCONTAINED,
+    )
 
 
 def files_named(texts: Sequence[str]) -> tuple[str, ...]:

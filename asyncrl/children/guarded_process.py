@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.children.containment import Containment, exit_status
+from asyncrl.children.containment import Surroundings, exit_status
 from asyncrl.children.pipe_messages import packed, receive
 from asyncrl.children.printed_output import ChildOutput
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
@@ -48,12 +48,12 @@ def environment_of_user(inherited: Mapping[str, str]) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class ChildSettings:
     """How children of a pool are started. deadline: seconds in which one loads the user's code. tasks: owns the tasks
-    that read answers. output: takes what children print. containment: what they do without; None: nothing."""
+    that read answers. output: takes what children print. containment: None: nothing contains them."""
 
     deadline: float
     tasks: asyncio.TaskGroup
     output: ChildOutput
-    containment: Containment | None = None
+    containment: Surroundings | None = None
 
 
 class GuardedProcess(ABC):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.children.child_slot import ChildSlot
-from asyncrl.children.containment import Containment
+from asyncrl.children.containment import Surroundings
 from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.environments.episode_server import CLOSING, MARK_BYTES, NOBODY, read_mark
@@ -196,8 +196,8 @@ class EpisodePool:
     """Plays episodes in `workers` children. deadline: seconds that one call of `reset` or `step` may take.
     start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
     of what environments print. unclosed: takes why the method `close` of an environment failed. queued: calls that were
-    not answered yet. takes_sampled: once it has started, as of its children. containment: what the children do without;
-    None: nothing."""
+    not answered yet. takes_sampled: once it has started, as of its children. containment: None: nothing
+    contains the children."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class EpisodePool:
         start_deadline: float,
         printed: Path,
         unclosed: Callable[[str], None],
-        containment: Containment | None = None,
+        containment: Surroundings | None = None,
     ) -> None:
         self._deadline = deadline
         self._output = ChildOutput(PrintedFile(printed))

@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.children.code.code_runner import sandbox_problem
+from asyncrl.children.containment import Containment, Surroundings, WithoutNetwork
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import is_of_asyncrl, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
@@ -26,8 +27,10 @@ BUILTIN = {
 }
 OF_PROGRAMS = ("repair",)
 """Environments that run programs of the policy, in sandboxes."""
-SANDBOX = "sandbox"
-"""Name of their argument that is no option of users."""
+OF_AGENTS = ("agent", "verifiers")
+"""Environments that start a program of the user for each episode, and run no other code of the user's."""
+SANDBOX, CONTAINMENT = "sandbox", "containment"
+"""Names of their arguments that are no options of users."""
 ADAPTERS = {
     "agent": "asyncrl.environments.agents.agent:Agent",
     "gymnasium": "asyncrl.environments.adapters.gymnasium_text:GymnasiumText",
@@ -68,16 +71,23 @@ class EnvironmentSpec:
         """Returns the spec of the section; programs are contained as `children.sandbox` says. Raises ConfigError where
         the options say something else."""
         section, options = config.environment, dict(config.environment.options)
-        if section.use in OF_PROGRAMS:
-            if SANDBOX in options:
-                raise ConfigError(f"environment.options: {section.use} has no option {SANDBOX}; write it in [children]")
+        spec = cls(section.use, options, section.max_bytes)
+        own = SANDBOX if section.use in OF_PROGRAMS else CONTAINMENT if spec.is_of_agents else None
+        if own in options:
+            raise ConfigError(f"environment.options: {section.use} has no option {own}; write it in [children]")
+        if own == SANDBOX:
             options[SANDBOX] = config.children.sandbox
-        return cls(section.use, options, section.max_bytes)
+        return spec
 
     @property
     def named(self) -> list[str]:
         """Returns the texts that may name files of the environment."""
         return [self.use, *_texts(self.options)]
+
+    @property
+    def is_of_agents(self) -> bool:
+        """Returns whether each episode is a program of its own."""
+        return self.use.partition(":")[0] in OF_AGENTS
 
     @property
     def is_users(self) -> bool:
@@ -95,6 +105,16 @@ def _texts(value: Any) -> Iterator[str]:
         yield from (text for each in value.values() for text in _texts(each))
     elif isinstance(value, Sequence):
         yield from (text for each in value for text in _texts(each))
+
+
+def contained(spec: EnvironmentSpec, containment: Containment | None) -> tuple[EnvironmentSpec, Surroundings | None]:
+    """Returns the spec to load, and what contains the child that loads it. containment: of the user's code; None:
+    nothing contains it. Each agent is contained alone, so that it reaches no other one; their child runs code of
+    asyncrl only, and shares with them the network, in which it listens."""
+    if containment is None or not spec.is_of_agents:
+        return spec, containment
+    own = asdict(replace(containment, network=True))
+    return replace(spec, options={**spec.options, CONTAINMENT: own}), None if containment.network else WithoutNetwork()
 
 
 def load(spec: EnvironmentSpec) -> MakeEnvironment:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from asyncrl.children.containment import Containment, try_containment
+from asyncrl.children.containment import Containment, Surroundings, WithoutNetwork, try_containment
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
@@ -42,6 +42,14 @@ def containment_problems(config: Config, served: Collection[str] = ()) -> Iterat
             yield Problem("children.writable", "", text)
             return
     try:
-        try_containment(Containment(writable=section.writable, network=section.network))
+        try_containment(*_layers(config))
     except SandboxError as error:
         yield Problem("children.sandbox", "", str(error))
+
+
+def _layers(config: Config) -> list[Surroundings]:
+    """Returns what contains code of the user, the outer layer first: agents and their child share one network."""
+    section = config.children
+    inner = Containment(writable=section.writable, network=section.network)
+    of_agents = EnvironmentSpec(config.environment.use).is_of_agents
+    return [WithoutNetwork(), inner] if of_agents and not section.network else [inner]

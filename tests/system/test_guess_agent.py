@@ -13,6 +13,12 @@ from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
 
 STEPS = 3
+ALONE = """
+import glob, runpy
+assert len(glob.glob("/proc/[0-9]*")) == 2, "an agent sees its guard and itself"
+runpy.run_module("asyncrl.tasks.builtin.guess_agent", run_name="__main__")
+"""
+"""The agent of the experiment, in a sandbox of its own."""
 
 
 def test_the_policy_trains_inside_the_agent(bubblewrap_works: None, tmp_path: Path) -> None:
@@ -20,6 +26,8 @@ def test_the_policy_trains_inside_the_agent(bubblewrap_works: None, tmp_path: Pa
     for made in (tokenizer, build_model(tokenizer)):
         made.save_pretrained(tmp_path / "model")
     keys = {"model.name": tmp_path / "model", "steps": STEPS, "run-dir": tmp_path / "run", "evaluate.prompts": ""}
+    (tmp_path / "alone.py").write_text(ALONE)
+    keys |= {"environment.use": f"agent:python {tmp_path}/alone.py {{seed}}"}
     keys |= {"task.prompts_per_step": 1, "task.samples_per_prompt": 4, "telemetry.samples_per_step": "all"}
     flags = [f"--{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "guess-agent", *flags]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from asyncrl.children.containment import Containment
 from asyncrl.config.user_code import suggestion
 from asyncrl.environments.adapters.packages import package
 from asyncrl.environments.agents.chat_completions import answer_of
@@ -38,10 +39,16 @@ class Agent:
     """Runs `command`, as a shell splits it, for each episode. `{NAME}` in it becomes a column of the row, or `{seed}`;
     the row is the program's standard input, as JSON. It gets OPENAI_BASE_URL and OPENAI_API_KEY, and `variables`. form:
     of the calls of tools in the policy's answers. reward: "last_line" takes the number that the agent prints last;
-    "none" leaves rewards to reward functions, which see what it printed as the last message."""
+    "none" leaves rewards to reward functions, which see what it printed as the last message. containment: fields of a
+    Containment for each program, which reaches no other one; None: nothing contains it."""
 
     def __init__(
-        self, command: str, variables: Mapping[str, str] | None = None, form: str = "hermes", reward: Reward = "none"
+        self,
+        command: str,
+        variables: Mapping[str, str] | None = None,
+        form: str = "hermes",
+        reward: Reward = "none",
+        containment: Mapping[str, Any] | None = None,
     ) -> None:
         if not (words := shlex.split(command)):
             raise ConfigError('environment.use is "agent:" and a command, such as "agent:python agent.py"')
@@ -57,6 +64,7 @@ class Agent:
         self._variables = {str(name): str(value) for name, value in (variables or {}).items()}
         self._form = form_named(form, f"{KEY}.form")
         self._reward = reward
+        self._containment = None if containment is None else Containment(**containment)
         self._exchanges = Exchanges()
         self._program: AgentProgram | None = None
         self._number: int | None = None
@@ -69,7 +77,8 @@ class Agent:
         own = {"OPENAI_BASE_URL": access.base_url, "OPENAI_API_KEY": access.key, "NO_PROXY": local, "no_proxy": local}
         given = json.dumps(row, ensure_ascii=False).encode("utf-8", "replace")
         words = [_filled(word, {**row, "seed": seed}) for word in self._words]
-        self._program = await AgentProgram.start(words, given, {**os.environ, **own, **self._variables})
+        variables = {**os.environ, **own, **self._variables}
+        self._program = await AgentProgram.start(words, given, variables, self._containment)
         return await self._observed()
 
     async def step(self, message: str, sampled: SampledAnswer | None = None) -> Observation:

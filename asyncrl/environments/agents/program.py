@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from asyncrl.children.containment import Containment, exit_status
 from asyncrl.concurrency import gather
 
 GUARD = (sys.executable, "-m", "asyncrl.children.guard_process", "asyncrl.environments.agents.exec_program")
@@ -27,13 +30,16 @@ class AgentProgram:
     done: "asyncio.Task[int]"
 
     @classmethod
-    async def start(cls, words: Sequence[str], given: bytes, variables: Mapping[str, str]) -> "AgentProgram":
-        """Starts a program that reads `given` from its standard input."""
+    async def start(
+        cls, words: Sequence[str], given: bytes, variables: Mapping[str, str], containment: Containment | None
+    ) -> "AgentProgram":
+        """Starts a program that reads `given` from its standard input. containment: None: nothing contains it."""
         stdin = os.memfd_create("asyncrl-row")
         try:
             os.write(stdin, given)
             os.lseek(stdin, 0, os.SEEK_SET)
             process = await asyncio.create_subprocess_exec(
+                *([] if containment is None else containment.command()),
                 *GUARD,
                 str(stdin),
                 *words,
@@ -47,7 +53,8 @@ class AgentProgram:
         finally:
             os.close(stdin)
         output, errors = bytearray(), bytearray()
-        done = asyncio.create_task(_read(process, output, errors), name=f"agent {process.pid}")
+        reading = _read(process, output, errors, is_contained=containment is not None)
+        done = asyncio.create_task(reading, name=f"agent {process.pid}")
         return cls(process, output, errors, done)
 
     async def end(self) -> None:
@@ -55,18 +62,22 @@ class AgentProgram:
         assert self.process.stdin is not None
         self.process.stdin.close()  # The guard waits for that.
         await asyncio.wait({self.done}, timeout=KILL_SECONDS)
+        if not self.done.done():  # The program may have stopped the guard.
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
         self.done.cancel()
         if self.errors:
             os.write(sys.stderr.fileno(), bytes(self.errors) + b"\n")  # Beside what other environments print.
             self.errors.clear()
 
 
-async def _read(process: Process, output: bytearray, errors: bytearray) -> int:
+async def _read(process: Process, output: bytearray, errors: bytearray, *, is_contained: bool) -> int:
     """Keeps the ends of both outputs until the program has ended, and returns its status."""
     assert process.stdout is not None
     assert process.stderr is not None
     await gather(_keep_end(process.stdout, output), _keep_end(process.stderr, errors))
-    return await process.wait()
+    status = await process.wait()
+    return exit_status(status) if is_contained else status
 
 
 async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.children.containment import Containment, WithoutNetwork
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.containment import code_of_user, containment_problems
 from asyncrl.deploy.commands import doctor
@@ -65,6 +66,23 @@ def test_a_folder_to_write_has_to_be_there(tmp_path: Path) -> None:
     for folder in ("/", "/tmp/..", "/proc", "/dev/shm"):
         (problem,) = containment_problems(config([MINE], writable=[folder]))
         assert "name folders of your own" in problem.text, folder
+
+
+@pytest.mark.parametrize(
+    ("use", "network", "layers"),
+    [
+        ("agent:python agent.py", False, [WithoutNetwork, Containment]),
+        ("agent:python agent.py", True, [Containment]),
+        ("gymnasium:FrozenLake-v1", False, [Containment]),
+    ],
+)
+def test_agents_without_the_network_are_tried_in_both_layers(
+    use: str, network: bool, layers: list[type], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr("asyncrl.deploy.checks.containment.try_containment", lambda *found: tried.extend(found))
+    assert list(containment_problems(config(["exact_match"], {"use": use}, network=network))) == []
+    assert [type(layer) for layer in tried] == layers
 
 
 def test_doctor_says_what_contains_code() -> None:
