@@ -28,20 +28,23 @@ from watching import pid_of
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
 STEPS, WITHHELD_STEPS = 50, 15
-SLOW = """
+HELD = """
 import asyncio
+from pathlib import Path
 from asyncrl import Observation
 
-class Slow:
+class Held:
     async def reset(self, row, seed):
         self.turns = 0
+        self.held = Path(__file__).with_name("held").exists() and sum(row["prompt"].encode()) % 2
         return Observation(row["prompt"])
     async def step(self, message):
         self.turns += 1
-        await asyncio.sleep(0.2 + 0.1 * (len(message) % 3))
+        if self.held and self.turns == 2:
+            await asyncio.Event().wait()
         return Observation(":", reward=message.count("a"), done=self.turns == 4)
 """
-KILLED_AFTER = 4
+KILLED_AFTER = 2
 
 
 def command(run_dir: Path, steps: int, file: str = "calculator", *flags: str) -> list[str]:
@@ -73,15 +76,16 @@ def test_the_policy_learns_to_call_a_calculator_while_workers_die(calculator_mod
     assert report.ok, str(report)
 
 
-def slow_experiment(folder: Path, model: Path) -> Path:
-    """Writes an experiment with episodes of four slow turns, of which many run at any time."""
-    (folder / "slow.py").write_text(SLOW)
-    file = folder / "slow.toml"
+def held_experiment(folder: Path, model: Path) -> Path:
+    """Writes an experiment with episodes of four turns. Half of them wait in their second while a file is there."""
+    (folder / "held.py").write_text(HELD)
+    (folder / "held").touch()
+    file = folder / "held.toml"
     file.write_text(
-        f'name = "slow"\n[model]\nname = "{model}"\n'
+        f'name = "held"\n[model]\nname = "{model}"\n'
         '[task]\nprompts = "asyncrl.tasks.builtin.reverse:training"\nprompts_per_step = 2\nsamples_per_prompt = 4\n'
         "max_prompt_tokens = 16\n[generation]\nslots = 16\nmax_new_tokens = 4\n"
-        '[environment]\nuse = "slow.py:Slow"\nmax_turns = 4\nmax_tokens = 48\n'
+        '[environment]\nuse = "held.py:Held"\nmax_turns = 4\nmax_tokens = 48\ndeadline = 240\n'
         "[training]\ncheckpoint_every = 1\n[staleness]\nlimit = 4\n"
     )
     return file
@@ -90,10 +94,11 @@ def slow_experiment(folder: Path, model: Path) -> Path:
 def test_episodes_go_on_after_their_last_turn_when_a_killed_run_is_resumed(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
-    run_dir, file = tmp_path / "run", slow_experiment(tmp_path, quickstart_model)
+    run_dir, file = tmp_path / "run", held_experiment(tmp_path, quickstart_model)
     with running(command(run_dir, KILLED_AFTER + 4, str(file))) as process:
         until_step(process, KILLED_AFTER)
         os.kill(process.pid, signal.SIGKILL)
+    (tmp_path / "held").unlink()
     with running(command(run_dir, KILLED_AFTER + 4, str(file))) as process:
         code, shown = ended(process)
     assert code == 0, shown
