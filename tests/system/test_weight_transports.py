@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import audited, command, ended, last_metrics, running, until_step
-from watching import wait_until, workers_of
+from watching import dead, wait_until, workers_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
@@ -29,14 +29,16 @@ def canaries(run_dir: Path) -> list[float]:
 
 
 def pid_of_any(run_dir: Path) -> int:
-    """Waits until a generation worker runs, which may be one that was just started again."""
+    """Waits until a generation worker runs, which may be one that was just started again. One that was killed may be
+    listed still."""
     found: list[int] = []
 
     def runs() -> bool:
-        found.extend(pid for (service, _, _), pid in workers_of(run_dir).items() if service == "generation")
+        workers = workers_of(run_dir).items()
+        found.extend(pid for (service, _, _), pid in workers if service == "generation" and not dead(pid))
         return bool(found)
 
-    wait_until(runs, "no generation worker runs")
+    wait_until(runs, "a generation worker that runs")
     return found[0]
 
 
