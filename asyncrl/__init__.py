@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncrl.api import Run, train, train_async
     from asyncrl.config.schema import Config
-    from asyncrl.controller.algorithm import Algorithm
+    from asyncrl.controller.algorithm_interface import Algorithm
     from asyncrl.environments import Observation
     from asyncrl.errors import AsyncrlError
     from asyncrl.rewards import Sample
@@ -24,7 +24,7 @@ __all__ = ["Algorithm", "AsyncrlError", "Config", "Observation", "Run", "Sample"
 _HOMES = {
     "AsyncrlError": "asyncrl.errors",
     "Config": "asyncrl.config.schema",
-    "Algorithm": "asyncrl.controller.algorithm",
+    "Algorithm": "asyncrl.controller.algorithm_interface",
     "Observation": "asyncrl.environments",
     "Run": "asyncrl.api",
     "Sample": "asyncrl.rewards",

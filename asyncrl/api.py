@@ -18,7 +18,7 @@ from asyncrl.telemetry.run_directory import RunDirectory, new_run_directory
 from asyncrl.telemetry.samples_file import read_samples
 
 if TYPE_CHECKING:
-    from asyncrl.controller.algorithm import Algorithm
+    from asyncrl.controller.algorithm_interface import Algorithm
     from asyncrl.controller.observers.held_out_evaluation import Evaluation
     from asyncrl.fleet.fleet import ServiceSpec
 
@@ -201,8 +201,8 @@ def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:
 
 def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
     """Returns keys of the section, with `custom` as a name, and the algorithm if it was given as an object."""
-    from asyncrl.algorithms.select import FROM_PYTHON, importable_algorithm
-    from asyncrl.controller.algorithm import algorithm_from
+    from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, importable_algorithm
+    from asyncrl.controller.algorithm_interface import algorithm_from
 
     keys = _section("algorithm", "preset", given if isinstance(given, str | Mapping) else {"custom": given})
     if "custom" not in keys or isinstance(keys["custom"], str):
@@ -213,7 +213,7 @@ def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
 
 def _algorithm_here(custom: "Algorithm | None", name: str, say: Callable[[str], None]) -> "Algorithm | None":
     """Returns an algorithm given as an object under the name that its errors are attributed to."""
-    from asyncrl.algorithms.select import FROM_PYTHON
+    from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON
 
     if custom is None:
         return None

@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.algorithms.select import algorithm_problems
+from asyncrl.algorithms.algorithm_by_name import algorithm_problems
 from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.feedback_config import FeedbackConfig
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory

@@ -15,15 +15,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl.algorithms.select import advantages_of, algorithm_of
+from asyncrl.algorithms.algorithm_by_name import advantages_of, algorithm_of
 from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.named_files import source_files
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
-from asyncrl.config.source_files import source_files
 from asyncrl.config.sources import read
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.journal.checkpoints import (
     NOTHING_SAVED,

@@ -6,8 +6,8 @@ worker died. Both functions pass references only; rows go straight from the work
 
 from asyncio import TaskGroup
 
-from asyncrl.algorithms.episodes import play
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.algorithms.play_episode import play
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet

@@ -6,9 +6,9 @@ Rewards stay with the samples; trainer and critic make advantages of rewards and
 
 from asyncio import TaskGroup
 
-from asyncrl.algorithms.episodes import play
+from asyncrl.algorithms.play_episode import play
 from asyncrl.concurrency import gather
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet

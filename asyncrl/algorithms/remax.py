@@ -6,8 +6,8 @@ reward and train once it is known. The answer itself is never trained.
 
 from asyncio import TaskGroup
 
-from asyncrl.algorithms.episodes import play, play_greedily
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.algorithms.play_episode import play, play_greedily
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet

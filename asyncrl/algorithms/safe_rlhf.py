@@ -7,10 +7,10 @@ policy's loss it may add that of texts which the policy shall not forget (`task.
 
 from asyncio import TaskGroup
 
-from asyncrl.algorithms.episodes import play
+from asyncrl.algorithms.play_episode import play
 from asyncrl.algorithms.ppo import critic_of
 from asyncrl.concurrency import gather
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.fleet.fleet import Fleet

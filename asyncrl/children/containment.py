@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
-from asyncrl.children.guard_process import SIGNAL_STATUS
+from asyncrl.children.guard_program import SIGNAL_STATUS
 from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, run_trial
 
 LARGEST_FOLDER = 2**30

@@ -1,4 +1,4 @@
-"""A child process of a worker, behind a guard that ends it with everything that it started (guard_process.py)."""
+"""A child process of a worker, behind a guard that ends it with everything that it started (guard_program.py)."""
 
 import asyncio
 import os
@@ -82,7 +82,7 @@ class GuardedProcess(ABC):
         what it loads, for errors. descriptors: open files that it inherits.
         """
         containment, output = settings.containment, settings.output
-        guard = (sys.executable, "-m", "asyncrl.children.guard_process", server)
+        guard = (sys.executable, "-m", "asyncrl.children.guard_program", server)
         process = await asyncio.create_subprocess_exec(
             *([] if containment is None else containment.command()),
             *guard,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.children.guard_process import STDERR, STDIN, STDOUT
+from asyncrl.children.guard_program import STDERR, STDIN, STDOUT
 from asyncrl.errors import WireError
 
 LARGEST = 64 * 2**20

@@ -29,7 +29,7 @@ from typing import cast
 
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.config.schema import Config
-from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks, AttributedTo
+from asyncrl.controller.algorithm_interface import Algorithm, AlgorithmChecks, AttributedTo
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 
 from asyncrl.concurrency import running_beside
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage

@@ -32,7 +32,7 @@ CHECKS = 4
 
 PACKAGE = Path(__file__).parents[1]
 ALGORITHMS = PACKAGE / "algorithms"
-NOT_ALGORITHMS = (ALGORITHMS / "select.py", Path(asyncio.__file__).parent)
+NOT_ALGORITHMS = (ALGORITHMS / "algorithm_by_name.py", Path(asyncio.__file__).parent)
 
 
 class HealthAnswer(NamedTuple):

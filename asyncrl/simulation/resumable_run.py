@@ -8,7 +8,7 @@ from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.concurrency import running_beside
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage

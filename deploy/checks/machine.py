@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, try_sandbox
-from asyncrl.children.sandbox.programs import SandboxError
+from asyncrl.children.sandbox.program_requests import SandboxError
 from asyncrl.config.install_hints import install_extra, pip_install
 from asyncrl.config.problems import Problem
 

@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print(USAGE)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
-    from asyncrl.algorithms.select import algorithm_problems
+    from asyncrl.algorithms.algorithm_by_name import algorithm_problems
     from asyncrl.config.problems import refuse
     from asyncrl.config.sources import load
 
@@ -67,7 +67,7 @@ def graph(config: "Config") -> Iterator[str]:
 
 def _algorithm_lines(config: "Config") -> Iterator[str]:
     """Yields the algorithm and the values of its keys; `*` marks values that the config overrides."""
-    from asyncrl.algorithms.select import algorithm_of
+    from asyncrl.algorithms.algorithm_by_name import algorithm_of
     from asyncrl.config.sections.algorithm_config import PRESETS, expanded
     from asyncrl.config.toml_writer import value_text
 

@@ -126,7 +126,7 @@ def _load(request: RunCommand) -> "Loaded":
 
 
 def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
-    from asyncrl.algorithms.select import FROM_PYTHON
+    from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON
     from asyncrl.config.schema import IN_MEMORY
 
     scored = config.is_scored

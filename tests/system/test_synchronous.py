@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.algorithms.select import advantages_of
+from asyncrl.algorithms.algorithm_by_name import advantages_of
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import Forks

@@ -17,7 +17,7 @@ import asyncrl.api
 from asyncrl.algorithms import grpo
 from asyncrl.api import _algorithm, _algorithm_here, _by_name, _environment, _reward, _reward_here, _section
 from asyncrl.config.schema import RewardConfig
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.deploy.process import notebook_run
 from asyncrl.deploy.process.notebook_run import run_here_or_beside

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from asyncrl.children.sandbox.programs import SandboxError
+from asyncrl.children.sandbox.program_requests import SandboxError
 from asyncrl.children.sandbox.seccomp import seccomp_filter
 
 OUTER_USER = 61184

@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from asyncrl.children.sandbox.programs import SandboxError
+from asyncrl.children.sandbox.program_requests import SandboxError
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST = "first_process"

@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 from asyncrl.children.sandbox.bubblewrap import python_for_programs, try_sandbox
+from asyncrl.children.sandbox.case_outcome import exam_result, script_result, unreported_result
 from asyncrl.children.sandbox.harness import compiled_harness
-from asyncrl.children.sandbox.outcomes import exam_result, script_result, unreported_result
-from asyncrl.children.sandbox.programs import CaseResult, Limits, Program, SandboxError, TestCase
+from asyncrl.children.sandbox.program_requests import CaseResult, Limits, Program, SandboxError, TestCase
 from asyncrl.children.sandbox.single_sandbox import EndedAtStart, Sandbox, SandboxCase, SandboxEnded
 from asyncrl.concurrency import gather, running_beside
 

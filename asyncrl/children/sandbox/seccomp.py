@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from asyncrl.children.sandbox.programs import SandboxError
+from asyncrl.children.sandbox.program_requests import SandboxError
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """Codes of the few instructions of classic BPF that the filter needs; each works on 32 bits."""

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from asyncrl.children.sandbox.bubblewrap import ENVIRONMENT, filter_file, sandbox_command
 from asyncrl.children.sandbox.harness import STARTER
-from asyncrl.children.sandbox.programs import Limits, SandboxError
+from asyncrl.children.sandbox.program_requests import Limits, SandboxError
 
 GRACE = 2.0
 """Seconds beyond the limit of a case in which its sandbox reports that it ended the case."""

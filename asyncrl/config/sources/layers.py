@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.named_files import anchored
 from asyncrl.config.problems import Problem
-from asyncrl.config.source_files import anchored
 from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, sections
 
 PREFIX = "ASYNCRL_"

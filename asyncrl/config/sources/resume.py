@@ -6,9 +6,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.named_files import without_path
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import Section
-from asyncrl.config.source_files import without_path
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
 from asyncrl.config.toml_writer import value_text

@@ -10,7 +10,7 @@ from asyncrl.environments.adapters.packages import package
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tools.argument_kinds import Schema
 from asyncrl.environments.tools.call_execution import CallResult
-from asyncrl.environments.tools.forms import form_named
+from asyncrl.environments.tools.call_formats import form_named
 from asyncrl.environments.tools.function_tool import Tool
 from asyncrl.environments.tools.tool_environment import ToolEnvironment
 from asyncrl.errors import ConfigError

@@ -18,7 +18,7 @@ from asyncrl.environments.agents.exchanges import AgentFailed, Exchanges
 from asyncrl.environments.agents.program import AgentProgram
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.sampled_answers import SampledAnswer
-from asyncrl.environments.tools.forms import form_named
+from asyncrl.environments.tools.call_formats import form_named
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:

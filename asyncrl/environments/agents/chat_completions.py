@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.environments.agents.chat_requests import ChatRequest
 from asyncrl.environments.observation import Message
 from asyncrl.environments.sampled_answers import SampledAnswer
-from asyncrl.environments.tools.forms import Form
+from asyncrl.environments.tools.call_formats import Form
 from asyncrl.environments.tools.parsed_calls import ToolCall
 
 DONE = "data: [DONE]\n\n"

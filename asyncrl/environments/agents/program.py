@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from asyncrl.children.containment import Containment, exit_status
 from asyncrl.concurrency import gather
 
-GUARD = (sys.executable, "-m", "asyncrl.children.guard_process", "asyncrl.environments.agents.exec_program")
+GUARD = (sys.executable, "-m", "asyncrl.children.guard_program", "asyncrl.environments.agents.exec_program")
 LARGEST_OUTPUT = 16 * 2**10
 """Bytes of standard output and of errors that are kept: their ends."""
 BLOCK = 2**16

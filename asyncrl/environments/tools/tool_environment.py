@@ -8,8 +8,8 @@ from asyncrl.concurrency import gather
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tools.call_execution import CallResult, execute
+from asyncrl.environments.tools.call_formats import form_named
 from asyncrl.environments.tools.chat_messages import cut, joined, tool_message
-from asyncrl.environments.tools.forms import form_named
 from asyncrl.environments.tools.function_tool import Tool
 from asyncrl.environments.tools.parsed_calls import ToolCall
 from asyncrl.errors import ConfigError

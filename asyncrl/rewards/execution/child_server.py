@@ -1,4 +1,4 @@
-"""Serves calls of reward functions inside a child process, which its guard starts and ends (guard_process.py).
+"""Serves calls of reward functions inside a child process, which its guard starts and ends (guard_program.py).
 The first message in has the functions, the first message out how many calls of each may overlap, or the user's
 mistake. Then calls come in and results go out."""
 

@@ -19,8 +19,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from asyncrl.config.sections.feedback_config import FeedbackConfig
-from asyncrl.rewards.feedback.board import FeedbackBoard, RatedBefore, UnknownAnswer
 from asyncrl.rewards.feedback.ratable_answers import Judgement, RatableAnswer
+from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatedBefore, UnknownAnswer
 
 PAGE = Path(__file__).with_name("page.html")
 BODY_BYTES = 4096

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.algorithms.select import FROM_PYTHON, algorithm_problems
+from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, algorithm_problems
 from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.config.sections.algorithm_config import expanded
-from asyncrl.controller.algorithm import Algorithm, AlgorithmChecks
+from asyncrl.controller.algorithm_interface import Algorithm, AlgorithmChecks
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, SampleScored

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, remax
-from asyncrl.algorithms.select import FROM_PYTHON, algorithm_named, algorithm_of, importable_algorithm
+from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, algorithm_named, algorithm_of, importable_algorithm
 from asyncrl.config.schema import Config
-from asyncrl.controller.algorithm import Algorithm, algorithm_from
+from asyncrl.controller.algorithm_interface import Algorithm, algorithm_from
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
 from asyncrl.controller.rollouts import Attempt

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.algorithms import grpo
-from asyncrl.controller.algorithm import Algorithm
+from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import DRAWN_AT_ONCE, Controller
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.journal import ledger

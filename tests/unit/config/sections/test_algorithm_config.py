@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
-from asyncrl.algorithms.select import advantages_of, algorithm_of
+from asyncrl.algorithms.algorithm_by_name import advantages_of, algorithm_of
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.config.sections.algorithm_config import PRESETS

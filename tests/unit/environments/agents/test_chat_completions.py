@@ -8,7 +8,7 @@ import pytest
 from asyncrl.environments.agents.chat_completions import ChatAnswer, answer_of, chunks, completion
 from asyncrl.environments.agents.chat_requests import ChatRequest, read_request
 from asyncrl.environments.sampled_answers import SampledAnswer
-from asyncrl.environments.tools.forms import FORMS
+from asyncrl.environments.tools.call_formats import FORMS
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

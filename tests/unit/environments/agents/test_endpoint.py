@@ -13,7 +13,7 @@ from asyncrl.environments.agents import endpoint, exchanges
 from asyncrl.environments.agents.chat_completions import answer_of
 from asyncrl.environments.agents.endpoint import AgentAccess, Endpoint
 from asyncrl.environments.agents.exchanges import AgentFailed, Exchanges
-from asyncrl.environments.tools.forms import FORMS
+from asyncrl.environments.tools.call_formats import FORMS
 from tests.unit.environments.agents.conftest import until
 
 ASKS = {"messages": [{"role": "user", "content": "a"}]}

@@ -10,7 +10,7 @@ from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.config.user_code import module_named, resolve
-from asyncrl.controller.algorithm import Algorithm, algorithm_from
+from asyncrl.controller.algorithm_interface import Algorithm, algorithm_from
 from asyncrl.errors import ConfigError
 from asyncrl.objectives import advantages
 from asyncrl.objectives.advantages import Advantages

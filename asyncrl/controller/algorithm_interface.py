@@ -97,7 +97,8 @@ class AlgorithmChecks:
                 raise AlgorithmError(
                     f"control.generated got sample {row.key}, whose episode was not played to its end, and "
                     "environment.use names an environment: write `await play(fleet, control, group, score)`, from "
-                    "asyncrl.algorithms.episodes, in place of `fleet.generation.generate`, or leave environment.use out"
+                    "asyncrl.algorithms.play_episode, in place of `fleet.generation.generate`, or leave "
+                    "environment.use out"
                 )
 
     def check_ready(self, samples: BatchRef, scores: Sequence[Score], costs: Sequence[Score] | None) -> None:

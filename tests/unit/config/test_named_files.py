@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import user_code
+from asyncrl.config.named_files import DATA_SUFFIXES, anchored, source_files
 from asyncrl.config.schema import Config
-from asyncrl.config.source_files import DATA_SUFFIXES, anchored, source_files
 from asyncrl.config.sources import load
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump

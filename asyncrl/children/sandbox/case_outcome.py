@@ -3,7 +3,7 @@
 import os
 import signal
 
-from asyncrl.children.sandbox.programs import CaseResult, Limits, Outcome, TestCase
+from asyncrl.children.sandbox.program_requests import CaseResult, Limits, Outcome, TestCase
 from asyncrl.children.sandbox.single_sandbox import Report, SandboxEnded
 
 OF_SIGNAL: dict[int, Outcome] = {signal.SIGXCPU: "timeout", signal.SIGXFSZ: "disk", signal.SIGSYS: "forbidden"}

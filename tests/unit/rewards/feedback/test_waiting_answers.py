@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.concurrency import gather
-from asyncrl.rewards.feedback.board import FeedbackBoard, RatedBefore, UnknownAnswer
 from asyncrl.rewards.feedback.ratable_answers import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.ratings_file import RatingsFile
+from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatedBefore, UnknownAnswer
 
 Opened = Callable[[], Awaitable[FeedbackBoard]]
 FOREVER = float("inf")
@@ -285,7 +285,7 @@ async def test_a_cancelled_call_asks_nobody_any_more(opened: Opened, tmp_path: P
 async def test_an_answer_that_waits_can_be_rated_however_many_came_and_went(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.rewards.feedback.board.KNOWN_ANSWERS", 2)
+    monkeypatch.setattr("asyncrl.rewards.feedback.waiting_answers.KNOWN_ANSWERS", 2)
     board = await opened()
     (waiting,) = await asked(board, answer("patient"))
     for member in range(1, 5):

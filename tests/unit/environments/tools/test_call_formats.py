@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.environments.tools import FORMS, ToolCall, ToolCalls
-from asyncrl.environments.tools.forms import form_named
+from asyncrl.environments.tools.call_formats import form_named
 from asyncrl.environments.tools.parsed_calls import DEEPEST, LARGEST, MOST
 from asyncrl.errors import ConfigError
 
