@@ -1,8 +1,6 @@
 """Checks and runs of programs in one pool of real sandboxes."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 
 from asyncrl.children.code.code_runner import CodeRunner
 from asyncrl.children.sandbox import Program, SandboxError, TestCase, pool
+from tests.unit.children.sandbox.sandbox_processes import kill_all, sandboxes
 
 PLUS_ONE = "def f(x): return x + 1"
 TESTS = tuple(TestCase(str(x), code=f"assert f({x}) == {x + 1}") for x in range(3))
@@ -21,12 +20,6 @@ async def runner(bubblewrap_works: None) -> AsyncIterator[CodeRunner]:
     made = CodeRunner()
     yield made
     await made.close()
-
-
-def sandboxes() -> set[int]:
-    """The sandboxes that this process has started."""
-    own = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for file in own for pid in file.read_text().split()}
 
 
 async def test_sources_are_checked_side_by_side(runner: CodeRunner) -> None:
@@ -89,14 +82,12 @@ async def test_a_closed_runner_leaves_no_sandbox_and_ends_what_waits(runner: Cod
 async def test_sandboxes_that_are_killed_from_outside_are_replaced(runner: CodeRunner) -> None:
     before = sandboxes()
     await runner.check(PLUS_ONE)
-    for pid in sandboxes() - before:
-        os.kill(pid, signal.SIGKILL)
+    kill_all(sandboxes() - before)
     assert [each.outcome for each in await runner.run(Program(PLUS_ONE, TESTS), 20)] == ["passed"] * 3
 
 
 async def test_a_source_whose_checker_is_killed_from_outside_is_checked_again(runner: CodeRunner) -> None:
     before = sandboxes()
     await runner.check("x = 1")
-    for pid in sandboxes() - before:
-        os.kill(pid, signal.SIGKILL)
+    kill_all(sandboxes() - before)
     assert (await runner.check(PLUS_ONE)).error == ""

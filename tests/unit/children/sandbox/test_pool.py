@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.children.sandbox import Limits, Program, SandboxError, SandboxPool, TestCase
+from tests.unit.children.sandbox.sandbox_processes import kill_all, sandboxes
 
 ECHO = "import sys\nprint(sys.stdin.read().upper())"
 SLEEPS = "import time\ntime.sleep(99)"
@@ -25,20 +26,6 @@ def prints(name: str, stdin: str, stdout: str | None) -> TestCase:
 async def outcomes(pool: SandboxPool, source: str, *codes: str) -> list[str]:
     tests = tuple(TestCase(code, code) for code in codes)
     return [result.outcome for result in await pool.run_all(Program(source, tests))]
-
-
-def sandboxes(of: int = 0) -> set[int]:
-    """Returns the processes of sandboxes whose parent is this process; with 1, those whose parent has died."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-            parent = int(path.with_name("stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if words[0].endswith(b"bwrap") and parent == (of or os.getpid()):
-            found.add(int(path.parent.name))
-    return found
 
 
 async def test_results_come_one_by_one_with_output_status_and_use(pool: SandboxPool) -> None:
@@ -154,13 +141,6 @@ async def test_cancellation_kills_and_nothing_is_left(bubblewrap_works: None) ->
         with pytest.raises(asyncio.CancelledError):
             await running
     assert sandboxes() == before
-
-
-def kill_all(pids: set[int]) -> None:
-    """Kills children of this process and waits until they have ended, without collecting them."""
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 async def test_sandboxes_that_were_killed_while_they_waited_are_replaced(pool: SandboxPool) -> None:
