@@ -55,27 +55,32 @@ class _Move(NamedTuple):
     relayed: bool
 
 
+_Slots = dict[tuple[int, int, int], list[tuple[Part, int, int]]]
+"""Parts with their elements and the bytes of one, by stage, phase and peer."""
+
+
 def schedule_of(plan: WeightPlan, rank: int) -> RankSchedule:
     """Returns what one rank does in the plan; a rank that is not in it does nothing."""
-    moves: dict[int, list[_Move]] = {}
-    slots: dict[bool, dict[tuple[int, int, int], list[tuple[Part, int]]]] = {
-        True: defaultdict(list),
-        False: defaultdict(list),
-    }
+    moves: dict[int, list[tuple[_Move, int, int]]] = {}
+    slots: dict[bool, _Slots] = {True: defaultdict(list), False: defaultdict(list)}
     copies: list[Part] = []
     for each in plan.tensors:
         name, item_bytes = each.tensor.name, each.tensor.item_bytes
         if id(each.route) not in moves:
-            moves[id(each.route)] = sorted([*_from_holders(each, rank), *_of_receiver(each, rank, plan.copies)])
-        for move in moves[id(each.route)]:
-            phase = ((move.peer - rank) if move.sends else (rank - move.peer)) % plan.ranks
+            found = sorted([*_from_holders(each, rank), *_of_receiver(each, rank, plan.copies)])
+            moves[id(each.route)] = [(move, _phase(move, rank, plan.ranks), box_volume(move.box)) for move in found]
+        for move, phase, volume in moves[id(each.route)]:
             part = Part(name, move.box, move.relayed)
-            slots[move.sends][each.wave + move.depth, phase, move.peer].append((part, item_bytes))
+            slots[move.sends][each.wave + move.depth, phase, move.peer].append((part, volume, item_bytes))
         for index in each.pattern.local_part[each.pattern.local_rank == rank]:
             copies.append(Part(name, as_box(each.pattern.parts[index]), False))
     return RankSchedule(
         tuple(copies), tuple(_buckets(slots[True], plan.bucket_bytes)), tuple(_buckets(slots[False], plan.bucket_bytes))
     )
+
+
+def _phase(move: _Move, rank: int, ranks: int) -> int:
+    return ((move.peer - rank) if move.sends else (rank - move.peer)) % ranks
 
 
 # ---- moves of a rank ----------------------------------------------------------------------------------------
@@ -139,19 +144,26 @@ def _rows(each: PlannedTensor, part: int, low: int, high: int) -> Box:
 # ---- buckets ------------------------------------------------------------------------------------------------
 
 
-def _buckets(slots: dict[tuple[int, int, int], list[tuple[Part, int]]], limit: int) -> Iterator[Bucket]:
+def _buckets(slots: _Slots, limit: int) -> Iterator[Bucket]:
     for stage, phase, peer in sorted(slots):
         parts: list[Part] = []
         size = 0
-        for part, item_bytes in slots[stage, phase, peer]:
-            for box in bounded(part.box, limit // item_bytes):
-                more = box_volume(box) * item_bytes
+        for whole, volume, item_bytes in slots[stage, phase, peer]:
+            for part, more in _fitting(whole, volume, item_bytes, limit):
                 if parts and size + more > limit:
                     yield Bucket(stage, phase, peer, tuple(parts), size)
                     parts, size = [], 0
-                parts.append(part._replace(box=box))
+                parts.append(part)
                 size += more
         yield Bucket(stage, phase, peer, tuple(parts), size)
+
+
+def _fitting(part: Part, volume: int, item_bytes: int, limit: int) -> Sequence[tuple[Part, int]]:
+    """Returns the part, cut into parts that fit a bucket, with the bytes of each."""
+    if volume * item_bytes <= limit:
+        return [(part, volume * item_bytes)]
+    boxes = bounded(part.box, limit // item_bytes)
+    return [(part._replace(box=box), box_volume(box) * item_bytes) for box in boxes]
 
 
 def bounded(box: Box, elements: int) -> Sequence[Box]:
