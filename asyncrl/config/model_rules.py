@@ -22,9 +22,6 @@ def model_problems(config: "Config") -> Iterator[Problem]:
             "save that memory"
         )
         yield Problem("model.lora", "", text, ("algorithm.advantage",), is_warning=True)
-    if model.lora is not None and config.generation.engine != "torch":
-        text = f'engine = "{config.generation.engine}" loads whole models, not adapters: write engine = "torch"'
-        yield Problem("model.lora", "", text, ("generation.engine",))
     if config.algorithm.kl > 0 and not config.reference_by_service:
         for key in sorted(config.reference.model_dump(exclude_defaults=True)):
             text = "nothing reads it with model.lora: the trainer computes the reference log-probs; remove it"

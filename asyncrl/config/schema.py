@@ -52,7 +52,9 @@ class GenerationConfig(Section):
     engine: Literal["torch", "vllm"] = "torch"
     """Engine that samples: asyncrl's own, `torch`, or vLLM, which has to be installed."""
     vllm: dict[str, Any] = Field(default={})
-    """Further arguments of vLLM's AsyncEngineArgs, e.g. { tensor_parallel_size = 2 }."""
+    """Further arguments of vLLM's AsyncEngineArgs, e.g. { enforce_eager = false }."""
+    layout_tp: Positive = 1
+    """Number of processes that share each layer of one replica (tensor parallel). Only vLLM can have several."""
     replicas: Positive = 1
     """Number of generation workers, each with its own copy of the model."""
     slots: Positive = 32

@@ -187,14 +187,14 @@ def _policy(config: Config, shape: Shape, logits: int) -> MemoryNeed:
 
 
 def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
-    """Estimates workers with vLLM, which makes its whole cache at the start and has a second process."""
+    """Estimates workers with vLLM, which makes its whole cache at the start and has processes of its own."""
     generation, size = config.generation, BYTES[config.model.dtype]
     tokens = cache_tokens(longest_row(config) + 1, generation.slots)
     cache = generation.vllm.get("kv_cache_memory_bytes") or tokens * shape.cache_bytes_per_token * size // FLOAT
     weights = shape.parameters * size
     doc = f"vLLM with weights {size_text(weights)} and cache {size_text(cache)} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if cache > weights else SMALLER
-    most = 2 * PROCESS_BYTES + weights + cache
+    most = (1 + generation.layout_tp) * PROCESS_BYTES + weights + cache
     return MemoryNeed(name, replicas * most, replicas * (weights + cache), doc, generation.device, lower)
 
 

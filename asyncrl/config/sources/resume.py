@@ -27,7 +27,7 @@ MAY_CHANGE = (
         "guards.",
         "mismatch.",
     ),
-    *("generation.replicas", "generation.slots", "generation.device", "generation.deadline"),
+    *("generation.replicas", "generation.layout_tp", "generation.slots", "generation.device", "generation.deadline"),
     *("reward.replicas", "reward.workers", "reward.deadline", "reward.device"),
     *("cost.replicas", "cost.workers", "cost.deadline", "cost.device"),
     *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),

@@ -44,8 +44,8 @@ class ArenaTransfer(WeightTransferEngine[NoInit, Version]):  # type: ignore[misc
 
     def receive_weights(self, update_info: Version) -> None:
         """Loads the attached version. Raises WeightsError when it was overwritten meanwhile."""
-        with ARENA.taken(update_info.version) as tensors:
-            self.model.load_weights((name, tensor.to(self.device)) for name, tensor in tensors.items())
+        with ARENA.taken(update_info.version, self.device) as tensors:
+            self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -1,7 +1,12 @@
-"""The weights of one version, as a process of vLLM reads them from the trainer's arena."""
+"""The weights of one version, as a process of vLLM reads them from the trainer's arena.
 
-from collections.abc import Iterator, Mapping, Sequence
+without model.lora    all tensors of the arena
+with it               the base model in its folder, plus the adapters of the arena
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +14,40 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.engines.generation.vllm.merged_weights import BaseWeights
+from asyncrl.engines.lora.low_rank import attach, published_spec
+from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 from asyncrl.protocols.messages import Published
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyModel:
+    """Describes the policy that vLLM samples with: its folder, model.dtype and model.lora."""
+
+    folder: Path
+    dtype: str
+    lora: LoraConfig | None
+
+    @classmethod
+    def read(cls, folder: str, dtype: str, lora: Mapping[str, Any] | None) -> "PolicyModel":
+        """Makes it of the values that cross to a process of vLLM."""
+        return cls(Path(folder), dtype, None if lora is None else LoraConfig.model_validate(lora))
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedVersion:
+    """Holds what is loaded next. tensors: of the arena. check: raises WeightsError when they were overwritten."""
+
+    version: int
+    model: PolicyModel
+    tensors: Mapping[str, Tensor]
+    check: Callable[[], None]
 
 
 class ArenaWeights:
@@ -20,32 +55,44 @@ class ArenaWeights:
 
     def __init__(self) -> None:
         self._reader: Reader | None = None
-        self._attached: tuple[Published, Mapping[str, Tensor]] | None = None
+        self._base: BaseWeights | None = None
+        self._attached: AttachedVersion | None = None
 
-    def attach(self, folder: Path, dtype: str, published: Sequence[Any]) -> str:
-        """Opens a version and checks its digest. Returns the error that refuses it, its class first, or "". folder,
-        dtype: of the model. published: the fields of Published up to digest_of."""
+    def attach(self, model: PolicyModel, published: Sequence[Any]) -> str:
+        """Opens a version and checks its digest. Returns the error that refuses it, its class first, or "". published:
+        the fields of Published up to digest_of."""
         version = Published(*published)
         self._attached = None
         try:
             if self._reader is None or self._reader.address != version.arena:
-                self._reader = open_reader(version, weights_spec(folder, dtype))
-            self._attached = version, self._reader.tensors(version)
+                self._base = _base_of(model)
+                self._reader = open_reader(version, weights_spec(model))
+            reader = self._reader
+            tensors = reader.tensors(version)
         except (PeerLost, WeightsError) as error:
             return f"{type(error).__name__}: {error}"
+        self._attached = AttachedVersion(version.version, model, tensors, lambda: reader.check(version))
         return ""
 
+    def attach_saved(self, model: PolicyModel, adapters: Path, version: int) -> None:
+        """Opens adapters in a folder of peft. Raises ConfigError or WeightsError when they cannot be used."""
+        self._base = _base_of(model)
+        self._attached = AttachedVersion(version, model, read_adapters(adapters), lambda: None)
+
     @contextmanager
-    def taken(self, version: int) -> Iterator[Mapping[str, Tensor]]:
-        """Gives the tensors of the attached version for a block, under every name, those of tied embeddings included.
-        Raises WeightsError after the block if the version was overwritten."""
-        assert self._reader is not None, "attach comes first"
+    def taken(self, version: int, device: torch.device) -> Iterator[NamedTensors]:
+        """Gives the tensors of the attached version on a device for a block, under every name, those of tied embeddings
+        included, one after another. Raises WeightsError after the block if the version was overwritten."""
         assert self._attached is not None, "attach comes first"
-        published, tensors = self._attached
-        assert published.version == version, f"version {published.version} was attached"
+        attached = self._attached
+        assert attached.version == version, f"version {attached.version} was attached"
         self._attached = None
-        yield tensors
-        self._reader.check(published)
+        if attached.model.lora is None:
+            yield ((name, tensor.to(device)) for name, tensor in attached.tensors.items())
+        else:
+            assert self._base is not None, "it is opened with the first version"
+            yield self._base.merged(attached.tensors, attached.model.lora, device)
+        attached.check()
 
 
 ARENA = ArenaWeights()
@@ -53,8 +100,20 @@ ARENA = ArenaWeights()
 ArenaTransfer loads them on GPUs."""
 
 
-def weights_spec(folder: Path, dtype: str) -> WeightsSpec:
+def weights_spec(model: PolicyModel) -> WeightsSpec:
     """Returns the specification of the weights that a trainer of this model publishes, without reading any weight."""
+    made = _without_weights(model)
+    if model.lora is not None:
+        attach(made, model.lora, seed=0)
+    return published_spec(made, model.dtype)
+
+
+def _base_of(model: PolicyModel) -> BaseWeights | None:
+    if model.lora is None:
+        return None
+    return BaseWeights(model.folder, spec_of(_without_weights(model), model.dtype))
+
+
+def _without_weights(model: PolicyModel) -> Any:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    return spec_of(model, dtype)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model.folder))

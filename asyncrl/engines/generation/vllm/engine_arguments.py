@@ -21,12 +21,14 @@ def engine_arguments(config: Config, folder: Path, shape: Mapping[str, Any]) -> 
     rows = rows if context is None else min(rows, context)
     arguments: dict[str, Any] = {"enforce_eager": True, "seed": 0, "async_scheduling": False}
     if generation.device == "cpu":
-        arguments["kv_cache_memory_bytes"] = cache_bytes(shape, config.model.dtype, rows, generation.slots)
+        size = cache_bytes(shape, config.model.dtype, rows, generation.slots, generation.layout_tp)
+        arguments["kv_cache_memory_bytes"] = size
     transfer = {} if generation.device == "cpu" else {"weight_transfer_config": {"backend": BACKEND}}
     decided = {
         "model": str(folder),
         "dtype": config.model.dtype,
         "max_num_seqs": generation.slots,
+        "tensor_parallel_size": generation.layout_tp,
         "max_model_len": rows,
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
@@ -38,9 +40,10 @@ def engine_arguments(config: Config, folder: Path, shape: Mapping[str, Any]) -> 
     return {**arguments, **generation.vllm, **decided, **transfer}
 
 
-def cache_bytes(shape: Mapping[str, Any], dtype: str, tokens: int, rows: int) -> int:
-    """Returns the bytes of keys and values of this many rows of this many tokens, in blocks, with some to spare."""
+def cache_bytes(shape: Mapping[str, Any], dtype: str, tokens: int, rows: int, processes: int = 1) -> int:
+    """Returns the bytes of keys and values of this many rows of this many tokens, in blocks, with some to spare, in
+    each of the processes that share the heads."""
     shape = shape.get("text_config") or shape
-    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+    heads = -(-(shape.get("num_key_value_heads") or shape["num_attention_heads"]) // processes)
     item = {"float32": 4, "bfloat16": 2}[dtype]
     return int(2 * shape["num_hidden_layers"] * heads * head_width(shape) * item * cache_tokens(tokens, rows))

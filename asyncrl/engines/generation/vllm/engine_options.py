@@ -20,6 +20,7 @@ DECIDED = {
     "tokenizer": "model.name",
     "dtype": "model.dtype",
     "max_num_seqs": "generation.slots",
+    "tensor_parallel_size": "generation.layout_tp",
     "max_model_len": "task.max_prompt_tokens and generation.max_new_tokens",
     "skip_tokenizer_init": "",
     "logprobs_mode": "",
@@ -67,6 +68,9 @@ def vllm_problems(config: Config) -> Iterator[Problem]:
         if generation.vllm:
             text = 'nothing reads it with engine = "torch": remove it, or write engine = "vllm"'
             yield Problem(KEY, "", text, ("generation.engine",), is_warning=True)
+        if generation.layout_tp > 1:
+            text = 'the torch engine has one process a replica: write generation.replicas, or engine = "vllm"'
+            yield Problem("generation.layout_tp", "", text, ("generation.engine",))
         return
     for key, is_set, text in (
         ("generation.deterministic", generation.deterministic, "vLLM's batches change the last bits of a sample"),
@@ -80,6 +84,9 @@ def vllm_problems(config: Config) -> Iterator[Problem]:
     shape = json.loads((folder / "config.json").read_bytes()) if (folder / "config.json").is_file() else None
     if shape and generation.device == "cpu" and (found := unsupported_heads(shape)):
         yield Problem("model.name", "", found, ("generation.engine",))
+    if shape and (heads := attention_heads(shape)) % generation.layout_tp:
+        text = f"{generation.layout_tp} processes cannot share {heads} attention heads evenly: write a divisor of it"
+        yield Problem("generation.layout_tp", "", text, ("model.name",))
 
 
 def _option_problems(options: Iterable[str]) -> Iterator[Problem]:
@@ -114,6 +121,10 @@ def cache_tokens(tokens: int, rows: int) -> int:
     """Returns the tokens that the cache has on CPUs for this many rows of this many tokens: whole blocks, and some to
     spare."""
     return BLOCK * ((rows + SPARE_ROWS) * -(-tokens // BLOCK) + 1)
+
+
+def attention_heads(shape: Mapping[str, Any]) -> int:
+    return int((shape.get("text_config") or shape)["num_attention_heads"])
 
 
 def head_width(shape: Mapping[str, Any]) -> int:

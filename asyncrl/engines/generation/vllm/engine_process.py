@@ -2,10 +2,10 @@
 vLLM."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,10 @@ from asyncrl.errors import ConfigError, PeerLost, WeightsError
 QUIET_ROUNDS = 10
 """Turns of the event loop without a token, after which all tokens of a paused engine have arrived: vLLM's answer to the
 pause comes after them on the same socket, and each token then goes through three tasks."""
+
+DEAD = "vLLM's processes have ended; the output of this worker (in logs of the run directory) has their last words"
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class EngineProcess:
     def __init__(self, arguments: Mapping[str, Any], allowed: Sequence[int] | None) -> None:
         self.sampled = 0
         self.counters = Counters()
+        self._death: asyncio.Future[None] | None = None
         self._common = {
             "ignore_eos": True,
             "detokenize": False,
@@ -76,6 +81,7 @@ class EngineProcess:
                 f'generation.engine = "vllm" cannot run {arguments["model"]}: {error}\nThe output of this worker (in '
                 "logs of the run directory) has what vLLM wrote about it"
             ) from error
+        self._sentinels: list[int] = self._llm.engine_core.resources.engine_manager.sentinels()
 
     async def tokens(
         self, name: str, prompt: NDArray[np.int32], salt: str, **settings: Any
@@ -111,25 +117,19 @@ class EngineProcess:
 
     async def pause(self) -> None:
         """Stops between two steps, with all requests kept, once all tokens that were sampled have been yielded."""
-        with death_is_peer_lost():
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._answer(self._llm.pause_generation(mode="keep", clear_cache=False))
         quiet, before = 0, self.sampled
         while quiet < QUIET_ROUNDS:
             await asyncio.sleep(0)
             quiet, before = (quiet + 1 if self.sampled == before else 0), self.sampled
 
     async def resume(self) -> None:
-        with death_is_peer_lost():
-            await self._llm.resume_generation()
+        await self._answer(self._llm.resume_generation())
 
     async def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of WorkerExtension in every worker of vLLM; returns their answers. Raises PeerLost when the
         method fails in one: vLLM says so with an error of no class of its own."""
-        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=arguments))
-        try:
-            await asyncio.wait([call])
-        finally:
-            call.cancel()
+        call = await self._ended_call(self._llm.collective_rpc(method, args=arguments))
         if (error := call.exception()) is not None:
             raise PeerLost(f"{method} failed in a process of vLLM: {error}") from error
         answers: list[Any] = call.result()
@@ -137,13 +137,51 @@ class EngineProcess:
 
     async def drop_cache(self) -> None:
         """Drops all keys and values; running requests compute theirs again. Call it in a pause."""
-        with death_is_peer_lost():
-            dropped = await self._llm.reset_prefix_cache(reset_running_requests=True)
+        dropped = await self._answer(self._llm.reset_prefix_cache(reset_running_requests=True))
         assert dropped, "a paused engine holds no block back"
+
+    async def watch(self) -> None:
+        """Waits until vLLM's processes are dead, and raises PeerLost then."""
+        await asyncio.wait([self._watched()])
+        raise PeerLost(DEAD)
 
     def close(self) -> None:
         """Ends vLLM's processes."""
+        if self._death is not None and not self._death.done():
+            for sentinel in self._sentinels:
+                self._death.get_loop().remove_reader(sentinel)
         self._llm.shutdown(timeout=0)
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        with death_is_peer_lost():
+            return (await self._ended_call(call)).result()
+
+    async def _ended_call(self, call: Awaitable[T]) -> "asyncio.Future[T]":
+        """Waits for vLLM's answer to a call. Raises PeerLost when its processes die, after which vLLM would wait for
+        the answer for ever."""
+        answer = asyncio.ensure_future(call)
+        first: list[asyncio.Future[Any]] = [answer, self._watched()]
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise PeerLost(DEAD)
+            return answer
+        finally:
+            answer.cancel()
+
+    def _watched(self) -> "asyncio.Future[None]":
+        """Returns what ends with the first of vLLM's processes, which are watched from the first call on."""
+        if self._death is None:
+            loop = asyncio.get_running_loop()
+            self._death = loop.create_future()
+            for sentinel in self._sentinels:
+                loop.add_reader(sentinel, self._note_death, loop, self._death)
+        return self._death
+
+    def _note_death(self, loop: asyncio.AbstractEventLoop, death: "asyncio.Future[None]") -> None:
+        death.set_result(None)
+        for sentinel in self._sentinels:
+            loop.remove_reader(sentinel)
 
 
 @contextmanager
@@ -152,6 +190,4 @@ def death_is_peer_lost() -> Iterator[None]:
     try:
         yield
     except (EngineDeadError, EngineGenerateError) as error:
-        raise PeerLost(
-            "vLLM's processes have ended; the output of this worker (in logs of the run directory) has their last words"
-        ) from error
+        raise PeerLost(DEAD) from error

@@ -75,7 +75,10 @@ class VllmGeneration:
         refuse_rotation_by_longest_row(folder, worker.config)
         refuse_damaged(folder)
         set_environment(os.environ, worker.config)
-        return await worker.compute.run(cls._start, worker, folder)
+        engine = await worker.compute.run(cls._start, worker, folder)
+        if adapters := worker.spec.options.get("adapters"):
+            await engine._load_saved(adapters)
+        return engine
 
     @classmethod
     def _start(cls, worker: WorkerContext, folder: Path) -> "VllmGeneration":
@@ -140,8 +143,9 @@ class VllmGeneration:
 
     async def run(self, deliver: Deliver) -> None:
         """Starts a task for each sample that holds a slot, until cancelled. Raises the error of the first that fails,
-        and WeightsError when weights were loaded in part."""
+        PeerLost when vLLM dies, and WeightsError when weights were loaded in part."""
         async with asyncio.TaskGroup() as samples:
+            samples.create_task(self._engine.watch(), name="death of vLLM")
             while True:
                 await self._wakeup.wait()
                 self._wakeup.clear()
@@ -155,11 +159,22 @@ class VllmGeneration:
     def close(self) -> None:
         self._engine.close()
 
+    @property
+    def _model(self) -> list[Any]:
+        """Returns the arguments of PolicyModel.read."""
+        model = self._config.model
+        return [str(self._worker.facts.model_dir), model.dtype, model.lora and model.lora.model_dump()]
+
+    async def _load_saved(self, adapters: str) -> None:
+        """Uses the adapters in a folder, of the version that the worker has from its start."""
+        await self._engine.call_workers("asyncrl_attach_saved", self._model, adapters, self.version)
+        await self._load_weights(self.version)
+        await self._engine.resume()
+
     async def _attach(self, fields: list[Any]) -> None:
         """Has vLLM's workers open a version and check its digest, while samples go on. Raises what they refuse it
         with."""
-        folder, dtype = self._worker.facts.model_dir, self._config.model.dtype
-        for refused in await self._engine.call_workers("asyncrl_attach", str(folder), dtype, fields):
+        for refused in await self._engine.call_workers("asyncrl_attach", self._model, fields):
             if refused:
                 kind, _, why = refused.partition(": ")
                 raise {"PeerLost": PeerLost, "WeightsError": WeightsError}[kind](why)

@@ -9,22 +9,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl.engines.generation.vllm.arena_weights import ARENA
+import torch
+
+from asyncrl.engines.generation.vllm.arena_weights import ARENA, PolicyModel
 from asyncrl.engines.generation.vllm.engine_options import BACKEND, OWNER
 
 
 class WorkerExtension:
     """Methods that `collective_rpc` calls in each worker of vLLM."""
 
-    def asyncrl_attach(self, folder: str, dtype: str, published: list[Any]) -> str:
-        """Opens a version while samples go on. Arguments and answer are those of ArenaWeights.attach."""
-        return ARENA.attach(Path(folder), dtype, published)
+    def asyncrl_attach(self, model: list[Any], published: list[Any]) -> str:
+        """Opens a version while samples go on. model: arguments of PolicyModel.read. published, answer: those of
+        ArenaWeights.attach."""
+        return ARENA.attach(PolicyModel.read(*model), published)
+
+    def asyncrl_attach_saved(self, model: list[Any], adapters: str, version: int) -> None:
+        """Opens adapters in a folder, as ArenaWeights.attach_saved does."""
+        ARENA.attach_saved(PolicyModel.read(*model), Path(adapters), version)
 
     def asyncrl_load(self, version: int) -> None:
         """Loads the attached version on a CPU. An error leaves a model that must not be used any more."""
         worker: Any = self
-        with ARENA.taken(version) as tensors:
-            worker.reload_weights(weights_iterator=iter(tensors.items()))
+        with ARENA.taken(version, torch.device("cpu")) as tensors:
+            worker.reload_weights(weights_iterator=iter(tensors))
 
 
 def end_with(owner: int) -> None:

@@ -97,12 +97,6 @@ def test_the_trainer_has_the_reference_so_that_no_service_holds_a_second_model()
     assert "the trainer computes the reference log-probs" in warning.text
 
 
-def test_an_engine_that_loads_whole_models_is_refused() -> None:
-    with pytest.raises(ValueError, match='loads whole models, not adapters: write engine = "torch"'):
-        config(generation={"engine": "vllm"})
-    assert config(lora=None, generation={"engine": "vllm"}).model.lora is None
-
-
 @pytest.mark.parametrize("preset", ["ppo", "safe_rlhf"])
 def test_a_critic_trains_all_its_weights_and_the_config_says_so(preset: str) -> None:
     costs = {"cost": {"functions": ["exact_match"], "limit": 0.1}} if preset == "safe_rlhf" else {}

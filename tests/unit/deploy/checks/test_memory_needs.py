@@ -116,13 +116,14 @@ def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
 def test_vllm_makes_its_cache_at_the_start() -> None:
     """577 tokens are five blocks of 128."""
 
-    def need(**options: int) -> MemoryNeed:
-        chosen = config(generation={"slots": 10, "engine": "vllm", "vllm": options})
+    def need(layout_tp: int = 1, **options: int) -> MemoryNeed:
+        chosen = config(generation={"slots": 10, "engine": "vllm", "layout_tp": layout_tp, "vllm": options})
         return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
 
     weights, cache = SMOLLM2.parameters * 4, (12 * 5 + 1) * 128 * SMOLLM2.cache_bytes_per_token
     assert (need().least, need().bytes) == (weights + cache, 2 * PROCESS_BYTES + weights + cache)
     assert need(kv_cache_memory_bytes=1000).least == weights + 1000
+    assert need(layout_tp=2).bytes == need().bytes + PROCESS_BYTES
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "smollm2": (LlamaConfig, {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}),
 }
 MakeEngine = Callable[..., TorchEngine]
-OTHER_SECTIONS = {"max_prompt_tokens": "task", "dtype": "model", "float32_head": "model"}
+OTHER_SECTIONS = {"max_prompt_tokens": "task", "dtype": "model", "float32_head": "model", "lora": "model"}
 OTHER_SECTIONS |= {"use": "environment", "max_tokens": "environment"}
 EPISODES = {"use": "unused.py:Unused", "max_tokens": 90}
 """Settings of an engine whose samples have turns."""

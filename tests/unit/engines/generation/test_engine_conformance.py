@@ -4,9 +4,10 @@ installed (scripts/test vllm); its tests share one start, because that takes hal
 import asyncio
 import json
 import os
+import signal
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,10 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.engines.generation.engine_interface import GenerationEngine
 from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
+from asyncrl.engines.lora.low_rank import adapted, attach, base_model, published_spec, published_tensors
+from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.lanes.weights.arena import open_writer
-from asyncrl.lanes.weights.tensor_spec import spec_of
+from asyncrl.lanes.weights.arena import open_reader, open_writer
 from asyncrl.protocols.messages import Published
 from tests.unit.engines.generation.conftest import engine_config, make_model
 from tests.unit.services.conftest import worker_context as worker_context
@@ -37,10 +40,9 @@ LIMIT = 60.0  # seconds of a whole test
 class Played:
     """An engine under test, with the model folder and a trainer's arena."""
 
-    def __init__(self, engine: GenerationEngine, folder: Path, writer: Any) -> None:
-        self.engine, self.folder, self.writer = engine, folder, writer
+    def __init__(self, engine: GenerationEngine, model: Any, writer: Any) -> None:
+        self.engine, self.model, self.writer = engine, model, writer
         self.done: asyncio.Queue[Completion] = asyncio.Queue()
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     async def sample(self, *requests: SampleRequest) -> dict[int, Completion]:
         await self.engine.submit(requests)
@@ -50,7 +52,13 @@ class Played:
     def publish(self, version: int, *, change: Callable[[Any], None]) -> Published:
         with torch.no_grad():
             change(self.model)
-        return self.writer.write(1, version, dict(self.model.named_parameters(remove_duplicate=False)))
+        return self.writer.write(1, version, published_tensors(self.model))
+
+    async def run(self, requests: Sequence[SampleRequest]) -> None:
+        """Submits requests and waits until all have slots."""
+        await self.engine.submit(requests)
+        while self.engine.load().running < len(requests):
+            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
 
     def plain(self, completion: Completion) -> np.ndarray:
         """Log-probs of the tokens by a forward of the newest published weights."""
@@ -73,27 +81,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TorchEngines:
     """Opens an engine for each test."""
 
-    wire = "inproc"
-
     async def open(self, worker: Any) -> GenerationEngine:
         return await TorchGeneration.open(worker, copies=False)
 
     def close(self, engine: GenerationEngine) -> None:
         engine.close()
 
+    async def kill_in_update(self, played: Played, published: Published) -> None:
+        """Kills another process in which an engine has half loaded the version. This one then loads it whole."""
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            core = TorchEngine(Path(played.model.config.name_or_path), engine_config(**LONGEST))
+            core._flat.weights_changed = lambda: (os.write(writing, b"half"), signal.pause())  # type: ignore
+            core.load(open_reader(published, core.spec).tensors(published), 1, share=True)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, os.read, reading, 4)
+        os.kill(child, signal.SIGKILL)
+        await loop.run_in_executor(None, os.waitpid, child, 0)
+        await played.engine.update(published)
+        (found,) = (await played.sample(asked(1))).values()
+        assert set(found.versions) == {1}
+        np.testing.assert_allclose(found.logprobs, played.plain(found), atol=1e-4, rtol=0)
+
 
 class VllmEngines:
-    """Opens one vLLM for all tests. Each test has a queue, settings and weights of its own."""
+    """Opens one vLLM for all tests. Each test has a queue, settings and weights of its own. processes: that share the
+    model."""
 
-    wire = "ipc"  # vLLM's processes read the weights.
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, processes: int) -> None:
         from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
         from asyncrl.engines.generation.vllm.engine_options import set_environment
 
+        self.lost_in_update = False
         self.shape = json.loads((folder / "config.json").read_text())
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        config = engine_config(**LONGEST)
+        config = engine_config(**LONGEST, layout_tp=processes)
         environment = dict(os.environ)
         set_environment(environment, config)
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -112,20 +135,39 @@ class VllmEngines:
     def close(self, engine: GenerationEngine) -> None:
         """Leaves vLLM running for the next test."""
 
+    async def kill_in_update(self, played: Played, published: Published) -> None:
+        """Kills vLLM while it loads the version. The engine is dead then, with all samples, and nobody waits for it."""
+        process = self.shared._llm.engine_core.resources.engine_manager.processes[0]
+        call_workers = self.shared.call_workers
+
+        async def call_and_kill(method: str, *arguments: Any) -> list[Any]:
+            if method == "asyncrl_load":
+                os.kill(process.pid, signal.SIGSTOP)
+                asyncio.get_running_loop().call_later(0.1, os.kill, process.pid, signal.SIGKILL)
+            return await call_workers(method, *arguments)
+
+        self.shared.call_workers = call_and_kill  # type: ignore
+        try:
+            await played.engine.update(published)
+        except PeerLost:
+            self.lost_in_update = True
+        assert played.engine.version == 0
+
 
 LONGEST = {"slots": 5, "max_prompt_tokens": 60, "max_new_tokens": 400}
 
 
-@pytest.fixture(scope="module")
-def vllm_engines(folder: Path) -> Iterator[VllmEngines]:
-    engines = VllmEngines(folder)
-    yield engines
-    engines.shared.close()
+ENGINES = ["torch", *(["vllm", "vllm-tp2"] if find_spec("vllm") else [])]
 
 
-@pytest.fixture(scope="module", params=["torch", *(["vllm"] if find_spec("vllm") else [])])
-def engines(request: pytest.FixtureRequest) -> Any:
-    return TorchEngines() if request.param == "torch" else request.getfixturevalue("vllm_engines")
+@pytest.fixture(scope="module", params=ENGINES)
+def engines(request: pytest.FixtureRequest, folder: Path) -> Iterator[TorchEngines | VllmEngines]:
+    if request.param == "torch":
+        yield TorchEngines()
+        return
+    vllm = VllmEngines(folder, 2 if request.param == "vllm-tp2" else 1)
+    yield vllm
+    vllm.shared.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -134,13 +176,15 @@ async def start(engines: Any, folder: Path, worker_context: Callable[..., Any]) 
     async def started(version: int = 0, **settings: Any) -> AsyncIterator[Played]:
         config = engine_config(**LONGEST | settings)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), engines.wire)
+        if config.model.lora is not None:
+            attach(model, config.model.lora, config.seed)
+        writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", published_spec(model, "float32"), "ipc")
         with closing(writer):
             async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:
                 options = {"own_version": version}
                 changes = {"model_dir": folder, "options": options, "make_compute": ThreadCompute}
                 worker = worker_context("generation", config, tasks, **changes)
-                played = Played(await engines.open(worker), folder, writer)
+                played = Played(await engines.open(worker), model, writer)
                 loop = tasks.create_task(
                     played.engine.run(lambda done: [played.done.put_nowait(each) for each in done])
                 )
@@ -228,9 +272,7 @@ async def test_each_token_has_the_version_that_sampled_it(start: Start, kv: str)
     """With version 1 the output is uniform over the tokens of the model: its log-probs tell what sampled them."""
     async with start(kv=kv, slots=4, max_new_tokens=400) as played:
         requests = await _lasting(played, 2, tokens=400)
-        await played.engine.submit(requests)
-        while played.engine.load().running < len(requests):
-            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        await played.run(requests)
         await played.engine.update(played.publish(1, change=_flatten))
         found = [await played.done.get() for _ in requests]
         uniform = -np.log(261)
@@ -247,9 +289,7 @@ async def test_running_samples_go_on_with_old_or_recomputed_states(start: Start,
     sample that starts then never reads states of the old weights."""
     async with start(kv=kv, slots=2, max_new_tokens=200) as played:
         (request,) = await _lasting(played, 1, tokens=200)
-        await played.engine.submit([request])
-        while played.engine.load().running < 1:
-            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
+        await played.run([request])
         await played.engine.update(played.publish(1, change=move))
         running = await played.done.get()
         (fresh,) = (await played.sample(request)).values()
@@ -261,6 +301,53 @@ async def test_running_samples_go_on_with_old_or_recomputed_states(start: Start,
             assert apart < 1e-4 if kv == "recompute" else apart > 1e-3
 
 
+async def test_an_aborted_sample_ends_while_others_run(start: Start) -> None:
+    async with start(slots=2) as played:
+        first, second = await _lasting(played, 2, tokens=200)
+        await played.run([first, second])
+        played.engine.abort([first.key])
+        await played.engine.submit([replace(first, key=(90, 0, 0), max_new_tokens=5)])  # It needs the slot.
+        found = {each.request.key: len(each.tokens) for each in [await played.done.get() for _ in range(2)]}
+        assert found == {(90, 0, 0): 5, second.key: 200}
+        assert (played.engine.load().running, played.done.qsize()) == (0, 0)
+
+
+async def test_adapters_sample_from_a_step_boundary_on(start: Start) -> None:
+    """With `model.lora` a version is its adapters. Those of version 0 add nothing to the base model; running samples go
+    on with those of version 1."""
+    async with start(kv="recompute", slots=3, max_new_tokens=200, lora={"rank": 4, "alpha": 8.0}) as played:
+        requests = await _lasting(played, 2, tokens=200)
+        await played.run(requests)
+        await played.engine.update(played.publish(1, change=_draw_adapters))
+        for completion in [await played.done.get() for _ in requests]:
+            new, expected = completion.versions == 1, played.plain(completion)
+            with base_model(played.model):
+                before = played.plain(completion)
+            assert sorted(completion.versions) == completion.versions.tolist()
+            np.testing.assert_allclose(completion.logprobs[new], expected[new], atol=1e-4, rtol=0)
+            np.testing.assert_allclose(completion.logprobs[~new], before[~new], atol=1e-4, rtol=0)
+            assert np.abs(before - expected).max() > 0.1
+        (fresh,) = (await played.sample(asked(3, not_before=1))).values()
+        np.testing.assert_allclose(fresh.logprobs, played.plain(fresh), atol=1e-4, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+async def test_a_process_killed_in_an_update_leaves_the_weights_whole(engines: Any, start: Start) -> None:
+    """The last test, because a vLLM that was killed is dead."""
+    ends = nullcontext() if isinstance(engines, TorchEngines) else pytest.raises(ExceptionGroup)
+    with ends as ended:
+        async with start() as played:
+            published = played.publish(1, change=move)
+            await engines.kill_in_update(played, published)
+            with closing(open_reader(published, published_spec(played.model, "float32"))) as reader:
+                assert torch.equal(reader.tensors(published)["model.norm.weight"], played.model.model.norm.weight)
+            if ended is not None:
+                await asyncio.Event().wait()  # The error of `run` ends this task with its group.
+    if ended is not None:
+        assert "vLLM's processes have ended" in repr(ended.value.exceptions)
+        assert engines.lost_in_update, "the update ended by itself, not with the worker"
+
+
 async def _lasting(played: Played, count: int, *, tokens: int) -> list[SampleRequest]:
     """Returns requests whose samples reach their limit, so that an update falls into all of them."""
     found: list[SampleRequest] = []
@@ -270,6 +357,12 @@ async def _lasting(played: Played, count: int, *, tokens: int) -> list[SampleReq
         if len(found) >= count:
             return found[:count]
     raise AssertionError(f"only {len(found)} of 40 samples reach {tokens} tokens")
+
+
+def _draw_adapters(model: Any) -> None:
+    random = torch.Generator().manual_seed(3)
+    for _, layer in adapted(model):
+        layer.lora_B.copy_(0.3 * torch.randn(layer.lora_B.shape, generator=random))
 
 
 def _flatten(model: Any) -> None:

@@ -84,6 +84,21 @@ def test_the_section_is_unread_without_vllm() -> None:
     assert not list(vllm_problems(config(engine="torch")))
 
 
+def test_processes_that_share_a_replica_divide_its_heads(tmp_path: Path) -> None:
+    (refused,) = vllm_problems(config(engine="torch", layout_tp=2))
+    assert (refused.key, refused.is_warning) == ("generation.layout_tp", False)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    chosen = config(layout_tp=2).model_dump() | {"model": {"name": str(tmp_path)}}
+    assert "share 3 attention heads" in problems(Config.model_validate(chosen))["generation.layout_tp"].text
+    chosen["generation"]["layout_tp"] = 3
+    assert "generation.layout_tp" not in problems(Config.model_validate(chosen))
+    found = engine_arguments(config(layout_tp=3, slots=9, max_new_tokens=40), tmp_path, SHAPE)
+    assert found["tensor_parallel_size"] == 3
+    assert found["kv_cache_memory_bytes"] == cache_bytes(SHAPE, "float32", 101, 9) // 3
+    found = problems(config(vllm={"tensor_parallel_size": 2}))
+    assert "write generation.layout_tp" in found["generation.vllm.tensor_parallel_size"].text
+
+
 def test_decided_arguments_win_and_defaults_do_not(tmp_path: Path) -> None:
     given = {"enforce_eager": False, "max_num_seqs": 3, "kv_cache_memory_bytes": 7}
     found = engine_arguments(config(slots=9, vllm=given), tmp_path, SHAPE)

@@ -36,6 +36,7 @@ class StandIn:
         self.salts = list[str]()
         self.ends: dict[int, int] = {}  # A request of this length of prompt samples END as its token of this number.
         self.fails, self.refuses, self.loads, self.dead = "", "", 0, False
+        self.died = asyncio.Event()
         self._steps = asyncio.Event()
         self._steps.set()
 
@@ -70,6 +71,10 @@ class StandIn:
             raise PeerLost(f"{method} failed")
         self.loads += method in ("asyncrl_load", "finish_weight_update")
         return [self.refuses] if method == "asyncrl_attach" else [None]
+
+    async def watch(self) -> None:
+        await self.died.wait()
+        raise PeerLost("vLLM's processes have ended")
 
     async def drop_cache(self) -> None:
         self.calls.append("drop_cache")
@@ -260,6 +265,13 @@ async def test_the_death_of_vllm_ends_the_engine(start: Start) -> None:
     async with start() as played:
         played.process.dead = True
         await played.engine.submit([asked(0)])
+        (error,) = await played.fails()
+        assert isinstance(error, PeerLost)
+
+
+async def test_the_death_of_an_idle_vllm_ends_the_engine(start: Start) -> None:
+    async with start() as played:
+        played.process.died.set()
         (error,) = await played.fails()
         assert isinstance(error, PeerLost)
 

@@ -3,6 +3,7 @@
 import importlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.generation.vllm.arena_weights import weights_spec
+from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.engines.generation.vllm.arena_weights import PolicyModel, weights_spec
 from asyncrl.engines.generation.vllm.vllm_generation import ATTACHED
 from asyncrl.engines.generation.vllm.worker_extension import WorkerExtension
+from asyncrl.engines.lora.low_rank import attach, fill_for_probe, merge_adapters, published_spec, published_tensors
+from asyncrl.engines.lora.peft_folder import write_adapters
 from asyncrl.lanes.weights.arena import open_writer
 from asyncrl.lanes.weights.tensor_spec import spec_of
 
@@ -82,27 +86,27 @@ def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[st
     """Tied embeddings come under both names, to vLLM's reload on CPUs and to its update on GPUs."""
     folder = model_folder("llama-tied")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert weights_spec(folder, "float32") == spec_of(model, "float32")
+    assert weights_spec(PolicyModel(folder, "float32", None)) == spec_of(model, "float32")
     writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec_of(model, "float32"), "ipc")
     try:
         published = writer.write(1, 5, dict(model.named_parameters(remove_duplicate=False)))
         fields = [getattr(published, name) for name in ATTACHED]
-        worker = Worker()
-        assert worker.asyncrl_attach(str(folder), "float32", fields) == ""
+        worker, plain = Worker(), [str(folder), "float32", None]
+        assert worker.asyncrl_attach(plain, fields) == ""
         with pytest.raises(AssertionError, match="version 5 was attached"):
             worker.asyncrl_load(6)
         worker.asyncrl_load(5)
         assert worker.loaded.keys() == dict(model.named_parameters(remove_duplicate=False)).keys()
         assert torch.equal(worker.loaded["lm_head.weight"], model.model.embed_tokens.weight)
         damaged = [*fields[:4], "00000000", fields[5]]
-        assert worker.asyncrl_attach(str(folder), "float32", damaged).startswith("WeightsError: weights of version 5")
+        assert worker.asyncrl_attach(plain, damaged).startswith("WeightsError: weights of version 5")
         gone = [*fields[:2], "shm://asyncrl-gone-weights", *fields[3:]]
-        assert worker.asyncrl_attach(str(folder), "float32", gone).startswith("PeerLost: ")
+        assert worker.asyncrl_attach(plain, gone).startswith("PeerLost: ")
         with pytest.raises(AssertionError, match="attach comes first"):
             worker.asyncrl_load(5)
         transfer, model_of_vllm = arena_transfer.ArenaTransfer(), Model()
         transfer.model, transfer.model_config, transfer.device = model_of_vllm, "its config", torch.device("cpu")
-        assert worker.asyncrl_attach(str(folder), "float32", fields) == ""
+        assert worker.asyncrl_attach(plain, fields) == ""
         transfer.start_weight_update()
         transfer.receive_weights(arena_transfer.Version(5))
         transfer.finish_weight_update()
@@ -110,6 +114,51 @@ def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[st
         assert model_of_vllm.loaded.keys() == worker.loaded.keys()
     finally:
         writer.close()
+
+
+LORAS = [LoraConfig(rank=4, alpha=6.0), LoraConfig(rank=2, targets=("v_proj", "layers.1.mlp.up_proj"))]
+
+
+@pytest.mark.parametrize("lora", LORAS, ids=["all", "two"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_come_merged_into_the_base_model(
+    lora: LoraConfig, dtype: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """From the arena and from a folder of peft, with tied embeddings under both names."""
+    folder = model_folder("llama-tied")
+    trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    attach(trained, lora, seed=5)
+    fill_for_probe(trained)
+    spec = published_spec(trained, dtype)
+    assert weights_spec(PolicyModel(folder, dtype, lora)) == spec
+    writer = open_writer(f"asyncrl-{uuid4().hex[:8]}-weights", spec, "ipc")
+    described = [str(folder), dtype, lora.model_dump()]
+    workers = [Worker(), Worker()]
+    try:
+        published = writer.write(1, 5, published_tensors(trained))
+        assert workers[0].asyncrl_attach(described, [getattr(published, name) for name in ATTACHED]) == ""
+        workers[0].asyncrl_load(5)
+    finally:
+        writer.close()
+    write_adapters(tmp_path, trained, lora, str(folder))
+    workers[1].asyncrl_attach_saved(described, str(tmp_path), 5)
+    workers[1].asyncrl_load(5)
+    merge_adapters(trained)
+    expected = dict(trained.named_parameters(remove_duplicate=False))
+    for worker in workers:
+        assert worker.loaded.keys() == expected.keys()
+        for name, tensor in worker.loaded.items():
+            assert tensor.dtype == getattr(torch, dtype)
+            exact = {"float32": 1e-6, "bfloat16": 1e-2}[dtype]
+            torch.testing.assert_close(tensor.float(), expected[name].detach(), atol=exact, rtol=exact)
+
+
+def test_a_base_model_without_safetensors_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(model_folder("llama-tied"), tmp_path / "model")
+    (tmp_path / "model/model.safetensors").unlink()
+    described = [str(tmp_path / "model"), "float32", LORAS[0].model_dump()]
+    refused = Worker().asyncrl_attach(described, [1, 5, "shm://asyncrl-gone-weights", 1, "", ""])
+    assert refused.startswith("WeightsError: model.lora with vLLM reads the base model from safetensors")
 
 
 def test_processes_of_vllm_die_with_the_worker_that_started_them() -> None:
