@@ -137,7 +137,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
                 del self._groups[name[0]]
             if not any(each[2] == name[2] for each in own):
                 self._openings.pop((name[0], name[2]), None)
-        await self._pool.forget(episodes)
+        self._pool.forget(episodes)
 
     def _state(self, name: SampleName) -> EpisodeState:
         own = self._groups.setdefault(name[0], {})
@@ -194,7 +194,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         state.answered = replace(sample, finish=finish, places=(self.keep(sample.name, columns),))
         state.said = hash(said)
         if finish:
-            await self._pool.forget([state.name])
+            self._pool.forget([state.name])
         return state.answered
 
     async def _play(
@@ -216,7 +216,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             goes_on = self._groups.get(sample.group, {}).get(sample.name) is state
         finally:
             if not goes_on:
-                await self._pool.forget([state.name])
+                self._pool.forget([state.name])
         return played
 
     def _rewards_before(self, state: EpisodeState, sample: RowRef, played: Played) -> list[float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from asyncrl.children.containment import Surroundings, exit_status
-from asyncrl.children.pipe_messages import packed, receive
+from asyncrl.children.pipe_messages import packed, receive, received
 from asyncrl.children.printed_output import ChildOutput
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
 
@@ -67,6 +67,7 @@ class GuardedProcess(ABC):
         self.contained = False
         self._calls = process.stdin
         self._answers_pipe = process.stdout
+        self._unsent = bytearray()
         self.loaded = False
         self.ended = False
         self.finished = 0
@@ -127,6 +128,19 @@ class GuardedProcess(ABC):
         except (BrokenPipeError, ConnectionResetError):
             raise ChildEnded(f"its process {self.process.pid} was gone", vanished=True) from None
 
+    def post(self, message: Any) -> None:
+        """Sends a message, with others of this turn of the loop. It does not wait while the child reads nothing, so
+        that whoever posts bounds what waits; where there is no child any more, `finish` says so."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send_posted)
+        self._unsent += packed(message)
+
+    def _send_posted(self) -> None:
+        posted = bytes(self._unsent)
+        self._unsent.clear()
+        if not self.ended:
+            self._calls.write(posted)
+
     async def kill(self) -> None:
         """Ends the child and all processes that it started, at once."""
         self.ended = True
@@ -167,10 +181,8 @@ class GuardedProcess(ABC):
     async def _read(self) -> None:
         why = ""
         try:
-            while True:
-                self.take(await receive(self._answers_pipe))
-        except asyncio.IncompleteReadError:
-            pass
+            async for message in received(self._answers_pipe):
+                self.take(message)
         except WireError as error:
             why = f"it said what is no answer: {error}"
             await self.kill()

@@ -1,7 +1,13 @@
-"""Messages between a worker and its children, through pipes: a length of four bytes, then MessagePack."""
+"""Messages between a worker and its children, through pipes: a length of four bytes, then MessagePack.
+
+What comes at once is read at once, and what is said in one turn of an event loop is written at once: with thousands of
+small messages, system calls and wake-ups would cost more than what they say.
+"""
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -11,6 +17,11 @@ from asyncrl.errors import WireError
 
 LARGEST = 64 * 2**20
 """Bytes; a group of a thousand samples of 16k characters fits twice."""
+HEAD = 4
+BLOCK = 2**16
+"""Bytes that are read at once: what a pipe holds."""
+WRITTEN_AT_ONCE = 2**13
+"""Bytes of messages that wait for the end of a turn of the loop: the other side goes on with a hundred small ones."""
 
 
 def packed(message: Any) -> bytes:
@@ -18,26 +29,77 @@ def packed(message: Any) -> bytes:
     body: bytes = msgpack.packb(message, use_bin_type=True)
     if len(body) > LARGEST:
         raise WireError(f"a message to or from a child process has {len(body)} bytes; at most {LARGEST} are sent")
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(HEAD, "little") + body
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
     """Reads the next message; raises asyncio.IncompleteReadError at the end, WireError for anything malformed."""
-    size = int.from_bytes(await reader.readexactly(4), "little")
+    size = _body_size(await reader.readexactly(HEAD))
+    return _unpacked(await reader.readexactly(size))
+
+
+async def received(reader: asyncio.StreamReader) -> AsyncIterator[Any]:
+    """Yields all messages up to the end, and waits only when none is there. Raises WireError for anything malformed. A
+    message that ends too early is none."""
+    waiting = bytearray()
+    while block := await reader.read(BLOCK):
+        waiting += block
+        first = 0
+        while len(waiting) - first >= HEAD:
+            begin = first + HEAD
+            size = _body_size(waiting[first:begin])
+            if len(waiting) < begin + size:
+                break
+            first = begin + size
+            yield _unpacked(waiting[begin:first])
+        del waiting[:first]
+
+
+def _body_size(head: bytes | bytearray) -> int:
+    size = int.from_bytes(head, "little")
     if size > LARGEST:
         raise WireError(f"a frame of {size} bytes was announced; at most {LARGEST} are sent")
-    body = await reader.readexactly(size)
+    return size
+
+
+def _unpacked(body: bytes | bytearray) -> Any:
     try:
         return msgpack.unpackb(body, raw=False, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"a frame of {size} bytes that is no MessagePack: {error!r:.200}") from error
+        raise WireError(f"a frame of {len(body)} bytes that is no MessagePack: {error!r:.200}") from error
 
 
 def send(pipe: int, message: Any) -> None:
     """Writes a message; blocks while the pipe is full, which the worker always reads."""
-    rest = memoryview(packed(message))
+    _write(pipe, packed(message))
+
+
+def _write(pipe: int, data: bytes) -> None:
+    rest = memoryview(data)
     while rest:
         rest = rest[os.write(pipe, rest) :]
+
+
+@dataclass(eq=False, slots=True)
+class BatchedPipe:
+    """Writes the messages of one turn of the event loop together, or as soon as they are WRITTEN_AT_ONCE. It blocks
+    while the pipe is full, which the worker always reads."""
+
+    _pipe: int
+    _frames: bytearray = field(default_factory=bytearray)
+
+    def send(self, message: Any) -> None:
+        """Takes a message; raises WireError when it is too large."""
+        if not self._frames:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._frames += packed(message)
+        if len(self._frames) >= WRITTEN_AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        frames = bytes(self._frames)
+        self._frames.clear()
+        _write(self._pipe, frames)
 
 
 async def open_pipes() -> tuple[asyncio.StreamReader, int]:

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import suppress
 from time import monotonic
 from types import coroutine
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgpack
 
 from asyncrl.children.user_errors import trace
+from asyncrl.environments.call_deadlines import CallDeadlines, UserCall
 from asyncrl.environments.loading import CLOSE, WAITS, MakeEnvironment, takes_sampled
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.environments.sampled_answers import SampledAnswer
@@ -25,8 +27,6 @@ from asyncrl.environments.transcript import (
 )
 from asyncrl.errors import EnvironmentFailed
 
-GRACE = 1.0
-"""Seconds in which a late coroutine may end after its cancellation."""
 LARGEST_OPENING = 2**22
 """Bytes of an opening: more than any model reads."""
 MESSAGE_KEYS = ("role", "content")
@@ -44,12 +44,14 @@ class Episode:
     """Calls one environment. turns: answers of the policy that it has taken. last: its newest answer. taken: held by
     the call that plays or closes it.
 
-    most: bytes of an answer, which is cut off there. `mark_with` comes before any call.
+    most: bytes of an answer, which is cut off there. deadlines: of all calls of a child. `mark_with` comes before any
+    call.
     """
 
-    def __init__(self, make: MakeEnvironment, most: int) -> None:
+    def __init__(self, make: MakeEnvironment, most: int, deadlines: CallDeadlines) -> None:
         self._make = make
         self._most = most
+        self._deadlines = deadlines
         self._environment: Any = None
         self.turns = 0
         self.last: Answer = {}
@@ -61,30 +63,30 @@ class Episode:
         self._begin = begin
         self._end = end
 
-    async def reset(self, row: dict[str, Any], seed: int, deadline: float) -> Answer:
-        self.last = await self._answer("reset", deadline, row, seed)
+    async def reset(self, row: dict[str, Any], seed: int) -> Answer:
+        self.last = await self._answer("reset", row, seed)
         return self.last
 
-    async def step(self, message: str, deadline: float, sampled: dict[str, Any] | None = None) -> Answer:
+    async def step(self, message: str, sampled: dict[str, Any] | None = None) -> Answer:
         """Takes what the policy said. sampled: the fields of a SampledAnswer, for environments that take one."""
         more = [SampledAnswer(**sampled)] if sampled and takes_sampled(self._environment) else []
-        self.last = await self._answer("step", deadline, message, *more)
+        self.last = await self._answer("step", message, *more)
         self.turns += 1
         return self.last
 
-    async def close(self, deadline: float) -> Answer:
+    async def close(self) -> Answer:
         """Calls the method `close` of the environment, if it has one, so that it frees what it holds."""
         if not callable(getattr(type(self._environment), CLOSE, None)):
             return {}
-        return await self._checked(CLOSE, lambda _: {}, deadline)
+        return await self._checked(CLOSE, lambda _: {})
 
-    async def _answer(self, method: str, deadline: float, *arguments: Any) -> Answer:
+    async def _answer(self, method: str, *arguments: Any) -> Answer:
         def check(returned: Any) -> Answer:
             if isinstance(returned, Observation) and returned.follows is not None:
                 self._check_follows(method, returned.follows)
             return plain(returned, method, self._most)
 
-        return await self._checked(method, check, deadline, *arguments)
+        return await self._checked(method, check, *arguments)
 
     def _check_follows(self, method: str, follows: Any) -> None:
         turns = self.turns + (method == "step")
@@ -93,11 +95,11 @@ class Episode:
                 f"`{method}` gave follows = {_shown(follows)}, which is one of the {turns} turns so far, from 1, or 0"
             )
 
-    async def _checked(self, method: str, check: Callable[[Any], Answer], deadline: float, *arguments: Any) -> Answer:
+    async def _checked(self, method: str, check: Callable[[Any], Answer], *arguments: Any) -> Answer:
         """Returns the checked answer; turns errors of the user's code into answers."""
         began = monotonic()
         try:
-            answer = check(await self._in_time(method, deadline, *arguments))
+            answer = check(await self._in_time(method, *arguments))
         except NoObservation as mistake:
             answer = {"error": str(mistake), "traceback": ""}
         except EnvironmentFailed as failed:  # Said by an adapter of ours, whose lines tell nobody anything.
@@ -106,23 +108,23 @@ class Episode:
             answer = {"error": f"`{method}` raised {type(error).__name__}: {error}", "traceback": trace(error)}
         return answer | {"seconds": monotonic() - began}
 
-    async def _in_time(self, method: str, deadline: float, *arguments: Any) -> Any:
-        """Returns what the user's code returns, and raises what it raises. A call that is late is cancelled, and left
-        alone if it goes on all the same."""
-        calling = asyncio.create_task(self._call(method, *arguments))
-        in_time, _ = await asyncio.wait({calling}, timeout=deadline)
-        if not in_time:
-            calling.cancel()
-            await asyncio.wait({calling}, timeout=GRACE)
-            waits = getattr(self._environment, WAITS, "")
-            raise NoObservation(f"`{method}` hung: no answer within {deadline:g} s" + (f"; {waits}" if waits else ""))
-        if calling.cancelled():
-            raise NoObservation(f"`{method}` raised CancelledError, of a task of its own")
-        return calling.result()
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        result = self._marked(self._enter, method, *arguments)
-        return await self._resumed(result) if inspect.iscoroutine(result) else result
+    async def _in_time(self, method: str, *arguments: Any) -> Any:
+        """Returns what the user's code returns, and raises what it raises. A call that is late is cancelled, and given
+        up if it goes on all the same."""
+        call = UserCall()
+        try:
+            result = self._marked(self._enter, method, *arguments)
+            if inspect.iscoroutine(result):
+                result = await self._resumed(result, call)
+        except (Exception, asyncio.CancelledError) as error:  # the user's code; passed on where it is not late
+            if isinstance(error, asyncio.CancelledError) and not call.late:
+                raise NoObservation(f"`{method}` raised CancelledError, of a task of its own") from None
+            if not call.late:
+                raise
+        if call.late:
+            waits, seconds = getattr(self._environment, WAITS, ""), self._deadlines.seconds
+            raise NoObservation(f"`{method}` hung: no answer within {seconds:g} s" + (f"; {waits}" if waits else ""))
+        return result
 
     def _enter(self, method: str, *arguments: Any) -> Any:
         if method == "reset":
@@ -130,19 +132,29 @@ class Episode:
         return getattr(self._environment, method)(*arguments)
 
     @coroutine
-    def _resumed(self, user: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Awaits a coroutine of the user's, marking each stretch between two of its waits."""
+    def _resumed(self, user: Coroutine[Any, Any, Any], call: UserCall) -> Generator[Any, Any, Any]:
+        """Awaits a coroutine of the user's, marking each stretch between two of its waits. One that never waits needs
+        no deadline, for nothing could interrupt it."""
         resume: Callable[..., Any] = user.send
         value: Any = None
-        while True:
-            try:
-                waits_for = self._marked(resume, value)
-            except StopIteration as returned:
-                return returned.value
-            try:
-                resume, value = user.send, (yield waits_for)
-            except BaseException as thrown:  # passed on: the user's code decides what a cancellation does
-                resume, value = user.throw, thrown
+        try:
+            while True:
+                try:
+                    waits_for = self._marked(resume, value)
+                except StopIteration as returned:
+                    return returned.value
+                if call.task is None:
+                    self._deadlines.begin(call)
+                try:
+                    resume, value = user.send, (yield waits_for)
+                except BaseException as thrown:  # passed on: the user's code decides what a cancellation does
+                    resume, value = user.throw, thrown
+                if call.given_up:
+                    with suppress(Exception):  # the user's code, whose last word nobody waits for
+                        self._marked(user.close)
+                    raise asyncio.CancelledError
+        finally:
+            self._deadlines.end(call)
 
     def _marked(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function. The mark stays where that ends the process."""
@@ -179,9 +191,10 @@ def plain(returned: Any, method: str, most: int) -> Answer:
         "tools": [dict(tool) for tool in returned.tools],
     }
     try:
-        size = len(msgpack.packb(answer))
-        json.dumps(answer, allow_nan=False)  # Transcripts are JSON.
-        noted = len(json.dumps(answer["info"]).encode())
+        size, noted = len(msgpack.packb(answer)), 0
+        if _has_more_than_texts(answer):
+            json.dumps(answer, allow_nan=False)  # Transcripts are JSON.
+            noted = len(json.dumps(answer["info"]).encode())
     except (TypeError, ValueError, OverflowError) as error:
         raise NoObservation(f"an observation of `{method}` holds what is no plain value: {error}") from None
     if size > LARGEST_OPENING + most:
@@ -189,6 +202,13 @@ def plain(returned: Any, method: str, most: int) -> Answer:
     if noted > LARGEST_INFO:
         raise NoObservation(f"the info of `{method}` has {noted} bytes in JSON; at most {LARGEST_INFO} are kept")
     return answer
+
+
+def _has_more_than_texts(answer: Answer) -> bool:
+    """Returns whether an answer has values that were not checked with its text: fields beside role and content, info or
+    tools. Most have none, and encoding those as JSON too would be a tenth of a small turn."""
+    fields = 0 if isinstance(answer["text"], str) else max(map(len, answer["text"]), default=0)
+    return fields > len(MESSAGE_KEYS) or bool(answer["info"]) or bool(answer["tools"])
 
 
 def _messages(returned: Observation, text: str | list[Message], most: int) -> list[Message]:

@@ -11,7 +11,7 @@ import os
 from asyncio.subprocess import Process
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ class EpisodeCall:
 
     played: Played
     done: "asyncio.Future[Played]"
+    began: float
 
     def collect(self, answer: dict[str, Any], turn: int, last: bool) -> None:
         """Takes the answer of a turn."""
@@ -90,6 +91,7 @@ class EpisodeChild(GuardedProcess):
     takes_sampled: environments are told what the engine recorded of an answer."""
 
     unclosed: Callable[[str], None]
+    _watching: "asyncio.Task[None]"
     takes_sampled = False
 
     def __init__(self, process: Process) -> None:
@@ -100,20 +102,24 @@ class EpisodeChild(GuardedProcess):
         self._running: dict[int, EpisodeCall] = {}
         self._numbers = itertools.count(CLOSING + 1)
         self._heard = 0.0
+        self._called = asyncio.Event()
+        self._hung: ChildEnded | None = None
 
     @classmethod
     async def spawn(
-        cls, spec: EnvironmentSpec, settings: ChildSettings, unclosed: Callable[[str], None]
+        cls, spec: EnvironmentSpec, settings: ChildSettings, deadline: float, unclosed: Callable[[str], None]
     ) -> "EpisodeChild":
-        """Starts a child that loads the environment; raises as `GuardedProcess.launch` does."""
+        """Starts a child that loads the environment; raises as `GuardedProcess.launch` does. deadline: seconds that one
+        call of the user's code may take."""
         mark = os.memfd_create("asyncrl-mark")
         with ExitStack() as unless_started:
             unless_started.callback(os.close, mark)
             os.ftruncate(mark, MARK_BYTES)
-            code = asdict(spec) | {"mark": mark}
+            code = asdict(spec) | {"mark": mark, "deadline": deadline}
             child = await cls.launch(SERVER, code, f"{KEY}: {spec.use}", settings, (mark,))
             child._mark = mark
             child.unclosed = unclosed
+            child._watching = settings.tasks.create_task(child._watch(deadline), name=f"watch {child.process.pid}")
             unless_started.pop_all()
         return child
 
@@ -124,11 +130,13 @@ class EpisodeChild(GuardedProcess):
             case _:
                 raise WireError(f"a child of environments began with {message!r:.100}")
 
-    async def play(self, play: Play, deadline: float) -> Played:
+    async def play(self, play: Play) -> Played:
         """Returns the answers that the episode lacked. Raises EpisodeLost when the child died, or was killed because it
-        said nothing for longer than `deadline`."""
-        number, call = next(self._numbers), EpisodeCall(Played(), asyncio.get_running_loop().create_future())
+        said nothing for too long."""
+        loop = asyncio.get_running_loop()
+        number, call = next(self._numbers), EpisodeCall(Played(), loop.create_future(), loop.time())
         self._running[number] = call
+        self._called.set()
         known = self._known.get(play.episode, len(play.said) + 1)
         begins = known > len(play.said)
         row = play.row.data.tobytes() if begins else None
@@ -136,33 +144,34 @@ class EpisodeChild(GuardedProcess):
         message = {"call": number, "episode": play.episode, "said": play.said, "seed": play.seed, "row": row}
         message["sampled"] = play.sampled if begins else play.sampled[known:]
         try:
-            await self.send(message | {"deadline": deadline})
-            return await self._answered(call, deadline + GRACE)
-        except TimeoutError:
-            at_fault = self._is_at_fault(number)
-            await self.kill()
-            raise EpisodeLost(ChildEnded(f"it hung: no answer within {deadline:g} s"), at_fault) from None
+            self.post(message)
+            return await call.done
         except ChildEnded as ended:
             raise EpisodeLost(ended, self._is_at_fault(number)) from None
         finally:
             del self._running[number]
             call.done.cancel()
 
-    async def forget(self, episodes: Iterable[SampleName], deadline: float) -> None:
-        """Lets the child close and forget these episodes. deadline: seconds that the `close` of one may take."""
+    def forget(self, episodes: Iterable[SampleName]) -> None:
+        """Lets the child close and forget these episodes."""
         if known := [episode for episode in episodes if self._known.pop(episode, None) is not None]:
-            with suppress(ChildEnded):
-                await self.send({"end": known, "deadline": deadline})
+            self.post({"end": known})
 
-    async def _answered(self, call: EpisodeCall, silence: float) -> Played:
-        """Waits as long as the child answers some call. Raises TimeoutError after `silence` seconds without any."""
+    async def _watch(self, deadline: float) -> None:
+        """Kills the child when calls run and it answers none of them for `deadline` seconds and a little more."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        while (until := max(began, self._heard) + silence) > loop.time():
-            await asyncio.wait({call.done}, timeout=until - loop.time())
-            if call.done.done():
-                return call.done.result()
-        raise TimeoutError
+        while True:
+            await self._called.wait()
+            if not self._running:
+                self._called.clear()
+                continue
+            oldest = next(iter(self._running.values()))
+            until = max(oldest.began, self._heard) + deadline + GRACE
+            if until <= loop.time():
+                break
+            await asyncio.sleep(until - loop.time())
+        self._hung = ChildEnded(f"it hung: no answer within {deadline:g} s")
+        await self.kill()
 
     def _is_at_fault(self, number: int) -> bool | None:
         """Returns whether the child runs the code of this call, or ran it when it ended; None: nobody's is known."""
@@ -182,6 +191,7 @@ class EpisodeChild(GuardedProcess):
                 raise WireError(f"{message!r:.100}")
 
     def finish(self, ended: ChildEnded) -> None:
+        self._watching.cancel()
         if self._mark >= 0:
             self._last_mark = read_mark(self._mark)
             os.close(self._mark)
@@ -189,7 +199,7 @@ class EpisodeChild(GuardedProcess):
             if self._last_mark == CLOSING:
                 self.unclosed(f"`close` hung or ended its process: {ended}")
         for call in self._running.values():
-            call.fail(ended)
+            call.fail(self._hung or ended)
 
 
 class EpisodePool:
@@ -211,10 +221,9 @@ class EpisodePool:
         unclosed: Callable[[str], None],
         containment: Surroundings | None = None,
     ) -> None:
-        self._deadline = deadline
         self._output = ChildOutput(PrintedFile(printed))
         settings = ChildSettings(start_deadline, tasks, self._output, containment)
-        spawn = partial(EpisodeChild.spawn, spec, settings, self._report)
+        spawn = partial(EpisodeChild.spawn, spec, settings, deadline, self._report)
         self._slots = [ChildSlot(OWNER, spawn) for _ in range(workers)]
         self._alone = ChildSlot(OWNER, spawn)
         self._alone_at_a_time = asyncio.Lock()
@@ -252,7 +261,7 @@ class EpisodePool:
         try:
             while True:
                 try:
-                    return await (await self._home(play.episode).child()).play(play, self._deadline)
+                    return await (await self._home(play.episode).child()).play(play)
                 except EpisodeLost as ended:
                     if ended.at_fault is not False:
                         return await self._repeat(play, ended)
@@ -268,24 +277,20 @@ class EpisodePool:
             return Played(error=str(ended))
         async with self._alone_at_a_time:
             try:
-                return await (await self._alone.child()).play(play, self._deadline)
+                return await (await self._alone.child()).play(play)
             except ChildEnded as again:
                 twice = "; so was another one at the same turn" if ended.vanished and again.vanished else ""
                 return Played(error=f"{again}{twice}")
             finally:
-                await self._forget(self._alone, [play.episode])
+                _forget(self._alone, [play.episode])
 
-    async def forget(self, episodes: Sequence[SampleName]) -> None:
+    def forget(self, episodes: Sequence[SampleName]) -> None:
         """Ends these episodes; unknown ones are ignored."""
         for name in episodes:
             if (slot := self._homes.pop(name, None)) is not None:
                 self._living[self._slots.index(slot)] -= 1
         for slot in self._slots:
-            await self._forget(slot, episodes)
-
-    async def _forget(self, slot: ChildSlot[EpisodeChild], episodes: Sequence[SampleName]) -> None:
-        if slot.running is not None and not slot.running.ended:
-            await slot.running.forget(episodes, self._deadline)
+            _forget(slot, episodes)
 
     def _report(self, why: str) -> None:
         if not self._stopped:
@@ -298,3 +303,8 @@ class EpisodePool:
             self._living[number] += 1
             self._homes[episode] = self._slots[number]
         return self._homes[episode]
+
+
+def _forget(slot: ChildSlot[EpisodeChild], episodes: Sequence[SampleName]) -> None:
+    if slot.running is not None and not slot.running.ended:
+        slot.running.forget(episodes)

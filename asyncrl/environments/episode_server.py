@@ -13,8 +13,9 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.children.pipe_messages import open_pipes, receive, send
+from asyncrl.children.pipe_messages import BatchedPipe, open_pipes, received
 from asyncrl.children.user_errors import greeting
+from asyncrl.environments.call_deadlines import CallDeadlines
 from asyncrl.environments.episode import Answer, Episode
 from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, load, takes_sampled
 from asyncrl.protocols.named_columns import Columns
@@ -40,9 +41,10 @@ class EpisodeServer:
     """Holds the episodes of a child by name. Calls of different episodes overlap."""
 
     _calls: asyncio.StreamReader
-    _answers: int
+    _answers: BatchedPipe
     _mark: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, MARK_BYTES))
     _most: int = 0
+    _deadlines: CallDeadlines = field(default_factory=lambda: CallDeadlines(0.0))
     _episodes: dict[tuple[int, ...], Episode] = field(default_factory=dict)
     _make: MakeEnvironment | None = None
     _tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
@@ -50,36 +52,36 @@ class EpisodeServer:
     async def serve(self) -> None:
         """Answers calls until the worker closes the pipe."""
         async with self._tasks:
-            try:
-                self._send(greeting(KEY, partial(self._load, await receive(self._calls))))
-                while True:
-                    match await receive(self._calls):
-                        case {"end": names, "deadline": float(deadline)}:
-                            for name in names:
-                                self._end(tuple(name), deadline)
-                        case message:
-                            self._tasks.create_task(self._play(message, self._found(message)))
-            except asyncio.IncompleteReadError:
-                os._exit(0)  # Calls that still run are not awaited, because the worker has gone.
+            async for message in received(self._calls):
+                match message:
+                    case {"use": str()}:
+                        self._answers.send(greeting(KEY, partial(self._load, message)))
+                    case {"end": names}:
+                        for name in names:
+                            self._end(tuple(name))
+                    case _:
+                        self._tasks.create_task(self._play(message, self._found(message)))
+            os._exit(0)  # Calls that still run are not awaited, because the worker has gone.
 
     def _load(self, code: dict[str, Any]) -> dict[str, Any]:
         self._mark = mmap.mmap(code["mark"], MARK_BYTES)
         self._most = code["max_bytes"]
+        self._deadlines = CallDeadlines(code["deadline"])
         self._make = load(EnvironmentSpec(code["use"], code["options"]))
         made = self._make()  # Shows values that the class refuses before the first episode.
         return {"loaded": True, "takes_sampled": takes_sampled(made)}
 
-    def _end(self, name: tuple[int, ...], deadline: float) -> None:
+    def _end(self, name: tuple[int, ...]) -> None:
         if (episode := self._episodes.pop(name, None)) is not None:
-            self._tasks.create_task(self._close(episode, deadline))
+            self._tasks.create_task(self._close(episode))
 
-    async def _close(self, episode: Episode, deadline: float) -> None:
+    async def _close(self, episode: Episode) -> None:
         """Closes an episode after the call that may run in it, and reports what went wrong."""
         async with episode.taken:
             episode.mark_with(partial(write_mark, self._mark, CLOSING), partial(write_mark, self._mark, NOBODY))
-            answer = await episode.close(deadline)
+            answer = await episode.close()
         if "error" in answer:
-            self._send({"unclosed": answer["error"], "traceback": answer["traceback"]})
+            self._answers.send({"unclosed": answer["error"], "traceback": answer["traceback"]})
 
     def _found(self, message: dict[str, Any]) -> Episode:
         """Returns the episode of a call, found before later messages are read; a new one if it is unknown or stands
@@ -87,40 +89,37 @@ class EpisodeServer:
         name = tuple(message["episode"])
         episode = self._episodes.get(name)
         if episode is None or episode.turns > len(message["said"]):
-            self._end(name, message["deadline"])
+            self._end(name)
             assert self._make is not None, "calls follow the first message"
-            self._episodes[name] = episode = Episode(self._make, self._most)
+            self._episodes[name] = episode = Episode(self._make, self._most, self._deadlines)
         return episode
 
     async def _play(self, message: dict[str, Any], episode: Episode) -> None:
         """Brings an episode to the turn after these messages, from its opening if it has none, and sends the answers
         that this took, each with its turn."""
-        call, said, deadline = message["call"], message["said"], message["deadline"]
+        call, said = message["call"], message["said"]
         async with episode.taken:
             episode.mark_with(partial(write_mark, self._mark, call), partial(write_mark, self._mark, NOBODY))
             if not episode.last:
                 row = Columns(msgpack.unpackb(message["row"], raw=False, strict_map_key=False))
-                if not self._answered(call, 0, await episode.reset(row, message["seed"], deadline), last=not said):
+                if not self._answered(call, 0, await episode.reset(row, message["seed"]), last=not said):
                     return
             elif episode.turns == len(said):
                 self._answered(call, episode.turns, episode.last, last=True)
             while episode.turns < len(said):
                 sampled = message["sampled"][episode.turns - len(said) :]  # It ends with the newest turn.
-                answer = await episode.step(said[episode.turns], deadline, *sampled[:1])
+                answer = await episode.step(said[episode.turns], *sampled[:1])
                 if not self._answered(call, episode.turns, answer, last=episode.turns == len(said)):
                     return
 
     def _answered(self, call: int, turn: int, answer: Answer, *, last: bool) -> bool:
         """Sends an answer. Returns whether the episode may go on."""
         failed = "error" in answer
-        self._send({"call": call, "turn": turn, "last": last or failed, **answer})
+        self._answers.send({"call": call, "turn": turn, "last": last or failed, **answer})
         return not failed
-
-    def _send(self, message: dict[str, Any]) -> None:
-        send(self._answers, message)
 
 
 async def serve_pipes() -> None:
     """Serves calls until the worker closes the pipe."""
     calls, answers = await open_pipes()
-    await EpisodeServer(calls, answers).serve()
+    await EpisodeServer(calls, BatchedPipe(answers)).serve()

@@ -81,7 +81,7 @@ def cut_messages(messages: Sequence[Message], most: int) -> Transcript:
     left = most
     for message in messages:
         content = str(message["content"]).encode("utf-8", "replace")
-        size = len(content) + max(0, len(_others(message)) - MESSAGE_BYTES)
+        size = len(content) + max(0, _other_bytes(message) - MESSAGE_BYTES)
         if size > left or len(kept) * MESSAGE_BYTES > most:
             shown = content[:left].decode("utf-8", "ignore") + CUT.format(most)
             return [*kept, {"role": message["role"], "content": shown, **_names(message)}]
@@ -90,8 +90,13 @@ def cut_messages(messages: Sequence[Message], most: int) -> Transcript:
     return kept
 
 
-def _others(message: Message) -> str:
-    return json.dumps({key: value for key, value in message.items() if key != "content"}, default=str)
+def _other_bytes(message: Message) -> int:
+    """Returns what the fields beside the text take, roughly: texts by their characters, which costs no encoding."""
+    others = {key: value for key, value in message.items() if key != "content"}
+    return sum(
+        len(key) + len(value if isinstance(value, str) else json.dumps(value, default=str))
+        for key, value in others.items()
+    )
 
 
 def _names(message: Message) -> dict[str, Any]:

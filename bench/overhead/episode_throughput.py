@@ -42,7 +42,7 @@ async def played_in_child(pool: EpisodePool, number: int) -> None:
         played = await pool.play(Play(name, row, number, SAID[:turn]))
         assert not played.error, played.error
         await asyncio.sleep(0)
-    await pool.forget([name])
+    pool.forget([name])
 
 
 async def timed(episodes: int, play: Callable[[int], Coroutine[Any, Any, None]]) -> float:

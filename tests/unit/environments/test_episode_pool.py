@@ -188,7 +188,7 @@ async def test_an_episode_goes_on_turn_by_turn(pool: MakePool) -> None:
 async def test_an_episode_that_was_forgotten_is_played_again(pool: MakePool) -> None:
     async with pool("Counts") as made:
         await made.play(play("a"))
-        await made.forget([(4, 0, 0)])
+        made.forget([(4, 0, 0)])
         assert texts(await made.play(play("a", "b"))) == {0: "p 3", 1: "a 4", 2: "b 5"}
 
 
@@ -313,12 +313,12 @@ async def test_an_episode_is_closed_once_after_the_call_that_runs_in_it(
         await made.play(closing(file, "p"))
         running = asyncio.create_task(made.play(closing(file, "p", "slowly")))
         await asyncio.sleep(0)  # It is sent before the end of the episode is.
-        await made.forget([(4, 0, 0)])
-        await made.forget([(4, 0, 0), (4, 1, 0)])
+        made.forget([(4, 0, 0)])
+        made.forget([(4, 0, 0), (4, 1, 0)])
         assert texts(await running) == {1: "slowly 4"}
         await made.play(closing(file, "p", "a", "b", member=2, seed=10))
         await made.play(closing(file, "p", member=2, seed=10))  # It begins anew, and the one of before is closed.
-        await made.forget([(4, 2, 0)])
+        made.forget([(4, 2, 0)])
         await made.play(closing(file, "p", "slowly", member=3))
         assert sorted(file.read_text().split()) == ["10", "12", "4"]
     assert unclosed.empty()
@@ -340,7 +340,7 @@ async def test_an_environment_that_cannot_be_closed_costs_no_episode(
     async with pool("Closes", deadline=1.0) as made:
         await made.play(closing(file, "p", member=1))
         await made.play(closing(file, prompt))
-        await made.forget([(4, 0, 0)])
+        made.forget([(4, 0, 0)])
         assert texts(await made.play(closing(file, "p", "a", member=1)))[1] == "a 4"
         assert (await asyncio.wait_for(unclosed.get(), 20)).startswith(reason)
     assert unclosed.empty()

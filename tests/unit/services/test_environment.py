@@ -178,7 +178,7 @@ async def test_calls_of_tools_count_once_and_not_in_an_evaluation(
         (first,) = await step(environment, row)
         await step(environment, row)
         before = stored(environment, first)["transcript"]
-        await environment._pool.forget([first.name])  # Its child died, and the first turn is played again.
+        environment._pool.forget([first.name])  # Its child died, and the first turn is played again.
         await step(environment, said(generated, call, f"{call}<tool_call>", before=before))
         await step(environment, replace(said(generated, call), group=-1))
         counted = {name: count for name, count in environment.counters.items() if name.startswith("environment/")}
@@ -282,7 +282,7 @@ async def test_no_attempt_goes_on_with_an_episode_that_came_out_otherwise(
     async with service(options={"random_answers": True}) as environment:
         (first,) = await step(environment, said(generated, "a"))
         before = stored(environment, first)["transcript"]
-        await environment._pool.forget([first.name])  # Its child died.
+        environment._pool.forget([first.name])  # Its child died.
         for attempt, turn in enumerate(("b", "c")):
             with pytest.raises(Retryable, match="answered turn 1 with"):
                 await step(environment, said(generated, "a", turn, before=before, attempt=attempt))

@@ -105,7 +105,7 @@ async def test_an_agent_with_chance_comes_out_otherwise(pool: MakePool) -> None:
     """The service compares the answers, and begins such a sample anew."""
     async with pool() as made:
         first = texts(await made.play(play("a", prompt="chance")))
-        await made.forget([(4, 0, 0)])
+        made.forget([(4, 0, 0)])
         again = texts(await made.play(play("a", prompt="chance")))
     assert first[0] == again[0]
     assert first[1] != again[1]
@@ -119,7 +119,7 @@ async def test_an_agent_that_ends_at_once_says_why(pool: MakePool, tmp_path: Pat
         assert found.error.startswith("`reset` failed: the agent exited with status 1; it printed ''")
         assert found.error.endswith("\nno key for my database")
         assert found.traceback == ""
-        await made.forget([(4, 0, 0)])
+        made.forget([(4, 0, 0)])
         printed = tmp_path / "printed"
         await until(lambda: printed.exists() and "no key for my database" in printed.read_text())
 
@@ -130,5 +130,5 @@ async def test_an_agent_that_never_calls_is_named(pool: MakePool, pids: Callable
         assert late.error.startswith("`reset` hung: no answer within 2 s; the agent `")
         assert late.error.endswith("` made no request and did not end")
         assert texts(other)[1] == "re a"
-        await made.forget([(4, 0, 0), (4, 1, 0)])
+        made.forget([(4, 0, 0), (4, 1, 0)])
         await until(lambda: all(map(ended, pids())))

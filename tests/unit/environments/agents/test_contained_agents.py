@@ -166,7 +166,7 @@ async def test_all_of_an_agent_ends_with_it(pool: MakePool, own: Containment, tm
         assert not played.error
         assert is_locked(lock)
         if ends == "episode":
-            await made.forget([(4, 0, 0)])
+            made.forget([(4, 0, 0)])
         else:
             (slot,) = made._slots
             assert slot.running is not None
