@@ -57,6 +57,20 @@ async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> Async
                 task.cancel()
 
 
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Runs work that bounds its own time to its end; raises a cancellation of the caller only then."""
+    task = asyncio.create_task(work)
+    interrupted: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as cancelled:
+            interrupted = cancelled
+    task.result()
+    if interrupted is not None:
+        raise interrupted
+
+
 def start_task(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
     """Starts a task of a group. Raises RuntimeError when the group is ending; before Python 3.13 that would leave a
     coroutine behind that nobody awaits."""

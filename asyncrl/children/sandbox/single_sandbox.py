@@ -14,6 +14,7 @@ from typing import Literal, Self
 from asyncrl.children.sandbox.bubblewrap import ENVIRONMENT, filter_file, sandbox_command
 from asyncrl.children.sandbox.harness import STARTER
 from asyncrl.children.sandbox.program_requests import Limits, SandboxError
+from asyncrl.concurrency import to_its_end
 
 GRACE = 2.0
 """Seconds beyond the limit of a case in which its sandbox reports that it ended the case."""
@@ -212,7 +213,11 @@ class Sandbox:
         return report
 
     async def kill(self) -> None:
-        """Ends all processes of the sandbox: at once while a case runs, else by closing its socket."""
+        """Ends all processes of the sandbox: at once while a case runs, else by closing its socket. A cancelled call
+        ends them too."""
+        await to_its_end(self._killed())
+
+    async def _killed(self) -> None:
         self._control.close()
         try:
             async with asyncio.timeout(GRACE if self._is_idle else 0):

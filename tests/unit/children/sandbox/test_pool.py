@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.children.sandbox import Limits, Program, SandboxError, SandboxPool, TestCase
+from asyncrl.children.sandbox.single_sandbox import Sandbox
 from tests.unit.children.sandbox.sandbox_processes import kill_all, sandboxes
 
 ECHO = "import sys\nprint(sys.stdin.read().upper())"
@@ -160,13 +161,29 @@ def kill_inside(outer: int) -> None:
         os.close(end)
 
 
-async def test_a_sandbox_that_ends_before_it_has_the_case_is_reported(pool: SandboxPool) -> None:
-    program = Program("", (TestCase("a"),))
-    await pool.run_all(program)
-    for pid in sandboxes():
-        kill_inside(pid)
-    (result,) = await pool.run_all(program)
+async def test_a_sandbox_that_ends_before_it_has_the_case_is_reported(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = await pool._sandbox()
+    kill_inside(sandbox._process.pid)
+
+    async def killed() -> Sandbox:
+        return sandbox
+
+    monkeypatch.setattr(pool, "_sandbox", killed)
+    (result,) = await pool.run_all(Program("", (TestCase("a"),)))
     assert (result.outcome, result.detail) == ("killed", "its sandbox: it was gone: Broken pipe")
+
+
+async def test_a_sandbox_whose_end_is_cancelled_ends_all_the_same(pool: SandboxPool) -> None:
+    sandbox = await pool._sandbox()
+    kill_inside(sandbox._process.pid)
+    ending = asyncio.create_task(sandbox.kill())
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert sandbox.has_ended
 
 
 def python_that(folder: Path, happens: str) -> str:
