@@ -16,7 +16,7 @@ from test_deaths import ended, running, until_step
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
-STEPS, KILLED_AFTER = 8, 4
+STEPS, KILLED_AFTER = 8, 2
 ENDS = """
 def ends(sample):
     rewards = [0.0] * sample.tokens

@@ -32,3 +32,11 @@ async def running_generation(
         await made.stop()
         loop.cancel()
     context.compute.close()
+
+
+async def until(service: GenerationService, condition: Callable[[], bool]) -> None:
+    """Waits for a condition, and looks at it after every step of the engine or two, because each look has a turn of the
+    compute thread."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await service.context.compute.run(lambda: None)

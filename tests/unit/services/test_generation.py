@@ -30,7 +30,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Canary, PromptGroup, Published
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.services.generation import GenerationService
-from tests.unit.services.running_generation import core_of, running_generation
+from tests.unit.services.running_generation import core_of, running_generation, until
 
 INCARNATION = 2
 
@@ -118,12 +118,6 @@ def responses(service: GenerationService, refs: list[BatchRef]) -> dict[int, lis
     return {row.member: service.rows.read(row.places[0], ["response_ids"])[0].tolist() for row in rows}
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.get_running_loop().run_in_executor(None, lambda: None)
-
-
 async def test_a_group_comes_back_as_rows_with_their_scalars(start: Start) -> None:
     async with start(own_version=3) as service:
         refs = await collect(service, group(5))
@@ -198,11 +192,11 @@ async def test_closing_the_stream_aborts_what_runs(start: Start) -> None:
     async with start(own_version=0) as service:
         await service.pause()
         waiting = asyncio.ensure_future(collect(service, group(0, members=30)))
-        await until(lambda: core_of(service).waiting == 30)
+        await until(service, lambda: core_of(service).waiting == 30)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await until(lambda: core_of(service).waiting == 0)
+        await until(service, lambda: core_of(service).waiting == 0)
         assert service.counters["aborted"] == 30
         await service.resume()
         assert len(await collect(service, group(1))) == 4
@@ -214,7 +208,7 @@ async def test_a_closed_stream_frees_its_slots_for_others(start: Start) -> None:
         async with aclosing(service.generate(group(0, members=12))) as stream:
             await anext(stream)
         assert len(await collect(service, group(1))) == 4
-        await until(lambda: core_of(service).running == 0)
+        await until(service, lambda: core_of(service).running == 0)
 
 
 @pytest.mark.trap("redone")
@@ -236,7 +230,7 @@ async def test_a_worker_at_which_no_sample_finishes_is_an_error_that_says_why(st
     async with start() as service:
         with pytest.raises(DeadlineExceeded, match=r"members 0, 1 of group 7, and its weights have version none yet"):
             await collect(service, group(7, members=2, deadline=0.05))
-        await until(lambda: core_of(service).waiting == 0)
+        await until(service, lambda: core_of(service).waiting == 0)
 
 
 async def test_a_hung_engine_is_found_within_the_deadline(start: Start) -> None:
@@ -264,7 +258,7 @@ async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
         assert (using.readers, using.version) == ((service.context.spec.instance,), 0)
         arena.leases.using(using.readers[0], 0)
         running = asyncio.ensure_future(collect(service, group(0, members=24)))
-        await until(lambda: core_of(service).running > 0)
+        await until(service, lambda: core_of(service).running > 0)
         await service.pause()
         await service.context.compute.run(lambda: None)
         finished, sampling = service.counters["samples"], core_of(service).running
@@ -313,7 +307,7 @@ async def test_an_idle_engine_flips_and_then_starts_what_waited_for_it(start: St
     async with start() as service:
         await service.use_weights(arena.publish(0))
         waiting = asyncio.ensure_future(collect(service, group(0, not_before=1)))
-        await until(lambda: core_of(service).waiting == 4)
+        await until(service, lambda: core_of(service).waiting == 4)
         await service.use_weights(arena.publish(1))
         assert {row.first for row in BatchRef.join(await waiting)} == {1}
 
@@ -356,12 +350,12 @@ async def test_pause_holds_at_the_step_it_names(start: Start) -> None:
 async def test_an_abort_in_a_pause_and_a_resume_too_many_leave_the_engine_at_work(start: Start) -> None:
     async with start(own_version=0) as service:
         abandoned = asyncio.ensure_future(collect(service, group(0, members=20)))
-        await until(lambda: core_of(service).running > 0)
+        await until(service, lambda: core_of(service).running > 0)
         paused = [await service.pause(), await service.pause()]
         assert paused[0] == paused[1]
         abandoned.cancel()
         await asyncio.wait([abandoned])
-        await until(lambda: core_of(service).running == core_of(service).waiting == 0)
+        await until(service, lambda: core_of(service).running == core_of(service).waiting == 0)
         assert service.counters["aborted"] > 0
         await asyncio.gather(service.resume(), service.resume())
         assert len(await collect(service, group(1, members=20))) == 20
@@ -386,4 +380,4 @@ async def test_idle_time_is_booked_as_told(start: Start) -> None:
     async with start(own_version=0) as service:
         await collect(service, group(0))
         await service.idle_because("blocked")
-        await until(lambda: service.context.clock.current == "blocked")
+        await until(service, lambda: service.context.clock.current == "blocked")

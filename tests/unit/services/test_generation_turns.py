@@ -24,7 +24,7 @@ from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.generation import GenerationService
-from tests.unit.services.running_generation import core_of, running_generation
+from tests.unit.services.running_generation import core_of, running_generation, until
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcript", "text")
 CHATML = (
@@ -111,12 +111,6 @@ async def sampled(service: GenerationService, prompts: PromptGroup) -> BatchRef:
 
 def going_on(prompts: PromptGroup, rows: BatchRef) -> PromptGroup:
     return replace(prompts, members=tuple(row.member for row in rows), continues=rows)
-
-
-async def until(service: GenerationService, condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await service.context.compute.run(lambda: None)
 
 
 def columns_of(service: GenerationService, row: RowRef) -> list[Any]:
