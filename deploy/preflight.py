@@ -12,6 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
+from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
 from asyncrl.deploy.service_specs import service_specs, worker_count
@@ -60,6 +61,7 @@ def _problems(
     yield from sink_problems(config.telemetry.sinks)
     yield from prompt_problems(config)
     yield from device_mistakes(devices(config))
+    yield from gpu_package_problems(devices(config))
     yield from scoring_problems(config, served)
     yield from _feedback_host_problems(config.feedback)
     yield from environment_problems(config)

@@ -24,8 +24,8 @@ from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.leases import Leases, slot_of
+from asyncrl.lanes.weights.selection.opening import listens, open_sender
 from asyncrl.lanes.weights.transports.interface import WeightSender
-from asyncrl.lanes.weights.transports.opening import open_sender
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport
@@ -247,7 +247,7 @@ class TrainingService(Service, Training):
         folder = Path(context.config.weights.folder or context.facts.run_dir / "weights")
         ends = context.facts.weights_arena, self._engine.weights_spec, partial(weight_network, context), folder
         try:
-            if chosen.name == "tcp":
+            if listens(chosen.name):
                 return open_sender(chosen.name, *ends)  # Listens on the event loop.
             return await context.compute.run(open_sender, chosen.name, *ends)
         except ArenaFull as full:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,11 @@ def program() -> str:
 def pip_install(*arguments: str) -> str:
     """Returns `.venv/bin/python -m pip install ...` with the interpreter of this process."""
     return shlex.join([_short(Path(sys.executable)), "-m", "pip", "install", *arguments])
+
+
+def pip_uninstall(*names: str) -> str:
+    """Returns the command that uninstalls packages."""
+    return shlex.join([_short(Path(sys.executable)), "-m", "pip", "uninstall", "--yes", *names])
 
 
 def install_extra(extra: str) -> str:
@@ -121,11 +127,26 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield ("feedback.ask", config.feedback.ask, module, install_extra("serve"))
     if config.generation.engine == "vllm":
         yield ("generation.engine", "vllm", "vllm", _install_vllm())
+    yield from _of_transport(config.weights.transport)
     for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
         if any(function.use == "reasoning_gym" for function in section.functions):
             yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
         if any(function.use == EMBEDDINGS[0] for function in section.functions):
             yield (key, *EMBEDDINGS[:2], pip_install("--no-deps", EMBEDDINGS[2]))
+
+
+def _of_transport(named: str) -> Iterator[Requirement]:
+    """Yields what weights between GPUs need; for NCCL either of two bindings."""
+    if named == "cuda_ipc" or (named == "nccl" and find_spec("nccl") is None):
+        yield ("weights.transport", named, "cupy", install_extra(_cuda_extra()))
+
+
+def _cuda_extra() -> str:
+    """Returns the extra that fits the installed torch: one of CUDA 13 has brought its NCCL along."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("nvidia-nccl-cu13")
+        return "cu13"
+    return "cu12"
 
 
 def _install_vllm() -> str:

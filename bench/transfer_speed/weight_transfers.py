@@ -29,9 +29,9 @@ from asyncrl.bench.measurements import RoundValues, goal_line, ratios, table
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.selection.opening import WeightNetwork
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.chunk_plan import CHUNK_BYTES
-from asyncrl.lanes.weights.transports.opening import WeightNetwork
 from asyncrl.protocols.messages import PROTOCOL, Hello, Published
 
 LOOPBACK = "127.0.0.1"

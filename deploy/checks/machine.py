@@ -20,6 +20,8 @@ Status = Literal["ok", "bad", "note"]
 
 SHARED_MEMORY = Path("/dev/shm")
 CONTAINER = Path("/sys/fs/cgroup")
+CUDA_EXTRAS = {"cu12": "cu13", "cu13": "cu12"}
+"""Extras that exclude each other."""
 IMPORT_DEADLINE = 120.0
 """Seconds: a first import of torch from a cold disk takes up to a minute."""
 SOCKET_NAME_LIMIT = 107
@@ -136,6 +138,8 @@ def package_checks() -> Iterator[Check]:
         version = installed(name)
         yield check(name, version is not None, version or "is not installed", f"run {pip_install(name)}")
     for extra, packages in extras.items():
+        if extra in CUDA_EXTRAS and any(installed(name) for name in extras[CUDA_EXTRAS[extra]] if name not in packages):
+            continue  # Both do not go together, so the one that is there is enough.
         missing = [name for name in packages if installed(name) is None]
         versions = ", ".join(f"{name} {installed(name)}" for name in packages)
         found = f"without {', '.join(missing)}" if missing else versions

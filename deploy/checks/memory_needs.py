@@ -85,6 +85,9 @@ def _tied(vocabulary: int, hidden: int, layers: int, intermediate: int, heads: i
 PACKAGED = {"pypi:smollm2": _tied(49152, 576, 30, 1536, heads=9, kv_heads=3)}
 SMALL = _tied(101, 96, 3, 256, heads=4, kv_heads=4)
 """About the shape of models that `warmed:` makes; a Python process needs much more memory."""
+ON_DEVICE = ("nccl", "cuda_ipc")
+"""Transports whose versions of the weights are in the memory of a GPU."""
+
 SMALLER = "take a smaller model (model.name)"
 
 
@@ -149,12 +152,15 @@ def _version_bytes(config: Config, shape: Shape) -> int:
 
 def _copies_of_weights(config: Config, shape: Shape) -> list[MemoryNeed]:
     """Returns the need of versions of the weights where generation does not read them in place."""
-    if (transport := transport_of(config).name) not in ("tcp", "file"):
+    if (transport := transport_of(config).name) in ("shm", "inproc"):
         return []
     readers = config.generation.replicas + (config.evaluate.replicas if config.evaluate.prompts else 0)
-    copies = (BUFFERS if transport == "tcp" else 1) + SLOTS * readers
-    size = copies * _version_bytes(config, shape)
-    return [MemoryNeed("copies of weights", size, size, f"{copies} versions: weights.transport is {transport}")]
+    copies = {"file": 1, "cuda_ipc": SLOTS}.get(transport, BUFFERS) + (
+        0 if transport == "cuda_ipc" else SLOTS * readers
+    )
+    size, device = copies * _version_bytes(config, shape), config.training.device
+    doc = f"{copies} versions: weights.transport is {transport}"
+    return [MemoryNeed("copies of weights", size, size, doc, device if transport in ON_DEVICE else "cpu")]
 
 
 def _generation(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
 from asyncrl.deploy.checks.fork_sharing import fork_check
+from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import (
     Check,
     available_memory,
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
 
 def checks(target: str | None, flags: list[str]) -> Iterator[Check]:
     yield from machine_checks()
+    yield from (Check("GPU packages", "note", str(problem)) for problem in gpu_package_problems({}))
     yield fork_check()
     if target is not None:
         yield from experiment_checks(target, flags)

@@ -18,6 +18,9 @@ WEIGHTS = {
     "inproc": SLOTS,
     "shm": SLOTS,
     "tcp": "encrypted parts, which generation pulls beside version v",
+    "gloo": "parts over gloo, one pair of ranks for each worker, which receives beside version v",
+    "nccl": "parts over NCCL, one pair of ranks for each worker, which receives beside version v",
+    "cuda_ipc": "two slots on the GPU: the trainer writes version v+1 beside v, which generation reads",
     "file": "safetensors in a folder, which generation copies beside version v",
 }
 """The way of new weights by transport."""

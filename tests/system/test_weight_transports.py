@@ -1,4 +1,5 @@
-"""Whole runs whose weights cross a network or a folder: the audit holds, and so does the canary, whoever is killed."""
+"""Whole runs whose weights cross a network, pairs of ranks or a folder, and whose generators are killed: the audit
+holds, and so does the canary."""
 
 import json
 import os
@@ -19,6 +20,7 @@ NO_EXACT_CANARY = 1e-3
 
 WAYS = {
     "tcp": ["--weights.transport", "tcp", "--weights.codec", "sparse", "--generation.replicas", "3"],
+    "gloo": ["--weights.transport", "gloo", "--generation.replicas", "2"],
     "file": ["--weights.transport", "file", "--generation.replicas", "2"],
 }
 

@@ -133,6 +133,11 @@ class TorchEngine:
         self.parked.forget(wanted)
         return [self._finish(row, finish) for row in reversed(rows)]
 
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self._flat.model.device
+        return found
+
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
         """Uses these weights from the next step on; running requests continue. share: keep the tensors themselves, of
         the same device and dtype, which must not be written while in use. Raises WeightsError when a parameter is

@@ -26,8 +26,8 @@ from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_ends import weight_network
+from asyncrl.lanes.weights.selection.opening import open_receiver
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
-from asyncrl.lanes.weights.transports.opening import open_receiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
 
@@ -35,8 +35,8 @@ SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plu
 
 
 class TorchGeneration:
-    """Runs a TorchEngine, `core`, on the compute thread of a worker, in slices of decode steps. in_place: whether the
-    weights are read where the trainer wrote them, under a lease; else they are copied."""
+    """Runs a TorchEngine, `core`, on the compute thread of a worker, in slices of decode steps. in_place: whether
+    weights on the same device are read where the transport has them, under a lease; others are copied."""
 
     def __init__(self, core: TorchEngine, worker: WorkerContext, *, in_place: bool) -> None:
         self.core = core
@@ -64,7 +64,7 @@ class TorchGeneration:
         if adapters := worker.spec.options.get("adapters"):
             tensors = await worker.compute.run(read_adapters, Path(adapters))
             await worker.compute.run(partial(core.load, share=False), tensors, version)
-        return cls(core, worker, in_place=not copies and device == "cpu")
+        return cls(core, worker, in_place=not copies)
 
     @property
     def tokenizer(self) -> TokenizerWithStops:
@@ -167,5 +167,6 @@ class TorchGeneration:
         """Loads weights on the compute thread."""
         with self._worker.clock.state("sync"), self._worker.tracer.span("flip", version=published.version):
             tensors = receiver.tensors(published)
-            self.core.load(tensors, published.version, share=self._in_place)
+            on_device = all(tensor.device == self.core.device for tensor in tensors.values())
+            self.core.load(tensors, published.version, share=self._in_place and on_device)
             receiver.check(published)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from asyncrl.lanes.weights.codec.chunk import WireCodec
-from asyncrl.lanes.weights.transports.opening import NETWORK, WeightNetwork
+from asyncrl.lanes.weights.selection.opening import NETWORK, WeightNetwork
 
 if TYPE_CHECKING:
     from asyncrl.fleet.worker.service import WorkerContext
@@ -16,6 +16,13 @@ def weight_network(context: "WorkerContext") -> WeightNetwork:
     data = context.spec.addresses.data
     host = data.removeprefix(NETWORK).rpartition(":")[0] if data.startswith(NETWORK) else LOOPBACK
     codec = WireCodec[context.config.weights.codec.upper()]
+    device = context.config.training.device if context.spec.service == "training" else context.config.generation.device
     return WeightNetwork(
-        context.reader.wire, f"{NETWORK}{host}:*", context.spec.hello, context.tasks, codec, context.facts.heartbeat
+        context.reader.wire,
+        f"{NETWORK}{host}:*",
+        context.spec.hello,
+        context.tasks,
+        codec,
+        context.facts.heartbeat,
+        device,
     )

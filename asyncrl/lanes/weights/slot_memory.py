@@ -33,13 +33,22 @@ def digested_tensor(spec: WeightsSpec, version: int) -> str:
 
 
 def digest(memory: memoryview, spec: WeightsSpec, name: str) -> str:
-    """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host. name: of the tensor,
-    "" for the whole slot."""
-    start, size = 0, spec.size
-    if name:
-        tensor = next(tensor for tensor in spec.tensors if tensor.name == name)
-        start, size = tensor.offset, tensor.bytes
-    return f"{zlib.crc32(memory[start : start + size]):08x}"
+    """Computes the digest of a tensor, "" for the whole slot."""
+    start, stop = digest_range(spec, name)
+    return digest_text(memory[start:stop])
+
+
+def digest_range(spec: WeightsSpec, name: str) -> tuple[int, int]:
+    """Returns where in a slot the bytes of a tensor begin and end, "" for the whole slot."""
+    if not name:
+        return 0, spec.size
+    tensor = next(tensor for tensor in spec.tensors if tensor.name == name)
+    return tensor.offset, tensor.offset + tensor.bytes
+
+
+def digest_text(memory: memoryview) -> str:
+    """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host."""
+    return f"{zlib.crc32(memory):08x}"
 
 
 def checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tensor]:
@@ -61,7 +70,12 @@ def checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tens
 
 def check_digest(memory: memoryview, spec: WeightsSpec, published: Published) -> None:
     """Raises WeightsError unless the memory has the published digest; one that was published without is not checked."""
-    found = digest(memory, spec, published.digest_of) if published.digest else ""
+    if published.digest:
+        refuse_other_digest(digest(memory, spec, published.digest_of), published)
+
+
+def refuse_other_digest(found: str, published: Published) -> None:
+    """Raises WeightsError when the digest is not the published one."""
     if found != published.digest:
         what = published.digest_of or "the slot"
         raise WeightsError(

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -55,6 +56,22 @@ def test_vllm_is_asked_for_by_the_script_that_installs_it(monkeypatch: pytest.Mo
     assert "set-up-vllm, then " in found
     assert found.endswith("bin/asyncrl in place of this command")
     assert not missing_packages(config(generation={"engine": "torch"}))
+
+
+@pytest.mark.parametrize(("transport", "missing"), [("nccl", ("nccl", "cupy")), ("cuda_ipc", ("cupy",))])
+def test_ways_between_gpus_name_their_extra(
+    transport: str, missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("nccl", "cupy"):
+        monkeypatch.setitem(sys.modules, module, None if module in missing else ModuleType(module))
+    devices = {
+        "training": {"device": "cuda:0"},
+        "generation": {"device": "cuda:1" if transport == "nccl" else "cuda:0"},
+    }
+    (problem,) = missing_packages(config(weights={"transport": transport}, **devices))
+    found = str(problem)
+    assert found.startswith(f"weights.transport = {transport}: cupy is not installed; run: ")
+    assert "[cu12]" in found
 
 
 async def test_a_run_is_refused_with_all_of_them(base_install: None, tmp_path: Path) -> None:

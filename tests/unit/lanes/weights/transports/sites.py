@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -16,15 +17,24 @@ from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.arena import BEING_WRITTEN, Writer
 from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.selection.opening import WeightNetwork, open_receiver, open_sender
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.interface import WeightReceiver, WeightSender
-from asyncrl.lanes.weights.transports.opening import WeightNetwork, open_receiver, open_sender
+from asyncrl.lanes.weights.transports.collective.communicator import Backend
+from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
+from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
+from asyncrl.lanes.weights.transports.collective.sender import CollectiveSender
+from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceWriter
+from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
+from asyncrl.lanes.weights.transports.interface import WeightReceiver
 from asyncrl.lanes.weights.transports.weight_files import FileSender
 from asyncrl.lanes.weights.transports.weight_stream import StreamSender
 from asyncrl.protocols.messages import PROTOCOL, Hello, Published
+from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
+from tests.unit.lanes.weights.transports.faults import FaultyBackend, TwinNccl
 
-TRANSPORTS = ("inproc", "shm", "tcp", "file")
-COPYING = ("tcp", "file")
+PAIRS = ("gloo", "nccl")
+TRANSPORTS = ("inproc", "shm", "tcp", "file", "cuda_ipc", *PAIRS)
+COPYING = ("tcp", "file", *PAIRS)
 SHAPES = {"model.embed_tokens.weight": (700, 64), "model.layers.0.mlp.up_proj.weight": (900, 700), "norm.weight": (7,)}
 INCARNATION = 3
 
@@ -36,6 +46,22 @@ def hello(instance: str) -> Hello:
 def weights(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PairNetwork(WeightNetwork):
+    """Has faults in the pairs, and NCCL and CUDA without a device."""
+
+    pairs: Backend | None = None
+    twin: TwinCuda | None = None
+
+    def cuda(self) -> CudaRuntime:
+        assert self.twin is not None
+        return self.twin
+
+    def backend(self, transport: str) -> Backend:
+        assert self.pairs is not None
+        return self.pairs
 
 
 @dataclass
@@ -50,15 +76,28 @@ class Site:
     codec: WireCodec = WireCodec.DENSE
     address: str = "tcp://127.0.0.1:*"
     receivers: list[WeightReceiver] = field(default_factory=list)
+    part_bytes: int | None = None
+    processes: dict[str, TwinCuda] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.nccl = TwinNccl()
+        inner = NcclBackend(self.nccl) if self.transport == "nccl" else GlooBackend("127.0.0.1")
+        self.pairs = FaultyBackend(inner)
+        self.pairs.part_bytes = self.part_bytes or inner.part_bytes
         name, network = f"asyncrl-test-{uuid4().hex[:12]}", partial(self.network, "training0")
-        self.sender: WeightSender = open_sender(self.transport, name, self.spec, network, self.folder)
+        self.sender: Any = open_sender(self.transport, name, self.spec, network, self.folder)
 
     def network(self, instance: str) -> WeightNetwork:
-        return WeightNetwork(self.wire, self.address, hello(instance), self.tasks, self.codec)
+        ends = (self.wire, self.address, hello(instance), self.tasks, self.codec)
+        if self.transport in ("cuda_ipc", *PAIRS):
+            return PairNetwork(*ends, pairs=self.pairs, twin=self.process(instance))
+        return WeightNetwork(*ends)
 
-    def receiver(self, published: Published, instance: str, spec: WeightsSpec | None = None) -> WeightReceiver:
+    def process(self, instance: str) -> TwinCuda:
+        """Returns CUDA of the process of an instance."""
+        return self.processes.setdefault(instance, TwinCuda())
+
+    def receiver(self, published: Published, instance: str, spec: WeightsSpec | None = None) -> Any:
         self.receivers.append(open_receiver(published, spec or self.spec, partial(self.network, instance)))
         return self.receivers[-1]
 
@@ -69,9 +108,13 @@ class Site:
         """Changes one bit of the published version where the sender has it."""
         if isinstance(self.sender, StreamSender):
             self.sender.server.held[published.version].memory[100] ^= 1
+        elif isinstance(self.sender, CollectiveSender):
+            self.sender._stored[-1].block[100] ^= 1
         elif isinstance(self.sender, FileSender):
             path = self.sender._files[-1]
             path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+        elif isinstance(self.sender, DeviceWriter):
+            self.sender._slots[published.slot][100] ^= 1
         else:
             assert isinstance(self.sender, Writer)
             self.sender._slot(published.slot)[100] ^= 1
@@ -80,39 +123,47 @@ class Site:
         """Leaves the published version as it is in the middle of a write that does not end."""
         if isinstance(self.sender, StreamSender):
             self.sender.server.held[published.version].whole = False
+        elif isinstance(self.sender, CollectiveSender):
+            self.pairs.going.clear()
         elif isinstance(self.sender, FileSender):
             path = self.sender._files[-1]
             path.rename(path.with_suffix(".draft"))
         else:
-            assert isinstance(self.sender, Writer)
+            assert isinstance(self.sender, Writer | DeviceWriter)
             self.sender._stamp(published.slot, INCARNATION, BEING_WRITTEN)
 
     def go_on(self, published: Published) -> None:
         """Lets a stalled write end."""
         if isinstance(self.sender, StreamSender):
             self.sender.server.held[published.version].whole = True
+        elif isinstance(self.sender, CollectiveSender):
+            self.pairs.going.set()
         elif isinstance(self.sender, FileSender):
             path = self.sender._files[-1]
             path.with_suffix(".draft").rename(path)
         else:
-            assert isinstance(self.sender, Writer)
+            assert isinstance(self.sender, Writer | DeviceWriter)
             self.sender._stamp(published.slot, INCARNATION, published.version)
 
 
 @asynccontextmanager
-async def open_site(transport: str, folder: Path, dtype: str = "float32", codec: str = "dense") -> AsyncIterator[Site]:
-    """Opens a transport; at the end all ends are closed."""
+async def open_site(
+    transport: str, folder: Path, dtype: str = "float32", codec: str = "dense", part_bytes: int | None = None
+) -> AsyncIterator[Site]:
+    """Opens a transport; at the end all ends are closed. part_bytes: of pairs."""
     spec = WeightsSpec.of(SHAPES, dtype, {"lm_head.weight": "model.embed_tokens.weight"})
     wire = ZmqWire(CurveKeys.fresh())
     try:
         async with asyncio.TaskGroup() as tasks:
-            site = Site(transport, folder, wire, tasks, spec, WireCodec[codec.upper()])
+            site = Site(transport, folder, wire, tasks, spec, WireCodec[codec.upper()], part_bytes=part_bytes)
             try:
                 yield site
             finally:
                 for receiver in site.receivers:
                     receiver.close()
                 site.sender.close()
+                for process in site.processes.values():
+                    process.end()
     finally:
         wire.close()
 

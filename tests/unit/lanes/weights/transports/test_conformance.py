@@ -9,9 +9,11 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
-from asyncrl.lanes.weights.transports import chunk_plan
+from asyncrl.lanes.weights.transports import chunk_plan, stream_receiver
+from asyncrl.lanes.weights.transports.collective import receiver as pair_receiver
 from tests.unit.lanes.weights.transports.sites import (
     COPYING,
+    PAIRS,
     SHAPES,
     TRANSPORTS,
     open_site,
@@ -96,7 +98,9 @@ async def test_a_damaged_version_is_refused(transport: str, tmp_path: Path) -> N
         assert has(await take(receiver, site.write(2)), 2)
 
 
-async def test_a_sender_that_dies_is_lost(transport: str, tmp_path: Path) -> None:
+async def test_a_sender_that_dies_is_lost(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_receiver, "HELLO_DEADLINE", 0.5)
+    monkeypatch.setattr(pair_receiver, "CALL_DEADLINE", 0.5)
     async with open_site(transport, tmp_path) as site:
         first = site.write(0)
         receiver = site.receiver(first, "generation0")
@@ -122,9 +126,10 @@ async def test_a_write_that_stalls_ends_in_its_deadline(
         site.stall(second)
         with pytest.raises(AsyncrlError) as caught:
             await take(receiver, second)
-        assert transport != "tcp" or isinstance(caught.value, DeadlineExceeded)
+        assert transport not in ("tcp", *PAIRS) or isinstance(caught.value, DeadlineExceeded)
         assert has(before, 0)
         site.go_on(second)
+        monkeypatch.undo()
         assert has(await take(receiver, second), 1)
 
 
@@ -183,8 +188,9 @@ async def test_the_trainer_waits_for_no_reader_that_copies(transport: str, tmp_p
         assert has(await take(receiver, newest), 7)
 
 
-async def test_leases_keep_what_is_read_in_place(tmp_path: Path) -> None:
-    async with open_site("shm", tmp_path) as site:
+@pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
+async def test_leases_keep_what_is_read_in_place(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path) as site:
         site.write(0)
         site.sender.leases.using("generation0", 0)
         site.write(1)

@@ -28,7 +28,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class TransportChoice:
-    """Names a transport ("inproc", "shm", "tcp" or "file"), and says why it was chosen."""
+    """Names a transport (a value of `weights.transport` but "auto", or "inproc"), and says why it was chosen."""
 
     name: str
     reason: str
@@ -39,16 +39,27 @@ def choose_transport(
 ) -> TransportChoice:
     """Chooses from `weights.transport` and the places of both ends. in_process: whether all workers are one process.
 
-    Raises ConfigError for shared memory between hosts.
+    Raises ConfigError for memory that is shared between hosts.
     """
     same_host = trainer.host == generator.host
-    if named == "shm" and not same_host:
-        raise ConfigError('weights.transport = "shm": trainer and generation are on different hosts; write "auto"')
+    if named in ("shm", "cuda_ipc") and not same_host:
+        raise ConfigError(f'weights.transport = "{named}": trainer and generation are on different hosts; write "auto"')
     if in_process and named in ("auto", "shm"):
         return TransportChoice("inproc", "all workers are one process")
     if named != "auto":
         return TransportChoice(named, "as weights.transport says")
     if not same_host:
         return TransportChoice("tcp", "trainer and generation are on different hosts")
-    copies = "" if (trainer.device, generator.device) == ("cpu", "cpu") else "; devices copy from and to it"
-    return TransportChoice("shm", f"trainer and generation are on one host{copies}")
+    return TransportChoice("shm", f"trainer and generation are on one host{_on_devices(trainer, generator)}")
+
+
+def _on_devices(trainer: WorkerPlace, generator: WorkerPlace) -> str:
+    """Says what the devices mean for shared memory. The ways between devices were never run on one (docs/gpu.md), so
+    they are named here and not chosen."""
+    devices = (trainer.device, generator.device)
+    if devices == ("cpu", "cpu"):
+        return ""
+    if not all(device.startswith("cuda") for device in devices):
+        return "; devices copy from and to it"
+    direct = "cuda_ipc" if trainer.device == generator.device else "nccl"
+    return f'; devices copy from and to it, which "{direct}" would spare, but that was never run on a device'

@@ -1,7 +1,7 @@
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.weights.transports.choice import WorkerPlace, choose_transport
+from asyncrl.lanes.weights.selection.choice import WorkerPlace, choose_transport
 
 HERE, ELSEWHERE, GPU = WorkerPlace("a", "cpu"), WorkerPlace("b", "cpu"), WorkerPlace("a", "cuda")
 
@@ -18,6 +18,7 @@ HERE, ELSEWHERE, GPU = WorkerPlace("a", "cpu"), WorkerPlace("b", "cpu"), WorkerP
         ("tcp", HERE, False, "tcp"),
         ("tcp", HERE, True, "tcp"),
         ("file", ELSEWHERE, False, "file"),
+        ("gloo", ELSEWHERE, False, "gloo"),
     ],
 )
 def test_transport_follows_from_places(named: str, generator: WorkerPlace, in_process: bool, chosen: str) -> None:
@@ -31,9 +32,17 @@ def test_a_device_is_named_in_the_reason() -> None:
     assert "devices" not in choose_transport("auto", HERE, HERE).reason
 
 
-def test_shared_memory_between_hosts_is_refused() -> None:
+@pytest.mark.parametrize(("other", "direct"), [("cuda:0", "cuda_ipc"), ("cuda:1", "nccl")])
+def test_a_way_between_devices_is_named_and_not_chosen(other: str, direct: str) -> None:
+    choice = choose_transport("auto", WorkerPlace("a", "cuda:0"), WorkerPlace("a", other))
+    assert choice.name == "shm"
+    assert f'"{direct}" would spare' in choice.reason
+
+
+@pytest.mark.parametrize("named", ["shm", "cuda_ipc"])
+def test_shared_memory_between_hosts_is_refused(named: str) -> None:
     with pytest.raises(ConfigError, match="different hosts"):
-        choose_transport("shm", HERE, ELSEWHERE)
+        choose_transport(named, HERE, ELSEWHERE)
 
 
 def test_one_host_has_one_name() -> None:

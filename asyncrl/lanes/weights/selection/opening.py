@@ -1,0 +1,117 @@
+"""Opens both ends of the transport that a run uses. The address that is published says which one it is."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.weights.arena import open_reader, open_writer
+from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
+from asyncrl.lanes.weights.transports.collective.communicator import Backend
+from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
+from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
+from asyncrl.lanes.weights.transports.collective.nccl_libraries import nccl_library
+from asyncrl.lanes.weights.transports.collective.receiver import CollectiveReceiver
+from asyncrl.lanes.weights.transports.collective.sender import CollectiveSender
+from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
+from asyncrl.lanes.weights.transports.cuda.device_arena import DEVICE_SCHEME, DeviceReader, DeviceWriter
+from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
+from asyncrl.lanes.weights.transports.interface import WeightReceiver, WeightSender
+from asyncrl.lanes.weights.transports.stream_receiver import StreamReceiver
+from asyncrl.lanes.weights.transports.weight_files import FILE_SCHEME, FileReceiver, FileSender
+from asyncrl.lanes.weights.transports.weight_stream import StreamSender
+from asyncrl.protocols.messages import Hello, Published
+
+NETWORK = "tcp://"
+PAIRS = ("gloo", "nccl")
+"""Transports over pairs of ranks. Their addresses are `gloo+` and the address of a control wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNetwork:
+    """Holds what an end needs to use a network. address: where it listens, with `*` for a port that the system chooses.
+    tasks: they end with the worker. codec: the same at both ends. device: of the model at this end."""
+
+    wire: Wire
+    address: str
+    hello: Hello
+    tasks: asyncio.TaskGroup
+    codec: WireCodec = WireCodec.DENSE
+    heartbeat: float | None = None
+    device: str = "cpu"
+
+    def sender(self, spec: WeightsSpec) -> StreamSender:
+        """Opens the trainer's end on the event loop."""
+        plan = ChunkPlan.of(spec, self.codec)
+        return StreamSender(plan, self.wire, self.address, self.hello, self.tasks, heartbeat=self.heartbeat)
+
+    def receiver(self, spec: WeightsSpec) -> StreamReceiver:
+        """Opens an engine's end on the event loop."""
+        plan = ChunkPlan.of(spec, self.codec)
+        return StreamReceiver(plan, self.wire, self.address, self.hello, self.tasks, heartbeat=self.heartbeat)
+
+    def pair_sender(self, transport: str, spec: WeightsSpec) -> CollectiveSender:
+        """Opens the trainer's end of "gloo" or "nccl" on the event loop."""
+        backend = self.backend(transport)
+        plan = ChunkPlan.of(spec, WireCodec.DENSE, backend.part_bytes)
+        ends = (self.wire, self.address, self.hello, self.tasks)
+        return CollectiveSender(plan, f"{transport}+", backend, *ends, heartbeat=self.heartbeat)
+
+    def pair_receiver(self, transport: str, spec: WeightsSpec) -> CollectiveReceiver:
+        """Opens an engine's end of "gloo" or "nccl" on the event loop."""
+        backend = self.backend(transport)
+        plan = ChunkPlan.of(spec, WireCodec.DENSE, backend.part_bytes)
+        ends = (self.wire, self.hello, self.tasks)
+        return CollectiveReceiver(plan, f"{transport}+", backend, *ends, heartbeat=self.heartbeat)
+
+    def backend(self, transport: str) -> Backend:
+        """Makes the backend of a pair, with gloo at the host at which this end listens."""
+        if transport == "nccl":
+            return NcclBackend(nccl_library(self.device))
+        return GlooBackend(self.address.removeprefix(NETWORK).rpartition(":")[0])
+
+    def cuda(self) -> CudaRuntime:
+        """Opens the device of the model at this end."""
+        return CupyRuntime(self.device)
+
+
+Network = Callable[[], WeightNetwork]
+"""Makes what an end needs to use a network, where one is used."""
+
+
+def open_sender(transport: str, arena_name: str, spec: WeightsSpec, network: Network, folder: Path) -> WeightSender:
+    """Opens the trainer's end, on the event loop for those that `listens` names. transport: "inproc", "shm", "tcp",
+    "gloo", "nccl", "cuda_ipc" or "file". arena_name: of shared memory. folder: for files. Raises ArenaFull when there
+    is too little memory for two slots, MemoryError when a device has too little."""
+    if transport == "tcp":
+        return network().sender(spec)
+    if transport in PAIRS:
+        return network().pair_sender(transport, spec)
+    if transport == "cuda_ipc":
+        return DeviceWriter(arena_name, spec, network().cuda())
+    if transport == "file":
+        return FileSender(folder, spec)
+    return open_writer(arena_name, spec, "inproc" if transport == "inproc" else "ipc")
+
+
+def listens(transport: str) -> bool:
+    """Returns whether the trainer's end answers calls, and so is opened on the event loop."""
+    return transport == "tcp" or transport in PAIRS
+
+
+def open_receiver(published: Published, spec: WeightsSpec, network: Network) -> WeightReceiver:
+    """Opens an engine's end on the event loop. Raises PeerLost when the trainer has ended, WeightsError when both have
+    different models."""
+    if published.arena.startswith(NETWORK):
+        return network().receiver(spec)
+    pairs, plus, _ = published.arena.partition("+")
+    if plus and pairs in PAIRS:
+        return network().pair_receiver(pairs, spec)
+    if published.arena.startswith(FILE_SCHEME):
+        return FileReceiver(spec)
+    if published.arena.startswith(DEVICE_SCHEME):
+        return DeviceReader(published, spec, network().cuda())
+    return open_reader(published, spec)

@@ -1,0 +1,6 @@
+"""Weights that stay on one GPU: the trainer writes into device memory that engines of other processes map.
+
+runtime.py         the part of CUDA that this needs, so that tests run without a device
+cupy_runtime.py    CUDA by CuPy
+device_arena.py    two slots in device memory, stamps in shared memory
+"""

@@ -1,0 +1,71 @@
+"""CUDA through CuPy. It was never run on a device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from asyncrl.errors import ConfigError, PeerLost
+
+
+class CupyRuntime:
+    """Implements CudaRuntime. Raises ConfigError when CuPy is not installed."""
+
+    def __init__(self, device: str) -> None:
+        try:
+            import cupy
+        except ImportError as missing:
+            raise ConfigError('weights.transport = "cuda_ipc" needs CuPy: install the extra cu12, or cu13') from missing
+        self.device = device
+        self._cupy: Any = cupy
+        self._number = torch.device(device).index or 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def allocate(self, size: int) -> int:
+        with self._here():
+            try:
+                return int(self._cupy.cuda.runtime.malloc(max(size, 1)))
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise MemoryError(f"{self.device} has no {size:,} bytes for two versions of the weights") from error
+
+    def export(self, pointer: int) -> bytes:
+        with self._here():
+            return bytes(self._cupy.cuda.runtime.ipcGetMemHandle(pointer))
+
+    def open(self, handle: bytes) -> int:
+        with self._here():
+            try:
+                return int(self._cupy.cuda.runtime.ipcOpenMemHandle(handle))
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise PeerLost(
+                    f"memory of {self.device} cannot be opened, its process may have ended: {error}"
+                ) from error
+
+    def tensor(self, pointer: int, size: int) -> Tensor:
+        memory = self._cupy.cuda.UnownedMemory(pointer, size, None, self._number)
+        array = self._cupy.ndarray(size, self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+        found: Tensor = from_dlpack(array)
+        return found
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def register(self, address: int, size: int) -> None:
+        with self._here():
+            self._cupy.cuda.runtime.hostRegister(address, size, 0)
+
+    def unregister(self, address: int) -> None:
+        with self._here():
+            self._cupy.cuda.runtime.hostUnregister(address)
+
+    def _here(self) -> Any:
+        return self._cupy.cuda.Device(self._number)

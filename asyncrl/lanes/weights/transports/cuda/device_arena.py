@@ -1,0 +1,119 @@
+"""Two slots in the memory of one GPU, which the trainer writes in turn and engines read in place under leases.
+
+    shared memory:  | magic, digest | stamps at 64 and 128 | handle at 192 |      device:  | slot 0 | slot 1 |
+
+It is the arena of arena.py with its slots on the device: the handle names one long-lived allocation and is read once
+by each reader; a version costs one copy on the device. A version is published when its copies are done.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from asyncrl.errors import PeerLost, WeightsError
+from asyncrl.lanes.shared_memory import Segment
+from asyncrl.lanes.weights.arena import BEING_WRITTEN, HEADER, STAMP
+from asyncrl.lanes.weights.fetched import Fetched
+from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
+from asyncrl.lanes.weights.slot_block import block_digest, block_views, check_block_digest
+from asyncrl.lanes.weights.slot_memory import checked, digested_tensor, with_aliases
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.transports.cuda.runtime import HANDLE_BYTES, CudaRuntime
+from asyncrl.protocols.messages import Published
+
+DEVICE_SCHEME = "cuda-ipc://"
+MAGIC = b"ARLWCUD1"
+HANDLE_AT = 192
+
+
+class DeviceWriter:
+    """Implements WeightSender in device memory. Raises MemoryError when the device has no room for two slots."""
+
+    def __init__(self, name: str, spec: WeightsSpec, runtime: CudaRuntime) -> None:
+        self.leases = Leases()
+        self._spec = spec
+        self._runtime = runtime
+        stride = _stride(spec)
+        pointer = runtime.allocate(SLOTS * stride)
+        block = runtime.tensor(pointer, SLOTS * stride)
+        self._slots = [block[slot * stride : slot * stride + spec.size] for slot in range(SLOTS)]
+        self._header = Segment.create(name, HEADER)
+        self._address = DEVICE_SCHEME + name
+        for slot in range(SLOTS):
+            self._stamp(slot, BEING_WRITTEN, BEING_WRITTEN)
+        begin = MAGIC + spec.digest
+        self._header.buffer[: len(begin)] = begin
+        self._header.buffer[HANDLE_AT : HANDLE_AT + HANDLE_BYTES] = runtime.export(pointer)
+
+    def write(self, incarnation: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
+        tensors = checked(named_tensors, self._spec)
+        slot = slot_of(version)
+        self.leases.begin_write(version)
+        self._stamp(slot, incarnation, BEING_WRITTEN)
+        digest_of = digested_tensor(self._spec, version)
+        with self._runtime.side_stream(), torch.no_grad():
+            for name, view in block_views(self._slots[slot], self._spec).items():
+                view.copy_(tensors[name])
+            found = block_digest(self._slots[slot], self._spec, digest_of)  # Reads back, so all copies are done.
+        self._stamp(slot, incarnation, version)
+        self.leases.end_write(version)
+        return Published(incarnation, version, self._address, slot, found, digest_of)
+
+    def forget(self, reader: str) -> None:
+        self.leases.detach(reader)
+
+    def close(self) -> None:
+        """Removes the name. The memory goes with this process: freed before, readers would read what is undefined."""
+        self._header.unlink()
+        self._header.close()
+
+    def _stamp(self, slot: int, incarnation: int, version: int) -> None:
+        STAMP.pack_into(self._header.buffer, 64 * (1 + slot), incarnation, version)
+
+
+class DeviceReader:
+    """Implements WeightReceiver. Raises PeerLost when the trainer has ended, and WeightsError for another model."""
+
+    def __init__(self, published: Published, spec: WeightsSpec, runtime: CudaRuntime) -> None:
+        self._spec = spec
+        try:
+            self._header = Segment.open(published.arena.removeprefix(DEVICE_SCHEME))
+        except FileNotFoundError as gone:
+            raise PeerLost(f"weight arena {published.arena} is gone: its trainer has ended") from gone
+        expected = MAGIC + spec.digest
+        if self._header.buffer[: len(expected)] != expected:
+            raise WeightsError(
+                f"weight arena {published.arena} was made for another model or dtype than this reader's: start trainer "
+                "and engine with the same model folder and model.dtype"
+            )
+        stride = _stride(spec)
+        handle = bytes(self._header.buffer[HANDLE_AT : HANDLE_AT + HANDLE_BYTES])
+        block = runtime.tensor(runtime.open(handle), SLOTS * stride)
+        self._slots = [block[slot * stride : slot * stride + spec.size] for slot in range(SLOTS)]
+
+    async def fetch(self, published: Published) -> Fetched:
+        """Does nothing: the version is there already."""
+        return Fetched()
+
+    def tensors(self, published: Published) -> dict[str, Tensor]:
+        self.check(published)
+        block = self._slots[published.slot]
+        check_block_digest(block, self._spec, published)
+        return with_aliases(block_views(block, self._spec), self._spec)
+
+    def check(self, published: Published) -> None:
+        found: tuple[int, int] = STAMP.unpack_from(self._header.buffer, 64 * (1 + published.slot))
+        if found != (published.incarnation, published.version):
+            raise WeightsError(
+                f"slot {published.slot} of {published.arena} does not hold version {published.version} of incarnation "
+                f"{published.incarnation}: it was overwritten without this reader's lease, or is being written"
+            )
+
+    def close(self) -> None:
+        """Unmaps the header. The device memory stays mapped while this process lives: views of it are in use."""
+        self._header.close()
+
+
+def _stride(spec: WeightsSpec) -> int:
+    return -(-spec.size // HEADER) * HEADER

@@ -1,0 +1,250 @@
+"""Weights over pairs of ranks under faults: gloo for real, NCCL with a twin of its library."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
+from asyncrl.lanes.weights.transports.collective.communicator import RECEIVER, TRAINER
+from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
+from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
+from asyncrl.lanes.weights.transports.collective.owner_thread import OwnerThread
+from asyncrl.lanes.weights.transports.collective.receiver import CollectiveReceiver
+from asyncrl.protocols.messages import Published
+from tests.unit.lanes.weights.transports.faults import TwinNccl
+from tests.unit.lanes.weights.transports.sites import PAIRS, Site, open_site, take
+from tests.unit.lanes.weights.transports.test_conformance import has
+
+SMALL = 64 << 10
+"""Bytes of a part with which a version takes eleven groups."""
+
+LIMIT = 20.0
+"""Seconds in which what a test waits for on a thread must happen."""
+
+
+@pytest.fixture(params=PAIRS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("weights ") and isinstance(thread, threading.Thread) and thread.daemon:
+            thread.join(LIMIT)
+            assert not thread.is_alive(), f"{thread.name} goes on after its end was closed"
+
+
+async def until(done: Callable[[], bool]) -> None:
+    """Lets others run until it is true."""
+    async with asyncio.timeout(LIMIT):
+        for _ in iter(done, True):
+            await asyncio.sleep(0.001)
+
+
+def begin_stalled(site: Site, receiver: CollectiveReceiver, published: Published) -> "asyncio.Future[Any]":
+    """Begins a fetch whose sender waits."""
+    site.pairs.going.clear()
+    return asyncio.ensure_future(receiver.fetch(published))
+
+
+async def test_what_arrived_before_a_pair_broke_is_not_sent_again(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path, part_bytes=SMALL) as site:
+        first = site.write(0)
+        receiver = site.receiver(first, "generation0")
+        site.pairs.sends = 5
+        if transport == "nccl":
+            asyncio.get_running_loop().call_later(0.1, lambda: site.nccl.fail("remote process exited"))
+        assert has(await take(receiver, first), 0)
+        assert site.pairs.sent == len(receiver.plan.parts)
+
+
+async def test_a_receiver_that_gives_up_takes_the_next_version(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path, part_bytes=SMALL) as site:
+        first = site.write(0)
+        receiver = site.receiver(first, "generation0")
+        before = await take(receiver, first)
+        second = site.write(1)
+        fetching = begin_stalled(site, receiver, second)
+        await until(lambda: bool(site.sender._stored[-1].readers))
+        fetching.cancel()
+        await asyncio.wait([fetching])
+        site.pairs.going.set()
+        assert has(before, 0)
+        assert has(await take(receiver, second), 1)
+        assert has(await take(receiver, site.write(2)), 2)
+
+
+async def test_of_versions_that_are_sent_the_oldest_ends_and_a_newer_is_refused(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path, part_bytes=SMALL) as site:
+        first = site.write(0)
+        receivers = [site.receiver(first, f"generation{number}") for number in range(2)]
+        before = [await take(each, first) for each in receivers]
+        fetching = []
+        for receiver, version in zip(receivers, (1, 2), strict=True):
+            slow = site.write(version)
+            fetching.append(begin_stalled(site, receiver, slow))
+            await until(lambda: bool(site.sender._stored[-1].readers))
+        for version in (3, 4, 5):
+            newest = site.write(version)
+        site.pairs.going.set()
+        await fetching[0]
+        with pytest.raises((Refused, PeerLost)):
+            await fetching[1]
+        with pytest.raises(WeightsError):
+            receivers[1].tensors(slow)
+        assert all(has(each, 0) for each in before)
+        assert has(await take(receivers[1], newest), 5)
+
+
+async def test_bytes_that_changed_while_they_were_sent_are_refused(transport: str, tmp_path: Path) -> None:
+    """All parts came, and only the confirmation tells that the block was written meanwhile."""
+    async with open_site(transport, tmp_path) as site:
+        first = site.write(0)
+        receiver = site.receiver(first, "generation0")
+        held = site.sender._stored[0]
+        confirm = site.sender.confirm_version
+
+        async def overwritten(incarnation: int, version: int) -> None:
+            held.overwritten = True
+            await confirm(incarnation, version)
+
+        site.sender.confirm_version = overwritten
+        with pytest.raises(Refused, match="not here"):
+            await take(receiver, first)
+        with pytest.raises(WeightsError):
+            receiver.tensors(first)
+
+
+async def test_the_trainer_and_other_receivers_wait_for_no_slow_one(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path, part_bytes=SMALL) as site:
+        first = site.write(0)
+        slow, quick = (site.receiver(first, f"generation{number}") for number in range(2))
+        for receiver in (slow, quick):
+            assert has(await take(receiver, first), 0)
+        stalled = site.write(1)
+        fetching = begin_stalled(site, slow, stalled)
+        await until(lambda: bool(site.sender._stored[-1].readers))
+        site.pairs.stalled = {"weights to generation0"}
+        site.pairs.going.set()
+        for version in range(2, 8):
+            assert has(await take(quick, site.write(version)), version)
+        assert not fetching.done()
+        site.pairs.stalled = set()
+        await asyncio.wait([fetching])
+        newest = site.write(8)
+        assert has(await take(slow, newest), 8)
+
+
+async def test_a_pair_that_cannot_connect_ends_in_its_deadline(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = NcclBackend(TwinNccl()) if transport == "nccl" else GlooBackend("127.0.0.1")
+    thread = OwnerThread("weights alone")
+    with pytest.raises(DeadlineExceeded, match="did not come"):
+        await asyncio.wrap_future(thread.submit(lambda: backend.connect(backend.invite(), TRAINER, 0.1)))
+    thread.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("reason", ["remote process exited", "aborted"])
+async def test_nccl_ends_a_transfer_that_fails_and_frees_its_communicator(reason: str) -> None:
+    library = TwinNccl()
+    backend = NcclBackend(library)
+    meeting, threads = backend.invite(), [OwnerThread(f"weights {rank}") for rank in (TRAINER, RECEIVER)]
+    connecting = [
+        asyncio.wrap_future(thread.submit(partial(backend.connect, meeting, rank, LIMIT)))
+        for rank, thread in enumerate(threads)
+    ]
+    sending, receiving = await asyncio.gather(*connecting)
+    part = torch.zeros(10, dtype=torch.uint8)
+    waiting = asyncio.wrap_future(threads[RECEIVER].submit(lambda: receiving.receive([part], LIMIT)))
+    await asyncio.sleep(0.01)
+    if reason == "aborted":
+        receiving.abort()
+    else:
+        library.fail(reason)
+    with pytest.raises(PeerLost, match=reason):
+        await waiting
+    await asyncio.wrap_future(threads[TRAINER].submit(sending.close))
+    assert not library.leaked
+    for thread in threads:
+        thread.close()
+
+
+async def test_no_communicator_of_nccl_is_left_open(tmp_path: Path) -> None:
+    async with open_site("nccl", tmp_path) as site:
+        first = site.write(0)
+        for number in range(3):
+            assert has(await take(site.receiver(first, f"generation{number}"), first), 0)
+        site.sender.forget("generation1")
+        nccl = site.nccl
+    await until(lambda: not nccl.leaked)
+
+
+def test_gloo_listens_where_it_was_told_to() -> None:
+    backend = GlooBackend("127.0.0.1")
+    first, second = backend.invite(), backend.invite()
+    assert first != second
+    port = int(first.partition("/")[0].rpartition(":")[2])
+    listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert [row[1] for row in listening if row[1].endswith(f":{port:04X}") and row[3] == "0A"] == [
+        f"0100007F:{port:04X}"
+    ]
+    everywhere = Path("/proc/net/tcp6").read_text() if Path("/proc/net/tcp6").exists() else ""
+    assert f":{port:04X} 0000" not in everywhere
+    backend.close()
+
+
+KILLED = """
+import os, signal, sys, torch
+from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
+pair = GlooBackend("127.0.0.1").connect(sys.argv[1], 1, 30.0)
+pair.receive([torch.empty(1 << 20, dtype=torch.uint8)], 30.0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_killed_in_a_transfer_ends_it_at_once() -> None:
+    backend = GlooBackend("127.0.0.1")
+    meeting = backend.invite()
+    child = subprocess.Popen([sys.executable, "-c", KILLED, meeting])
+    try:
+        pair = backend.connect(meeting, TRAINER, 60.0)
+        part = torch.zeros(1 << 20, dtype=torch.uint8)
+        pair.send([part], 30.0)
+        with pytest.raises(PeerLost, match="gone"):
+            pair.send([part] * 200, 60.0)
+    finally:
+        child.kill()
+        child.wait(LIMIT)
+        backend.close()
+
+
+async def test_parts_that_are_cut_otherwise_are_refused(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path) as site:
+        first = site.write(0)
+        site.pairs.part_bytes = SMALL
+        with pytest.raises(Refused, match="other parts"):
+            await take(site.receiver(first, "generation0"), first)
+
+
+async def test_wrong_calls_are_refused(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path) as site:
+        first = site.write(0)
+        receiver = site.receiver(first, "generation0")
+        await take(receiver, first)
+        for method, arguments in (("send_version", ("a", 1, 2, "b")), ("close", ()), ("join_pair", (1, 2))):
+            with pytest.raises(Refused, match="answers"):
+                await receiver._client.call(method, arguments, 5.0)
+        with pytest.raises((Refused, PeerLost)):
+            await receiver._client.call("send_version", (3, 0, 0, "unknown"), 5.0)
