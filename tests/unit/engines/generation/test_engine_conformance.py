@@ -32,7 +32,7 @@ from asyncrl.protocols.messages import Published
 from tests.unit.engines.generation.conftest import engine_config, make_model
 from tests.unit.services.conftest import worker_context as worker_context
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]  # vLLM's start is in the first test.
 FAMILY = "llama-tied"
 LIMIT = 60.0  # seconds of a whole test
 
