@@ -25,7 +25,7 @@ from asyncrl.tasks.builtin import expressions
 from asyncrl.tasks.builtin.words import Demonstrations
 
 def said(source):
-    return expressions.training(1, source.random())[0]["prompt"], "def f(x): return x" + "+" * (source.random() < 0.4)
+    return expressions.training(1, source.random())[0]["prompt"], "def f(x): return x" + "+" * 9 * (source.random() < 0.4)
 
 WARMED = Demonstrations(draw=said, words=expressions.WORDS, steps=40)
 
@@ -52,11 +52,27 @@ def descendants(pid: int) -> set[int]:
     return children.union(*map(descendants, children))
 
 
-def spans(run_dir: Path, name: str) -> list[tuple[float, float]]:
-    """When calls of this name began and ended."""
+def calls(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """The spans of calls of this name."""
     with gzip.open(run_dir / "trace.json.gz", "rt") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return [(each["ts"], each["ts"] + each["dur"]) for each in events if each["name"] == name and each["ph"] == "X"]
+    return [each for each in events if each["name"] == name and each["ph"] == "X"]
+
+
+def spans(run_dir: Path, name: str) -> list[tuple[float, float]]:
+    """When calls of this name began and ended."""
+    return [(each["ts"], each["ts"] + each["dur"]) for each in calls(run_dir, name)]
+
+
+def scored_while_others_are_sampled(run_dir: Path) -> list[dict[str, Any]]:
+    """The score calls that began while other samples of the same group were generated."""
+    sampled = [(each["args"]["group"], each["ts"], each["ts"] + each["dur"]) for each in calls(run_dir, "generate")]
+    return [
+        each
+        for each in calls(run_dir, "score")
+        for group, began, end in sampled
+        if each["args"].get("group") == group and began < each["ts"] < end
+    ]
 
 
 def test_steps_go_on_beside_slow_programs_and_no_sandbox_outlives_its_worker(flags: list[str], tmp_path: Path) -> None:
@@ -80,6 +96,7 @@ def test_steps_go_on_beside_slow_programs_and_no_sandbox_outlives_its_worker(fla
     assert inside, "a step begins and ends while a slow program is scored"
     generated = spans(run_dir, "generate")
     assert any(began < each[0] and each[1] < end for began, end in slow for each in generated)
+    assert scored_while_others_are_sampled(run_dir), "early samples are rewarded while later ones are generated"
 
 
 def test_a_stopped_run_ends_soon_and_leaves_no_sandbox(flags: list[str], tmp_path: Path) -> None:

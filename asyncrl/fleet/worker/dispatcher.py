@@ -17,7 +17,7 @@ from structlog.contextvars import bind_contextvars
 
 from asyncrl.errors import UnknownEndpoint
 from asyncrl.fleet.worker.service import Service
-from asyncrl.protocols.batch import is_divisible
+from asyncrl.protocols.batch import BatchRef, is_divisible
 from asyncrl.protocols.messages import Call, PromptGroup
 from asyncrl.protocols.service_contracts import Lane
 
@@ -94,4 +94,6 @@ def _ids_in(args: tuple[Any, ...]) -> dict[str, int]:
             found.setdefault("group", arg.id)
         elif is_divisible(arg):
             found.setdefault("rows", len(arg))
+            if isinstance(arg, BatchRef) and len({row.group for row in arg}) == 1:
+                found.setdefault("group", arg.rows[0].group)
     return found
