@@ -25,7 +25,8 @@ from asyncrl.tasks.builtin import expressions
 from asyncrl.tasks.builtin.words import Demonstrations
 
 def said(source):
-    return expressions.training(1, source.random())[0]["prompt"], "def f(x): return x" + "+" * 9 * (source.random() < 0.4)
+    prompt = expressions.training(1, source.random())[0]["prompt"]
+    return prompt, "def f(x): return x" + "+" * 9 * (source.random() < 0.4)
 
 WARMED = Demonstrations(draw=said, words=expressions.WORDS, steps=40)
 
