@@ -116,15 +116,15 @@ async def test_a_sender_that_dies_is_lost(transport: str, tmp_path: Path, monkey
 async def test_a_write_that_stalls_ends_in_its_deadline(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunk_plan, "START", 0.0)
-    monkeypatch.setattr(chunk_plan, "SLOWEST", 20e6)
     async with open_site(transport, tmp_path) as site:
         first = site.write(0)
         receiver = site.receiver(first, "generation0")
         before = await take(receiver, first)
         second = site.write(1)
         site.stall(second)
-        with pytest.raises(AsyncrlError) as caught:
+        with monkeypatch.context() as patch, pytest.raises(AsyncrlError) as caught:
+            patch.setattr(chunk_plan, "START", 0.0)
+            patch.setattr(chunk_plan, "SLOWEST", 20e6)
             await take(receiver, second)
         assert transport not in ("tcp", *PAIRS) or isinstance(caught.value, DeadlineExceeded)
         assert has(before, 0)
