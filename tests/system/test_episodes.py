@@ -126,8 +126,11 @@ def test_without_the_results_of_the_calculator_nothing_is_learnt(calculator_mode
     assert max(step["reward/mean"] for step in metrics(run_dir)) < 0.2
 
 
-def test_the_example_of_python_runs_as_written(tmp_path: Path) -> None:
-    files_of("environments.md", tmp_path)
+def test_the_example_of_python_runs_with_a_model_that_was_made_before(quickstart_model: Path, tmp_path: Path) -> None:
+    example = files_of("environments.md", tmp_path)["play.py"]
+    text = example.read_text()
+    assert text.count('"warmed:reverse"') == 1
+    example.write_text(text.replace('"warmed:reverse"', f'"{quickstart_model}"'))
     done = finished([sys.executable, "play.py"], cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]
     turns = ast.literal_eval(done.stdout.splitlines()[-1])

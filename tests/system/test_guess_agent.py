@@ -1,7 +1,6 @@
 """The experiment `guess-agent` on a whole fleet: each sample is what an agent, a program of its own, was answered."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,10 @@ import pytest
 from asyncrl.controller.journal.audit import audit
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import finished
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
 STEPS = 3
 ALONE = """
@@ -31,7 +33,7 @@ def test_the_policy_trains_inside_the_agent(bubblewrap_works: None, tmp_path: Pa
     keys |= {"task.prompts_per_step": 1, "task.samples_per_prompt": 4, "telemetry.samples_per_step": "all"}
     flags = [f"--{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "guess-agent", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = finished(command, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     report = audit(tmp_path / "run")
     assert report.ok, str(report)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ import pytest
 
 from asyncrl.config.sources import load
 from asyncrl.telemetry.metrics_file import METRICS, read_metrics
+from asyncrl.telemetry.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -42,7 +44,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python_run(project: Path) -> str:
+def python_run(project: Path, quickstart_model: Path) -> str:
+    """What the example shows; its run finds a model there, as if it had made it at an earlier start."""
+    directory = RunDirectory(project / "runs/from-python")
+    shutil.copytree(quickstart_model, directory.model)
+    directory.run_id()
     (project / "script.py").write_text(block("python", "asyncrl.train("))
     return run(sys.executable, "script.py", cwd=project)
 
