@@ -42,6 +42,10 @@ class Death:
     why: str
     lost_host: object = None
 
+    @property
+    def service(self) -> str:
+        return self.worker.rstrip("0123456789.")
+
 
 @dataclass(slots=True)
 class CrashAttribution:
@@ -64,12 +68,15 @@ class CrashAttribution:
         recent = [
             each for each in self._deaths if each.host == death.host and each.at >= death.at - self.notice_seconds
         ]
-        dead = {each.worker for each in recent}
-        # Two workers that each ran an isolated group alone died of them; a host takes those with it that ran none.
-        if len(dead) > 1 and dead >= set(alive) and any(each.alone is None for each in recent):
+        # A loss of a host takes each worker with it once, and explains no death of one that came back.
+        noticed = {each.worker: each.lost_host for each in recent if each.lost_host is not None}
+        lost = {each.worker: each for each in recent if each.lost_host is None}
+        if len(lost) > 1 and lost.keys() >= set(alive) and not _died_of_groups(lost.values()):
             event = object()
-            for each in recent:
+            for each in lost.values():
                 each.lost_host = event
+        elif noticed and death.worker not in noticed:
+            death.lost_host = list(noticed.values())[-1]
 
     def record_failure(self, group: int, *, alone: bool) -> None:
         """Takes an attempt that failed while no worker died. alone: the group was isolated."""
@@ -119,3 +126,10 @@ class CrashAttribution:
             for death in deaths
         )
         return min(unexplained, MOST_FORGIVEN)
+
+
+def _died_of_groups(deaths: Collection[Death]) -> bool:
+    """Returns whether each worker may have died of the isolated group that it ran alone. A host takes workers with it
+    that ran none, and workers of several services that one group had; a group crashes those of one service."""
+    groups = {death.alone for death in deaths}
+    return None not in groups and len({(death.alone, death.service) for death in deaths}) == len(groups)

@@ -173,7 +173,7 @@ class RunningFleet:
         ]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
-        self.supervisor = Supervisor(slots, connect, self.emit, resume)
+        self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
 
     def handle(self, service: str, contract: type[C]) -> C:
         """Returns the handle on a service, typed by its contract."""

@@ -8,7 +8,8 @@ Cancelling `run` stops all workers.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,7 +22,9 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec
 
 MAX_DEATHS = 6
 """Deaths of one worker without a finished group in between that end the run, because the cause returns. One more than
-crash attribution needs to find the group that crashes workers."""
+a group's deaths until it is a suspect and the deaths without it that crash attribution allows for (2 and 3)."""
+MAX_TESTED = 6
+"""Deaths of workers that one suspect had for itself which do not count: at most so many prove that it crashes them."""
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 8.0
 LONG_LIFE = 60.0
@@ -34,17 +37,21 @@ STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
 class DeathCounter:
     """Counts a worker's deaths and computes the pause before its restart. Times in seconds, of any clock.
 
-    in_a_row: deaths after short lives. since_progress: deaths since a group was finished. started_at: when the running
-    instance took calls.
+    in_a_row: deaths after short lives. since_progress: deaths since a group was finished. tested: those of them that
+    happened while a suspect had the worker for itself, by suspect. started_at: when the running instance took calls.
     """
 
     in_a_row: int = 0
     since_progress: int = 0
+    tested: Counter[int] = field(default_factory=Counter)
     _last_dead: str = ""
     started_at: float | None = None
 
-    def count(self, instance: str, now: float) -> bool:
-        """Counts the death of an instance. Returns False when it was counted: process and connection both report it."""
+    def count(self, instance: str, now: float, suspect: int | None = None) -> bool:
+        """Counts the death of an instance. Returns False when it was counted: process and connection both report it.
+
+        suspect: the isolated group that had the instance for itself.
+        """
         if instance == self._last_dead:
             return False
         lifetime = 0.0 if self.started_at is None else now - self.started_at
@@ -52,7 +59,21 @@ class DeathCounter:
         self.started_at = None
         self.in_a_row = 1 if lifetime >= LONG_LIFE else self.in_a_row + 1
         self.since_progress += 1
+        if suspect is not None:
+            self.tested[suspect] += 1
         return True
+
+    def progressed(self) -> None:
+        """Notes that a group was finished."""
+        self.since_progress = 0
+        self.tested.clear()
+
+    @property
+    def unexplained(self) -> int:
+        """Returns the deaths since progress that count. Those that may prove that one group crashes workers do not,
+        because they end when it is dropped; the deaths of a second such group do, or a worker that dies of every group
+        would have them all dropped."""
+        return self.since_progress - min(max(self.tested.values(), default=0), MAX_TESTED)
 
     @property
     def pause(self) -> float | None:
@@ -60,7 +81,7 @@ class DeathCounter:
 
         Progress does not shorten it: another replica may make the progress while this worker dies at every start.
         """
-        if self.since_progress >= MAX_DEATHS:
+        if self.unexplained >= MAX_DEATHS:
             return None
         doublings = min(self.in_a_row - 1, 10)
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
@@ -92,8 +113,8 @@ class Supervisor:
     """Runs the workers of `slots`.
 
     connect: makes the connection to an instance. emit: takes the events of workers; must not block. resume: the command
-    that resumes the run, for error messages. instances: what is running now, by the worker's name. all_started: set
-    when every worker has taken calls once; each has its own start deadline.
+    that resumes the run, for error messages. isolated: the groups that run alone now. instances: what is running now,
+    by the worker's name. all_started: set when every worker has taken calls once; each has its own start deadline.
     """
 
     def __init__(
@@ -102,6 +123,7 @@ class Supervisor:
         connect: Callable[[WorkerSpec], WorkerConnection],
         emit: Callable[[FleetEvent], None],
         resume: str,
+        isolated: Collection[int] = (),
     ) -> None:
         self.instances: dict[str, RunningInstance] = {}
         self.all_started = asyncio.Event()
@@ -110,11 +132,12 @@ class Supervisor:
         self._connect = connect
         self._emit = emit
         self._resume = resume
+        self._isolated = isolated
 
     def progressed(self) -> None:
         """Notes a finished group: the earlier deaths do not keep the run from going on."""
         for slot in self._died_since_progress.values():
-            slot.deaths.since_progress = 0
+            slot.deaths.progressed()
         self._died_since_progress.clear()
 
     def kill(self, instance: str) -> None:
@@ -139,7 +162,9 @@ class Supervisor:
         while True:
             reason = await self._run_instance(slot)
             if not slot.restart or slot.deaths.pause is None:
-                times = f" {MAX_DEATHS} times without a finished group in between" if slot.restart else ""
+                times = (
+                    f" {slot.deaths.since_progress} times without a finished group in between" if slot.restart else ""
+                )
                 raise FleetFailed(f"{slot.worker.name} died{times}: {reason}. Resume with: {self._resume}")
             await asyncio.sleep(slot.deaths.pause)
 
@@ -193,7 +218,9 @@ class Supervisor:
     def _mark_lost(self, running: RunningInstance, reason: str) -> None:
         """Keeps new calls from this instance, before its outstanding calls fail and are repeated elsewhere."""
         slot, spec = running.slot, running.spec
-        if slot.deaths.count(spec.instance, asyncio.get_running_loop().time()):
+        groups = {*slot.worker.groups_at(spec.instance)}
+        suspect = groups.pop() if len(groups) == 1 and groups.issubset(self._isolated) else None
+        if slot.deaths.count(spec.instance, asyncio.get_running_loop().time(), suspect):
             self._died_since_progress[slot.worker.name] = slot
             slot.worker.lost(reason, restarting=slot.restart and slot.deaths.pause is not None)
             self._emit(WorkerLost(spec.service, spec.instance, reason))

@@ -104,6 +104,33 @@ def test_a_group_that_left_a_silent_worker_before_its_death_was_known_was_there(
     assert outcome.poisoned == [2]
 
 
+SMALL = {"groups": 2, "members": 2, "slots": 5, "steps": 4, "flip_time": 0.3}
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        Trial(**SMALL, hosts=2, latency=0.1, limit=2, poison=(1,), faults=(Fault("host", 19, "generation", 3),)),
+        Trial(**SMALL, limit=2, reward_time=1.0, poison=(0,), faults=(Fault("host", 22, "reward", 1),)),
+        replace(draw_trial(8), poison=(0,)),
+        replace(draw_trial(13), poison=(1,)),
+    ],
+)
+def test_a_run_outlives_a_poisonous_group_beside_other_deaths(trial: Trial) -> None:
+    """The worker that the group crashes dies of something else, too, before any group is finished."""
+    outcome = run_trial(trial)
+    assert outcome.faults.injected
+    assert outcome.poisoned == list(trial.poison)
+    assert outcome.ends == ["finished"]
+
+
+def test_a_lost_host_that_one_suspect_had_for_itself_blames_no_healthy_group() -> None:
+    kills = (Fault("kill", 12, "generation", 5), Fault("kill", 89, "generation", 3))
+    others = (Fault("host", 154, "reward", 5), Fault("controller", 3, turns=3))
+    trial = replace(draw_trial(1105), poison=(1,), faults=(*kills, *others))
+    assert run_trial(trial).poisoned == [1]
+
+
 def test_the_trials_know_poison() -> None:
     poisonous = [trial for trial in map(draw_trial, range(500)) if trial.poison]
     assert 20 < len(poisonous) < 80

@@ -13,6 +13,7 @@ from asyncrl.controller.crash_attribution import (
     CrashAttribution,
     Death,
 )
+from asyncrl.fleet.supervisor import MAX_DEATHS, MAX_TESTED
 
 NOTICE = 2.0
 
@@ -58,6 +59,12 @@ def test_a_group_is_isolated_after_two_deaths_and_blamed_after_five() -> None:
     assert fleet.crashes.last_death(3) == "w0 died"
 
 
+def test_the_supervisor_waits_for_the_evidence_against_a_group() -> None:
+    """It ends the fleet for none of the deaths after which a group is dropped."""
+    assert MAX_TESTED == ATTRIBUTED_AFTER + MOST_FORGIVEN
+    assert MAX_DEATHS > ISOLATED_AFTER + MOST_FORGIVEN
+
+
 def test_a_group_that_never_ran_alone_is_never_blamed() -> None:
     fleet = Fleet()
     for _ in range(20):
@@ -93,6 +100,26 @@ def test_a_host_of_which_a_worker_lives_is_not_lost() -> None:
     assert fleet.crashes.is_suspect(1)
 
 
+def test_a_lost_host_takes_a_worker_with_it_once_and_explains_no_other_death() -> None:
+    fleet = Fleet()
+    for _ in range(ISOLATED_AFTER):
+        fleet.die(1, 2)
+    for _ in range(2):
+        fleet.die(1, worker="h7a", host="h7", after=NOTICE / 4, alone=True)
+    fleet.die(5, worker="h7b", host="h7", after=NOTICE / 4)
+    fleet.die(1, worker="h7a", host="h7", after=NOTICE / 4, alone=True)
+    assert not fleet.crashes.kills_workers(1)
+    fleet.die(1, worker="h7a", host="h7", alone=True)
+    assert fleet.crashes.kills_workers(1)
+
+
+def test_a_host_may_be_lost_twice_within_the_time_of_a_notice() -> None:
+    fleet = Fleet()
+    for _ in range(ATTRIBUTED_AFTER):
+        fleet.lose_host("h7", (1,), (2,), apart=NOTICE / 8)
+    assert len({death.lost_host for death in fleet.crashes._deaths}) == ATTRIBUTED_AFTER
+
+
 def test_isolated_groups_that_kill_their_workers_on_one_host_are_no_lost_host() -> None:
     fleet = Fleet()
     for _ in range(ISOLATED_AFTER):
@@ -102,6 +129,25 @@ def test_isolated_groups_that_kill_their_workers_on_one_host_are_no_lost_host() 
         fleet.die(2, worker="h7b", host="h7", after=0.5, alone=True)
     assert fleet.crashes.kills_workers(1)
     assert fleet.crashes.kills_workers(2)
+
+
+def deaths_alone(*workers: str) -> CrashAttribution:
+    """Lets workers of one host die in one moment, which a suspect, group 1, had for itself."""
+    crashes = CrashAttribution(NOTICE)
+    for _ in range(ISOLATED_AFTER):
+        crashes.record_death(Death("w0", "h0", 0.0, frozenset((1,)), None, "w0 died"), ["w1"])
+    for number, worker in enumerate(workers, 1):
+        death = Death(worker, "h8", 10.0, frozenset((1,)), 1, f"{worker} died")
+        crashes.record_death(death, workers[number:])
+    return crashes
+
+
+def test_a_host_of_which_one_suspect_had_several_services_for_itself_may_be_lost() -> None:
+    assert not deaths_alone("reward0.0", "reference0.0", "generation0.0").kills_workers(1)
+
+
+def test_a_suspect_that_crashes_one_generator_after_the_other_on_a_host_is_found() -> None:
+    assert deaths_alone("generation0.0", "generation1.0", "generation2.0").kills_workers(1)
 
 
 def test_a_group_needs_more_evidence_while_workers_die_without_it() -> None:
@@ -187,6 +233,28 @@ def two_deaths_anywhere_are_a_lost_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CrashAttribution, "record_death", record)
 
 
+def a_lost_host_explains_all_deaths_there(patch: pytest.MonkeyPatch) -> None:
+    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+        whole(crashes, death, alive)
+        for each in crashes._deaths if death.lost_host is not None else ():
+            if each.host == death.host and each.at >= death.at - NOTICE:
+                each.lost_host = death.lost_host
+
+    whole = CrashAttribution.record_death
+    patch.setattr(CrashAttribution, "record_death", record)
+
+
+def a_host_is_lost_again_with_each_death(patch: pytest.MonkeyPatch) -> None:
+    def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
+        for each in crashes._deaths:
+            if each.host == death.host:
+                each.lost_host = None
+        whole(crashes, death, alive)
+
+    whole = CrashAttribution.record_death
+    patch.setattr(CrashAttribution, "record_death", record)
+
+
 def isolated_groups_lose_hosts(patch: pytest.MonkeyPatch) -> None:
     def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
         alone, death.alone = death.alone, None
@@ -195,6 +263,17 @@ def isolated_groups_lose_hosts(patch: pytest.MonkeyPatch) -> None:
 
     whole = CrashAttribution.record_death
     patch.setattr(CrashAttribution, "record_death", record)
+
+
+def suspects_lose_no_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(crash_attribution, "_died_of_groups", lambda deaths: all(death.alone is not None for death in deaths))
+
+
+def suspects_lose_every_host(patch: pytest.MonkeyPatch) -> None:
+    def own(deaths: Collection[Death]) -> bool:
+        return len({death.alone for death in deaths} - {None}) == len(deaths)
+
+    patch.setattr(crash_attribution, "_died_of_groups", own)
 
 
 def nothing_is_forgiven(patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +303,11 @@ def failures_need_no_isolation(patch: pytest.MonkeyPatch) -> None:
         company_is_no_excuse,
         hosts_are_never_lost,
         two_deaths_anywhere_are_a_lost_host,
+        a_lost_host_explains_all_deaths_there,
+        a_host_is_lost_again_with_each_death,
         isolated_groups_lose_hosts,
+        suspects_lose_no_host,
+        suspects_lose_every_host,
         nothing_is_forgiven,
         other_suspects_excuse,
         nothing_is_forgotten,

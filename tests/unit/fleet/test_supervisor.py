@@ -2,13 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost
@@ -16,7 +15,7 @@ from asyncrl.fleet import supervisor
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.remote_worker import WorkerConnection
 from asyncrl.fleet.replicas import Replicas
-from asyncrl.fleet.supervisor import DeathCounter, Supervisor, WorkerSlot, end_process
+from asyncrl.fleet.supervisor import Supervisor, WorkerSlot, end_process
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.rank_layout import Layout
@@ -107,10 +106,11 @@ class Stage:
         self.connections: list[FakeConnection] = []
         self.events: list[tuple[float, str]] = []
         self.reasons: list[str] = []
+        self.isolated: dict[int, frozenset[str]] = {}
         self.spawned = asyncio.Condition()
         self._start, self._greets = start, greets
         slot = WorkerSlot(self.worker, self._make_spec, self, restart)
-        self.supervisor = Supervisor([slot], self._connect, self._emit, "asyncrl run")
+        self.supervisor = Supervisor([slot], self._connect, self._emit, "asyncrl run", self.isolated)
 
     def note(self, event: str) -> None:
         self.events.append((asyncio.get_running_loop().time(), event))
@@ -257,6 +257,24 @@ def test_six_deaths_without_a_finished_group_end_the_fleet() -> None:
         acting(play)
 
 
+@pytest.mark.parametrize(("alone", "others", "ends"), [(True, (), False), (True, (8,), True), (False, (), True)])
+def test_the_fleet_goes_on_while_one_suspect_is_tested(alone: bool, others: tuple[int, ...], ends: bool) -> None:
+    """Eight deaths of a worker that worked for group 7; it ends when others were there, or 7 is no suspect."""
+
+    async def play(stage: Stage) -> None:
+        if alone:
+            stage.isolated[7] = frozenset()
+        stage.worker.groups_at = lambda instance: [7, *others]  # type: ignore[method-assign]
+        for _ in range(supervisor.MAX_DEATHS if ends else supervisor.MAX_DEATHS + 2):
+            await stage.wait_for_live()
+            await stage.kill()
+        if ends:
+            await asyncio.Event().wait()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(FleetFailed, match="died 6 times")) if ends else nullcontext():
+        acting(play)
+
+
 def test_the_death_of_a_worker_that_cannot_be_restarted_ends_the_fleet_at_once() -> None:
     async def play(stage: Stage) -> None:
         await stage.wait_for_live()
@@ -376,22 +394,3 @@ def test_a_worker_that_dies_while_it_starts_is_lost() -> None:
         await stage.wait_for_live()
 
     assert acting(play, start=start).reasons == ["killed by SIGSEGV"]
-
-
-@given(st.lists(st.sampled_from(["progress", 0.0, supervisor.LONG_LIFE - 1, supervisor.LONG_LIFE]), max_size=40))
-def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]) -> None:
-    """A number: a death after so many seconds of life; else a finished group."""
-    deaths, now, since, pause = DeathCounter(), 0.0, 0, supervisor.FIRST_PAUSE / 2
-    for number, lived in enumerate(events):
-        since = 0 if isinstance(lived, str) else since + 1
-        if isinstance(lived, str):
-            deaths.since_progress = 0
-        else:
-            deaths.started_at = now
-            now += lived
-            assert deaths.count(f"instance {number}", now)
-            assert not deaths.count(f"instance {number}", now)
-            pause = (
-                supervisor.FIRST_PAUSE if lived >= supervisor.LONG_LIFE else min(2 * pause, supervisor.LONGEST_PAUSE)
-            )
-            assert deaths.pause == (pause if since < supervisor.MAX_DEATHS else None)
