@@ -14,6 +14,7 @@ BENCHMARKS = {
     "weights": ("transfer_speed.weight_plans", "the plan of a transfer of weights: bytes, senders, time on links"),
     "codecs": ("transfer_speed.weight_codecs", "wire codecs of weights: bytes, CPU time beside copying"),
     "transfers": ("transfer_speed.weight_transfers", "weights to another process, beside bare and encrypted sockets"),
+    "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates, encodings"),
     "scale": ("scale.benchmark", "CPU time of the controller a sample, by samples in flight, workers and ranks"),
     "sandbox": ("overhead.sandbox_throughput", "sandboxed programs a second, beside bare starts of the interpreter"),
     "episodes": ("overhead.episode_throughput", "episodes a second in children, beside the class in one loop"),

@@ -218,9 +218,10 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version in a slot of a weight arena. digest: hex, of the tensor `digest_of`, or of the whole slot where that is
-    "". readers: those that the version is leased to, which read it in place; None: a reader copies it out. canary: to
-    compare with; None: the trainer has no model. transfer: seconds that readers may take to copy its bytes."""
+    """A version in a slot of a weight arena. digest: hex, of the piece of a tensor that `digest_of` names, or of the
+    whole slot where that is "". readers: those that the version is leased to, which read it in place; None: a reader
+    copies it out. canary: to compare with; None: the trainer has no model. transfer: seconds that readers may take to
+    copy its bytes."""
 
     incarnation: int
     version: int

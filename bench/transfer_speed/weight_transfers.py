@@ -1,4 +1,5 @@
-"""Measures the transfer of weights to another process over loopback, beside sockets without anything around them.
+"""Measures the transfer of weights to another process over loopback, beside sockets without anything around them; with
+`--host` from shared memory to processes of the same host (shared_weights.py).
 
 Each round moves the same bytes over: a TCP socket that a loop reads, a pair of ZeroMQ sockets with CURVE, the `tcp`
 transport with dense parts, and with a difference of which 1 % of the weights changed. A transfer ends when all bytes
@@ -26,6 +27,7 @@ import torch
 import zmq
 
 from asyncrl.bench.measurements import RoundValues, goal_line, ratios, table
+from asyncrl.bench.transfer_speed.shared_weights import report
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.codec.chunk import WireCodec
@@ -44,10 +46,15 @@ TENSORS = 32
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench transfers", description=__doc__)
     parser.add_argument("--megabytes", type=int, default=256, help="MiB of weights, in bfloat16")
+    parser.add_argument("--host", action="store_true", help="measure processes of one host that share memory instead")
     parser.add_argument("--rounds", type=int, default=6, help="number of rounds; the first is discarded")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
+    if options.host:
+        print(f"load average {load:.2f} before")
+        print("\n".join(report(options.megabytes, options.rounds)))
+        return
     found = asyncio.run(measure(options.megabytes << 20, options.rounds))
     print(f"{options.megabytes} MiB of bfloat16, {options.rounds - 1} rounds, load average {load:.2f} before")
     bare = found["bare socket"]

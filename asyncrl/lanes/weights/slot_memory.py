@@ -13,7 +13,12 @@ from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.messages import Published
 
-FULL_DIGEST_BYTES = 64 << 20  # crc32 runs at about 4 GB/s: at most 16 ms a side and version; else a tensor in turn
+FULL_DIGEST_BYTES, PIECE_BYTES = 64 << 20, 4 << 20
+"""Size up to which a version is digested as a whole, and bytes of a tensor in turn that are digested of a larger one:
+crc32 runs at some 4 GB/s, so that a digest takes some 16 ms and 1 ms."""
+
+PIECE = "#"
+"""Stands in the name of what is digested between tensor and number of the piece."""
 
 
 def views(memory: memoryview, spec: WeightsSpec) -> dict[str, Tensor]:
@@ -28,8 +33,13 @@ def views(memory: memoryview, spec: WeightsSpec) -> dict[str, Tensor]:
 
 
 def digested_tensor(spec: WeightsSpec, version: int) -> str:
-    """Returns the name of the tensor whose digest guards a version, "" for the whole slot."""
-    return "" if spec.size <= FULL_DIGEST_BYTES else spec.tensors[version % len(spec.tensors)].name
+    """Returns what the digest of a version guards: "" for the whole slot, else a tensor and the number of a piece. One
+    version after the other has another tensor, and each round another piece of it."""
+    if spec.size <= FULL_DIGEST_BYTES:
+        return ""
+    turn, number = divmod(version, len(spec.tensors))
+    tensor = spec.tensors[number]
+    return f"{tensor.name}{PIECE}{turn % max(1, -(-tensor.bytes // PIECE_BYTES))}"
 
 
 def digest(memory: memoryview, spec: WeightsSpec, name: str) -> str:
@@ -39,11 +49,13 @@ def digest(memory: memoryview, spec: WeightsSpec, name: str) -> str:
 
 
 def digest_range(spec: WeightsSpec, name: str) -> tuple[int, int]:
-    """Returns where in a slot the bytes of a tensor begin and end, "" for the whole slot."""
+    """Returns where in a slot begins and ends what `digested_tensor` names."""
     if not name:
         return 0, spec.size
-    tensor = next(tensor for tensor in spec.tensors if tensor.name == name)
-    return tensor.offset, tensor.offset + tensor.bytes
+    owner, _, piece = name.rpartition(PIECE)
+    tensor = next(tensor for tensor in spec.tensors if tensor.name == owner)
+    start = tensor.offset + int(piece) * PIECE_BYTES
+    return start, min(start + PIECE_BYTES, tensor.offset + tensor.bytes)
 
 
 def digest_text(memory: memoryview) -> str:

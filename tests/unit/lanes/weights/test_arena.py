@@ -134,7 +134,7 @@ def test_damaged_bytes_are_found(
     writer = make_writer(spec)
     writer.write(0, 0, named(1.0))
     published = writer.write(0, 1, named(1.0))
-    assert published.digest_of == ("" if limit else "bias")
+    assert published.digest_of == ("" if limit else "bias#0")
     reader = open_reader(published, spec)
     writer._tensors[1]["bias"][3] = 1.5
     with pytest.raises(WeightsError, match="damaged"):
@@ -146,7 +146,27 @@ def test_digests_take_every_tensor_in_turn(
 ) -> None:
     monkeypatch.setattr(slot_memory, "FULL_DIGEST_BYTES", 0)
     writer = make_writer(WeightsSpec.of(SHAPES, "float32"))
-    assert {writer.write(0, version, named(1.0)).digest_of for version in range(3)} == set(SHAPES)
+    assert {writer.write(0, version, named(1.0)).digest_of for version in range(3)} == {f"{name}#0" for name in SHAPES}
+
+
+def test_a_digest_is_of_one_piece_of_a_long_tensor(
+    make_writer: Callable[[WeightsSpec], Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_memory, "FULL_DIGEST_BYTES", 0)
+    monkeypatch.setattr(slot_memory, "PIECE_BYTES", 64)
+    spec = WeightsSpec.of({"long": (40,), "short": (3,)}, "float32")
+    writer = make_writer(spec)
+    tensors = {"long": torch.arange(40.0), "short": torch.zeros(3)}
+    named_by = {version: writer.write(0, version, tensors).digest_of for version in range(8)}
+    assert [named_by[version] for version in (0, 2, 4, 6)] == ["long#0", "long#1", "long#2", "long#0"]
+    assert {named_by[version] for version in (1, 3, 5, 7)} == {"short#0"}
+    pieces = [slot_memory.digest_range(spec, f"long#{number}") for number in range(3)]
+    assert pieces == [(0, 64), (64, 128), (128, 160)]
+    published = writer.write(0, 8, tensors)
+    writer._tensors[0]["long"][20] = -1.0
+    assert published.digest_of == "long#1"
+    with pytest.raises(WeightsError, match="long#1 has digest"):
+        open_reader(published, spec).tensors(published)
 
 
 def test_another_model_is_refused(make_writer: Callable[[WeightsSpec], Writer]) -> None:
