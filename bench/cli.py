@@ -18,7 +18,10 @@ BENCHMARKS = {
     "scale": ("scale.benchmark", "CPU time of the controller a sample, by samples in flight, workers and ranks"),
     "sandbox": ("overhead.sandbox_throughput", "sandboxed programs a second, beside bare starts of the interpreter"),
     "episodes": ("overhead.episode_throughput", "episodes a second in children, beside the class in one loop"),
-    "policies": ("staleness_policies", "policies on the virtual clock: live tokens, idle trainer, masked samples"),
+    "policies": (
+        "learning.staleness_policies",
+        "policies on the virtual clock: live tokens, idle trainer, masked samples",
+    ),
 }
 """Each command name with its module and its line of help."""
 

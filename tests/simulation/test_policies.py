@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.bench.staleness_policies import PolicyResult, outcome, result_table
+from asyncrl.bench.learning.staleness_policies import PolicyResult, outcome, result_table
 
 STEPS, SEEDS = 20, 5
 NAMES = ("admit", "drop", "mask, whole groups", "mask, cuts")

@@ -17,7 +17,8 @@ from asyncrl.lanes.weights.transports.collective.communicator import Backend, Co
 class FaultyBackend:
     """Passes everything on to `inner`. going: cleared, every send waits until its pair is aborted or it is set again.
     stalled: names of threads whose sends wait too. sends: groups until the thread that sends breaks its pair, as a
-    process that dies does; None: never. sent: parts that were sent."""
+    process that dies does; None: never. sent: parts that were sent. receiving: groups that
+    are waited for."""
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -28,6 +29,7 @@ class FaultyBackend:
         self.stalled: set[str] = set()
         self.sends: int | None = None
         self.sent = 0
+        self.receiving = 0
         self.invite = inner.invite
         self.close = inner.close
 
@@ -40,8 +42,14 @@ class FaultyPair:
         self._faults = faults
         self._inner = inner
         self._aborted = threading.Event()
-        self.receive = inner.receive
         self.close = inner.close
+
+    def receive(self, parts: Sequence[Tensor], seconds: float) -> None:
+        self._faults.receiving += 1
+        try:
+            self._inner.receive(parts, seconds)
+        finally:
+            self._faults.receiving -= 1
 
     def send(self, parts: Sequence[Tensor], seconds: float) -> None:
         until = time.monotonic() + seconds

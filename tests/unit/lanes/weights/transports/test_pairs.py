@@ -77,7 +77,7 @@ async def test_a_receiver_that_gives_up_takes_the_next_version(transport: str, t
         fetching = begin_stalled(site, receiver, second)
         await until(lambda: bool(site.sender._stored[-1].readers))
         given_up = receiver._incoming.block.data_ptr()
-        await until(lambda: receiver._pair is not None)
+        await until(lambda: site.pairs.receiving > 0)
         fetching.cancel()
         await asyncio.wait([fetching])
         assert receiver._begin(second).block.data_ptr() != given_up, "the transfer may still write there"

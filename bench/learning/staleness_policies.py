@@ -1,4 +1,4 @@
-"""Compares the staleness policies on the same simulated fleet: `python -m asyncrl.bench.staleness_policies`.
+"""Compares the staleness policies on the same simulated fleet: `python -m asyncrl.bench.learning.staleness_policies`.
 
 Eight prompts a step, eight samples of each, 192 slots, limit 2; one completion in twenty is ten times as long as the
 others. The slots sample a batch in 4.8 s and the trainer takes as long for one, so that either waits for the other only
