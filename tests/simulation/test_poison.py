@@ -21,6 +21,13 @@ def test_a_group_that_kills_its_worker_each_time_is_dropped_and_no_other(poison:
     assert (outcome.version, outcome.lives) == (4, 1)
 
 
+def test_a_group_whose_samples_end_before_it_kills_its_worker_is_dropped_too() -> None:
+    short = Trial(seed=63140, groups=1, members=2, limit=0, slots=2, cut_at=None, steps=1, poison=(0,))
+    outcome = run_trial(replace(short, shape="lognormal", reward_time=0.0))
+    assert outcome.poisoned == [0]
+    assert (outcome.version, outcome.lives) == (1, 1)
+
+
 def test_a_group_that_is_found_guilty_while_it_waits_for_its_turn_ends_there() -> None:
     """A greedy answer runs beside the samples in another worker, so that one attempt kills two; the second death is
     known when the attempt is over."""

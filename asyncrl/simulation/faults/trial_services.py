@@ -148,14 +148,17 @@ class TrialGeneration(TrialService, FakeGeneration):
         FakeGeneration.__init__(self, trial.slots, TOKEN_TIME, trial.lengths, trial.flip_time, context)
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        crash: set[asyncio.Task[None]] = set()
         if prompts.id in self.truth.trial.poison:
             self.truth.crashes[prompts.id] += 1
-            self.context.tasks.create_task(self._crash(), name="crash")
+            crash = {self.context.tasks.create_task(self._crash(), name="crash")}
         saved = [row for row in prompts.continues or () if "generation" in row.places[0].owner]  # Not environment.
         self.truth.continued += len(saved)
         async with aclosing(cast(Any, super().generate(prompts))) as items:
             async for samples in items:
                 yield samples
+        if crash:  # A group whose samples are short crashes its worker too, while that works for it.
+            await asyncio.wait(crash)
 
     def finish(self, sequence: Sequence) -> None:
         if not self.hung:
