@@ -21,7 +21,7 @@ import numpy as np
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.engine_interface import GenerationEngine
-from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key
+from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.trajectory import ROW, Trajectory
 from asyncrl.engines.generation.turn_requests import Turn, TurnRequests

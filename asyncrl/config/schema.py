@@ -40,8 +40,7 @@ class TaskConfig(Section):
     max_prompt_tokens: Positive = 512
     """Largest number of tokens of a prompt. A longer prompt is an error before anything is sampled."""
     pretrain: str = ""
-    """Source of the texts for algorithm.pretrain_coefficient, in the same forms as `prompts`. A row has a `text`, or a
-    `prompt` and an `answer`, of which only the answer is learnt."""
+    """Texts for algorithm.pretrain_coefficient, as `prompts`: rows with `text`, or `prompt` and the `answer` to learn."""
     pretrain_per_step: Positive = 32
     """Number of these texts in one training step."""
 
@@ -66,16 +65,17 @@ class GenerationConfig(Section):
     stop: tuple[NonEmpty, ...] = ()
     """Strings that end an answer. Rewards see the text before them."""
     kv: Literal["keep", "recompute"] = "keep"
-    """Treatment of the keys and values of running sequences when new weights arrive: `keep` goes on with those of the
-    old weights, `recompute` computes them again."""
+    """Keys and values of running samples after new weights: `keep` goes on with the old ones, `recompute` does not."""
+    cache_gb: Annotated[float, Field(ge=0)] = 0.0
+    """Most GB (10^9 bytes) of keys and values of a replica; samples are preempted to fit. 0: all slots fit."""
+    prefill_tokens: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of prompts that a step computes beside decoding samples. 0 chooses 64 on a CPU, else 2048."""
     deterministic: bool = False
-    """Makes tokens and log-probabilities independent of slots, neighbours and order of arrival, bit for bit. This is
-    slower."""
+    """Makes tokens and log-probs independent of slots, neighbours and order of arrival, bit for bit. This is slower."""
     device: str = "cpu"
     """Device of the generation workers, e.g. cpu or cuda:0."""
     deadline: PositiveFloat = 600.0
-    """Seconds that one sample may be sampled, from the moment it holds a slot. It then ends with the reason `length`.
-    Waiting for a slot does not count."""
+    """Seconds that a sample may hold a slot; it then ends with the reason `length`. Waiting for one does not count."""
 
 
 MODEL_TERM = "model"

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.engine_interface import GenerationEngine
-from asyncrl.engines.generation.sample_requests import NO_WEIGHTS
+from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.turn_requests import Turn

@@ -25,7 +25,7 @@ from asyncrl.bench.generation_speed.turns import measure_turns
 from asyncrl.bench.generation_speed.vllm_side import VllmSide
 from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, own_seconds, ratios, round_values, table
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.model_loading import load_pretrained
 
 PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64

@@ -35,8 +35,8 @@ TEXT_BYTES_PER_TOKEN = 4
 """Text of a sampled token, in bytes: usual tokenizers need 3 to 5 bytes of code, English or Chinese for one."""
 PROCESS_BYTES = 500 * 2**20
 """Python with torch and transformers loaded."""
-CHUNK, FIRST_CHUNKS = 32, 2
-"""Positions in a block of the KV cache, and blocks of each slot from the start (generation/forward/kv_cache.py)."""
+CHUNK = 32
+"""Positions in a block of the KV cache (generation/scheduling/block_tables.py)."""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -173,14 +173,15 @@ def _generation(config: Config, shape: Shape, name: str, replicas: int) -> Memor
     weights = shape.parameters * size + head + adapters
     chunk = CHUNK * shape.cache_bytes_per_token * size // FLOAT
     longest = -(-longest_row(config) // CHUNK)
-    at_first = generation.slots * chunk * (longest if generation.deterministic else min(FIRST_CHUNKS, longest))
-    cache = max(at_first, min(generation.slots, gate.cap * gate.members) * longest * chunk)
-    if config.environment.use and not generation.deterministic:
-        cache *= (
-            2  # Once more for sequences that wait for their environment, whose room the cache may have taken before.
-        )
+    whole = generation.slots * longest * chunk
+    if generation.cache_gb:
+        whole = min(whole, int(generation.cache_gb * 10**9))
+    # On a CPU the cache takes what is used, parked sequences with it; on another device all of it at once.
+    at_first = 0 if generation.device == "cpu" else whole
+    rows = generation.slots if config.environment.use else min(generation.slots, gate.cap * gate.members)
+    cache = max(at_first, min(whole, rows * longest * chunk))
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
-    lower = f"lower generation.slots, which is {generation.slots}" if at_first > weights else SMALLER
+    lower = "lower generation.cache_gb or generation.slots" if at_first > weights else SMALLER
     most, least = PROCESS_BYTES + weights + cache, weights + at_first
     return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower)
 

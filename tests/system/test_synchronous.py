@@ -13,7 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.run_setup import RunRequest, run
-from asyncrl.engines.generation.sample_requests import Completion, Key, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.batch.train_rows import TrainRow, ValueTarget, value_targets_of
 from asyncrl.engines.training.critic_trainer import CriticTrainer

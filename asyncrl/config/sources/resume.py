@@ -28,6 +28,7 @@ MAY_CHANGE = (
         "mismatch.",
     ),
     *("generation.replicas", "generation.layout_tp", "generation.slots", "generation.device", "generation.deadline"),
+    *("generation.cache_gb", "generation.prefill_tokens"),
     *("reward.replicas", "reward.workers", "reward.deadline", "reward.device"),
     *("cost.replicas", "cost.workers", "cost.deadline", "cost.device"),
     *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),

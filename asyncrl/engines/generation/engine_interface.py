@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.sample_requests import Completion, Key, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, Key, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.protocols.batch import SampleName

@@ -1,9 +1,13 @@
 """The `torch` engine: continuous batching over slots, with one flat forward per step.
 
-A step samples one token of every running sample. Decoding samples contribute their newest token; new samples, and all
-samples after new weights under `kv = "recompute"`, are in prefill and contribute their whole sequence. Both share one
-forward. Samples of a group that start together share the prefill of their prompt. A turn that goes on takes back the
-keys and values that were parked for it, and prefills only what it was given since.
+    submit ── waiting ── slot ── prefill, in chunks ── decode, one token a step ── completion
+                          ▲          ▲     blocks lack: the youngest      │
+                          │          └──────────── is preempted ──────────┤
+                          └── next turn, with the blocks that were parked ┘
+
+A step samples one token of every decoding sample, and computes chunks of the prompts of others within a budget, all in
+one forward. A prompt is computed once for all samples that begin with it, whichever step they start in. After new
+weights under `kv = "recompute"`, all samples are in prefill again.
 
 The deterministic mode fixes every shape that a sample can see: all slots decode, attention covers the whole slot, and
 each prompt has a forward of its own. Other rows and masked positions then do not change the bits of a sample.
@@ -12,8 +16,8 @@ each prompt has a forward of its own. Other rows and masked positions then do no
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +27,13 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
+from asyncrl.engines.generation.forward.cache_size import cache_blocks
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.parked_sequences import ParkedSequence, ParkedSequences
-from asyncrl.engines.generation.running_batch import RunningBatch
-from asyncrl.engines.generation.sample_requests import (
+from asyncrl.engines.generation.sampling import sample
+from asyncrl.engines.generation.scheduling.block_memory import BlockMemory
+from asyncrl.engines.generation.scheduling.block_pool import Ints
+from asyncrl.engines.generation.scheduling.running_batch import RunningBatch
+from asyncrl.engines.generation.scheduling.sample_requests import (
     NO_WEIGHTS,
     Completion,
     Finish,
@@ -34,7 +41,7 @@ from asyncrl.engines.generation.sample_requests import (
     SampleRequest,
     refuse_too_long,
 )
-from asyncrl.engines.generation.sampling import sample
+from asyncrl.engines.generation.scheduling.step_plan import IDLE_BUDGETS, Chunk, Prefill, plan_chunks
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
@@ -44,12 +51,12 @@ from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 
-PREFILL_TOKENS = 8192  # prefill tokens per forward; bounds its activations, not what a step admits
+PREFILL_TOKENS = (2048, 64)
+"""Tokens of prompts that a step computes beside decoding samples, on other devices and on CPUs, where so many take
+about as long as the samples do."""
 FIXED_ROWS = 16
 """Fewest slots of deterministic mode: products over fewer rows than 4 (an AMD EPYC) or 16 (an Intel Xeon, of vectors of
 576 numbers and more) round differently from larger ones."""
-
-SharedPrefill = list[int]  # rows with the same prompt, which share one prefill; the first row computes it
 
 
 class TorchEngine:
@@ -76,14 +83,25 @@ class TorchEngine:
         expected = probe_logprobs(model, probe)
         fixed, exact = generation.deterministic, config.model.float32_head
         slots = max(generation.slots, FIXED_ROWS) if fixed else generation.slots
-        self._flat = FlatModel(model, slots, limit, vocabulary_size(tokenizer), fixed=fixed, float32_head=exact)
+        self._flat = FlatModel(
+            model,
+            slots,
+            limit,
+            vocabulary_size(tokenizer),
+            fixed=fixed,
+            float32_head=exact,
+            blocks=cache_blocks(config, model.config, slots),
+        )
         self._flat.verify(probe, expected)
         self._config = config
         self.tokenizer = TokenizerWithStops(tokenizer, generation.stop)
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self._end_ids)
         self._batch = RunningBatch(slots, generation.max_new_tokens)
-        self.parked = ParkedSequences()
+        self._memory = BlockMemory(self._flat.cache, self._batch)
+        self.parked = self._memory.parked
+        self._prefill_tokens = generation.prefill_tokens or PREFILL_TOKENS[generation.device == "cpu"]
+        self._position_cost = position_cost(model)
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
         self.spec: WeightsSpec = published_spec(model, config.model.dtype)
@@ -103,6 +121,11 @@ class TorchEngine:
         return self._flat.cache.used
 
     @property
+    def preemptions(self) -> int:
+        """Returns how often a running request lost its keys and values to others, and computed them again."""
+        return self._memory.preemptions
+
+    @property
     def active(self) -> bool:
         return self.running > 0 or any(self._may_start(request) for request in self._waiting)
 
@@ -110,25 +133,26 @@ class TorchEngine:
         """Queues requests, which start in order of arrival once a slot is free and the weights are new enough. Raises
         ConfigError when prompt or completion does not fit into a slot."""
         refuse_too_long(requests, self._config)
+        for request in requests:
+            self._memory.prompts.want(request.prompt.tobytes())
         self._waiting.extend(requests)
 
     def step(self) -> list[Completion]:
-        """Samples one token of every running request; returns the requests that finished."""
+        """Samples one token of every decoding request, and computes prompts of others within the budget of a step;
+        returns the requests that finished."""
         self._admit()
-        decoding = self._batch.decoding
-        for prefills in self._prefills(decoding):
-            if decoding or prefills:
-                self._forward(decoding, prefills)
-            decoding = 0
-        done = [self._finish(row, finish) for row, finish in reversed(list(self._finished()))]
-        if self.parked:
-            self.parked.evict_to(self._flat.cache.room)
-        return done
+        if self._config.generation.deterministic:
+            self._compute_apart()
+        else:
+            self._compute_together()
+        return [self._finish(row, finish) for row, finish in reversed(list(self._finished()))]
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
         """Ends requests now. Returns those that were running; requests that were waiting are removed."""
         wanted = set(keys)
-        self._waiting = deque(request for request in self._waiting if request.key not in wanted)
+        for request in [request for request in self._waiting if request.key in wanted]:
+            self._waiting.remove(request)
+            self._memory.prompts.had(request.prompt.tobytes())
         rows = [row for row, request in enumerate(self._batch.requests) if request.key in wanted]
         self.parked.forget(wanted)
         return [self._finish(row, finish) for row in reversed(rows)]
@@ -158,11 +182,9 @@ class TorchEngine:
                     parameter.copy_(tensors[tensor.name])
             self._flat.weights_changed()
         self.version = version
-        if self._config.generation.kv == "recompute":
-            self._batch.uncache()
-            self.parked.clear()
+        self._memory.weights_changed(recompute=self._config.generation.kv == "recompute")
 
-    def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+    def logprobs_after(self, prompt: Ints) -> NDArray[np.float32]:
         """Returns the log-probs [vocabulary] of the token after a prompt at temperature 1."""
         found: NDArray[np.float32] = self._flat.logits_after(prompt).float().log_softmax(-1).cpu().numpy()
         return found
@@ -171,105 +193,107 @@ class TorchEngine:
         return self.version != NO_WEIGHTS and request.not_before <= self.version
 
     def _admit(self) -> None:
-        """Moves waiting requests into free slots; requests that need newer weights keep their place in the queue."""
+        """Moves waiting requests into free slots; requests that need newer weights keep their place in the queue. No
+        request starts while a running one lacks blocks."""
         early: deque[SampleRequest] = deque()
         for request in self._waiting:
-            if self.running < self._config.generation.slots and self._may_start(request):
+            free = self.running < self._config.generation.slots and not self._memory.scarce
+            if free and self._may_start(request):
                 self._batch.add(request, time.monotonic())
                 if request.drawn:
-                    self._take_back(self.running - 1)
+                    self._memory.take_back(self.running - 1)
             else:
                 early.append(request)
         self._waiting = early
 
-    def _take_back(self, row: int) -> None:
-        """Gives a row that goes on the keys and values that were parked for it."""
-        request = self._batch.requests[row]
-        if (parked := self.parked.take(request.key[:2], request.prompt)) is not None:
-            self._batch.held[row] = len(parked.tokens)
-            self._flat.cache.copy_in(row, len(parked.tokens), parked.states)
+    def _compute_together(self) -> None:
+        """Computes one forward: decoding rows, and chunks of rows in prefill."""
+        self._memory.share_prompts()
+        decoding = self._memory.secure_next()
+        ready = self._memory.secure_prefills()
+        prefills = [
+            Prefill(row, int(self._batch.held[row]), int(self._batch.lengths(np.array([row]))[0])) for row in ready
+        ]
+        budget = self._prefill_tokens * (1 if len(decoding) else IDLE_BUDGETS)
+        chunks = plan_chunks(prefills, budget, self._position_cost)
+        if len(decoding) or chunks:
+            self._forward(decoding, sorted(chunks, key=lambda chunk: (chunk.first > 0, chunk.end)))
 
-    def _park(self, row: int) -> None:
-        """Keeps the keys and values of a row: of all tokens but the newest."""
-        tokens = self._batch.sequence(row)[:-1]
-        group, member, attempt = self._batch.requests[row].key
-        states = self._flat.cache.copy_out(row, len(tokens))
-        self.parked.park((group, member), ParkedSequence(tokens, states, attempt))
+    def _forward(self, decoding: Ints, chunks: list[Chunk]) -> None:
+        """Samples the next token of the decoding rows, and of rows whose prefill ends."""
+        sequences = {chunk.row: self._batch.sequence(chunk.row)[chunk.first : chunk.end] for chunk in chunks}
+        held = {chunk.row: chunk.first for chunk in chunks}
+        logits = self._flat.logits(*self._newest(decoding), sequences, held, decoding)
+        sampled, sources = list(decoding), list(range(len(decoding)))
+        for source, chunk in enumerate(chunks, len(decoding)):
+            followers = self._memory.computed(chunk.row, chunk.end)
+            if chunk.last:
+                sampled += [chunk.row, *followers]
+                sources += [source] * (1 + len(followers))
+        if sources != list(range(len(logits))):
+            logits = logits[self._flat.tensor(np.array(sources, np.int64))]
+        self._record(logits, np.array(sampled, np.int64))
 
-    def _prefills(self, first: int) -> list[list[SharedPrefill]]:
-        """Distributes the prefills of the rows from `first` on over forwards, of which the first one decodes as well.
-
-        Rows share a prefill if they have the same prompt and nothing was sampled yet. A forward has at most
-        PREFILL_TOKENS tokens, or one longer sequence; in deterministic mode it has one prefill, or only decodes.
-        Sequences that go on come last, the shortest first, because attention pads them to the longest.
-        """
-        held, prefills = self._batch.held, dict[tuple[int, int], SharedPrefill]()
-        lengths = self._batch.lengths(self.running) - held[: self.running]
-        for row in range(first, self.running):
+    def _compute_apart(self) -> None:
+        """Computes the decoding rows, and then each prompt in a forward of its own."""
+        decoding, alike = self._batch.decoding, dict[tuple[bytes, int], list[int]]()
+        for row in self._batch.prefilling.tolist():
             own = row if self._batch.sampled[row] else -1
-            prefills.setdefault((id(self._batch.requests[row].prompt), own), []).append(row)
-        forwards: list[list[SharedPrefill]] = [[]]
-        tokens = padded = 0
-        for prefill in sorted(prefills.values(), key=lambda rows: lengths[rows[0]] if held[rows[0]] else 0):
-            length = int(lengths[prefill[0]])
-            more = length
-            if held[prefill[0]]:
-                more += padded * (length - int(lengths[forwards[-1][-1][0]])) if padded else 0
-                padded += 1
-            tokens += more
-            if self._config.generation.deterministic or (forwards[-1] and tokens > PREFILL_TOKENS):
-                forwards.append([])
-                tokens, padded = length, int(held[prefill[0]] > 0)
-            forwards[-1].append(prefill)
-        return forwards
+            alike.setdefault((self._batch.prompts[row], own), []).append(row)
+        if len(decoding):
+            idle = self._flat.slots - len(decoding)
+            tokens, positions = (np.pad(each, (0, idle)) for each in self._newest(decoding))
+            self._record(self._flat.logits(tokens, positions), decoding)
+        for first, *others in alike.values():
+            tokens = self._batch.sequence(first)
+            logits = self._flat.logits(NOTHING, NOTHING, {first: tokens})
+            self._flat.cache.copy(first, others, len(tokens))
+            self._record(logits.expand(1 + len(others), -1), np.array([first, *others]))
 
-    def _forward(self, decoding: int, prefills: list[SharedPrefill]) -> None:
-        """Samples the next token of the first `decoding` rows and of all rows of the prefills."""
-        held = {prefill[0]: int(self._batch.held[prefill[0]]) for prefill in prefills}
-        sequences = {row: self._batch.sequence(row)[first:] for row, first in held.items()}
-        logits = self._flat.logits(*self._newest(decoding), sequences, held)
-        first = len(logits) - len(sequences)
-        copies = [first + index for index, prefill in enumerate(prefills) for _ in prefill]
-        rows = np.array([*range(decoding), *chain.from_iterable(prefills)], np.int64)
-        if len(rows) != len(logits):
-            logits = logits[self._flat.tensor(np.array([*range(decoding), *copies], np.int64))]
-        tokens, logprobs = self._sample(logits, rows)
-        for source, *others in prefills:
-            self._flat.cache.copy(source, others, len(sequences[source]))
-        self._batch.record(rows, tokens, logprobs, self.version)
+    def _record(self, logits: Tensor, rows: Ints) -> None:
+        """Samples from the logits of these rows, which may have further logits behind them."""
+        if len(rows):
+            tokens, logprobs = self._sample(logits[: len(rows)], rows)
+            self._memory.cached(rows)
+            self._batch.record(rows, tokens, logprobs, self.version)
 
-    def _sample(self, logits: Tensor, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _sample(self, logits: Tensor, rows: Ints) -> tuple[Ints, NDArray[np.float32]]:
         temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
         tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
         tokens, logprobs = sample(logits, *tensors)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
-    def _newest(self, decoding: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns newest tokens and their positions. In deterministic mode idle slots decode too, at position 0."""
-        if decoding == 0:
-            return NOTHING, NOTHING
-        idle = self._flat.slots - decoding if self._config.generation.deterministic else 0
-        return np.pad(self._batch.newest(decoding), (0, idle)), np.pad(self._batch.lengths(decoding) - 1, (0, idle))
+    def _newest(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Returns newest tokens and their positions."""
+        return self._batch.newest(rows), self._batch.lengths(rows) - 1
 
     def _finished(self) -> Iterator[tuple[int, Finish]]:
-        batch, count = self._batch, self.running
-        ended = np.isin(batch.newest(count), self._end_ids)
-        overdue = batch.ends_at[:count] <= time.monotonic()
-        for row in range(count):
-            if ended[row]:
+        batch = self._batch
+        rows = np.flatnonzero(batch.sampled[: self.running])
+        ended = np.isin(batch.newest(rows), self._end_ids)
+        overdue = batch.ends_at[rows] <= time.monotonic()
+        for index, row in enumerate(rows.tolist()):
+            if ended[index]:
                 yield row, "stop"
             elif self.tokenizer.stops(batch.tokens[row, : batch.sampled[row]]):
                 yield row, "stop_string"
-            elif batch.sampled[row] >= batch.requests[row].max_new_tokens or overdue[row]:
+            elif batch.sampled[row] >= batch.requests[row].max_new_tokens or overdue[index]:
                 yield row, "length"
 
     def _finish(self, row: int, finish: Finish) -> Completion:
         tokens = self._batch.tokens[row, : self._batch.sampled[row]]
         text = self.tokenizer.before_stop(tokens) if finish == "stop_string" else self.tokenizer.decode(tokens)
         completion = self._batch.completion(row, finish, text)
-        if completion.request.may_go_on and finish != "abort" and not self._config.generation.deterministic:
-            self._park(row)
-        self._flat.cache.free(row)
-        self._flat.cache.swap(row, self.running - 1)
-        self._batch.remove(row)
+        goes_on = completion.request.may_go_on and finish != "abort" and not self._config.generation.deterministic
+        self._memory.leave(row, park=goes_on)
         return completion
+
+
+def position_cost(model: Any) -> float:
+    """Returns the cost of attention to one position, where the other products of one token cost 1: 4 d operations in
+    each layer, d numbers wide, against 2 for each parameter."""
+    shape = model.config
+    width = shape.num_attention_heads * (
+        getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    )
+    return float(2 * shape.num_hidden_layers * width / model.num_parameters())

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.engine_interface import EngineLoad
-from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
@@ -98,7 +98,7 @@ class TorchGeneration:
     def load(self) -> EngineLoad:
         core = self.core
         hits, misses = core.parked.hits, core.parked.misses
-        return EngineLoad(core.running, core.waiting, core.cache_used, 0, hits, misses)
+        return EngineLoad(core.running, core.waiting, core.cache_used, core.preemptions, hits, misses)
 
     async def pause(self) -> int:
         return self._set_paused(True)

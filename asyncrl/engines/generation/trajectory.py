@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.sample_requests import Completion
+from asyncrl.engines.generation.scheduling.sample_requests import Completion
 from asyncrl.engines.generation.tokenization import Message
 from asyncrl.engines.generation.turn_rendering import Tools
 from asyncrl.environments.transcript import CONTEXT, POLICY

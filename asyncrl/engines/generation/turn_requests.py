@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.engines.generation.sample_requests import SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.trajectory import ROW, Ids, Trajectory
 from asyncrl.engines.generation.turn_rendering import TurnRenderer

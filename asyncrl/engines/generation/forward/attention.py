@@ -6,10 +6,12 @@
 
 A decoding token attends to each KV block of its sequence separately; the partial sums are then combined per sequence.
 One batched product covers all blocks, and short sequences compute nothing for positions that only a longer one has.
+Blocks that several sequences share are read once for all of them, in a second product.
 
 The function is registered with transformers under a name, so that models need no change.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +22,29 @@ from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from asyncrl.engines.generation.forward.kv_cache import KV_BLOCK, Ints, KVCache
+from asyncrl.engines.generation.forward.kv_cache import KVCache
+from asyncrl.engines.generation.scheduling.block_pool import Ints
+from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, blocks_for
 from asyncrl.errors import ConfigError
 
 NAME = "asyncrl_flat"
+SHARERS = 8  # rows that one product of a shared block computes at most; with fewer, the rest is padding
+TILE_NUMBERS = (2**26, 2**20)
+"""Numbers of a cache in 16 bit that are float32 at one time, on other devices and on CPUs: 256 MiB, and 4 MiB, which
+stay in a core's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBlocks:
+    """Describes KV blocks that several decoding sequences share, for all of these sequences but the first.
+
+    blocks: int64 [entries], a block that more than SHARERS others share has several entries. rows: int64 [entries,
+    sharers], the rows whose queries a block meets; entries are filled up with `rows` of all sequences, a row that does
+    not exist.
+    """
+
+    blocks: Tensor
+    rows: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +52,54 @@ class DecodeBlocks:
     """Describes the leading KV blocks of the cache for decode attention.
 
     Blocks that no decoding sequence owns are computed with the query of row 0 and fully masked, which is cheaper than
-    selecting the others. rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK],
-    0 or -inf. order: int64, the blocks of row 0, then those of row 1, and so on. starts: int64 [rows], the first entry
-    of each row.
+    selecting the others. A block that several sequences share meets the query of the first here, those of the others
+    in `shared`. rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK], 0 or
+    -inf. order: int64, the partial sums of row 0, then those of row 1, and so on; those of `shared` are numbered behind
+    those of the blocks. starts: int64 [rows], the first entry of each row.
     """
 
     rows: Tensor
     mask: Tensor
     order: Tensor
     starts: Tensor
+    shared: SharedBlocks | None
 
     @classmethod
-    def of(cls, cache: KVCache, positions: Ints, device: torch.device) -> "DecodeBlocks":
-        """Builds the description for rows i that see positions 0 to positions[i] of slot i."""
-        total = cache.compact()
-        order, counts = cache.blocks_up_to(positions)
+    def of(cls, cache: KVCache, slots: Ints, positions: Ints, device: torch.device) -> "DecodeBlocks":
+        """Builds the description for rows i that see positions 0 to positions[i] of slots[i]."""
+        total, tables = cache.compact(slots), cache.tables
+        counts = tables.counts[slots] if tables.fixed else positions // KV_BLOCK + 1
+        blocks = tables.owned[slots][np.arange(tables.owned.shape[1]) < counts[:, None]]
         starts = counts.cumsum() - counts
         owners = np.repeat(np.arange(len(counts)), counts)
         seen, rows = np.zeros(total, np.int64), np.zeros(total, np.int64)
-        seen[order] = positions[owners] + 1 - KV_BLOCK * (np.arange(len(order)) - starts[owners])
-        rows[order] = owners
+        rows[blocks[::-1]] = owners[::-1]  # Of several owners the first one is written last.
+        seen[blocks] = positions[owners] + 1 - KV_BLOCK * (np.arange(len(blocks)) - starts[owners])
         mask = np.where(np.arange(KV_BLOCK) < seen[:, None, None], np.float32(0), np.float32(-np.inf))
-        return cls(*(torch.from_numpy(each).to(device) for each in (rows, mask, order, starts)))
+        order, shared = blocks, None
+        if np.count_nonzero(rows[blocks] != owners):
+            order, shared = _shared_blocks(blocks, owners, rows, total, device)
+        row, masked, entry, start = (torch.from_numpy(each).to(device) for each in (rows, mask, order, starts))
+        return cls(row, masked, entry, start, shared)
+
+
+def _shared_blocks(
+    blocks: Ints, owners: Ints, first: Ints, total: int, device: torch.device
+) -> tuple[Ints, SharedBlocks]:
+    """Returns the numbers of all partial sums, and the blocks with the rows that share them with their first row."""
+    others = np.flatnonzero(first[blocks] != owners)
+    by_block = others[np.argsort(blocks[others], kind="stable")]
+    unique, starts, counts = np.unique(blocks[by_block], return_index=True, return_counts=True)
+    width = min(int(counts.max()), SHARERS)
+    rank = np.arange(len(by_block)) - np.repeat(starts, counts)
+    entries_of_block = -(-counts // width)
+    entry = np.repeat(entries_of_block.cumsum() - entries_of_block, counts) + rank // width
+    rows = np.full((int(entries_of_block.sum()), width), owners.max() + 1)
+    rows[entry, rank % width] = owners[by_block]
+    order = blocks.copy()
+    order[by_block] = total + entry * width + rank % width
+    arrays = np.repeat(unique, entries_of_block), rows
+    return order, SharedBlocks(*(torch.from_numpy(each).to(device) for each in arrays))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +118,7 @@ class CachedBeginnings:
     def of(cls, cache: KVCache, held: dict[int, int], lengths: list[int], like: Tensor) -> "CachedBeginnings":
         """Builds the description. held: cached positions by slot. like: a tensor of the model."""
         ends = [first + length for first, length in zip(held.values(), lengths, strict=True)]
-        blocks = cache.first_blocks(list(held), max(ends))
+        blocks = cache.tables.owned[list(held), : blocks_for(max(ends))]
         newest = np.array(list(held.values()))[:, None] + np.arange(max(lengths))
         seen = np.arange(blocks.shape[1] * KV_BLOCK) <= newest[:, None, :, None]
         mask = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
@@ -83,8 +130,8 @@ class FlatTokens:
     """Holds what attention needs to know of one forward: tokens that decode, then sequences in prefill.
 
     locations: block and offset of each token in the cache, two int64 [tokens]. positions: int64 [tokens]. blocks: the
-    KV blocks of the tokens that decode; token i of those belongs to slot i. lengths: of each sequence in prefill.
-    beginnings: of sequences behind those, whose first keys are cached.
+    KV blocks of the tokens that decode. lengths: of each sequence in prefill. beginnings: of sequences behind those,
+    whose first keys are cached, in parts that are padded to about the same length.
     """
 
     cache: KVCache
@@ -92,7 +139,7 @@ class FlatTokens:
     positions: Tensor
     blocks: DecodeBlocks | None
     lengths: list[int]
-    beginnings: CachedBeginnings | None = None
+    beginnings: tuple[CachedBeginnings, ...] = ()
 
 
 def flat_attention(
@@ -121,14 +168,15 @@ def flat_attention(
 def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
     """Computes attention: query [tokens, heads, size], key and value [tokens, kv heads, size] -> as the query."""
     keys, values = flat.cache.write(layer, flat.locations, key, value)
-    end = len(query) - (0 if flat.beginnings is None else sum(flat.beginnings.lengths))
+    end = len(query) - sum(sum(each.lengths) for each in flat.beginnings)
     parts, first = [], end - sum(flat.lengths)
     if flat.blocks is not None:
         parts.append(_decode_attention(query[:first], keys, values, flat.blocks, scaling))
     if flat.lengths:
         parts.append(_prefill_attention(query[first:end], key[first:end], value[first:end], flat.lengths, scaling))
-    if flat.beginnings is not None:
-        parts.append(_later_attention(query[end:], keys, values, flat.beginnings, scaling))
+    for each in flat.beginnings:
+        first, end = end, end + sum(each.lengths)
+        parts.append(_later_attention(query[first:end], keys, values, each, scaling))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
@@ -137,22 +185,79 @@ def _decode_attention(
 ) -> Tensor:
     """Computes the attention of query [rows, heads, size] to the cache, in float32.
 
-    Heads that share keys are one query of several tokens. With s the scores of a row and m their maximum, the result is
-    the sum over blocks of exp(s - m) v, divided by the sum over blocks of exp(s - m).
+    Heads that share keys are one query of several tokens, and so are rows that share a block. With s the scores of a
+    row and m their maximum, the result is the sum over blocks of exp(s - m) v, divided by the sum over blocks of
+    exp(s - m).
     """
     rows, heads, size = query.shape
-    count, kv_heads = len(blocks.rows), keys.shape[1]
+    count, shared = len(blocks.rows), blocks.shared
     scaled = (query.float() * (size**-0.5 if scaling is None else scaling)).flatten(1)
-    queries = scaled.index_select(0, blocks.rows).view(count * kv_heads, -1, size)
-    scores = torch.bmm(queries, keys[:count].float().flatten(0, 1).transpose(1, 2)).view(count, heads, KV_BLOCK)
-    scores += blocks.mask
-    peaks = scaled.new_full((rows, heads), -torch.inf)
-    peaks.scatter_reduce_(0, blocks.rows[:, None].expand(-1, heads), scores.amax(-1), "amax")
-    weights = scores.sub_(peaks.index_select(0, blocks.rows)[:, :, None]).exp_()
-    mixed = torch.bmm(weights.view(*queries.shape[:2], KV_BLOCK), values[:count].float().flatten(0, 1))
-    sums = embedding_bag(blocks.order, mixed.view(count, -1), blocks.starts, mode="sum").view(rows, heads, -1)
-    totals = embedding_bag(blocks.order, weights.sum(-1), blocks.starts, mode="sum")
-    return sums.div_(totals[:, :, None]).to(query.dtype)
+    scores = _block_scores(scaled.index_select(0, blocks.rows).view(count, 1, heads, size), keys)
+    scores += blocks.mask[:, :, None]
+    peaks = scaled.new_full((rows + 1, heads), -torch.inf)
+    peaks.scatter_reduce_(0, blocks.rows[:, None].expand(-1, heads), scores.amax(-1)[:, 0], "amax")
+    everything = [(scores, blocks.rows, values)]
+    if shared is not None:
+        queries = torch.cat((scaled, scaled.new_zeros(1, scaled.shape[1])))[shared.rows]
+        others = _block_scores(queries.view(*shared.rows.shape, heads, size), keys[shared.blocks])
+        flat_rows = shared.rows.flatten()
+        peaks.scatter_reduce_(0, flat_rows[:, None].expand(-1, heads), others.amax(-1).flatten(0, 1), "amax")
+        everything.append((others, flat_rows, values[shared.blocks]))
+    mixed, totals = [], []
+    for each, owners, block_values in everything:
+        weights = each.sub_(peaks.index_select(0, owners).view(each.shape[:3])[..., None]).exp_()
+        mixed.append(_mix(weights, block_values).flatten(0, 1))
+        totals.append(weights.sum(-1).flatten(0, 1))
+    sums = embedding_bag(blocks.order, _joined(mixed).flatten(1), blocks.starts, mode="sum").view(rows, heads, -1)
+    total = embedding_bag(blocks.order, _joined(totals), blocks.starts, mode="sum")
+    return sums.div_(total[:, :, None]).to(query.dtype)
+
+
+def _block_scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """Computes scores [blocks, sharers, heads, KV_BLOCK] of queries [blocks, sharers, heads, size] to their blocks."""
+    count, sharers, heads, _ = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = _by_kv_head(queries, kv_heads)
+    found = [torch.bmm(part, each.flatten(0, 1).transpose(1, 2)) for part, each in _tiles(grouped, keys[:count])]
+    return _by_sharer(_joined(found), count, sharers, heads)
+
+
+def _mix(weights: Tensor, values: Tensor) -> Tensor:
+    """Computes the sums [blocks, sharers, heads, size] of the values of each block."""
+    count, sharers, heads, _ = weights.shape
+    grouped = _by_kv_head(weights, values.shape[1])
+    found = [torch.bmm(part, each.flatten(0, 1)) for part, each in _tiles(grouped, values[:count])]
+    return _by_sharer(_joined(found), count, sharers, heads)
+
+
+def _by_kv_head(states: Tensor, kv_heads: int) -> Tensor:
+    """Returns [blocks * kv heads, sharers * heads of one kv head, numbers] of [blocks, sharers, heads, numbers]."""
+    count, sharers, _, numbers = states.shape
+    if sharers > 1:
+        states = states.view(count, sharers, kv_heads, -1, numbers).transpose(1, 2)
+    return states.reshape(count * kv_heads, -1, numbers)
+
+
+def _by_sharer(states: Tensor, count: int, sharers: int, heads: int) -> Tensor:
+    """Undoes `_by_kv_head`."""
+    if sharers > 1:
+        group = states.shape[1] // sharers
+        states = states.view(count, heads // group, sharers, group, -1).transpose(1, 2)
+    return states.reshape(count, sharers, heads, -1)
+
+
+def _tiles(queries: Tensor, cached: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Returns queries with their part of the cache in float32, of which there is never more than one tile at a time."""
+    if cached.dtype == torch.float32:
+        yield queries, cached
+        return
+    blocks = max(1, TILE_NUMBERS[cached.device.type == "cpu"] // cached[0].numel()) if len(cached) else 1
+    for part, each in zip(torch.split(queries, blocks * cached.shape[1]), torch.split(cached, blocks), strict=True):
+        yield part, each.float()
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
@@ -171,16 +276,21 @@ def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[
 def _later_attention(
     query: Tensor, keys: Tensor, values: Tensor, beginnings: CachedBeginnings, scaling: float | None
 ) -> Tensor:
-    """Computes the attention of the new tokens of sequences that go on to all their keys, which the cache has."""
-    queries = pad_sequence(list(torch.split(query, beginnings.lengths)), batch_first=True).transpose(1, 2)
-    # [sequences, blocks, kv heads, KV_BLOCK, size] -> [sequences, heads, positions, size]
-    every_key, every_value = (
-        each[beginnings.blocks].transpose(1, 2).flatten(2, 3).repeat_interleave(query.shape[1] // each.shape[1], 1)
-        for each in (keys, values)
-    )
-    mask = beginnings.mask
-    mixed = scaled_dot_product_attention(queries, every_key, every_value, attn_mask=mask, scale=scaling).transpose(1, 2)
-    return torch.cat([sequence[:length] for sequence, length in zip(mixed, beginnings.lengths, strict=True)])
+    """Computes the attention of the new tokens of sequences that go on to all their keys, which the cache has.
+
+    Heads that share keys are one sequence of queries, so that keys are not repeated.
+    """
+    padded = pad_sequence(list(torch.split(query, beginnings.lengths)), batch_first=True)
+    sequences, tokens, heads, size = padded.shape
+    kv_heads = keys.shape[1]
+    # [sequences, tokens, heads, size] -> [sequences, kv heads, heads of one kv head * tokens, size]
+    queries = padded.view(sequences, tokens, kv_heads, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    # [sequences, blocks, kv heads, KV_BLOCK, size] -> [sequences, kv heads, positions, size]
+    every_key, every_value = (each[beginnings.blocks].transpose(1, 2).flatten(2, 3) for each in (keys, values))
+    mask = beginnings.mask.repeat(1, 1, heads // kv_heads, 1)
+    mixed = scaled_dot_product_attention(queries, every_key, every_value, attn_mask=mask, scale=scaling)
+    by_token = mixed.view(sequences, kv_heads, -1, tokens, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return torch.cat([sequence[:length] for sequence, length in zip(by_token, beginnings.lengths, strict=True)])
 
 
 AttentionInterface.register(NAME, flat_attention)

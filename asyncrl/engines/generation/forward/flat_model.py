@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engines.generation.forward.attention import NAME, CachedBeginnings, DecodeBlocks, FlatTokens
-from asyncrl.engines.generation.forward.kv_cache import Ints, KVCache
+from asyncrl.engines.generation.forward.kv_cache import KVCache
 from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
+from asyncrl.engines.generation.scheduling.block_pool import Ints
+from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
 from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
 NO_PREFILL: Mapping[int, Ints] = {}
 NONE_HELD: Mapping[int, int] = {}
+PADDING = 2  # times that a sequence in prefill may be longer than another with which it is padded
 PROBE_DECODED = 4  # tokens of the probe that are decoded one by one, after the others in prefill
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Largest difference to transformers, in nats: far above rounding and far below the effect of a wrong mask. It bounds
@@ -39,14 +42,23 @@ class FlatModel:
         vocabulary: number of token ids; padding rows of the head from here on get the logit -inf.
         fixed: attend to all blocks of a slot, so that no sequence's length changes the shapes of another.
         float32_head: compute logits in float32, whatever the dtype of the model.
+        blocks: of the KV cache; None has room for `limit` positions in every slot.
     """
 
     def __init__(
-        self, model: Any, slots: int, limit: int, vocabulary: int, *, fixed: bool = False, float32_head: bool = False
+        self,
+        model: Any,
+        slots: int,
+        limit: int,
+        vocabulary: int,
+        *,
+        fixed: bool = False,
+        float32_head: bool = False,
+        blocks: int | None = None,
     ) -> None:
         self.model = model
         self.slots = slots
-        self.cache = KVCache(slots, limit, fixed=fixed)
+        self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed)
         self.fast = is_llama_like(model)
         self._vocabulary = vocabulary
         self._float32_head = float32_head
@@ -66,21 +78,22 @@ class FlatModel:
         positions: Ints,
         prefill: Mapping[int, Ints] = NO_PREFILL,
         held: Mapping[int, int] = NONE_HELD,
+        slots: Ints | None = None,
     ) -> Tensor:
         """Returns the logits [rows, vocabulary] of the next token of each sequence, in float32 or the model's dtype.
 
-        tokens, positions: [decoding], one new token of each of the first slots. prefill: tokens of sequences without
-        cached keys, by slot. held: positions of a slot that the cache has already; its sequence in `prefill` begins
-        after them, and stands behind those without. Rows have this order.
+        tokens, positions: [decoding], one new token of each of `slots`, None for the first slots. prefill: tokens of
+        sequences without cached keys, by slot. held: positions of a slot that the cache has already; its sequence in
+        `prefill` begins after them, and stands behind those without. Rows have this order. Slots get the blocks that
+        they lack.
         """
+        decoding = np.arange(len(positions)) if slots is None else slots
         lengths = [len(sequence) for sequence in prefill.values()]
         begin = [held.get(slot, 0) for slot in prefill]
-        self.cache.allocate_next(positions)
-        for slot, first, length in zip(prefill, begin, lengths, strict=True):
-            self.cache.allocate(slot, first + length)
+        self._allocate(np.array([*decoding, *prefill]), np.array([*(positions + 1), *np.add(begin, lengths)]))
         # DecodeBlocks.of may move blocks, so it comes before `locations`.
-        blocks = DecodeBlocks.of(self.cache, positions, self.model.device) if len(positions) else None
-        rows = np.concatenate([np.arange(len(positions)), np.repeat(list(prefill), lengths)]).astype(np.int64)
+        blocks = DecodeBlocks.of(self.cache, decoding, positions, self.model.device) if len(positions) else None
+        rows = np.concatenate([decoding, np.repeat(list(prefill), lengths)]).astype(np.int64)
         steps = np.concatenate(
             [positions, *(np.arange(first, first + length) for first, length in zip(begin, lengths, strict=True))]
         )
@@ -94,11 +107,23 @@ class FlatModel:
         logits[:, self._vocabulary :] = -torch.inf
         return logits
 
-    def _beginnings(self, slots: list[int], held: list[int], lengths: list[int]) -> CachedBeginnings | None:
-        if not slots:
-            return None
+    def _allocate(self, slots: Ints, lengths: Ints) -> None:
+        for index in np.flatnonzero(self.cache.tables.counts[slots] * KV_BLOCK < lengths):
+            self.cache.tables.allocate(int(slots[index]), int(lengths[index]))
+
+    def _beginnings(self, slots: list[int], held: list[int], lengths: list[int]) -> tuple[CachedBeginnings, ...]:
+        """Describes sequences that go on, in parts within which no sequence is more than PADDING times another."""
         assert all(held), "sequences without cached keys come first"
-        like = self.model.get_input_embeddings().weight
+        like, parts, part = self.model.get_input_embeddings().weight, list[CachedBeginnings](), slice(0, 0)
+        for index, length in enumerate(map(sum, zip(held, lengths, strict=True))):
+            first = held[part.start] + lengths[part.start]
+            if max(first, length) > PADDING * min(first, length):
+                parts.append(self._part(slots[part], held[part], lengths[part], like))
+                part = slice(index, index)
+            part = slice(part.start, index + 1)
+        return (*parts, self._part(slots[part], held[part], lengths[part], like)) if slots else ()
+
+    def _part(self, slots: list[int], held: list[int], lengths: list[int], like: Tensor) -> CachedBeginnings:
         return CachedBeginnings.of(self.cache, dict(zip(slots, held, strict=True)), lengths, like)
 
     def logits_after(self, tokens: Ints) -> Tensor:
@@ -147,6 +172,7 @@ class FlatModel:
         found = [self.logits(NOTHING, NOTHING, {0: ids[:prefill]})]
         for position in range(prefill, len(ids)):
             found.append(self.logits(ids[position : position + 1], np.array([position])))
+        self.cache.tables.free(0)
         real = torch.isfinite(found[0][0])
         difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
         spread = (difference - difference.mean(-1, keepdim=True)).abs()

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.sample_requests import Completion, Finish, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, Finish, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.protocols.seeds import GAMMA
 

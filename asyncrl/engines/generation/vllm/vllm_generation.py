@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from asyncrl.engines.generation.engine_interface import EngineLoad
-from asyncrl.engines.generation.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest, refuse_too_long
+from asyncrl.engines.generation.scheduling.sample_requests import (
+    NO_WEIGHTS,
+    Completion,
+    Key,
+    SampleRequest,
+    refuse_too_long,
+)
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments

@@ -14,7 +14,6 @@ from asyncrl.config.schema import Config
 from asyncrl.deploy.checks import memory_needs
 from asyncrl.deploy.checks.memory_needs import (
     CHUNK,
-    FIRST_CHUNKS,
     PACKAGED,
     PROCESS_BYTES,
     TEXT_BYTES_PER_TOKEN,
@@ -25,7 +24,7 @@ from asyncrl.deploy.checks.memory_needs import (
     shape_of,
     shared_memory,
 )
-from asyncrl.engines.generation.forward import kv_cache
+from asyncrl.engines.generation.scheduling import block_tables
 from asyncrl.lanes.data.row_heap import range_bytes
 from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row
 from asyncrl.protocols.row_columns import reference_columns, sample_columns, token_reward_columns, value_columns
@@ -105,12 +104,19 @@ def test_models_that_judge_are_counted(tmp_path: Path) -> None:
     assert rows(**safe) - rows() == 2 * (rows(algorithm={"preset": "ppo"}) - rows())
 
 
-def test_the_cache_lies_between_its_first_chunks_and_whole_slots() -> None:
-    (found,) = (each for each in needs(config(generation={"slots": 10}), SMOLLM2) if each.name == "generation")
+def test_the_cache_takes_what_is_used_and_on_a_device_all_of_it_at_once() -> None:
+    def need(**generation: Any) -> MemoryNeed:
+        chosen = config(generation={"slots": 10, **generation})
+        return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
+
     weights, chunk = SMOLLM2.parameters * 4, CHUNK * SMOLLM2.cache_bytes_per_token
-    assert found.least == weights + 10 * 2 * chunk
-    assert found.bytes == PROCESS_BYTES + weights + 10 * (512 + 64) // 32 * chunk
-    assert (CHUNK, FIRST_CHUNKS) == (kv_cache.KV_BLOCK, kv_cache.FIRST_BLOCKS)
+    whole = 10 * (512 + 64) // 32 * chunk
+    assert (need().least, need().bytes) == (weights, PROCESS_BYTES + weights + whole)
+    assert need(device="cuda").least == weights + whole
+    assert whole > 10**8
+    assert need(device="cuda", cache_gb=0.1).least == weights + 10**8
+    assert need(cache_gb=0.1).bytes == PROCESS_BYTES + weights + 10**8
+    assert CHUNK == block_tables.KV_BLOCK
 
 
 def test_vllm_makes_its_cache_at_the_start() -> None:

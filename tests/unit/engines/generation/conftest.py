@@ -19,7 +19,9 @@ from transformers import (
 )
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.forward import attention, cache_size, flat_model, kv_cache
+from asyncrl.engines.generation.scheduling import block_memory, block_tables, shared_prompts
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_end|>", "<|endoftext|>")
@@ -94,6 +96,13 @@ def make_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes KV blocks of 4 positions: they are taken, given back, shared and moved all the time."""
+    for module in (block_tables, block_memory, shared_prompts, kv_cache, attention, cache_size, flat_model):
+        monkeypatch.setattr(module, "KV_BLOCK", 4)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.engines.generation.engine_interface import GenerationEngine
-from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.lora.low_rank import adapted, attach, base_model, published_spec, published_tensors

@@ -11,7 +11,7 @@ import torch
 from asyncrl.engines.canary_logprobs import PROBE_TOKENS
 from asyncrl.engines.generation.forward import llama_fast_path
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
 ModelFolder = Callable[[str], Path]

@@ -1,6 +1,6 @@
 """Turns that go on with parked keys and values are those of a full forward, and nothing is kept beyond its bound."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation import torch_engine
-from asyncrl.engines.generation.forward import attention, kv_cache
-from asyncrl.engines.generation.forward.kv_cache import KV_BLOCK
-from asyncrl.engines.generation.parked_sequences import ParkedSequence, ParkedSequences
-from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables, blocks_for
+from asyncrl.engines.generation.scheduling.parked_sequences import ParkedSequence, ParkedSequences
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from tests.unit.engines.generation.conftest import EPISODES
 from tests.unit.engines.generation.test_torch_engine import new_weights
@@ -22,14 +20,6 @@ Drain = Callable[..., dict[Any, Completion]]
 MakeEngine = Callable[..., TorchEngine]
 MakeRequests = Callable[..., list[SampleRequest]]
 Plain = Callable[..., np.ndarray]
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 4 positions, few at first: they are taken, given back and moved all the time."""
-    monkeypatch.setattr(kv_cache, "KV_BLOCK", 4)
-    monkeypatch.setattr(attention, "KV_BLOCK", 4)
-    monkeypatch.setattr(kv_cache, "FIRST_BLOCKS", 1)
 
 
 class RandomEpisodes:
@@ -78,22 +68,25 @@ def test_turns_are_those_of_a_full_forward_whatever_was_parked(
     make_engine: MakeEngine,
     requests: MakeRequests,
     plain_logprobs: Plain,
-    monkeypatch: pytest.MonkeyPatch,
     small_blocks: None,
     family: str,
     seed: int,
 ) -> None:
     """Many episodes through few slots, in forwards of few tokens, some sequences evicted. llama-gelu runs in the
     model's own modules."""
-    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", (8192, 20)[seed % 2])
     again, parked = (
         RandomEpisodes(requests(11, seed=seed, temperature=(0.7, 1.0)[seed % 2]), seed, parks=parks)
         for parks in (False, True)
     )
     again.play(make_engine(family, **EPISODES))
-    engine = make_engine(family, **EPISODES)
-    parked.play(engine, lambda step: engine.parked.evict_to(8) if step % 13 == 12 else None)
-    assert engine.parked.hits > 5
+    engine = make_engine(family, prefill_tokens=(0, 20)[seed % 2], **EPISODES)
+
+    def evict(step: int) -> None:
+        while step % 13 == 12 and engine.parked.blocks > 8:
+            engine.parked.evict_one()
+
+    parked.play(engine, evict)
+    assert engine.parked.hits > 3
     assert seed or engine.parked.misses > 0
     assert parked.done.keys() == again.done.keys()
     for key, done in parked.done.items():
@@ -145,18 +138,19 @@ def test_running_and_parked_sequences_together_have_the_blocks_of_a_full_cache(
     make_engine: MakeEngine, requests: MakeRequests, small_blocks: None
 ) -> None:
     engine = make_engine(slots=2, **EPISODES)
-    most = 2 * kv_cache.blocks_for(130)
+    most = 2 * blocks_for(130)
     seen = []
 
     def check(step: int) -> None:
-        running = sum(kv_cache.blocks_for(int(length) - 1) for length in engine._batch.lengths(engine.running))
-        assert engine.parked.blocks + running <= most
+        tables = engine._flat.cache.tables
+        assert engine.parked.blocks + tables.counts[: engine.running].sum() == most - tables.pool.room
         assert engine.parked.blocks == sum(each.blocks for each in engine.parked._parked.values())
         seen.append(engine.parked.blocks)
 
     RandomEpisodes(requests(25, seed=1), 1, parks=True).play(engine, check)
-    assert max(seen) > most / 2
+    assert max(seen) > most / 3
     assert engine.parked.misses > 0, "the oldest ones were evicted"
+    assert engine.preemptions == 0, "each slot has room for the longest row"
 
 
 def test_what_ends_is_parked_no_longer(make_engine: MakeEngine, requests: MakeRequests, drain: Drain) -> None:
@@ -181,29 +175,39 @@ def new_weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine._flat.model.named_parameters()}
 
 
-def sequences(*lengths: int) -> Iterator[ParkedSequence]:
-    return (ParkedSequence(np.arange(length), []) for length in lengths)
+def park(parked: ParkedSequences, tables: BlockTables, number: int, length: int, attempt: int = 0) -> None:
+    """Parks a sequence of a slot, which then ends."""
+    tables.allocate(0, length)
+    kept = tables.keep(0, blocks_for(length))
+    tables.free(0)
+    parked.park((number, 0), ParkedSequence(np.arange(length), kept, attempt))
 
 
 def test_the_oldest_is_evicted_first_and_a_sequence_that_differs_is_not_taken() -> None:
-    parked = ParkedSequences()
-    for number, sequence in enumerate(sequences(KV_BLOCK, 2 * KV_BLOCK, 5, 9)):
-        parked.park((number, 0), sequence)
+    tables = BlockTables(2, 4, 8)
+    parked = ParkedSequences(tables)
+    for number, length in enumerate((KV_BLOCK, 2 * KV_BLOCK, 5, 9)):
+        park(parked, tables, number, length)
     assert parked.blocks == 5
-    parked.evict_to(4)
-    assert (len(parked), parked.blocks) == (3, 4)
-    assert parked.take((0, 0), np.arange(99, dtype=np.int32)) is None
-    assert parked.take((2, 0), np.arange(7, dtype=np.int32)) is not None
-    assert parked.take((3, 0), np.arange(1, 30, dtype=np.int32)) is None
+    assert parked.evict_one()
+    assert (len(parked), parked.blocks, tables.pool.room) == (3, 4, 4)
+    assert parked.take((0, 0), np.arange(99, dtype=np.int32), 1) == 0
+    assert parked.take((2, 0), np.arange(7, dtype=np.int32), 1) == 5
+    assert (tables.counts[1], tables.pool.room) == (1, 4)
+    tables.free(1)
+    assert parked.take((3, 0), np.arange(1, 30, dtype=np.int32), 1) == 0
     assert (parked.hits, parked.misses, parked.blocks, len(parked)) == (1, 2, 2, 1)
-    (replaced,) = sequences(3)
-    parked.park((1, 0), replaced)
-    assert (parked.blocks, len(parked)) == (1, 1)
+    park(parked, tables, 1, 3)
+    assert (parked.blocks, len(parked), tables.pool.room) == (1, 1, 7)
+    parked.clear()
+    assert not parked.evict_one()
+    assert tables.pool.room == 8
 
 
 def test_the_release_of_an_earlier_attempt_leaves_the_sequence_of_a_later_one() -> None:
-    parked = ParkedSequences()
-    parked.park((4, 0), ParkedSequence(np.arange(3), [], attempt=2))
+    tables = BlockTables(1, 1, 4)
+    parked = ParkedSequences(tables)
+    park(parked, tables, 4, 3, attempt=2)
     parked.forget([(4, 0, 1), (4, 1, 2), (5, 0, 2)])
     assert len(parked) == 1
     parked.forget([(4, 0, 2)])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import asyncrl.engines.generation.forward.flat_model
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.models_with_heads import load_causal_model

@@ -10,9 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.generation import torch_engine as torch_engine
-from asyncrl.engines.generation.forward import kv_cache
-from asyncrl.engines.generation.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError, WeightsError
 from tests.unit.engines.generation.conftest import EPISODES, engine_config
@@ -58,27 +56,13 @@ def test_logprobs_equal_a_plain_forward(
         assert completion.tokens.max() < 261
 
 
-def test_the_cache_grows_under_running_sequences(
-    make_engine: MakeEngine,
-    requests: MakeRequests,
-    drain: Drain,
-    plain_logprobs: Plain,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("tokens", [1, 9, 50])
+def test_prompts_are_computed_in_chunks(
+    make_engine: MakeEngine, requests: MakeRequests, drain: Drain, plain_logprobs: Plain, tokens: int
 ) -> None:
-    monkeypatch.setattr(kv_cache, "FIRST_BLOCKS", 1)
-    for completion in drain(make_engine(), requests(9, max_new_tokens=24)).values():
-        np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
-
-
-def test_many_sequences_are_taken_up_in_several_forwards(
-    make_engine: MakeEngine,
-    requests: MakeRequests,
-    drain: Drain,
-    plain_logprobs: Plain,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch_engine, "PREFILL_TOKENS", 50)
-    for completion in drain(make_engine(slots=12), requests(14, max_new_tokens=6)).values():
+    """Within any budget, samples are those of a plain forward."""
+    engine = make_engine(slots=12, prefill_tokens=tokens)
+    for completion in drain(engine, requests(14, max_new_tokens=6)).values():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.sample_requests import Completion
+from asyncrl.engines.generation.scheduling.sample_requests import Completion
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.trajectory import Trajectory
 from asyncrl.engines.generation.turn_rendering import TurnRenderer

@@ -1,0 +1,75 @@
+"""A cache that is too small for all samples: the youngest lose their blocks, and no sample or token is lost."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.engines.generation.forward.cache_size import GB, block_bytes
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.errors import ConfigError
+from tests.unit.engines.generation.conftest import EPISODES
+from tests.unit.engines.generation.test_parked_sequences import RandomEpisodes
+
+MakeEngine = Callable[..., TorchEngine]
+MakeRequests = Callable[..., list[SampleRequest]]
+Drain = Callable[..., dict[Any, Completion]]
+BLOCK = 2 * 2 * 2 * 12 * 32 * 4
+"""Bytes of a block: keys and values, layers, kv heads, head size, positions, float32."""
+
+
+def test_the_bytes_of_a_block_are_those_that_the_cache_takes(make_engine: MakeEngine, requests: MakeRequests) -> None:
+    engine = make_engine()
+    engine.submit(*requests(3))
+    engine.step()
+    cache = engine._flat.cache
+    assert cache.bytes == BLOCK * cache.tables.pool.touched
+    assert block_bytes(engine._flat.model.config, 4) == BLOCK
+
+
+@pytest.mark.parametrize("blocks", [16, 20, 40])
+@pytest.mark.parametrize("prefill_tokens", [0, 8])
+def test_a_preempted_sample_keeps_its_tokens_and_goes_on(
+    make_engine: MakeEngine,
+    requests: MakeRequests,
+    drain: Drain,
+    plain_logprobs: Callable[..., np.ndarray],
+    small_blocks: None,
+    blocks: int,
+    prefill_tokens: int,
+) -> None:
+    """One row of the longest length needs 16 blocks of 4 positions."""
+    engine = make_engine(slots=6, cache_gb=(blocks * BLOCK / 8 + 1) / GB, prefill_tokens=prefill_tokens)
+    assert len(engine._flat.cache.tables.pool) == blocks
+    wanted = requests(12, seed=2, max_new_tokens=24)
+    wanted += [replace(wanted[0], key=(50, member, 0), seed=member) for member in range(5)]
+    done = drain(engine, wanted)
+    assert engine.preemptions > 0
+    assert len(done) == len(wanted)
+    free = drain(make_engine(slots=6), wanted)
+    for key, each in done.items():
+        assert each.tokens.tolist() == free[key].tokens.tolist()
+        np.testing.assert_allclose(each.logprobs, plain_logprobs(each, "llama"), atol=1e-5, rtol=0)
+    assert engine.cache_used == 0
+
+
+def test_episodes_run_through_a_cache_of_one_row(
+    make_engine: MakeEngine, requests: MakeRequests, small_blocks: None
+) -> None:
+    engine = make_engine(slots=4, cache_gb=(33 * BLOCK / 8 + 1) / GB, **EPISODES)
+    played, free = (RandomEpisodes(requests(9, seed=3), 3, parks=True) for _ in range(2))
+    played.play(engine)
+    free.play(make_engine(slots=4, **EPISODES))
+    assert engine.preemptions > 0
+    assert played.done.keys() == free.done.keys()
+    for key, each in played.done.items():
+        assert each.tokens.tolist() == free.done[key].tokens.tolist()
+
+
+@pytest.mark.parametrize(("settings", "found"), [({}, "one row"), ({"deterministic": True}, "16 rows")])
+def test_a_cache_that_is_too_small_is_refused(make_engine: MakeEngine, settings: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=f"generation.cache_gb is 1e-06, and the keys and values of {found}"):
+        make_engine(cache_gb=1e-6, **settings)
