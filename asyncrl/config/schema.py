@@ -40,7 +40,7 @@ class TaskConfig(Section):
     max_prompt_tokens: Positive = 512
     """Largest number of tokens of a prompt. A longer prompt is an error before anything is sampled."""
     pretrain: str = ""
-    """Texts for algorithm.pretrain_coefficient, as `prompts`: rows with `text`, or `prompt` and the `answer` to learn."""
+    """Texts for algorithm.pretrain_coefficient, as `prompts`: rows of `text`, or `prompt` and `answer` to learn."""
     pretrain_per_step: Positive = 32
     """Number of these texts in one training step."""
 
