@@ -16,7 +16,7 @@ from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
 from asyncrl.deploy.service_specs import service_specs, worker_count
-from asyncrl.engines.generation.vllm.engine_options import vllm_problems
+from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems

@@ -19,12 +19,12 @@ from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.fleet.worker.weight_ends import weight_network
+from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.leases import Leases, slot_of
-from asyncrl.lanes.weights.selection.opening import listens, open_sender
+from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
 from asyncrl.lanes.weights.transports.interface import WeightSender
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain

@@ -2,7 +2,7 @@
 
 from asyncrl.config.schema import Config
 from asyncrl.config.weights_rules import numbered
-from asyncrl.lanes.weights.selection.choice import TransportChoice, WorkerPlace, choose_transport
+from asyncrl.lanes.weights.selection.transport_choice import TransportChoice, WorkerPlace, choose_transport
 
 
 def transport_of(config: Config) -> TransportChoice:

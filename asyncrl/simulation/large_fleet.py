@@ -27,9 +27,9 @@ from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.service_contracts import Generation, Reference, Reward, Training
 from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, constant
-from asyncrl.simulation.fakes.quiet_instruments import quiet
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from asyncrl.simulation.fakes.virtual_clock_and_log import quiet
 from asyncrl.simulation.resumable_run import ResumableRun, RunShape
 from asyncrl.simulation.virtual_loop import VirtualLoop, run
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.bench.control_latency.message_flood import Ticks, receive_messages, receive_messages_plainly
 from asyncrl.bench.transfer_speed.asyncrl_calls import asyncrl_calls
-from asyncrl.bench.transfer_speed.goals import Results, Round, goal_lines, result_lines
+from asyncrl.bench.transfer_speed.channel_goals import Results, Round, goal_lines, result_lines
 from asyncrl.bench.transfer_speed.machine_limits import machine_limits
 from asyncrl.deploy.process.worker_environment import FRAME_MALLOC
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.bench.measurements import table
 from asyncrl.bench.transfer_speed.planned_models import MODELS, planned_model
-from asyncrl.lanes.weights.plan.boxes import intersections, volumes
+from asyncrl.lanes.weights.plan.index_boxes import intersections, volumes
 from asyncrl.lanes.weights.plan.parallel_layout import (
     FORMS,
     ParallelLayout,

@@ -31,7 +31,7 @@ from asyncrl.bench.transfer_speed.shared_weights import report
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.codec.chunk import WireCodec
-from asyncrl.lanes.weights.selection.opening import WeightNetwork
+from asyncrl.lanes.weights.selection.transport_opening import WeightNetwork
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.chunk_plan import CHUNK_BYTES
 from asyncrl.protocols.messages import PROTOCOL, Hello, Published

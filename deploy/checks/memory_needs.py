@@ -10,7 +10,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.engines.generation.vllm.engine_options import cache_tokens
+from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows

@@ -25,8 +25,8 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.fleet.worker.weight_ends import weight_network
-from asyncrl.lanes.weights.selection.opening import open_receiver
+from asyncrl.fleet.worker.weight_endpoints import weight_network
+from asyncrl.lanes.weights.selection.transport_opening import open_receiver
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published

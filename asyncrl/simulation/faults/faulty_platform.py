@@ -19,7 +19,7 @@ from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, InprocWire, Pipe
 from asyncrl.lanes.control.wire import HIGH_WATER
 from asyncrl.simulation.fakes.fake_service import now
-from asyncrl.simulation.fakes.quiet_instruments import quiet
+from asyncrl.simulation.fakes.virtual_clock_and_log import quiet
 from asyncrl.simulation.faults.fault_injection import FaultInjection
 from asyncrl.simulation.faults.trial_plan import Fault
 

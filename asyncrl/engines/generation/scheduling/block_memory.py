@@ -14,8 +14,8 @@ import numpy as np
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables
 from asyncrl.engines.generation.scheduling.parked_sequences import ParkedSequence, ParkedSequences
+from asyncrl.engines.generation.scheduling.prompt_reuse import SharedPrompts, whole_blocks
 from asyncrl.engines.generation.scheduling.running_batch import RunningBatch
-from asyncrl.engines.generation.scheduling.shared_prompts import SharedPrompts, whole_blocks
 
 
 class BlockCache(Protocol):

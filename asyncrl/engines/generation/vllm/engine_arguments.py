@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import PROBE_TOKENS
-from asyncrl.engines.generation.vllm.engine_options import BACKEND, cache_tokens, head_width
+from asyncrl.engines.generation.vllm.option_problems import BACKEND, cache_tokens, head_width
 from asyncrl.engines.models.model_folder import context_of, longest_row
 
 EXTENSION = "asyncrl.engines.generation.vllm.worker_extension.WorkerExtension"

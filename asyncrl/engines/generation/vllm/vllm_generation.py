@@ -33,8 +33,8 @@ from asyncrl.engines.generation.scheduling.sample_requests import (
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
-from asyncrl.engines.generation.vllm.engine_options import set_environment, unsupported_heads
 from asyncrl.engines.generation.vllm.open_sample import OpenSample, sampling_seed
+from asyncrl.engines.generation.vllm.option_problems import set_environment, unsupported_heads
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.models.lean_imports import import_compiler
 from asyncrl.engines.models.model_folder import context_of, refuse_damaged

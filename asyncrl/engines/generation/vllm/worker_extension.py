@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from asyncrl.engines.generation.vllm.arena_weights import ARENA, PolicyModel
-from asyncrl.engines.generation.vllm.engine_options import BACKEND, OWNER
+from asyncrl.engines.generation.vllm.option_problems import BACKEND, OWNER
 
 
 class WorkerExtension:

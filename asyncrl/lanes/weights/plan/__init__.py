@@ -1,7 +1,7 @@
 """Plans how the weights of a trainer's ranks reach the ranks of generators, from the placements of both sides.
 
     placements.py         what each rank holds of each tensor of the checkpoint: a mesh, or boxes
-    patterns.py           which parts of a tensor go where, once for all tensors of one shape and placement
+    routes_of_parts.py    which parts of a tensor go where, once for all tensors of one shape and placement
     balance.py            which holder sends which part, and which receivers pass it on
     weight_plan.py        all of it, with the digest that both sides compare
     schedule.py           what one rank sends, receives and copies, in order

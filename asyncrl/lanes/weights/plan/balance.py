@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.lanes.weights.plan.boxes import Ints
-from asyncrl.lanes.weights.plan.patterns import NOBODY, Pattern
+from asyncrl.lanes.weights.plan.index_boxes import Ints
+from asyncrl.lanes.weights.plan.routes_of_parts import NOBODY, Pattern
 
 CHILDREN = 2
 """Receivers that one receiver passes a part on to."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Self
 
-from asyncrl.lanes.weights.plan.boxes import Box, as_box, box_volume, intersection
+from asyncrl.lanes.weights.plan.index_boxes import Box, as_box, box_volume, intersection
 from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
 
 

@@ -15,7 +15,7 @@ from math import prod
 
 import numpy as np
 
-from asyncrl.lanes.weights.plan.boxes import Ints
+from asyncrl.lanes.weights.plan.index_boxes import Ints
 from asyncrl.lanes.weights.plan.placements import (
     CheckpointTensor,
     Mesh,

@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from asyncrl.lanes.weights.plan.boxes import Bounds, Box, Ints, as_bounds, flat_boxes, overlap
+from asyncrl.lanes.weights.plan.index_boxes import Bounds, Box, Ints, as_bounds, flat_boxes, overlap
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of an element on the wire, by dtype."""

@@ -17,9 +17,9 @@ import numpy as np
 
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.plan.balance import Line, Loads, Route, make_line, operations
-from asyncrl.lanes.weights.plan.boxes import Ints
-from asyncrl.lanes.weights.plan.patterns import NOBODY, Pattern, make_pattern
+from asyncrl.lanes.weights.plan.index_boxes import Ints
 from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
+from asyncrl.lanes.weights.plan.routes_of_parts import NOBODY, Pattern, make_pattern
 
 BUCKET_BYTES = 32 << 20
 """Bytes of a bucket by default: networks of GPUs need 32 to 256 MB for their full rate, and buckets are staged."""

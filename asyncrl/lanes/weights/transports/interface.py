@@ -9,8 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import Leases
+from asyncrl.lanes.weights.receiver_report import Fetched
 from asyncrl.protocols.messages import Published
 
 

@@ -22,8 +22,8 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.codec.chunk import EncodedChunk, decode_chunk
-from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import SLOTS
+from asyncrl.lanes.weights.receiver_report import Fetched
 from asyncrl.lanes.weights.slot_memory import check_digest, views, with_aliases
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
 from asyncrl.lanes.weights.transports.held_version import HeldVersion, in_thread

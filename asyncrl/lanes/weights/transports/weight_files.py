@@ -14,8 +14,8 @@ from torch import Tensor
 
 from asyncrl.errors import PeerLost, Refused, WeightsError
 from asyncrl.lanes.shared_memory import Segment
-from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
+from asyncrl.lanes.weights.receiver_report import Fetched
 from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.chunk_plan import transfer_seconds

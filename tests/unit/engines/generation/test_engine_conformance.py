@@ -111,7 +111,7 @@ class VllmEngines:
 
     def __init__(self, folder: Path, processes: int) -> None:
         from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
-        from asyncrl.engines.generation.vllm.engine_options import set_environment
+        from asyncrl.engines.generation.vllm.option_problems import set_environment
 
         self.lost_in_update = False
         self.shape = json.loads((folder / "config.json").read_text())

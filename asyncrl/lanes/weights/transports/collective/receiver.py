@@ -16,7 +16,7 @@ from torch import Tensor
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError, WireError
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.weights.fetched import Fetched
+from asyncrl.lanes.weights.receiver_report import Fetched
 from asyncrl.lanes.weights.slot_block import block_views, check_block_digest, new_block
 from asyncrl.lanes.weights.slot_memory import with_aliases
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan

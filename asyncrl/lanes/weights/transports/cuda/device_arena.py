@@ -14,8 +14,8 @@ from torch import Tensor
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.arena import BEING_WRITTEN, HEADER, STAMP
-from asyncrl.lanes.weights.fetched import Fetched
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
+from asyncrl.lanes.weights.receiver_report import Fetched
 from asyncrl.lanes.weights.slot_block import block_digest, block_views, check_block_digest
 from asyncrl.lanes.weights.slot_memory import checked, digested_tensor, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrl.lanes.weights.plan.boxes import Box
+from asyncrl.lanes.weights.plan.index_boxes import Box
 from asyncrl.lanes.weights.plan.placements import (
     Boxes,
     CheckpointTensor,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from asyncrl.lanes.weights.plan.boxes import as_box
+from asyncrl.lanes.weights.plan.index_boxes import as_box
 from asyncrl.lanes.weights.plan.parallel_layout import (
     DecoderSizes,
     ParallelLayout,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.lanes.weights.plan.boxes import as_box
+from asyncrl.lanes.weights.plan.index_boxes import as_box
 from asyncrl.lanes.weights.plan.placements import Boxes, CheckpointTensor, Mesh, Replicate, Shard, flat_shards
 
 

@@ -17,7 +17,7 @@ from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.arena import BEING_WRITTEN, Writer
 from asyncrl.lanes.weights.codec.chunk import WireCodec
-from asyncrl.lanes.weights.selection.opening import WeightNetwork, open_receiver, open_sender
+from asyncrl.lanes.weights.selection.transport_opening import WeightNetwork, open_receiver, open_sender
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.collective.communicator import Backend
 from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend

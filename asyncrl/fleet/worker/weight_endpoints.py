@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from asyncrl.lanes.weights.codec.chunk import WireCodec
-from asyncrl.lanes.weights.selection.opening import NETWORK, WeightNetwork
+from asyncrl.lanes.weights.selection.transport_opening import NETWORK, WeightNetwork
 
 if TYPE_CHECKING:
     from asyncrl.fleet.worker.service import WorkerContext

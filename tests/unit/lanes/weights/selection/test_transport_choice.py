@@ -1,7 +1,7 @@
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.weights.selection.choice import WorkerPlace, choose_transport
+from asyncrl.lanes.weights.selection.transport_choice import WorkerPlace, choose_transport
 
 HERE, ELSEWHERE, GPU = WorkerPlace("a", "cpu"), WorkerPlace("b", "cpu"), WorkerPlace("a", "cuda")
 

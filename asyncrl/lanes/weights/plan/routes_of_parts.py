@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.plan.boxes import (
+from asyncrl.lanes.weights.plan.index_boxes import (
     Bounds,
     Box,
     Ints,

@@ -8,9 +8,9 @@ import pytest
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.vllm import engine_options
+from asyncrl.engines.generation.vllm import option_problems
 from asyncrl.engines.generation.vllm.engine_arguments import cache_bytes, engine_arguments
-from asyncrl.engines.generation.vllm.engine_options import (
+from asyncrl.engines.generation.vllm.option_problems import (
     DECIDED,
     OWNER,
     argument_names,
@@ -49,7 +49,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm/__init__.py").write_text("raise AssertionError('it must not be imported')")
     (tmp_path / "vllm/engine/arg_utils.py").write_text(ARGUMENTS)
     origin = type("Spec", (), {"origin": str(tmp_path / "vllm/__init__.py")})
-    monkeypatch.setattr(engine_options, "find_spec", lambda _: origin)
+    monkeypatch.setattr(option_problems, "find_spec", lambda _: origin)
     argument_names.cache_clear()
     yield
     argument_names.cache_clear()
