@@ -14,8 +14,6 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.lanes.weights.arena import open_reader, open_writer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,11 +25,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def make_engine(folder: Path, dtype: str = "float32", **generation: object) -> TorchEngine:
+def make_engine(folder: Path, device: str, dtype: str = "float32", **generation: object) -> TorchEngine:
     sections = {
         "model": {"name": "tiny", "dtype": dtype},
         "task": {"prompts": "none", "max_prompt_tokens": 40},
-        "generation": {"slots": 24, "max_new_tokens": 32, "device": "cuda"} | generation,
+        "generation": {"slots": 24, "max_new_tokens": 32, "device": device} | generation,
     }
     return TorchEngine(folder, Config.model_validate(sections), version=0)
 
@@ -54,39 +52,39 @@ def drain(engine: TorchEngine, wanted: list[SampleRequest], steps: int = 10_000)
 
 def plain(model: LlamaForCausalLM, completion: Completion) -> np.ndarray:
     prompt = completion.request.prompt
-    ids = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64)).cuda()
+    ids = torch.from_numpy(np.concatenate([prompt, completion.tokens]).astype(np.int64)).to(model.device)
     with torch.no_grad():
         logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])[:, 0].cpu().numpy()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_logprobs_equal_a_plain_forward(folder: Path, deterministic: bool) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
-    done = drain(make_engine(folder, deterministic=deterministic), requests(60))
+def test_logprobs_equal_a_plain_forward(device: str, folder: Path, deterministic: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    done = drain(make_engine(folder, device, deterministic=deterministic), requests(60))
     assert len(done) == 60
     for completion in done:
         np.testing.assert_allclose(completion.logprobs, plain(model, completion), atol=1e-4, rtol=0)
 
 
-def test_tokens_are_those_of_the_cpu(folder: Path) -> None:
+def test_tokens_are_those_of_the_cpu(device: str, folder: Path) -> None:
     """fp32 on both: the same draws pick the same tokens but where a draw falls on a rounding error."""
-    on_gpu = {c.request.key: c for c in drain(make_engine(folder), requests(40))}
-    on_cpu = {c.request.key: c for c in drain(make_engine(folder, device="cpu"), requests(40))}
+    on_gpu = {c.request.key: c for c in drain(make_engine(folder, device), requests(40))}
+    on_cpu = {c.request.key: c for c in drain(make_engine(folder, "cpu"), requests(40))}
     same = sum(on_gpu[key].tokens.tolist() == on_cpu[key].tokens.tolist() for key in on_cpu)
     assert same >= 38
 
 
-def test_bfloat16_stays_near_its_plain_forward(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
-    for completion in drain(make_engine(folder, dtype="bfloat16"), requests(24)):
+def test_bfloat16_stays_near_its_plain_forward(device: str, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    for completion in drain(make_engine(folder, device, dtype="bfloat16"), requests(24)):
         np.testing.assert_allclose(completion.logprobs, plain(model, completion), atol=0.3, rtol=0)
 
 
-def test_weights_are_copied_out_of_the_arena_between_two_steps(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
-    old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
-    engine = make_engine(folder, kv="recompute")
+def test_weights_are_copied_out_of_the_arena_between_two_steps(device: str, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    engine = make_engine(folder, device, kv="recompute")
     writer = open_writer(f"test-{uuid4().hex[:8]}", engine.spec, "inproc")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -11,12 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
+from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+from tests.unit.engines.generation.test_agreement_with_training import train_row
 
 VOCABULARY = 500
 
@@ -61,46 +61,64 @@ def config(device: str, **training: object) -> Config:
     return Config.model_validate({"model": {"name": "tiny"}, "task": {"prompts": "none"}, "training": settings})
 
 
-def test_a_step_is_that_of_the_cpu(folder: Path, rows: list[TrainRow]) -> None:
-    on_cpu, on_gpu = engine(folder, "cpu"), engine(folder, "cuda")
-    expected, found = run_step(on_cpu, rows, 1, 0), run_step(on_gpu, rows, 1, 0)
+def test_a_step_is_that_of_the_cpu(device: str, folder: Path, rows: list[TrainRow]) -> None:
+    on_cpu, on_device = engine(folder, "cpu"), engine(folder, device)
+    expected, found = run_step(on_cpu, rows, 1, 0), run_step(on_device, rows, 1, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
     assert found.samples == expected.samples
 
 
 @pytest.mark.trap("engines_disagree")
 @pytest.mark.parametrize(("dtype", "exact_head", "most"), [("float32", False, 1e-3), ("bfloat16", True, 0.3)])
-def test_an_engine_says_what_the_trainers_canary_says(folder: Path, dtype: str, exact_head: bool, most: float) -> None:
+def test_an_engine_says_what_the_trainers_canary_says(
+    device: str, folder: Path, dtype: str, exact_head: bool, most: float
+) -> None:
     model = {"name": "tiny", "dtype": dtype, "float32_head": exact_head}
-    sections = {"model": model, "generation": {"slots": 4, "device": "cuda"}}
-    settings = Config.model_validate(config("cuda", precision=dtype).model_dump() | sections)
+    sections = {"model": model, "generation": {"slots": 4, "device": device}}
+    settings = Config.model_validate(config(device, precision=dtype).model_dump() | sections)
     canary = PolicyTrainer(settings, folder).canary()
     sampling = TorchEngine(folder, settings, version=0)
     assert canary_distance(canary, sampling.logprobs_after(np.array(canary.prompt))) < most
 
 
-def test_autocast_and_gradient_checkpointing_train(folder: Path, rows: list[TrainRow]) -> None:
-    exact = run_step(engine(folder, "cuda"), rows, 1, 0)
-    rough = run_step(engine(folder, "cuda", precision="bfloat16", gradient_checkpointing=True), rows, 1, 0)
+def test_autocast_and_gradient_checkpointing_train(device: str, folder: Path, rows: list[TrainRow]) -> None:
+    exact = run_step(engine(folder, device), rows, 1, 0)
+    rough = run_step(engine(folder, device, precision="bfloat16", gradient_checkpointing=True), rows, 1, 0)
     assert rough.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=0.1)
 
 
 @pytest.mark.trap("not_finite")
-def test_a_broken_step_changes_nothing(folder: Path, rows: list[TrainRow]) -> None:
-    trainer = engine(folder, "cuda")
+def test_a_broken_step_changes_nothing(device: str, folder: Path, rows: list[TrainRow]) -> None:
+    trainer = engine(folder, device)
     before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}
     outcome = run_step(trainer, [replace(rows[0], advantage=float("nan")), *rows[1:]], 1, 0)
     assert (outcome.skipped, outcome.culprits) == ("not finite", (rows[0].key,))
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.named_tensors().items())
 
 
-def test_a_checkpoint_resumes(folder: Path, rows: list[TrainRow], tmp_path: Path) -> None:
-    trainer = engine(folder, "cuda")
+def test_a_checkpoint_resumes(device: str, folder: Path, rows: list[TrainRow], tmp_path: Path) -> None:
+    trainer = engine(folder, device)
     run_step(trainer, rows, 1, 0)
     trainer.save(tmp_path, {"version": 1})
-    resumed, extra = PolicyTrainer.resume(config("cuda"), tmp_path)
+    resumed, extra = PolicyTrainer.resume(config(device), tmp_path)
     assert extra == {"version": 1}
     for name, tensor in trainer.named_tensors().items():
         assert torch.equal(tensor, resumed.named_tensors()[name])
     first, second = (run_step(one, rows, 1, 1) for one in (trainer, resumed))
     assert first.metrics == pytest.approx(second.metrics, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_the_ratio_of_what_the_engine_has_sampled_is_one(device: str, folder: Path, dtype: str, most: float) -> None:
+    model = {"name": "tiny", "dtype": dtype, "float32_head": dtype == "bfloat16"}
+    sections = {"model": model, "generation": {"slots": 8, "max_new_tokens": 24, "device": device}}
+    settings = Config.model_validate(config(device, precision=dtype).model_dump() | sections)
+    sampling = TorchEngine(folder, settings, version=0)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, VOCABULARY, int(draw.integers(2, 20))).astype(np.int32) for _ in range(16)]
+    sampling.submit(*(SampleRequest((number, 0, 0), each, number, 1.0, 24) for number, each in enumerate(prompts)))
+    done = [completion for _ in range(200) if sampling.active for completion in sampling.step()]
+    assert len(done) == len(prompts)
+    metrics = run_step(PolicyTrainer(settings, folder), [train_row(each) for each in done], 0, 0).metrics
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-4 if dtype == "float32" else 1e-2)
+    assert metrics["mismatch/kl"] < most
