@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured, Results
-from asyncrl.bench.gpu.device_copies import copy_ceiling, host_transfers, strided_boxes
+from asyncrl.bench.gpu.device_copies import arena_transfers, copy_ceiling, host_transfers, strided_boxes
 from asyncrl.bench.gpu.encodings import differences, fp8_blocks
 from asyncrl.bench.gpu.engine_updates import copies_beside_decoding, published_rivals, sharded_gather, update_cost
 from asyncrl.bench.gpu.nccl_ranks import loop_lag, nccl_on_one_device
@@ -32,6 +32,7 @@ MEASUREMENTS: Mapping[str, Callable[[BenchDevice], Results]] = {
     "4 copies beside decoding": copies_beside_decoding,
     "5 cost of an update": update_cost,
     "6 host memory": host_transfers,
+    "6 weights in shared memory": arena_transfers,
     "7 two ranks of NCCL on one device": nccl_on_one_device,
     "8 lateness of the event loop": loop_lag,
     "9 differences": differences,

@@ -1,11 +1,15 @@
 """Copies on the device and from host memory: measurements 1, 3 and 6."""
 
+import time
 from functools import partial
+from uuid import uuid4
 
 import torch
 
 from asyncrl.bench.gpu.bench_device import BenchDevice, Results
 from asyncrl.lanes.shared_memory import Segment
+from asyncrl.lanes.weights.arena import open_reader, open_writer
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 
 ROWS, COLUMNS = 4096, 4096
 TENSORS = 12
@@ -48,7 +52,7 @@ def host_transfers(bench: BenchDevice) -> Results:
     device, found = bench.block(size), Results()
     segment = Segment.private(size)
     registered = torch.frombuffer(segment.buffer, dtype=torch.uint8)
-    bench.cuda.register(registered.data_ptr(), size)
+    bench.cuda.register(registered.data_ptr(), size, read_only=False)
     try:
         pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=device.is_cuda)
         places = {"pageable": torch.zeros(size, dtype=torch.uint8), "pinned": pinned, "registered": registered}
@@ -58,3 +62,32 @@ def host_transfers(bench: BenchDevice) -> Results:
     finally:
         bench.cuda.unregister(registered.data_ptr())
     return found
+
+
+def arena_transfers(bench: BenchDevice) -> Results:
+    """Measures the copy of a version out of the trainer's arena, as engines map it, before and after it is registered,
+    and how long registering takes."""
+    shape = (bench.largest // 4 // TENSORS,)
+    spec = WeightsSpec.of({f"layers.{number}.w": shape for number in range(TENSORS)}, "bfloat16")
+    writer = open_writer(f"asyncrl-bench-{uuid4().hex[:12]}", spec, "ipc")
+    try:
+        version = {each.name: torch.zeros(each.shape, dtype=torch.bfloat16) for each in spec.tensors}
+        published = writer.write(0, 0, version)
+        reader = open_reader(published, spec)
+        tensors, targets = reader.tensors(published), [each.to(bench.device) for each in version.values()]
+
+        def copy() -> None:
+            for target, source in zip(targets, tensors.values(), strict=True):
+                target.copy_(source)
+
+        found = {"pageable_GB_s": bench.rate(spec.size, copy)}
+        began = time.perf_counter()
+        bench.cuda.register(*reader.mapping, read_only=True)
+        found["registering_ms"] = 1e3 * (time.perf_counter() - began)
+        try:
+            return found | {"registered_GB_s": bench.rate(spec.size, copy)}
+        finally:
+            bench.cuda.unregister(reader.mapping[0])
+            reader.close()
+    finally:
+        writer.close()

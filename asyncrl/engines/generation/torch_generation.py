@@ -110,7 +110,8 @@ class TorchGeneration:
 
     async def update(self, published: Published) -> None:
         if self._receiver is None:
-            self._receiver = open_receiver(published, self.core.spec, partial(weight_network, self._worker))
+            network, device = partial(weight_network, self._worker), self.core.device.type
+            self._receiver = open_receiver(published, self.core.spec, network, device)
         fetched = await self._receiver.fetch(published)
         if fetched.bytes:
             size, error = fetched

@@ -10,7 +10,9 @@ sees whether it copied one version. Readers that read in place also hold a lease
 
 import struct
 from collections.abc import Mapping
+from contextlib import ExitStack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,16 +102,26 @@ class Writer(_Slots):
 
 
 class Reader(_Slots):
-    """Reads versions on an engine's side."""
+    """Reads versions on an engine's side. before_close: runs while the arena is still mapped."""
 
     def __init__(self, address: str, segment: Segment, spec: WeightsSpec) -> None:
         super().__init__(address, segment, spec)
+        self.before_close = ExitStack()
         expected = MAGIC + spec.digest
         if segment.size < HEADER + SLOTS * self._stride or self._memory[: len(expected)] != expected:
             raise WeightsError(
                 f"weight arena {address} was made for another model or dtype than this reader's: start trainer "
                 "and engine with the same model folder and model.dtype"
             )
+
+    @property
+    def mapping(self) -> tuple[int, int]:
+        """Returns address and bytes of the arena in this process."""
+        return np.frombuffer(self._memory, np.uint8).ctypes.data, self._segment.size
+
+    def close(self) -> None:
+        self.before_close.close()
+        super().close()
 
     @property
     def _memory(self) -> memoryview:

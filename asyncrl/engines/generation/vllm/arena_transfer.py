@@ -51,4 +51,4 @@ class ArenaTransfer(WeightTransferEngine[NoInit, Version]):  # type: ignore[misc
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Holds nothing that outlives the process."""
+        ARENA.close()

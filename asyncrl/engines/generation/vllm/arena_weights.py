@@ -7,6 +7,7 @@ with it               the base model in its folder, plus the adapters of the are
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
+from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
+from asyncrl.lanes.weights.transports.cuda.registered_arena import register_arena
+from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
 from asyncrl.protocols.messages import Published
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -51,10 +55,13 @@ class AttachedVersion:
 
 
 class ArenaWeights:
-    """Opens a version, and gives its tensors once."""
+    """Opens a version, and gives its tensors once. cuda: opens a device, with which the arena is registered when the
+    first version is copied to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Callable[[str], CudaRuntime] = CupyRuntime) -> None:
+        self._cuda = cuda
         self._reader: Reader | None = None
+        self._pageable: Reader | None = None  # the reader, until its arena is registered
         self._base: BaseWeights | None = None
         self._attached: AttachedVersion | None = None
 
@@ -66,7 +73,8 @@ class ArenaWeights:
         try:
             if self._reader is None or self._reader.address != version.arena:
                 self._base = _base_of(model)
-                self._reader = open_reader(version, weights_spec(model))
+                self.close()
+                self._reader = self._pageable = open_reader(version, weights_spec(model))
             reader = self._reader
             tensors = reader.tensors(version)
         except (PeerLost, WeightsError) as error:
@@ -87,12 +95,21 @@ class ArenaWeights:
         attached = self._attached
         assert attached.version == version, f"version {attached.version} was attached"
         self._attached = None
+        if device.type == "cuda" and self._pageable is not None:
+            register_arena(self._pageable, partial(self._cuda, str(device)))
+            self._pageable = None
         if attached.model.lora is None:
             yield ((name, tensor.to(device)) for name, tensor in attached.tensors.items())
         else:
             assert self._base is not None, "it is opened with the first version"
             yield self._base.merged(attached.tensors, attached.model.lora, device)
         attached.check()
+
+    def close(self) -> None:
+        """Unmaps the arena, if one is open."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._pageable = None
 
 
 ARENA = ArenaWeights()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.shared_memory import SHARED_SCHEME
 from asyncrl.lanes.weights.arena import open_reader, open_writer
 from asyncrl.lanes.weights.codec.chunk import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
@@ -18,6 +19,7 @@ from asyncrl.lanes.weights.transports.collective.receiver import CollectiveRecei
 from asyncrl.lanes.weights.transports.collective.sender import CollectiveSender
 from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
 from asyncrl.lanes.weights.transports.cuda.device_arena import DEVICE_SCHEME, DeviceReader, DeviceWriter
+from asyncrl.lanes.weights.transports.cuda.registered_arena import RegisteredArena
 from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
 from asyncrl.lanes.weights.transports.interface import WeightReceiver, WeightSender
 from asyncrl.lanes.weights.transports.stream_receiver import StreamReceiver
@@ -102,9 +104,9 @@ def listens(transport: str) -> bool:
     return transport == "tcp" or transport in PAIRS
 
 
-def open_receiver(published: Published, spec: WeightsSpec, network: Network) -> WeightReceiver:
-    """Opens an engine's end on the event loop. Raises PeerLost when the trainer has ended, WeightsError when both have
-    different models."""
+def open_receiver(published: Published, spec: WeightsSpec, network: Network, device: str) -> WeightReceiver:
+    """Opens an engine's end on the event loop. device: of the engine. Raises PeerLost when the trainer has ended,
+    WeightsError when both have different models."""
     if published.arena.startswith(NETWORK):
         return network().receiver(spec)
     pairs, plus, _ = published.arena.partition("+")
@@ -114,4 +116,7 @@ def open_receiver(published: Published, spec: WeightsSpec, network: Network) -> 
         return FileReceiver(spec)
     if published.arena.startswith(DEVICE_SCHEME):
         return DeviceReader(published, spec, network().cuda())
-    return open_reader(published, spec)
+    reader = open_reader(published, spec)
+    if published.arena.startswith(SHARED_SCHEME) and device.startswith("cuda"):
+        return RegisteredArena(reader, lambda: network().cuda())
+    return reader

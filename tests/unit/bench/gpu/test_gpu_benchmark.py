@@ -32,7 +32,7 @@ def bench() -> Iterator[BenchDevice]:
 @pytest.mark.parametrize("name", [name for name in MEASUREMENTS if name.split()[0] not in OF_OTHER_PROCESSES])
 def test_each_measurement_gives_values_or_says_why_not(bench: BenchDevice, name: str) -> None:
     found = measure(bench, [name.partition(" ")[0]])
-    assert list(found) == [name]
+    assert name in found
     values = found[name]
     if name.split()[0] in LEFT_OUT:
         assert str(values).startswith("not measured: ")
@@ -43,7 +43,8 @@ def test_each_measurement_gives_values_or_says_why_not(bench: BenchDevice, name:
 
 
 def test_there_are_twelve() -> None:
-    assert [name.split()[0] for name in MEASUREMENTS] == [str(number) for number in range(1, 13)]
+    numbers = list(dict.fromkeys(name.split()[0] for name in MEASUREMENTS))
+    assert numbers == [str(number) for number in range(1, 13)]
 
 
 def test_memory_of_another_process_is_opened_and_copied(bench: BenchDevice) -> None:

@@ -1,7 +1,7 @@
 """CUDA through CuPy. It was never run on a device."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from asyncrl.errors import ConfigError, PeerLost
+
+READ_ONLY = 8
+"""cudaHostRegisterReadOnly, without which CUDA refuses memory that is mapped for reading only. Some devices lack it."""
 
 
 class CupyRuntime:
@@ -18,7 +21,9 @@ class CupyRuntime:
         try:
             import cupy
         except ImportError as missing:
-            raise ConfigError('weights.transport = "cuda_ipc" needs CuPy: install the extra cu12, or cu13') from missing
+            raise ConfigError(
+                "CUDA memory that processes share needs CuPy: install the extra cu12, or cu13"
+            ) from missing
         self.device = device
         self._cupy: Any = cupy
         self._number = torch.device(device).index or 0
@@ -59,12 +64,15 @@ class CupyRuntime:
             yield
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def register(self, address: int, size: int) -> None:
-        with self._here():
-            self._cupy.cuda.runtime.hostRegister(address, size, 0)
+    def register(self, address: int, size: int, *, read_only: bool) -> None:
+        try:
+            with self._here():
+                self._cupy.cuda.runtime.hostRegister(address, size, READ_ONLY if read_only else 0)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{self.device} cannot pin {size:,} bytes of host memory: {error}") from error
 
     def unregister(self, address: int) -> None:
-        with self._here():
+        with suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._here():
             self._cupy.cuda.runtime.hostUnregister(address)
 
     def _here(self) -> Any:

@@ -97,6 +97,8 @@ class DeviceReader:
         return Fetched()
 
     def tensors(self, published: Published) -> dict[str, Tensor]:
+        """Returns views in the memory of the trainer. Comparing the digest reads bytes back, after all that this thread
+        has enqueued: no step with the version before goes on then, and its slot may be written."""
         self.check(published)
         block = self._slots[published.slot]
         check_block_digest(block, self._spec, published)

@@ -29,7 +29,10 @@ class CudaRuntime(Protocol):
     def side_stream(self) -> AbstractContextManager[None]:
         """Runs the copies of a block beside what the device computes, but after what was enqueued before."""
 
-    def register(self, address: int, size: int) -> None:
-        """Pins host memory that is mapped already, so that copies from it run at the speed of the bus."""
+    def register(self, address: int, size: int, *, read_only: bool) -> None:
+        """Pins host memory that is mapped already, so that copies from it run at the speed of the bus. read_only:
+        whether it is mapped for reading only. Raises MemoryError when the device refuses, and for memory that is
+        registered already."""
 
-    def unregister(self, address: int) -> None: ...
+    def unregister(self, address: int) -> None:
+        """Ends what `register` began. Does nothing on a device that has failed: its pins end with the process."""

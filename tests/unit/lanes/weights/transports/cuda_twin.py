@@ -48,7 +48,11 @@ class TwinCuda:
     def side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, address: int, size: int, *, read_only: bool) -> None:
+        if address in self.registered:
+            raise MemoryError("cudaErrorHostMemoryAlreadyRegistered")
+        if is_writable(address) == read_only:
+            raise MemoryError("cudaErrorInvalidValue")
         self.registered[address] = size
 
     def unregister(self, address: int) -> None:
@@ -67,3 +71,10 @@ class TwinCuda:
         pointer = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
         self._maps[pointer] = mapped
         return pointer
+
+
+def is_writable(address: int) -> bool:
+    """Returns whether an address of this process is mapped for writing. Raises StopIteration when it is not mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = ((*(int(end, 16) for end in line.split()[0].split("-")), line.split()[1]) for line in lines)
+    return "w" in next(rights for start, end, rights in ranges if start <= address < end)

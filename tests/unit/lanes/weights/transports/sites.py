@@ -98,7 +98,7 @@ class Site:
         return self.processes.setdefault(instance, TwinCuda())
 
     def receiver(self, published: Published, instance: str, spec: WeightsSpec | None = None) -> Any:
-        self.receivers.append(open_receiver(published, spec or self.spec, partial(self.network, instance)))
+        self.receivers.append(open_receiver(published, spec or self.spec, partial(self.network, instance), "cpu"))
         return self.receivers[-1]
 
     def write(self, version: int, tensors: dict[str, Tensor] | None = None) -> Published:

@@ -38,7 +38,11 @@ def test_nccl_is_called_and_reports_that_it_has_no_device(binding: type[Nccl4py 
 def test_cuda_is_called_and_reports_that_it_has_no_device() -> None:
     cupy = pytest.importorskip("cupy", reason="install the extra cu12")
     cuda = CupyRuntime("cuda:0")
-    for call in (lambda: cuda.allocate(10), lambda: cuda.open(bytes(HANDLE_BYTES)), lambda: cuda.register(4096, 4096)):
+    for call in (
+        lambda: cuda.allocate(10),
+        lambda: cuda.open(bytes(HANDLE_BYTES)),
+        lambda: cuda.register(4096, 4096, read_only=True),
+    ):
         with pytest.raises((cupy.cuda.runtime.CUDARuntimeError, MemoryError, PeerLost), match=r"Insufficient|no "):
             call()
     for name in ("malloc", "ipcGetMemHandle", "ipcOpenMemHandle", "hostRegister", "hostUnregister"):
