@@ -38,6 +38,8 @@ PROCESS_BYTES = 500 * 2**20
 CHUNK = 32
 """Positions in a block of the KV cache (generation/scheduling/block_tables.py)."""
 BYTES = {"float32": 4, "bfloat16": 2}
+BYTES_PER_SAMPLED = 12
+"""Token, log-prob and version of each token that a slot may sample (generation/scheduling/running_batch.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +178,15 @@ def _generation(config: Config, shape: Shape, name: str, replicas: int) -> Memor
     whole = generation.slots * longest * chunk
     if generation.cache_gb:
         whole = min(whole, int(generation.cache_gb * 10**9))
-    # On a CPU the cache takes what is used, parked sequences with it; on another device all of it at once.
-    at_first = 0 if generation.device == "cpu" else whole
+    # On a CPU the cache takes what is used, parked sequences with it; where all slots decode from the start, and on
+    # another device, it takes all of it at once.
+    at_first = whole if generation.deterministic or generation.device != "cpu" else 0
+    tables = generation.slots * generation.max_new_tokens * BYTES_PER_SAMPLED
     rows = generation.slots if config.environment.use else min(generation.slots, gate.cap * gate.members)
     cache = max(at_first, min(whole, rows * longest * chunk))
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
-    lower = "lower generation.cache_gb or generation.slots" if at_first > weights else SMALLER
-    most, least = PROCESS_BYTES + weights + cache, weights + at_first
+    lower = f"lower generation.slots, which is {generation.slots}" if at_first + tables > weights else SMALLER
+    most, least = PROCESS_BYTES + weights + cache + tables, weights + at_first + tables
     return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower)
 
 

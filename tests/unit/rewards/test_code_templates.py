@@ -103,7 +103,7 @@ def alive(pid: int) -> bool:
 
 
 def guard_among(pids: set[int]) -> int:
-    return min(pid for pid in pids if b"guard_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return min(pid for pid in pids if b"guard_program" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])

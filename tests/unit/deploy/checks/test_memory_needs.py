@@ -13,6 +13,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks import memory_needs
 from asyncrl.deploy.checks.memory_needs import (
+    BYTES_PER_SAMPLED,
     CHUNK,
     PACKAGED,
     PROCESS_BYTES,
@@ -109,13 +110,15 @@ def test_the_cache_takes_what_is_used_and_on_a_device_all_of_it_at_once() -> Non
         chosen = config(generation={"slots": 10, **generation})
         return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
 
-    weights, chunk = SMOLLM2.parameters * 4, CHUNK * SMOLLM2.cache_bytes_per_token
+    sampled = 10 * 64 * BYTES_PER_SAMPLED
+    weights, chunk = SMOLLM2.parameters * 4 + sampled, CHUNK * SMOLLM2.cache_bytes_per_token
     whole = 10 * (512 + 64) // 32 * chunk
     assert (need().least, need().bytes) == (weights, PROCESS_BYTES + weights + whole)
     assert need(device="cuda").least == weights + whole
     assert whole > 10**8
     assert need(device="cuda", cache_gb=0.1).least == weights + 10**8
     assert need(cache_gb=0.1).bytes == PROCESS_BYTES + weights + 10**8
+    assert need(deterministic=True).least == weights + whole
     assert CHUNK == block_tables.KV_BLOCK
 
 
