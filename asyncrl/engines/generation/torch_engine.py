@@ -209,8 +209,9 @@ class TorchEngine:
     def _compute_together(self) -> None:
         """Computes one forward: decoding rows, and chunks of rows in prefill."""
         self._memory.share_prompts()
-        decoding = self._memory.secure_next()
+        self._memory.secure_next()
         ready = self._memory.secure_prefills()
+        decoding = self._batch.decoding
         prefills = [
             Prefill(row, int(self._batch.held[row]), int(self._batch.lengths(np.array([row]))[0])) for row in ready
         ]

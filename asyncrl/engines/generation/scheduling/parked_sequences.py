@@ -48,11 +48,13 @@ class ParkedSequences:
 
     def take(self, sample: Sample, tokens: NDArray[np.int32], slot: int) -> int:
         """Gives a slot without blocks those of a sample, if there is one with which these tokens begin. Returns how
-        many tokens they hold, 0 without any. The sample is parked no longer."""
+        many tokens they hold, 0 without any; the newest token is never one of them, because it has to be computed: a
+        conversation that begins again may be no longer than what was parked. The sample is parked no longer."""
         found = self._parked.get(sample)
         held = 0
         if found is not None and np.array_equal(found.tokens, tokens[: len(found.tokens)]):
-            held = len(found.tokens)
+            held = min(len(found.tokens), len(tokens) - 1)
+        if found is not None and held:
             self._tables.share(slot, found.kept, found.blocks)
         self._remove(sample)
         self.hits += held > 0

@@ -74,6 +74,8 @@ def vllm_problems(config: Config) -> Iterator[Problem]:
         return
     for key, is_set, text in (
         ("generation.deterministic", generation.deterministic, "vLLM's batches change the last bits of a sample"),
+        ("generation.cache_gb", generation.cache_gb, f"vLLM's own argument is kv_cache_memory_bytes in [{KEY}]"),
+        ("generation.prefill_tokens", generation.prefill_tokens, f"vLLM's is max_num_batched_tokens in [{KEY}]"),
         ("model.float32_head", config.model.float32_head, "vLLM computes the output layer in model.dtype"),
         ("fleet.wire", config.fleet.wire == "inproc", "vLLM has processes of its own, which read shared memory"),
     ):

@@ -126,6 +126,21 @@ def going_on(done: Completion, tokens: int, given: tuple[int, ...] = ()) -> Samp
     return replace(done.request, prompt=prompt, drawn=drawn, max_new_tokens=tokens)
 
 
+@pytest.mark.parametrize("prompt", [1, 9, KV_BLOCK + 1])
+def test_a_conversation_that_begins_again_computes_its_newest_token(
+    make_engine: MakeEngine, drain: Drain, plain_logprobs: Plain, prompt: int
+) -> None:
+    """After an answer of one token, what is parked is the whole prompt."""
+    engine = make_engine(**EPISODES)
+    first = SampleRequest((0, 0, 0), np.arange(5, 5 + prompt, dtype=np.int32), 1, 1.0, 1, may_go_on=True)
+    drain(engine, [first])
+    beside = SampleRequest((1, 0, 0), np.arange(20, 29, dtype=np.int32), 2, 1.0, 9)
+    done = drain(engine, [beside, replace(first, drawn=1, max_new_tokens=5)])
+    assert engine.parked.hits == (prompt > 1)
+    for each in done.values():
+        np.testing.assert_allclose(each.logprobs, plain_logprobs(each, "llama"), atol=1e-5, rtol=0)
+
+
 def test_deterministic_mode_prefills_again(make_engine: MakeEngine, requests: MakeRequests, drain: Drain) -> None:
     engine = make_engine(deterministic=True, **EPISODES)
     first = drain(engine, [replace(request, may_go_on=True) for request in requests(4)])

@@ -56,6 +56,22 @@ def test_a_preempted_sample_keeps_its_tokens_and_goes_on(
     assert engine.cache_used == 0
 
 
+def test_samples_that_an_older_prompt_preempts_do_not_decode_in_the_same_step(
+    make_engine: MakeEngine, drain: Drain, plain_logprobs: Callable[..., np.ndarray], small_blocks: None
+) -> None:
+    """Two members of 10 blocks and two other samples of 5 in a cache of 20. The second member waits for the prompt of
+    the first one, finds no block for its copy, and takes those of the others, which are younger and decode already."""
+    engine = make_engine(slots=4, cache_gb=(20 * BLOCK / 8 + 1) / GB)
+    prompts = np.random.default_rng(0).integers(5, 261, (3, 38)).astype(np.int32)
+    wanted = [SampleRequest((0, member, 0), prompts[0], member, 1.0, 20) for member in range(2)]
+    wanted += [SampleRequest((group, 0, 0), prompts[group, :18], group, 1.0, 20) for group in (1, 2)]
+    done = drain(engine, wanted)
+    assert engine.preemptions > 0
+    assert len(done) == len(wanted)
+    for each in done.values():
+        np.testing.assert_allclose(each.logprobs, plain_logprobs(each, "llama"), atol=1e-5, rtol=0)
+
+
 def test_episodes_run_through_a_cache_of_one_row(
     make_engine: MakeEngine, requests: MakeRequests, small_blocks: None
 ) -> None:

@@ -66,13 +66,14 @@ def test_arguments_are_checked_by_name_without_importing_vllm(installed: None) -
 
 
 def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:
-    chosen = config(deterministic=True).model_copy(update={"model": config().model.model_copy(update={"name": "m"})})
+    chosen = config(deterministic=True, cache_gb=1.0, prefill_tokens=64).model_copy(update={"model": config().model.model_copy(update={"name": "m"})})
     chosen = Config.model_validate(
         chosen.model_dump() | {"model": {"name": str(tmp_path), "float32_head": True, "dtype": "bfloat16"}}
     )
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"num_attention_heads": 4}))
     found = problems(chosen)
-    assert found.keys() == {"generation.deterministic", "model.float32_head", "model.name"}
+    refused = {f"generation.{name}" for name in ("deterministic", "cache_gb", "prefill_tokens")}
+    assert found.keys() == refused | {"model.float32_head", "model.name"}
     assert "have 24 numbers" in found["model.name"].text
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     assert "model.name" not in problems(chosen)
