@@ -215,7 +215,9 @@ class TorchEngine:
         prefills = [
             Prefill(row, int(self._batch.held[row]), int(self._batch.lengths(np.array([row]))[0])) for row in ready
         ]
+        # Weights may be new before a long prompt is computed; it then has more of each step, so that it starts at last.
         budget = self._prefill_tokens * (1 if len(decoding) else IDLE_BUDGETS)
+        budget <<= int(self._batch.interrupted[ready[0]]) if ready else 0
         chunks = plan_chunks(prefills, budget, self._position_cost)
         if len(decoding) or chunks:
             self._forward(decoding, sorted(chunks, key=lambda chunk: (chunk.first > 0, chunk.end)))

@@ -70,6 +70,7 @@ class BlockMemory:
             self.parked.clear()
         for row in range(len(self._batch.requests)):
             if recompute or not ((self._batch.cached[row] and self._batch.sampled[row]) or self._batch.drawn[row]):
+                self._batch.interrupted[row] += bool(self._batch.held[row]) and not self._batch.cached[row]
                 self._give_up(row)
 
     # ---- before a forward ------------------------------------------------------------------------------------
@@ -80,18 +81,17 @@ class BlockMemory:
             if not self._tables.counts[row] and self.prompts.find(self._batch.prompts[row]) is not None:
                 self._share(row)
 
-    def secure_next(self) -> Ints:
-        """Gives each decoding row a block for its newest token; returns the rows that decode. Others were preempted."""
+    def secure_next(self) -> None:
+        """Gives each decoding row a block for its newest token, or preempts it."""
         rows = self._batch.decoding
         lacking = rows[self._tables.counts[rows] * KV_BLOCK < self._batch.lengths(rows)]
         for row in lacking[np.argsort(self._batch.age[lacking])].tolist():
             if self._batch.cached[row]:
                 self._secure(row)
-        return self._batch.decoding if len(lacking) else rows
 
     def secure_prefills(self) -> list[int]:
-        """Gives rows in prefill blocks for their whole sequence, the first first; returns those that have them. Of rows
-        with one prompt that all share, one computes it."""
+        """Gives rows in prefill blocks for their whole sequence, the first first; returns those that have them. Younger
+        rows that decode may be preempted. Of rows with one prompt that all share, one computes it."""
         ready: list[int] = []
         computing = set[bytes]()
         self.scarce = False

@@ -13,8 +13,8 @@ from asyncrl.protocols.seeds import draws
 class RunningBatch:
     """Holds one array per column, each with one entry per slot. sampled: number of sampled tokens. drawn: of earlier
     turns. cached: whether the KV cache holds all tokens of the row but the newest. held: of a row that is not cached,
-    the first tokens that the KV cache holds. age: rows are numbered as they start. prompts: tokens of each prompt, by
-    which rows share it."""
+    the first tokens that the KV cache holds. interrupted: how often new weights discarded these before the row was
+    cached. age: rows are numbered as they start. prompts: tokens of each prompt, by which rows share it."""
 
     def __init__(self, slots: int, max_new_tokens: int) -> None:
         self.requests: list[SampleRequest] = []
@@ -23,6 +23,7 @@ class RunningBatch:
         self.drawn = np.zeros(slots, np.int64)
         self.cached = np.zeros(slots, np.bool_)
         self.held = np.zeros(slots, np.int64)
+        self.interrupted = np.zeros(slots, np.int64)
         self.age = np.zeros(slots, np.int64)
         self.tokens = np.zeros((slots, max_new_tokens), np.int32)
         self.logprobs = np.zeros((slots, max_new_tokens), np.float32)
@@ -49,6 +50,7 @@ class RunningBatch:
         self.drawn[row] = request.drawn
         self.cached[row] = False
         self.held[row] = 0
+        self.interrupted[row] = 0
         self.age[row] = self._started
         self._started += 1
         self.requests.append(request)
@@ -58,7 +60,7 @@ class RunningBatch:
         """Removes a row; the last row takes its place."""
         last = len(self.requests) - 1
         columns: list[list[Any] | NDArray[Any]] = [self.requests, self.prompts, self.sampled, self.drawn, self.cached]
-        columns += [self.held, self.age]
+        columns += [self.held, self.interrupted, self.age]
         for column in (*columns, self.ends_at, self.tokens, self.logprobs, self.versions):
             column[row] = column[last]
         self.requests.pop()
@@ -98,6 +100,7 @@ class RunningBatch:
         self.versions[at] = version
         self.sampled[rows] += 1
         self.cached[rows] = True
+        self.interrupted[rows] = 0
 
     def completion(self, row: int, finish: Finish, text: str) -> Completion:
         """Returns a copy of what was recorded of a row."""

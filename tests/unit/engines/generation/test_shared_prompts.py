@@ -134,3 +134,24 @@ def test_a_prompt_that_is_computed_in_part_begins_again_with_new_weights(
     for each in late:
         expected = plain_logprobs(done[each.key], "llama", weights)
         np.testing.assert_allclose(done[each.key].logprobs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_prompt_starts_at_last_that_new_weights_interrupt_again_and_again(
+    make_engine: MakeEngine, model_folder: Callable[[str], Path], kv: str
+) -> None:
+    """Weights that are new every second step, and a prompt that takes nine steps beside a sample."""
+    weights = new_weights(model_folder("llama"), 1)
+    engine = make_engine(kv=kv, max_prompt_tokens=80, prefill_tokens=8)
+    (late,) = group_of(1, 70, 1)
+    beside = SampleRequest((1, 0, 0), np.arange(5, 9, dtype=np.int32), 1, 1.0, 24)
+    engine.submit(beside)
+    engine.step()
+    engine.submit(late)
+    for step in range(20):
+        if late.key in {done.request.key for done in engine.step()}:
+            return
+        assert engine._batch.requests[0] is beside, "a sample decodes, and the budget is that of a step with one"
+        if step % 2:
+            engine.load(weights, step, share=False)
+    raise AssertionError("the prompt is never computed")

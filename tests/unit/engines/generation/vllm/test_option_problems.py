@@ -66,7 +66,9 @@ def test_arguments_are_checked_by_name_without_importing_vllm(installed: None) -
 
 
 def test_what_vllm_cannot_do_is_refused(tmp_path: Path) -> None:
-    chosen = config(deterministic=True, cache_gb=1.0, prefill_tokens=64).model_copy(update={"model": config().model.model_copy(update={"name": "m"})})
+    chosen = config(deterministic=True, cache_gb=1.0, prefill_tokens=64).model_copy(
+        update={"model": config().model.model_copy(update={"name": "m"})}
+    )
     chosen = Config.model_validate(
         chosen.model_dump() | {"model": {"name": str(tmp_path), "float32_head": True, "dtype": "bfloat16"}}
     )
