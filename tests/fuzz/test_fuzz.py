@@ -109,8 +109,8 @@ def test_memory_does_not_grow_with_the_number_of_inputs(name: str) -> None:
 
 
 def resident_after(target: Any, inputs: list[bytes], rounds: int) -> int:
-    """Returns the bytes of this process in memory after all inputs. Each round collects its garbage, which tests collect
-    seldom: what waits for that is no growth."""
+    """Returns the bytes of this process in memory after all inputs. Each round collects its garbage: tests do that
+    seldom, and what waits for it is no growth."""
     for _ in range(rounds):
         for data in inputs:
             target(data)

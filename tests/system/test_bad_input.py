@@ -110,7 +110,10 @@ MEMBER = r"on member \d of group \d: "
             ["--environment.use=worlds.py:Endless"],
             [f"Endless {MEMBER}`step` hung: no answer within 1 s\n  prompt of its row: 'abc'\nenvironment.on_error = "],
         ),
-        (["--environment.use=agent:true"], [f"agent:true {MEMBER}.*exited without a request to OPENAI_BASE_URL"]),
+        (
+            ["--environment.use=agent:true", "--environment.deadline=30"],
+            [f"agent:true {MEMBER}.*exited without a request to OPENAI_BASE_URL"],
+        ),
     ],
 )
 def test_the_message_names_what_is_wrong_and_where(flags: list[str], says: list[str], run: Run) -> None:
