@@ -69,7 +69,7 @@ class GenerationConfig(Section):
     cache_gb: Annotated[float, Field(ge=0)] = 0.0
     """Most GB (10^9 bytes) of keys and values of a replica; samples are preempted to fit. 0: all slots fit."""
     prefill_tokens: Annotated[int, Field(ge=0)] = 0
-    """Most tokens of prompts that a step computes beside decoding samples. 0 chooses 64 on a CPU, else 2048."""
+    """Tokens of prompts that a step computes beside a full batch of samples. 0 chooses 32 on a CPU, else 2048."""
     deterministic: bool = False
     """Makes tokens and log-probs independent of slots, neighbours and order of arrival, bit for bit. This is slower."""
     device: str = "cpu"

@@ -41,7 +41,7 @@ from asyncrl.engines.generation.scheduling.sample_requests import (
     SampleRequest,
     refuse_too_long,
 )
-from asyncrl.engines.generation.scheduling.step_plan import IDLE_BUDGETS, Chunk, Prefill, plan_chunks
+from asyncrl.engines.generation.scheduling.step_plan import Chunk, Prefill, plan_chunks, step_budget
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
@@ -51,9 +51,9 @@ from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 
-PREFILL_TOKENS = (2048, 64)
-"""Tokens of prompts that a step computes beside decoding samples, on other devices and on CPUs, where so many take
-about as long as the samples do."""
+PREFILL_TOKENS = (2048, 32)
+"""Tokens of prompts that a step computes beside a full batch, on other devices and on CPUs, where so many take about as
+long as the samples do."""
 FIXED_ROWS = 16
 """Fewest slots of deterministic mode: products over fewer rows than 4 (an AMD EPYC) or 16 (an Intel Xeon, of vectors of
 576 numbers and more) round differently from larger ones."""
@@ -210,14 +210,17 @@ class TorchEngine:
         """Computes one forward: decoding rows, and chunks of rows in prefill."""
         self._memory.share_prompts()
         self._memory.secure_next()
-        ready = self._memory.secure_prefills()
-        decoding = self._batch.decoding
-        prefills = [
-            Prefill(row, int(self._batch.held[row]), int(self._batch.lengths(np.array([row]))[0])) for row in ready
-        ]
+        decoding, prefilling = self._batch.decoding, self._batch.prefilling
+        budget = step_budget(self._prefill_tokens, len(decoding), self.running - len(decoding))
         # Weights may be new before a long prompt is computed; it then has more of each step, so that it starts at last.
-        budget = self._prefill_tokens * (1 if len(decoding) else IDLE_BUDGETS)
-        budget <<= int(self._batch.interrupted[ready[0]]) if ready else 0
+        budget *= 2.0 ** int(self._batch.interrupted[prefilling[0]]) if len(prefilling) else 1.0
+        ready = np.array(self._memory.secure_prefills(budget), np.int64)
+        decoding = self._batch.decoding
+        lengths = self._batch.lengths(ready).tolist()
+        prefills = [
+            Prefill(row, int(self._batch.held[row]), length)
+            for row, length in zip(ready.tolist(), lengths, strict=True)
+        ]
         chunks = plan_chunks(prefills, budget, self._position_cost)
         if len(decoding) or chunks:
             self._forward(decoding, sorted(chunks, key=lambda chunk: (chunk.first > 0, chunk.end)))

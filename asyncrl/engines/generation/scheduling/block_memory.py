@@ -89,9 +89,10 @@ class BlockMemory:
             if self._batch.cached[row]:
                 self._secure(row)
 
-    def secure_prefills(self) -> list[int]:
-        """Gives rows in prefill blocks for their whole sequence, the first first; returns those that have them. Younger
-        rows that decode may be preempted. Of rows with one prompt that all share, one computes it."""
+    def secure_prefills(self, tokens: float) -> list[int]:
+        """Gives rows in prefill blocks for their whole sequence, the first first, until they have so many tokens to
+        compute; returns those that have blocks. Younger rows that decode may be preempted. Of rows with one prompt that
+        all share, one computes it. Others leave parked sequences their blocks for one more step."""
         ready: list[int] = []
         computing = set[bytes]()
         self.scarce = False
@@ -104,6 +105,9 @@ class BlockMemory:
                 self.scarce = True
                 break
             ready.append(row)
+            tokens -= int(self._batch.lengths(np.array([row]))[0] - self._batch.held[row])
+            if tokens <= 0:
+                break
         return [row for row in ready if self._tables.counts[row]]
 
     # ---- after a forward -------------------------------------------------------------------------------------

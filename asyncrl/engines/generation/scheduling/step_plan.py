@@ -31,6 +31,16 @@ class Chunk:
     last: bool
 
 
+def step_budget(tokens: int, decoding: int, waiting: int) -> float:
+    """Returns the budget of a step in which so many rows decode, and so many wait in prefill.
+
+    It is `tokens` beside a full batch, and rises with the share of rows that wait: one long prompt does
+    not slow down the others, and turns that begin together do not queue behind a few that decode.
+    """
+    share = waiting / max(1, decoding + waiting)
+    return tokens * (1 + (IDLE_BUDGETS - 1) * share)
+
+
 def plan_chunks(prefills: Iterable[Prefill], budget: float, position_cost: float) -> list[Chunk]:
     """Returns the chunks of one step, in the order of `prefills`; the first is never empty.
 

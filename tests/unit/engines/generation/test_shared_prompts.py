@@ -119,7 +119,7 @@ def test_a_prompt_that_is_computed_in_part_begins_again_with_new_weights(
     plain_logprobs: Callable[..., np.ndarray],
 ) -> None:
     weights = new_weights(model_folder("llama"), 1)
-    engine = make_engine(kv="keep", max_prompt_tokens=80, prefill_tokens=8)
+    engine = make_engine(kv="keep", max_prompt_tokens=80, prefill_tokens=1)
     beside = group_of(1, 5, 24)
     late = [replace(each, key=(1, each.key[1], 0)) for each in group_of(2, 70, 6)]
 

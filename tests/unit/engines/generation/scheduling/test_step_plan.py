@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.generation.scheduling.step_plan import FEWEST_TOKENS, Prefill, plan_chunks
+from asyncrl.engines.generation.scheduling.step_plan import (
+    FEWEST_TOKENS,
+    IDLE_BUDGETS,
+    Prefill,
+    plan_chunks,
+    step_budget,
+)
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 5000)), min_size=1, max_size=8)
 
@@ -33,3 +39,9 @@ def test_a_short_prompt_shares_the_step_with_the_end_of_a_long_one() -> None:
     first, second = plan_chunks([Prefill(3, 990, 1000), Prefill(5, 0, 30)], 64, 0.0)
     assert (first.last, second.last) == (True, True)
     assert second.end == 30
+
+
+def test_the_budget_rises_with_the_share_of_rows_that_wait() -> None:
+    assert step_budget(100, 0, 5) == 100 * IDLE_BUDGETS
+    assert 100 < step_budget(100, 31, 1) < 150
+    assert step_budget(100, 16, 16) > 400
