@@ -54,6 +54,8 @@ from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 PREFILL_TOKENS = (2048, 32)
 """Tokens of prompts that a step computes beside a full batch, on other devices and on CPUs, where so many take about as
 long as the samples do."""
+MOST_DOUBLINGS = 20
+"""Doublings of that budget after interruptions: a step then computes the longest prompt in one go."""
 FIXED_ROWS = 16
 """Fewest slots of deterministic mode: products over fewer rows than 4 (an AMD EPYC) or 16 (an Intel Xeon, of vectors of
 576 numbers and more) round differently from larger ones."""
@@ -213,7 +215,8 @@ class TorchEngine:
         decoding, prefilling = self._batch.decoding, self._batch.prefilling
         budget = step_budget(self._prefill_tokens, len(decoding), self.running - len(decoding))
         # Weights may be new before a long prompt is computed; it then has more of each step, so that it starts at last.
-        budget *= 2.0 ** int(self._batch.interrupted[prefilling[0]]) if len(prefilling) else 1.0
+        interruptions = int(self._batch.interrupted[prefilling[0]]) if len(prefilling) else 0
+        budget *= 2.0 ** min(interruptions, MOST_DOUBLINGS)
         ready = np.array(self._memory.secure_prefills(budget), np.int64)
         decoding = self._batch.decoding
         lengths = self._batch.lengths(ready).tolist()
