@@ -6,5 +6,8 @@ device_copies.py   copies on the device, parts of tensors, transfers from host m
 shared_memory.py   CUDA memory of another process
 nccl_ranks.py      two ranks of NCCL on one GPU, an abort, the event loop meanwhile
 engine_updates.py  copies beside computing, and what a change of weights costs an engine
+two_processes.py   decoding beside copies of another process
+mps.py             NVIDIA's service that lets processes run on a GPU at once
+vllm_updates.py    the pause of vLLM for a version, split by phase
 encodings.py       differences and FP8
 """

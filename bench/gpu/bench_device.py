@@ -43,6 +43,17 @@ class HostTimer:
         return time.perf_counter() - began
 
 
+def timer_of(device: str) -> DeviceTimer:
+    """Returns the clock for work on a device."""
+    return EventTimer() if device.startswith("cuda") else HostTimer()
+
+
+def fastest(timer: DeviceTimer, work: Callable[[], object]) -> float:
+    """Returns the seconds of the fastest of several times."""
+    work()
+    return max(min(timer.seconds(work) for _ in range(REPEATS)), 1e-9)
+
+
 @dataclass(frozen=True)
 class BenchDevice:
     """The device under test. largest: bytes of a block; measurements take this and smaller ones."""
@@ -58,8 +69,7 @@ class BenchDevice:
 
     def fastest(self, work: Callable[[], object]) -> float:
         """Returns the seconds of the fastest of several times."""
-        work()
-        return max(min(self.timer.seconds(work) for _ in range(REPEATS)), 1e-9)
+        return fastest(self.timer, work)
 
     def rate(self, size: int, work: Callable[[], object]) -> float:
         """Returns gigabytes a second for work that moves `size` bytes once."""

@@ -16,8 +16,10 @@ from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured,
 from asyncrl.bench.gpu.device_copies import arena_transfers, copy_ceiling, host_transfers, strided_boxes
 from asyncrl.bench.gpu.encodings import differences, fp8_blocks
 from asyncrl.bench.gpu.engine_updates import copies_beside_decoding, published_rivals, sharded_gather, update_cost
-from asyncrl.bench.gpu.nccl_ranks import loop_lag, nccl_on_one_device
+from asyncrl.bench.gpu.nccl_ranks import loop_lag, nccl_on_one_device, nccl_under_mps
 from asyncrl.bench.gpu.shared_memory import cuda_ipc
+from asyncrl.bench.gpu.two_processes import copies_of_another_process, copies_of_another_process_under_mps
+from asyncrl.bench.gpu.vllm_updates import vllm_pause
 from asyncrl.bench.measurements import number
 from asyncrl.errors import AsyncrlError
 from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
@@ -30,10 +32,14 @@ MEASUREMENTS: Mapping[str, Callable[[BenchDevice], Results]] = {
     "2 CUDA memory of another process": cuda_ipc,
     "3 parts of tensors": strided_boxes,
     "4 copies beside decoding": copies_beside_decoding,
+    "4 copies of another process": copies_of_another_process,
+    "4 copies of another process under MPS": copies_of_another_process_under_mps,
     "5 cost of an update": update_cost,
+    "5 pause of vLLM": vllm_pause,
     "6 host memory": host_transfers,
     "6 weights in shared memory": arena_transfers,
     "7 two ranks of NCCL on one device": nccl_on_one_device,
+    "7 two ranks of NCCL on one device under MPS": nccl_under_mps,
     "8 lateness of the event loop": loop_lag,
     "9 differences": differences,
     "10 FP8 blocks": fp8_blocks,

@@ -1,5 +1,6 @@
 """Copies beside computing, and what a change of weights costs an engine: measurements 4, 5, 11 and 12."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -15,14 +16,8 @@ RIVALS = ("checkpoint_engine", "verl")
 
 def copies_beside_decoding(bench: BenchDevice) -> Results:
     """Measures steps that read many weights for few rows, as decoding does, alone and while copies run beside them."""
-    width = max(16, int((bench.largest / 8) ** 0.5) // 16 * 16)
-    weights = torch.zeros(width, width, device=bench.device)
-    rows = torch.zeros(8, width, device=bench.device)
     source, target = bench.block(bench.largest), bench.block(bench.largest)
-
-    def decode() -> None:
-        for _ in range(STEPS):
-            torch.mm(rows, weights)
+    decode = decoding(bench.device, bench.largest)
 
     def beside() -> None:
         with bench.cuda.side_stream():
@@ -31,6 +26,19 @@ def copies_beside_decoding(bench: BenchDevice) -> Results:
 
     alone = bench.fastest(decode)
     return {"steps_a_second": STEPS / alone, "share_beside_a_copy": alone / bench.fastest(beside)}
+
+
+def decoding(device: str, largest: int) -> Callable[[], None]:
+    """Returns work like STEPS decode steps: products of few rows with many weights."""
+    width = max(16, int((largest / 8) ** 0.5) // 16 * 16)
+    weights = torch.zeros(width, width, device=device)
+    rows = torch.zeros(8, width, device=device)
+
+    def decode() -> None:
+        for _ in range(STEPS):
+            torch.mm(rows, weights)
+
+    return decode
 
 
 def update_cost(bench: BenchDevice) -> Results:
