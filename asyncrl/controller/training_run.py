@@ -139,7 +139,7 @@ class TrainingRun:
         limit = 2 * gate.config.cap * gate.config.members
         alarm = Alarm(self.config.guards, self.display.say)
         self._alarms = (
-            RewardFailures(limit, alarm),
+            RewardFailures(limit, alarm, gate.config.members),
             AlgorithmDrops(limit, gate.config.baseline, gate.version, alarm),
             PoisonedGroups(alarm),
             TrainingGuards.of(self.config, limit, alarm),

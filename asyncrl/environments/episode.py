@@ -69,7 +69,7 @@ class Episode:
 
     async def step(self, message: str, sampled: dict[str, Any] | None = None) -> Answer:
         """Takes what the policy said. sampled: the fields of a SampledAnswer, for environments that take one."""
-        more = [SampledAnswer(**sampled)] if sampled and takes_sampled(self._environment) else []
+        more = [SampledAnswer(**sampled) if sampled else None] if takes_sampled(self._environment) else []
         self.last = await self._answer("step", message, *more)
         self.turns += 1
         return self.last

@@ -173,7 +173,9 @@ def _check_method(environment: Any, name: str, arguments: tuple[str, ...], use: 
     if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
         raise ConfigError(f"{KEY}: `{name}` of {use} yields, and has to return; {write}")
     try:
-        inspect.signature(method).bind(None, *arguments)
+        signature = inspect.signature(method)
+        told = (SAMPLED,) if name == "step" and SAMPLED in signature.parameters else ()
+        signature.bind(None, *arguments, *told)
     except TypeError as error:
         raise ConfigError(f"{KEY}: `{name}` of {use} is called as {_call(name, arguments)}: {error}; {write}") from None
 

@@ -45,6 +45,8 @@ def exam_result(test: TestCase, exam: Report, report: Report, outputs: Outputs, 
         late, why = _limit(exam, (b"", b""), limits)
         return _result(test, late or "error", f"the test: {why or 'it ended early'}", report, outputs, limits)
     match outcome:
+        case "passed" if os.WIFEXITED(report.status) and os.WEXITSTATUS(report.status):
+            return _result(test, "error", why or "the program ended with an error", report, outputs, limits)
         case "passed" | "failed" | "error" | "forged":
             return _result(test, outcome, detail, report, outputs, limits)
         case _:

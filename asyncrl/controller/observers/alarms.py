@@ -24,6 +24,7 @@ from asyncrl.errors import (
     TrainingStopped,
 )
 from asyncrl.protocols.batch import Cuts
+from asyncrl.protocols.messages import Score
 
 REPORTED = 5
 """Number of poisoned groups that are reported one by one."""
@@ -72,24 +73,35 @@ class Alarm:
 
 @dataclass(slots=True)
 class RewardFailures:
-    """Rings at the first failed score, and after each `limit` samples in a row without a reward."""
+    """Rings at the first failed score, and after each `limit` samples in a row without a reward: samples that could not
+    be scored, and those of groups that were given up as poison, `members` each."""
 
     limit: int
     alarm: Alarm
+    members: int = 1
     failed: int = 0
     unscored: int = 0
 
     def observe(self, event: Event) -> None:
-        if not isinstance(event, SampleScored):
-            return
-        score = event.score
+        if isinstance(event, SampleScored):
+            self._scored(event.score)
+        elif isinstance(event, GroupPoisoned):
+            self._count(self.members, f"group {event.group} was given up as poison: {event.reason}")
+
+    def _scored(self, score: Score) -> None:
         self.failed += bool(score.error)
         if score.error and self.failed == 1:
             logs = "logs/cost*.jsonl" if score.error.startswith("cost") else "logs/reward*.jsonl"
             self.alarm.ring("first_failure", f"a reward failed; further failures are in {logs}:\n{score.error}")
-        self.unscored = self.unscored + 1 if score.reward is None else 0
+        if score.reward is None:
+            self._count(1, score.error)
+        else:
+            self.unscored = 0
+
+    def _count(self, samples: int, why: str) -> None:
+        self.unscored += samples
         if self.unscored >= self.limit:
-            text = f"the last {self.unscored} samples could not be scored; the last one:\n{score.error}"
+            text = f"the last {self.unscored} samples could not be scored; the last one:\n{why}"
             self.unscored = 0
             self.alarm.ring("unscored", text)
 

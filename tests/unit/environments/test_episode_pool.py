@@ -46,7 +46,7 @@ class Begins(Counts):
 
 class Sampled(Counts):
     waits_for = "the bell did not ring"
-    async def step(self, message, sampled=None):
+    async def step(self, message, sampled):
         if message == "wait":
             await asyncio.Event().wait()
         return Observation("" if sampled is None else f"{sampled.tokens} {sampled.finish} {sampled.context}")

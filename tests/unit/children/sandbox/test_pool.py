@@ -82,6 +82,11 @@ async def test_every_plain_value_and_error_goes_through(pool: SandboxPool) -> No
     assert await outcomes(pool, source, *codes) == ["passed"] * len(codes)
 
 
+async def test_a_test_that_calls_nothing_fails_a_program_that_cannot_run(pool: SandboxPool) -> None:
+    (result,) = await pool.run_all(Program("nothing", (TestCase("a", "assert 1"),)))
+    assert (result.outcome, "NameError" in result.detail) == ("error", True)
+
+
 async def test_a_failed_test_names_its_line(pool: SandboxPool) -> None:
     test = TestCase("a", "x = 1\nassert double(x) == 3, 'so'")
     (result,) = await pool.run_all(Program("def double(x): return 2 * x", (test,)))

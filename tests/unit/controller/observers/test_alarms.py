@@ -179,6 +179,15 @@ def test_a_run_that_can_score_nothing_ends() -> None:
         failures.observe(FAILED)
 
 
+def test_a_run_whose_groups_are_all_given_up_ends() -> None:
+    failures = RewardFailures(8, Alarm(GuardsConfig(), lambda text: None), members=4)
+    failures.observe(GroupPoisoned(0, "one two", "`reset` hung"))
+    failures.observe(scored(Score(1.0, {})))
+    failures.observe(GroupPoisoned(1, "one two", "`reset` hung"))
+    with pytest.raises(RewardError, match=r"last 8 samples .*\n.*group 2 was given up as poison: `reset` hung"):
+        failures.observe(GroupPoisoned(2, "one two", "`reset` hung"))
+
+
 TROUBLES: tuple[tuple[str, Callable[[Alarm], Any], Event, type[AsyncrlError]], ...] = (
     ("first_failure", lambda alarm: RewardFailures(9, alarm), FAILED, TrainingStopped),
     ("unscored", lambda alarm: RewardFailures(1, alarm), FAILED, RewardError),
