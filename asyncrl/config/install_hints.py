@@ -127,6 +127,11 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield ("feedback.ask", config.feedback.ask, module, install_extra("serve"))
     if config.generation.engine == "vllm":
         yield ("generation.engine", "vllm", "vllm", _install_vllm())
+    if (kind := config.environment.use.partition(":")[0]) in ("gymnasium", "mcp", "textarena"):
+        yield ("environment.use", config.environment.use, kind, install_extra("environments"))
+    elif kind == "agent":
+        for module in ("starlette", "uvicorn"):
+            yield ("environment.use", config.environment.use, module, install_extra("serve"))
     yield from _of_transport(config.weights.transport)
     for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
         if any(function.use == "reasoning_gym" for function in section.functions):

@@ -48,6 +48,23 @@ def test_sources_of_prompts(base_install: None, spec: str, module: str) -> None:
     assert str(problem).startswith(f"task.prompts = {spec}: {module} is not installed; run: ")
 
 
+@pytest.mark.parametrize(
+    ("use", "module"),
+    [("gymnasium:CliffWalking-v1", "gymnasium"), ("mcp:server", "mcp"), ("textarena:Game-v0", "textarena")],
+)
+def test_environments_of_other_packages(use: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    (problem,) = missing_packages(config(environment={"use": use, "max_tokens": 100}))
+    assert str(problem).startswith(f"environment.use = {use}: {module} is not installed; run: ")
+
+
+def test_agents_need_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("starlette", "uvicorn"):
+        monkeypatch.setitem(sys.modules, module, None)
+    (problem,) = missing_packages(config(environment={"use": "agent:mine", "max_tokens": 100}))
+    assert "starlette and uvicorn are not installed; run: " in str(problem)
+
+
 def test_vllm_is_asked_for_by_the_script_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     (problem,) = missing_packages(config(generation={"engine": "vllm"}))
