@@ -6,7 +6,8 @@ order, it flips to a version in the trainer's device memory, runs steps and prin
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +93,33 @@ def check_versions(done: Iterable[Completion], models: list[Any], *, recomputed:
     return spanning
 
 
-def cuda_of(device: str) -> CudaRuntime:
-    return TwinCuda() if device == "cpu" else CupyRuntime("cuda:0")
+@contextmanager
+def cuda_of(device: str) -> Iterator[CudaRuntime]:
+    """CUDA, or its twin on the CPU, whose memory ends with the block."""
+    if device != "cpu":
+        yield CupyRuntime("cuda:0")
+        return
+    twin = TwinCuda()
+    try:
+        yield twin
+    finally:
+        twin.end()
 
 
 def main() -> None:
     folder, device = Path(sys.argv[1]), sys.argv[2]
+    with cuda_of(device) as cuda:
+        answer_orders(folder, device, cuda)
+
+
+def answer_orders(folder: Path, device: str, cuda: CudaRuntime) -> None:
     engine = TorchEngine(folder, engine_config(device, kv="recompute"), NO_WEIGHTS)
     engine.submit(*requests())
     reader = None
     for line in sys.stdin:
         order = json.loads(line)
         published = Published(**order["published"])
-        reader = reader or DeviceReader(published, engine.spec, cuda_of(device))
+        reader = reader or DeviceReader(published, engine.spec, cuda)
         tensors = reader.tensors(published)
         engine.load(tensors, published.version, share=True)
         reader.check(published)

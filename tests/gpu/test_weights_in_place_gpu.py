@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from asyncrl.lanes.weights.slot_block import block_views, new_block
 from asyncrl.lanes.weights.slot_memory import with_aliases
 from asyncrl.lanes.weights.tensor_spec import spec_of
 from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceWriter
+from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
 from tests.gpu.device_engine import (
     TOLERANCE,
     changed_models,
@@ -64,13 +65,19 @@ def test_running_samples_flip_between_two_slots_of_the_device(
     assert check_versions(done, models, recomputed=kv == "recompute", within=TOLERANCE[dtype]) > 6
 
 
+@pytest.fixture
+def cuda(device: str) -> Iterator[CudaRuntime]:
+    with cuda_of(device) as found:
+        yield found
+
+
 def test_an_engine_in_another_process_flips_in_the_memory_of_the_trainer(
-    device: str, model_folder: ModelFolder
+    device: str, model_folder: ModelFolder, cuda: CudaRuntime
 ) -> None:
     """Nothing is copied: parameters of the engine are views of what the trainer allocated."""
     folder = model_folder("llama-tied")
     models = changed_models(folder, device, "float32", 3)
-    writer = DeviceWriter(f"asyncrl-test-{uuid4().hex[:12]}", spec_of(models[0], "float32"), cuda_of(device))
+    writer = DeviceWriter(f"asyncrl-test-{uuid4().hex[:12]}", spec_of(models[0], "float32"), cuda)
     command = [sys.executable, "-m", "tests.gpu.device_engine", str(folder), device]
     engine = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     found: list[dict[str, Any]] = []
