@@ -88,6 +88,10 @@ async def test_a_receiver_that_gives_up_takes_the_next_version(transport: str, t
 
 
 async def test_of_versions_that_are_sent_the_oldest_ends_and_a_newer_is_refused(transport: str, tmp_path: Path) -> None:
+    if transport == "gloo":
+        pytest.skip(
+            "gloo cannot interrupt a wait: on a busy machine its deadline may come before the order that is tested"
+        )
     async with open_site(transport, tmp_path, part_bytes=SMALL) as site:
         first = site.write(0)
         receivers = [site.receiver(first, f"generation{number}") for number in range(2)]
