@@ -86,7 +86,7 @@ def test_turns_are_those_of_a_full_forward_whatever_was_parked(
             engine.parked.evict_one()
 
     parked.play(engine, evict)
-    assert engine.parked.hits > 3
+    assert engine.parked.hits > 5
     assert seed or engine.parked.misses > 0
     assert parked.done.keys() == again.done.keys()
     for key, done in parked.done.items():
@@ -163,7 +163,7 @@ def test_running_and_parked_sequences_together_have_the_blocks_of_a_full_cache(
         seen.append(engine.parked.blocks)
 
     RandomEpisodes(requests(25, seed=1), 1, parks=True).play(engine, check)
-    assert max(seen) > most / 3
+    assert max(seen) > most / 2
     assert engine.parked.misses > 0, "the oldest ones were evicted"
     assert engine.preemptions == 0, "each slot has room for the longest row"
 
