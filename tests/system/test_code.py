@@ -18,7 +18,7 @@ from watching import dead, pid_of, wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
-STEPS, SLOW_SECONDS = 8, 2
+STEPS, SLOW_SECONDS = 12, 4
 
 TASK = f"""
 from asyncrl.tasks.builtin import expressions
