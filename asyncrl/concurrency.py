@@ -59,7 +59,7 @@ async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> Async
 
 async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
     """Runs work that bounds its own time to its end; raises a cancellation of the caller only then."""
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(work, name="work to its end")
     interrupted: asyncio.CancelledError | None = None
     while not task.done():
         try:

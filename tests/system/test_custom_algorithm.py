@@ -83,7 +83,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(project: Path, quickstart_model: Path) -> str:
-    """What the example shows; its run finds a model there, as if it had made it at an earlier start."""
+    """Returns what the example shows; its run finds a model there, as if it had made it at an earlier start."""
     directory = RunDirectory(project / "runs/best-and-worst")
     shutil.copytree(quickstart_model, directory.model)
     directory.run_id()

@@ -45,7 +45,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python_run(project: Path, quickstart_model: Path) -> str:
-    """What the example shows; its run finds a model there, as if it had made it at an earlier start."""
+    """Returns what the example shows; its run finds a model there, as if it had made it at an earlier start."""
     directory = RunDirectory(project / "runs/from-python")
     shutil.copytree(quickstart_model, directory.model)
     directory.run_id()

@@ -113,7 +113,7 @@ async def test_an_agent_reads_no_key_process_or_file_of_another(pool: MakePool, 
 
 
 async def test_the_same_agent_without_containment_reads_them(pool: MakePool) -> None:
-    """What the test above finds is not hidden by something else."""
+    """Nothing but containment hides what the test above looks for."""
     async with pool(None) as made:
         try:
             assert int(await printed(made, KEYS, beside=10)) >= 2
