@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.journal.audit import audit
+from tests.processes import descendants
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import ended, running, until_step
@@ -45,12 +46,6 @@ def flags(bubblewrap_works: None, tmp_path: Path) -> list[str]:
     keys = {"model.name": f"warmed:{tmp_path}/task.py:WARMED", "task.prompts": f"{tmp_path}/task.py:rows"}
     keys |= {"task.prompts_per_step": "2", "task.samples_per_prompt": "4", "evaluate.prompts": ""}
     return [word for key, value in keys.items() for word in (f"--{key}={value}",)]
-
-
-def descendants(pid: int) -> set[int]:
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    children = {int(child) for file in files for child in file.read_text().split()}
-    return children.union(*map(descendants, children))
 
 
 def calls(run_dir: Path, name: str) -> list[dict[str, Any]]:

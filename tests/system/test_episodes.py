@@ -36,7 +36,7 @@ from asyncrl import Observation
 class Held:
     async def reset(self, row, seed):
         self.turns = 0
-        self.held = Path(__file__).with_name("held").exists() and sum(row["prompt"].encode()) % 2
+        self.held = Path(__file__).with_name("held").exists() and sum(row["prompt"].encode()) % 4 == 1
         return Observation(row["prompt"])
     async def step(self, message):
         self.turns += 1
@@ -77,7 +77,8 @@ def test_the_policy_learns_to_call_a_calculator_while_workers_die(calculator_mod
 
 
 def held_experiment(folder: Path, model: Path) -> Path:
-    """Writes an experiment with episodes of four turns. Half of them wait in their second while a file is there."""
+    """Writes an experiment with episodes of four turns. Those of four of the first ten groups wait in their second
+    turn while a file is there; the other six are enough for the steps until the run is killed."""
     (folder / "held.py").write_text(HELD)
     (folder / "held").touch()
     file = folder / "held.toml"

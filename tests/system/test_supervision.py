@@ -23,6 +23,7 @@ from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.wire import Wakeup
+from tests.processes import descendants
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -213,12 +214,6 @@ def test_no_worker_outlives_its_controller(start: Start, tmp_path: Path, how: si
     wait_until(lambda: all(map(dead, pids)), "the workers to end with their parent", 5)
     wait_until(lambda: all(map(dead, forked_from)), "what they were forked from to end, too", 5)
     wait_until(lambda: not left_by(run), lambda: f"the end of {left_by(run)}", 5)
-
-
-def descendants(pid: int) -> set[int]:
-    """Children and theirs."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child) for child in children}.union(*(descendants(int(child)) for child in children))
 
 
 def left_by(run: str) -> list[Path]:

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.controller.journal.audit import audit
 from asyncrl.engines.models.model_preparation import make_model
+from tests.processes import descendants
 
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import dead, pid_of, wait_until
@@ -45,15 +46,6 @@ def command(model: Path, run_dir: Path, *flags: str) -> list[str]:
     keys = ["--generation.engine", "vllm", "--model.name", str(model), "--evaluate.prompts", ""]
     keys += ["--fleet.start_deadline", "240"]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
-
-
-def descendants(pid: int) -> list[int]:
-    found = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in children(task)]
-    return [*found, *(deeper for child in found for deeper in descendants(child))]
-
-
-def children(task: Path) -> list[str]:
-    return (task / "children").read_text().split()
 
 
 def trained(arguments: list[str], run_dir: Path, cwd: Path | None = None) -> list[dict[str, float]]:

@@ -16,6 +16,7 @@ from asyncrl.config.sources import load as load_experiment
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import OVERLAPPING, FunctionSpec, function_problems, load, overlapping
+from tests.processes import descendants
 from tests.unit.rewards.execution.pools import sample
 
 TESTS = [f"assert f({x}) == {x + 1}" for x in range(4)]
@@ -80,13 +81,6 @@ async def test_a_row_without_tests_is_an_error(tmp_path: Path, row: dict[str, An
     assert result.value is None
     assert said.replace("\\", "") in result.reason
     assert result.traceback == ""
-
-
-def descendants(pid: int) -> set[int]:
-    children = {
-        int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
-    }
-    return children.union(*map(descendants, children))
 
 
 async def gone(pids: set[int]) -> None:
