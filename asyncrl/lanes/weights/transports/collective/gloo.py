@@ -6,7 +6,7 @@ Both ends meet at a TCP store of the trainer under a name that the encrypted con
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -78,11 +78,11 @@ class GlooPair:
 
     def send(self, parts: Sequence[Tensor], seconds: float) -> None:
         group = self._open()
-        self._wait([group.send([part], self._peer, 0) for part in parts], seconds)
+        self._move(lambda part: group.send([part], self._peer, 0), parts, seconds)
 
     def receive(self, parts: Sequence[Tensor], seconds: float) -> None:
         group = self._open()
-        self._wait([group.recv([part], self._peer, 0) for part in parts], seconds)
+        self._move(lambda part: group.recv([part], self._peer, 0), parts, seconds)
 
     def abort(self) -> None:
         self._aborted = True
@@ -95,10 +95,11 @@ class GlooPair:
             raise PeerLost(f"the pair with rank {self._peer} was aborted")
         return self._group
 
-    def _wait(self, posted: Sequence[Any], seconds: float) -> None:
+    def _move(self, post: Callable[[Tensor], Any], parts: Sequence[Tensor], seconds: float) -> None:
+        """Posts all parts, then waits for each. Of a peer that has gone before, gloo tells when a part is posted."""
         until = time.monotonic() + seconds
         try:
-            for work in posted:
+            for work in [post(part) for part in parts]:
                 work.wait(timedelta(seconds=max(until - time.monotonic(), LEAST_WAIT)))
         except RuntimeError as error:
             raise _explained(error, f"rank {self._peer} moved no weights", seconds) from error

@@ -143,7 +143,7 @@ class CollectiveReceiver:
         version = (incoming.incarnation, incoming.version)
         client = await self._control(published.arena.removeprefix(self.scheme))
         if incoming.arrived < len(self.plan.parts):
-            pair = self._pair or await self._join(client)
+            pair = self._pair or await self._join(client, version)
             with ExitStack() as failing:
                 failing.callback(self._end_pair)
                 try:
@@ -173,7 +173,9 @@ class CollectiveReceiver:
             communicator.receive([incoming.block[part.start : part.stop] for part in group.parts], group.seconds)
             incoming.arrived = group.stop
 
-    async def _join(self, client: Client) -> _Pair:
+    async def _join(self, client: Client, version: tuple[int, int]) -> _Pair:
+        """Connects a pair with the trainer. Raises Refused, before anything is connected, when the version is gone."""
+        await client.call(CONFIRM, version, CALL_DEADLINE)
         meeting = await client.call(JOIN, (self.plan.digest, self.hello.instance), CALL_DEADLINE)
         if type(meeting) is not str:
             raise WireError(f"the trainer answers no meeting: {meeting!r:.100}")

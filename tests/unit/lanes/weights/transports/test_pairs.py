@@ -88,10 +88,6 @@ async def test_a_receiver_that_gives_up_takes_the_next_version(transport: str, t
 
 
 async def test_of_versions_that_are_sent_the_oldest_ends_and_a_newer_is_refused(transport: str, tmp_path: Path) -> None:
-    if transport == "gloo":
-        pytest.skip(
-            "gloo cannot interrupt a wait: on a busy machine its deadline may come before the order that is tested"
-        )
     async with open_site(transport, tmp_path, part_bytes=SMALL) as site:
         first = site.write(0)
         receivers = [site.receiver(first, f"generation{number}") for number in range(2)]
@@ -235,6 +231,50 @@ def test_a_process_that_is_killed_in_a_transfer_ends_it_at_once() -> None:
         child.kill()
         child.wait(LIMIT)
         backend.close()
+
+
+async def test_a_pair_of_gloo_whose_peer_has_closed_is_lost_in_each_call() -> None:
+    """gloo tells at first where it waits, and from then on where a part is posted."""
+    backend = GlooBackend("127.0.0.1")
+    meeting, threads = backend.invite(), [OwnerThread(f"weights {rank}") for rank in (TRAINER, RECEIVER)]
+    connecting = [
+        asyncio.wrap_future(thread.submit(partial(backend.connect, meeting, rank, LIMIT)))
+        for rank, thread in enumerate(threads)
+    ]
+    sending, receiving = await asyncio.gather(*connecting)
+    await asyncio.wrap_future(threads[TRAINER].submit(sending.close))
+    for move in (receiving.receive, receiving.receive, receiving.send):
+        work = partial(move, [torch.zeros(10, dtype=torch.uint8)], LIMIT)
+        with pytest.raises(PeerLost, match="gone"):
+            await asyncio.wrap_future(threads[RECEIVER].submit(work))
+    await asyncio.wrap_future(threads[RECEIVER].submit(receiving.close))
+    for thread in threads:
+        thread.close()
+    backend.close()
+
+
+async def test_a_version_that_is_gone_costs_no_pair(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path) as site:
+        old = site.write(0)
+        for version in range(1, 5):
+            site.write(version)
+        with pytest.raises(Refused, match="not here"):
+            await take(site.receiver(old, "generation0"), old)
+        assert not site.sender._pairs
+
+
+FREEING = """
+import time
+from asyncrl.lanes.weights.transports.collective.owner_thread import OwnerThread
+thread = OwnerThread("weights")
+thread.submit(lambda: (time.sleep(0.05), print("freed")))
+thread.close()
+"""
+
+
+def test_the_end_of_a_process_waits_for_a_communicator_that_is_freed() -> None:
+    ended = subprocess.run([sys.executable, "-c", FREEING], capture_output=True, text=True, timeout=LIMIT, check=True)
+    assert ended.stdout == "freed\n"
 
 
 async def test_parts_that_are_cut_otherwise_are_refused(transport: str, tmp_path: Path) -> None:
