@@ -49,7 +49,7 @@ from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.fleet.leftover_cleanup import new_start
+from asyncrl.fleet.launching.leftover_cleanup import new_start
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts

@@ -42,6 +42,7 @@ from asyncrl.controller.saved_rows import restore_rows
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AlgorithmError, TaskError
 from asyncrl.fleet.fleet import Fleet
+from asyncrl.lanes.host_id import UNKNOWN_DOMAIN, FaultDomain
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
@@ -352,12 +353,17 @@ class Controller:
     # ---- workers come and go -----------------------------------------------------------------------------
 
     def worker_lost(
-        self, instance: str, why: str, running: Iterable[int] = (), host: str = "", alive: Collection[str] = ()
+        self,
+        instance: str,
+        why: str,
+        running: Iterable[int] = (),
+        domain: FaultDomain = UNKNOWN_DOMAIN,
+        alive: Collection[str] = (),
     ) -> None:
-        """Restarts the groups that had rows at a worker that died. running: the groups that it worked for. host: where
-        it ran. alive: names of the workers that live there."""
+        """Restarts the groups that had rows at a worker that died. running: the groups that it worked for. domain:
+        where it ran. alive: names of the workers that live there."""
         self._publisher.forget(instance)
-        self._rollouts.worker_lost(instance, why, running, host, alive)
+        self._rollouts.worker_lost(instance, why, running, domain, alive)
 
     def worker_lives(self, service: str, instance: str) -> None:
         """Adds a worker that takes calls; a generator joins the readers of weights."""

@@ -12,6 +12,8 @@ from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from asyncrl.lanes.host_id import FaultDomain
+
 ISOLATED_AFTER = 2
 """Deaths and failures in the presence of a group after which it runs alone: with one, every neighbour would."""
 
@@ -30,12 +32,12 @@ REMEMBERED = 256
 
 @dataclass(eq=False, slots=True)
 class Death:
-    """The death of a worker. worker: its name, which its successor has, too. present: the groups that it worked for.
-    alone: the isolated group that had it for itself. why: the worker died. lost_host: set when the whole host was lost;
-    then it stands for the one event that the deaths there are."""
+    """The death of a worker. worker: its name, which its successor has, too. domain: where it ran. present: the groups
+    that it worked for. alone: the isolated group that had it for itself. why: the worker died.
+    lost_host: set when the whole host was lost; then it stands for the one event that the deaths there are."""
 
     worker: str
-    host: str
+    domain: FaultDomain
     at: float
     present: frozenset[int]
     alone: int | None
@@ -66,7 +68,7 @@ class CrashAttribution:
         self.count += 1
         self._deaths.append(death)
         recent = [
-            each for each in self._deaths if each.host == death.host and each.at >= death.at - self.notice_seconds
+            each for each in self._deaths if each.domain == death.domain and each.at >= death.at - self.notice_seconds
         ]
         # A loss of a host takes each worker with it once, and explains no death of one that came back.
         noticed = {each.worker: each.lost_host for each in recent if each.lost_host is not None}
@@ -99,9 +101,9 @@ class CrashAttribution:
         own = [death for death in self._deaths if death.alone == group and death.lost_host is None]
         return bool(own) and len(own) >= ATTRIBUTED_AFTER + self._killed_by_others(group, since=own[0].at)
 
-    def hosts_of_deaths(self, group: int) -> frozenset[str]:
-        """Returns the hosts on which workers died in its presence, which an isolated group should avoid."""
-        return frozenset(death.host for death in self._deaths if group in death.present)
+    def domains_of_deaths(self, group: int) -> frozenset[FaultDomain]:
+        """Returns where workers died in its presence, which an isolated group should avoid."""
+        return frozenset(death.domain for death in self._deaths if group in death.present)
 
     def last_death(self, group: int) -> str:
         return next((death.why for death in reversed(self._deaths) if group in death.present), "")

@@ -22,6 +22,7 @@ from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
 from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, LostRows, Retryable
 from asyncrl.fleet.fleet import FaultDomains
 from asyncrl.fleet.health import where_task_waits
+from asyncrl.lanes.host_id import FaultDomain
 from asyncrl.protocols.batch import GREEDY, BatchRef, Cuts
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
@@ -88,13 +89,15 @@ class Rollouts:
         for task in self.running.values():
             task.cancel()
 
-    def worker_lost(self, instance: str, why: str, running: Iterable[int], host: str, alive: Collection[str]) -> None:
-        """Takes the death of a worker that worked for the groups `running`. alive: workers that live on its host."""
+    def worker_lost(
+        self, instance: str, why: str, running: Iterable[int], domain: FaultDomain, alive: Collection[str]
+    ) -> None:
+        """Takes the death of a worker that worked for the groups `running`. alive: workers that live in its domain."""
         self._dead.append(instance)
         present = [group for group in running if not self._gate.finished(group)]
         alone = present[0] if len(set(present)) == 1 and present[0] in self.fault_domains.isolated else None
         name, now = instance.partition("-")[0], asyncio.get_running_loop().time()
-        death = Death(name, host, now, frozenset(present), alone, f"{instance}: {why}")
+        death = Death(name, domain, now, frozenset(present), alone, f"{instance}: {why}")
         self._crashes.record_death(death, alive)
         for group in self.tracker.groups_at(instance):
             self.lost(group, f"{instance}: {why}")
@@ -153,7 +156,7 @@ class Rollouts:
         crashes = self._crashes
         deaths, alone = crashes.count, crashes.is_suspect(group)
         if alone:
-            self.fault_domains.isolated[group] = crashes.hosts_of_deaths(group)
+            self.fault_domains.isolated[group] = crashes.domains_of_deaths(group)
         try:
             failure = await self._try(group)
         finally:

@@ -93,8 +93,9 @@ class WorkerEvents:
                 self.controller.worker_lives(service, instance)
                 self._queue.put_nowait(event)
             case WorkerLost(service, instance, reason):
-                groups, host = self.running.workers[service].groups_at(instance), self.running.host_of(instance)
-                self.controller.worker_lost(instance, reason, groups, host, self.running.alive_on(host))
+                groups = self.running.workers[service].groups_at(instance)
+                domain = self.running.fault_domain_of(instance)
+                self.controller.worker_lost(instance, reason, groups, domain, self.running.alive_in(domain))
             case WorkerCleanedUp("generation"):
                 self._queue.put_nowait(event)
 

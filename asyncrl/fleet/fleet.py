@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
-from asyncrl.fleet.launcher import InprocLauncher, Launcher
+from asyncrl.fleet.launching.launcher import InprocLauncher, Launcher
 from asyncrl.fleet.lifecycle_events import (
     CallsWait,
     FleetEvent,
@@ -28,11 +28,12 @@ from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnec
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerSlot
-from asyncrl.fleet.worker.worker_spec import Implementation, Origin, RunFacts, WorkerSpec
+from asyncrl.fleet.worker.worker_spec import NOT_BOUND, Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.host_id import FaultDomain
 from asyncrl.lanes.shared_memory import unlink_run_segments
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Critic, Environment, Generation, Reference, Reward, Training
@@ -55,11 +56,12 @@ FAILURE_NOTICE = DEATH_NOTICE + sum(seconds for _, seconds in STOP_STAGES) + 1.0
 class FaultDomains:
     """Tells the calls of a fleet which groups may kill workers, and the controller how long a host takes to be lost.
 
-    isolated: groups whose calls have replicas for themselves, and the hosts that they avoid; the controller sets it.
+    isolated: groups whose calls have replicas for themselves, and the fault domains that they avoid; set by the
+    controller.
     notice_seconds: time in which the deaths of all workers of one host become known.
     """
 
-    isolated: dict[int, frozenset[str]] = field(default_factory=dict)
+    isolated: dict[int, frozenset[FaultDomain]] = field(default_factory=dict)
     notice_seconds: float = 2 * DEATH_NOTICE
 
 
@@ -113,15 +115,13 @@ class Platform:
     """The machine that a fleet runs on, real or simulated.
 
     launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: keeps a line
-    about an instance that was spawned or has ended. host: names the host that a worker runs on, a fault domain:
-    what fails there may take all workers of the host with it.
+    about an instance that was spawned or has ended.
     """
 
     wire: Wire
     launcher: Callable[[ServiceSpec], Launcher]
     unique_id: Callable[[], str]
     record: Callable[[Mapping[str, Any]], None]
-    host: Callable[[RemoteWorker], str] = lambda worker: ""
 
 
 class RunningFleet:
@@ -150,8 +150,6 @@ class RunningFleet:
             self.fault_domains.notice_seconds = NOTICE_HEARTBEATS * facts.heartbeat
         for replicas in self.workers.values():
             replicas.isolated = self.fault_domains.isolated
-        for worker in self._all_workers():
-            worker.host = platform.host(worker)
         self.subscribers: list[Callable[[FleetEvent], None]] = []
         self.describe_algorithm: Callable[[], Sequence[str]] = tuple
         self._platform = platform
@@ -185,14 +183,14 @@ class RunningFleet:
         handles = {name: handle for name, handle in self._handles.items() if name in Fleet.__annotations__}
         return Fleet(**handles, fault_domains=self.fault_domains)
 
-    def host_of(self, instance: str) -> str:
-        """Returns the host of the worker with this instance, or with an earlier one."""
+    def fault_domain_of(self, instance: str) -> FaultDomain:
+        """Returns where the worker of this instance was started last."""
         name = worker_name(instance)
-        return next((worker.host for worker in self._all_workers() if worker.name == name), "")
+        return next(worker.host.fault_domain for worker in self._all_workers() if worker.name == name)
 
-    def alive_on(self, host: str) -> list[str]:
-        """Returns the names of the workers that are alive on a host."""
-        return [worker.name for worker in self._all_workers() if worker.host == host and worker.alive]
+    def alive_in(self, domain: FaultDomain) -> list[str]:
+        """Returns the names of the workers that are alive in a fault domain."""
+        return [worker.name for worker in self._all_workers() if worker.host.fault_domain == domain and worker.alive]
 
     def _all_workers(self) -> Iterator[RemoteWorker]:
         return (worker for replicas in self.workers.values() for worker in replicas)
@@ -247,8 +245,9 @@ def spawned_line(running: RunningInstance) -> dict[str, Any]:
         "service": spec.service,
         "replica": spec.replica,
         "rank": spec.rank,
-        "pid": running.process.pid,
+        "host": running.launched.host.name,
         "address": spec.addresses.control,
+        **running.launched.labels,
     }
 
 
@@ -338,7 +337,7 @@ def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, pla
         layout=spec.layout,
         instance=instance,
         implementation=spec.implementation,
-        addresses=platform.launcher(spec).addresses(instance),
+        addresses=NOT_BOUND,
         facts=facts,
         options=dict(spec.options),
         origin=spec.origin,

@@ -13,6 +13,7 @@ from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client, Silence
 from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Hello, PromptGroup
 from asyncrl.protocols.service_contracts import EndpointSpec, Lane
@@ -22,6 +23,9 @@ Arguments = tuple[Any, ...]
 DEATH_NOTICE = 1.0
 """Seconds after a connection broke in which the death of its process becomes known, if it died. The socket breaks
 before the kernel reports the death, but only the kernel knows the cause."""
+
+NOWHERE = HostId("")
+"""Host of a worker of which no instance was started yet."""
 
 MAX_FAILED_CALLS = 256
 """Failed calls that a worker remembers for a moment."""
@@ -125,7 +129,7 @@ def groups_of(argument: Any) -> Iterator[int]:
 class RemoteWorker:
     """One worker, whichever instance of it is alive at the moment.
 
-    host: names the machine that it runs on. on_stuck: takes an instance that made no progress for the deadline of a
+    host: where its newest instance was started. on_stuck: takes an instance that made no progress for the deadline of a
     call, and what the caller says of it. answer_count: calls that were answered and items that came, health excluded.
     last_answer_at: loop time of the newest answer to any call. restarting: whether another instance is started after a
     death. changed: called whenever the worker was connected or lost.
@@ -136,7 +140,7 @@ class RemoteWorker:
         self.replica = replica
         self.rank = rank
         self.instance = ""
-        self.host = ""
+        self.host = NOWHERE
         self.answer_count = 0
         self.last_answer_at = _now()
         self.outstanding: dict[int, OutstandingCall] = {}

@@ -16,6 +16,7 @@ from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.row_holders import RowHolders
 from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.lanes.host_id import FaultDomain
 from asyncrl.protocols.rank_layout import Layout
 
 KNOWN_INSTANCES = 2
@@ -43,8 +44,8 @@ class Replica:
         return self.reserved_for is None and self.alive
 
     @property
-    def hosts(self) -> set[str]:
-        return {worker.host for worker in self.workers}
+    def fault_domains(self) -> set[FaultDomain]:
+        return {worker.host.fault_domain for worker in self.workers}
 
     @property
     def alive(self) -> bool:
@@ -139,14 +140,14 @@ class GroupAffinity:
 class Replicas:
     """All workers of one service.
 
-    isolated: groups whose calls run alone, and the hosts that they avoid. holders: which replicas may hold rows of
-    which samples.
+    isolated: groups whose calls run alone, and the fault domains that they avoid. holders: which replicas may hold rows
+    of which samples.
     """
 
     def __init__(self, service: str, replicas: int, layout: Layout) -> None:
         self.service = service
         self.layout = layout
-        self.isolated: Mapping[int, frozenset[str]] = {}
+        self.isolated: Mapping[int, frozenset[FaultDomain]] = {}
         self.holders = RowHolders[Replica]()
         self.affinity = GroupAffinity()
         self._changed = Wakeup()
@@ -248,9 +249,9 @@ class Replicas:
             live = await self.wait_for_live(seconds)
             own = next((each for each in live if each.reserved_for == group), None)
             if own is None and sum(not each.free for each in live) < max(1, len(live) // 2):
-                avoided = self.isolated.get(group, frozenset())
+                avoided: frozenset[FaultDomain] = self.isolated.get(group, frozenset())
                 free = (each for each in live if each.free)
-                own = min(free, key=lambda each: (not avoided.isdisjoint(each.hosts), each.load))
+                own = min(free, key=lambda each: (not avoided.isdisjoint(each.fault_domains), each.load))
             if own is not None:
                 own.reserved_for = group
                 own.reservations += 1

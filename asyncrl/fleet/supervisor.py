@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
-from asyncrl.fleet.launcher import Launcher, WorkerProcess
+from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
@@ -104,9 +104,12 @@ class RunningInstance:
     """An instance that was spawned and is not cleaned up yet."""
 
     slot: WorkerSlot
-    spec: WorkerSpec
-    process: WorkerProcess
+    launched: LaunchedWorker
     connection: WorkerConnection
+
+    @property
+    def spec(self) -> WorkerSpec:
+        return self.launched.spec
 
 
 class Supervisor:
@@ -144,7 +147,7 @@ class Supervisor:
         """Kills this instance if it still runs; its worker is restarted."""
         for each in self.instances.values():
             if each.spec.instance == instance:
-                each.process.kill()
+                each.launched.kill()
 
     async def run(self) -> None:
         """Keeps all workers alive until cancelled, then stops them.
@@ -170,13 +173,13 @@ class Supervisor:
 
     async def _run_instance(self, slot: WorkerSlot) -> str:
         """Runs one instance from its start to its cleanup; returns why it died."""
-        spec = slot.make_spec()
-        process = await slot.launcher.spawn(spec)
-        running = RunningInstance(slot, spec, process, self._connect(spec))
+        launched = await slot.launcher.spawn(slot.make_spec())
+        spec, slot.worker.host = launched.spec, launched.host
+        running = RunningInstance(slot, launched, self._connect(spec))
         self.instances[slot.worker.name] = running
         self._emit(WorkerSpawned(spec.service, spec.instance))
         try:
-            await gather(self._watch_process(running), self._serve(running))
+            await gather(self._watch_end(running), self._serve(running))
         except PeerLost as lost:
             reason = str(lost)
         except AsyncrlError as error:
@@ -185,14 +188,14 @@ class Supervisor:
             reason = f"it could not start again: {error}"
             self._mark_lost(running, reason)
         finally:
-            await end_process(process)
+            await end_worker(launched)
             slot.launcher.clean_up(spec)
             del self.instances[slot.worker.name]
             self._emit(WorkerCleanedUp(spec.service, spec.instance))
         return reason
 
-    async def _watch_process(self, running: RunningInstance) -> None:
-        reason = await running.process.wait()
+    async def _watch_end(self, running: RunningInstance) -> None:
+        reason = await running.launched.wait()
         self._mark_lost(running, reason)
         running.connection.fail(reason)
         raise PeerLost(reason)
@@ -210,7 +213,7 @@ class Supervisor:
                 await connection.lost.wait()
                 raise PeerLost(connection.reason)
         except PeerLost as broken:
-            # If the process died, `_watch_process` reports that first, with the cause.
+            # If the worker died, `_watch_end` reports that first, with the cause.
             await asyncio.sleep(DEATH_NOTICE)
             self._mark_lost(running, str(broken))
             raise
@@ -226,11 +229,11 @@ class Supervisor:
             self._emit(WorkerLost(spec.service, spec.instance, reason))
 
 
-async def end_process(process: WorkerProcess) -> None:
+async def end_worker(launched: LaunchedWorker) -> None:
     """Ends a worker, stage by stage; returns when it is dead, or when it survived SIGKILL for its whole stage."""
     for stage, seconds in STOP_STAGES:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                getattr(process, stage)()
-                await process.wait()
+                getattr(launched, stage)()
+                await launched.wait()
                 return

@@ -9,7 +9,7 @@ so that a benchmark can time the controller alone, and a test can count what it 
 import gc
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
-from asyncrl.fleet.launcher import InprocWorker
+from asyncrl.fleet.launching.launcher import InprocWorker
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
@@ -110,10 +110,9 @@ class _Launcher:
     def __init__(self, wire: InprocWire) -> None:
         self._wire = wire
 
-    def addresses(self, instance: str) -> Addresses:
-        return Addresses.inproc(instance)
-
     async def spawn(self, spec: WorkerSpec) -> InprocWorker:
+        spec = replace(spec, addresses=Addresses.inproc(spec.instance))
+
         def sever() -> None:
             for address in (spec.addresses.control, spec.addresses.work, spec.addresses.data):
                 self._wire.sever(address)

@@ -26,7 +26,7 @@ class RunDirectory:
     fleet.jsonl: workers that were spawned or have ended; logs/; trace.json.gz;
     sources/: copies of prompts and code (source_copies.py);
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
-    last start (fleet/leftover_cleanup.py).
+    last start (fleet/launching/leftover_cleanup.py).
     """
 
     def __init__(self, path: Path) -> None:

@@ -102,7 +102,7 @@ async def four_workers(start: str, model: Path, folder: str) -> dict[str, float]
     with forks_of(config) as forks, LocalLauncher(run, forks=forks) as launcher:
         specs = service_specs(config)
         async with running_fleet(specs, facts, launcher=launcher, report=lambda text: None) as running:
-            workers = [each.process.pid for each in running.supervisor.instances.values()]
+            workers = [int(each.launched.labels["pid"]) for each in running.supervisor.instances.values()]
             pids = [*workers, *(forks.pids.values() if forks is not None else ())]
             pss, rss = (sum(_megabytes(pid, kind) for pid in pids) for kind in ("Pss", "Rss"))
             async with asyncio.timeout(DEADLINE):
@@ -122,6 +122,6 @@ async def _seconds_until_back(running: RunningFleet) -> float:
     running.subscribers.append(lambda event: back.set() if isinstance(event, WorkerStarted) else None)
     (generation,) = (each for each in running.supervisor.instances.values() if each.spec.service == "generation")
     began = time.monotonic()
-    os.kill(generation.process.pid, signal.SIGKILL)
+    os.kill(int(generation.launched.labels["pid"]), signal.SIGKILL)
     await back.wait()
     return time.monotonic() - began

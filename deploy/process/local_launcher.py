@@ -11,14 +11,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Literal, Self
 
 from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
 from asyncrl.deploy.process.worker_environment import worker_environment
-from asyncrl.fleet.leftover_cleanup import remove_leftovers
+from asyncrl.fleet.launching.leftover_cleanup import remove_leftovers
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
+from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import unlink_instance_segments
 
 LAST_WORDS = 300
@@ -46,7 +49,10 @@ class LocalWorker:
         self._output = output
         self._is_stopping = False
         self.killed_at_stop = False
+        self.spec = spec
+        self.host = HostId.here()
         self.pid = process.pid
+        self.labels: Mapping[str, int | str] = {"pid": process.pid}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(self.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
@@ -126,11 +132,13 @@ class LocalLauncher:
             self._sweeper.wait(SWEEPING)
 
     def addresses(self, instance: str) -> Addresses:
+        """Returns where an instance of this name is to listen."""
         if self._wire == "tcp":
             return Addresses(*(f"tcp://127.0.0.1:{port}" for port in _free_ports(3)))
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
     async def spawn(self, spec: WorkerSpec) -> LocalWorker:
+        spec = replace(spec, addresses=self.addresses(spec.instance))
         output = spec.facts.run_dir / "logs" / f"{spec.instance}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as file:

@@ -131,7 +131,7 @@ async def test_ranks_train_like_one_process_and_end_when_one_of_them_dies(
             await answers_for_each_rank(training, ranks)
             await writes_a_checkpoint(training, ranks, link, tmp_path / "tmp-2")
             killed.append(asyncio.get_running_loop().time())
-            os.kill(running.supervisor.instances["training0.1"].process.pid, signal.SIGKILL)
+            os.kill(running.supervisor.instances["training0.1"].launched.labels["pid"], signal.SIGKILL)
             await training.step(cuts_of(VERSIONS, store))
 
     with pytest.raises(FleetFailed, match=r"^training0\.1 died: killed by SIGKILL\. Resume with: asyncrl run x$"):

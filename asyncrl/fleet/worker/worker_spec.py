@@ -68,6 +68,10 @@ class Addresses:
         return cls(*(f"inproc://{instance}.{lane}" for lane in ("control", "work", "data")))
 
 
+NOT_BOUND = Addresses("", "", "")
+"""Addresses of an instance before its launcher, where the worker runs, has chosen them."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """Specification of one instance of a worker. instance: a name that is never used twice.

@@ -8,16 +8,16 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, Self, TypeVar
 
 from asyncrl.controller.journal.run_storage import MemoryStore
-from asyncrl.fleet.launcher import InprocWorker
-from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.fleet.launching.launcher import InprocWorker
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, InprocWire, Pipe
 from asyncrl.lanes.control.wire import HIGH_WATER
+from asyncrl.lanes.host_id import HostId
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.fakes.virtual_clock_and_log import quiet
 from asyncrl.simulation.faults.fault_injection import FaultInjection
@@ -137,8 +137,8 @@ class ProcessWire:
 class FaultyProcess(InprocWorker):
     """Runs a worker as a task. deaf: it ignores a request to stop. notice: seconds until its death is known."""
 
-    def __init__(self, spec: WorkerSpec, wire: ProcessWire, *, deaf: bool, notice: float) -> None:
-        super().__init__(spec, lambda stop: run_worker(spec, wire, stop, quiet), wire.close)
+    def __init__(self, spec: WorkerSpec, wire: ProcessWire, host: HostId, *, deaf: bool, notice: float) -> None:
+        super().__init__(spec, lambda stop: run_worker(spec, wire, stop, quiet), wire.close, host)
         self._deaf = deaf
         self._notice = notice
         self._killed = False
@@ -184,10 +184,8 @@ class FaultyLauncher:
         self._processes: list[FaultyProcess] = []
         self._gone: list[FaultyProcess] = []
 
-    def addresses(self, instance: str) -> Addresses:
-        return Addresses.inproc(instance)
-
     async def spawn(self, spec: WorkerSpec) -> FaultyProcess:
+        spec = replace(spec, addresses=Addresses.inproc(spec.instance))
         slot = (spec.replica, spec.rank)
         others = [process.spec for process in self._running(spec.service)]
         before = [other.instance for other in others if (other.replica, other.rank) == slot]
@@ -196,6 +194,7 @@ class FaultyLauncher:
         process = FaultyProcess(
             spec,
             ProcessWire(self._wire),
+            HostId(self._host_of(spec)),
             deaf=self._chance.random() < 0.2,
             notice=self._chance.uniform(0, LATE_NOTICE) if late else 0.0,
         )
@@ -217,18 +216,18 @@ class FaultyLauncher:
         if running := self._running(service):
             self._chance.choice(running).kill()
 
-    def host_of(self, worker: RemoteWorker | WorkerSpec) -> str:
+    def _host_of(self, spec: WorkerSpec) -> str:
         """Returns the host of a worker: replicas take the hosts in turn, and the trainer has one of its own."""
-        return "trainer" if worker.service == "training" else f"host{worker.replica % self._hosts}"
+        return "trainer" if spec.service == "training" else f"host{spec.replica % self._hosts}"
 
     def kill_host(self, service: str) -> None:
         """Kills all workers on the host of some worker of this service."""
         if running := self._running(service):
-            self.lose_host(self.host_of(self._chance.choice(running).spec))
+            self.lose_host(self._chance.choice(running).host)
 
-    def lose_host(self, host: str) -> None:
+    def lose_host(self, host: HostId) -> None:
         for process in self._processes:
-            if process.runs and self.host_of(process.spec) == host:
+            if process.runs and process.host == host:
                 process.kill()
 
     def kill_all(self) -> None:

@@ -18,6 +18,7 @@ from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.service_contracts import Environment, Generation, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
@@ -193,7 +194,6 @@ class ControllerLife(ResumableRun):
             lambda _: self.launcher,
             lambda: f"{next(run.names):08x}",
             lambda _: None,
-            self.launcher.host_of,
         )
         async with fleet_on(platform, self._specs(), facts, report=lambda _: None, resume="the same") as fleet:
             await self._train(fleet)
@@ -227,7 +227,7 @@ class ControllerLife(ResumableRun):
     async def _preempt(self) -> None:
         for _ in range(self._run.trial.preemptions):
             await asyncio.sleep(PREEMPTION_PERIOD)
-            self.launcher.lose_host("host0")
+            self.launcher.lose_host(HostId("host0"))
             self._run.preempted += 1
         await asyncio.Event().wait()
 

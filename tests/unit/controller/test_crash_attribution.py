@@ -237,7 +237,7 @@ def a_lost_host_explains_all_deaths_there(patch: pytest.MonkeyPatch) -> None:
     def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
         whole(crashes, death, alive)
         for each in crashes._deaths if death.lost_host is not None else ():
-            if each.host == death.host and each.at >= death.at - NOTICE:
+            if each.domain == death.domain and each.at >= death.at - NOTICE:
                 each.lost_host = death.lost_host
 
     whole = CrashAttribution.record_death
@@ -247,7 +247,7 @@ def a_lost_host_explains_all_deaths_there(patch: pytest.MonkeyPatch) -> None:
 def a_host_is_lost_again_with_each_death(patch: pytest.MonkeyPatch) -> None:
     def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
         for each in crashes._deaths:
-            if each.host == death.host:
+            if each.domain == death.domain:
                 each.lost_host = None
         whole(crashes, death, alive)
 

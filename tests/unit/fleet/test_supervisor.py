@@ -15,8 +15,9 @@ from asyncrl.fleet import supervisor
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.remote_worker import WorkerConnection
 from asyncrl.fleet.replicas import Replicas
-from asyncrl.fleet.supervisor import Supervisor, WorkerSlot, end_process
+from asyncrl.fleet.supervisor import Supervisor, WorkerSlot, end_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
+from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import EndpointSpec, Idempotent, Lane
@@ -26,12 +27,18 @@ CONFIG = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"))
 FACTS = RunFacts("feedbeef", Path("/run"), Path("/model"), 0, "none", CONFIG)
 
 
+def spec_of(instance: str) -> WorkerSpec:
+    return WorkerSpec("echo", 0, 0, Layout(), instance, "x:Y", Addresses("control", "work", "data"), FACTS)
+
+
 class FakeProcess:
     """Lives until it is asked to end; `ignores` names the requests that it ignores."""
 
-    pid = 4711
+    host = HostId("here")
+    labels: Mapping[str, int | str] = {}
 
-    def __init__(self, ignores: tuple[str, ...] = ()) -> None:
+    def __init__(self, spec: WorkerSpec, ignores: tuple[str, ...] = ()) -> None:
+        self.spec = spec
         self.ignores = ignores
         self.requests: list[str] = []
         self._ended = asyncio.Event()
@@ -105,6 +112,7 @@ class Stage:
         self.processes: list[FakeProcess] = []
         self.connections: list[FakeConnection] = []
         self.events: list[tuple[float, str]] = []
+        self.hosts: list[HostId] = []
         self.reasons: list[str] = []
         self.isolated: dict[int, frozenset[str]] = {}
         self.spawned = asyncio.Condition()
@@ -117,14 +125,13 @@ class Stage:
 
     def _make_spec(self) -> WorkerSpec:
         instance = f"echo0.0-0-{len(self.processes)}"
-        return WorkerSpec("echo", 0, 0, Layout(), instance, "x:Y", self.addresses(instance), FACTS)
-
-    def addresses(self, instance: str) -> Addresses:
-        return Addresses("control", "work", "data")
+        return spec_of(instance)
 
     async def spawn(self, spec: WorkerSpec) -> FakeProcess:
         self.note(f"spawn {spec.instance}")
-        self.processes.append(FakeProcess())
+        self.processes.append(FakeProcess(spec))
+        if self.hosts:
+            self.processes[-1].host = self.hosts[len(self.processes) - 1]
         return self.processes[-1]
 
     def clean_up(self, spec: WorkerSpec) -> None:
@@ -358,10 +365,24 @@ def test_leaving_stops_and_cleans_up_all_workers() -> None:
     assert not stage.instances
 
 
+def test_a_worker_that_is_started_again_elsewhere_is_in_another_fault_domain() -> None:
+    domains = []
+
+    async def play(stage: Stage) -> None:
+        stage.hosts = [HostId("a"), HostId("b")]
+        for _ in range(2):
+            await stage.wait_for_live()
+            domains.append(stage.worker.host.fault_domain)
+            await stage.kill()
+
+    acting(play)
+    assert domains == ["a", "b"]
+
+
 def test_a_worker_that_does_not_listen_is_ended_within_ten_seconds() -> None:
     async def main() -> tuple[list[str], float]:
-        process = FakeProcess(ignores=("stop", "terminate"))
-        await end_process(process)
+        process = FakeProcess(spec_of("echo0.0-0-0"), ignores=("stop", "terminate"))
+        await end_worker(process)
         return process.requests, asyncio.get_running_loop().time()
 
     told, seconds = virtual_loop.run(main())

@@ -1,29 +1,22 @@
 """The choice of a transport of weights from where its two ends are."""
 
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.shared_memory import SHARED_MEMORY
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from asyncrl.lanes.host_id import HostId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Says where an end is. host: the same for all processes that see the same shared memory. device: of its model."""
+    """Says where an end is. device: of its model."""
 
-    host: str
+    host: HostId
     device: str
 
     @classmethod
     def here(cls, device: str) -> "WorkerPlace":
-        """Returns the place of this process: two containers of one machine differ in the file system at /dev/shm."""
-        try:
-            return cls(f"{BOOT_ID.read_text().strip()}/{SHARED_MEMORY.stat().st_dev}", device)
-        except OSError:
-            return cls(socket.gethostname(), device)
+        """Returns the place of this process."""
+        return cls(HostId.here(), device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.weights.selection.transport_choice import WorkerPlace, choose_transport
 
-HERE, ELSEWHERE, GPU = WorkerPlace("a", "cpu"), WorkerPlace("b", "cpu"), WorkerPlace("a", "cuda")
+A, B = HostId("a"), HostId("b")
+HERE, ELSEWHERE, GPU = WorkerPlace(A, "cpu"), WorkerPlace(B, "cpu"), WorkerPlace(A, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_a_device_is_named_in_the_reason() -> None:
 
 @pytest.mark.parametrize(("other", "direct"), [("cuda:0", "cuda_ipc"), ("cuda:1", "nccl")])
 def test_a_way_between_devices_is_named_and_not_chosen(other: str, direct: str) -> None:
-    choice = choose_transport("auto", WorkerPlace("a", "cuda:0"), WorkerPlace("a", other))
+    choice = choose_transport("auto", WorkerPlace(A, "cuda:0"), WorkerPlace(A, other))
     assert choice.name == "shm"
     assert f'"{direct}" would spare' in choice.reason
 

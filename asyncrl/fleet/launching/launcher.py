@@ -3,8 +3,8 @@ tests and reward functions that no other process can import. deploy/process/loca
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,16 +13,21 @@ from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import unlink_instance_segments
 
 
-class WorkerProcess(Protocol):
-    """A started worker. pid: of its process; of this process when the worker is a task inside it."""
+class LaunchedWorker(Protocol):
+    """A started worker, wherever it runs. spec: with the addresses at which it listens. host: where it runs. labels:
+    how a person finds it there, for fleet.jsonl ({"pid": 12}); the fleet does not read them."""
 
-    pid: int
+    spec: WorkerSpec
+    host: HostId
+    labels: Mapping[str, int | str]
 
     async def wait(self) -> str:
-        """Returns how the worker ended ("killed by SIGKILL") once it is dead. May be awaited repeatedly."""
+        """Returns how the worker ended ("killed by SIGKILL") once it is dead, or can never answer again. May be awaited
+        repeatedly."""
 
     def stop(self) -> None:
         """Asks the worker to finish."""
@@ -37,24 +42,27 @@ class WorkerProcess(Protocol):
 class Launcher(Protocol):
     """Starts workers."""
 
-    def addresses(self, instance: str) -> Addresses:
-        """Returns the addresses that an instance of this name listens on."""
-
-    async def spawn(self, spec: WorkerSpec) -> WorkerProcess:
-        """Starts a worker. When it is cancelled, nothing is left running."""
+    async def spawn(self, spec: WorkerSpec) -> LaunchedWorker:
+        """Starts a worker, and chooses where it listens. When it is cancelled, nothing is left running."""
 
     def clean_up(self, spec: WorkerSpec) -> None:
         """Removes what a dead instance left: shared memory and socket files."""
 
 
 class InprocWorker:
-    """A worker that is a task of this process. run: serves until its event is set. sever: breaks its connections."""
+    """A worker that is a task of this process. run: serves until its event is set. sever: breaks its connections.
+    host: where it seems to run; None: here."""
 
     def __init__(
-        self, spec: WorkerSpec, run: Callable[[asyncio.Event], Coroutine[Any, Any, None]], sever: Callable[[], None]
+        self,
+        spec: WorkerSpec,
+        run: Callable[[asyncio.Event], Coroutine[Any, Any, None]],
+        sever: Callable[[], None],
+        host: HostId | None = None,
     ) -> None:
-        self.pid = os.getpid()
         self.spec = spec
+        self.host = host or HostId.here()
+        self.labels: Mapping[str, int | str] = {"pid": os.getpid()}
         self._sever = sever
         self._stop = asyncio.Event()
         self.task = asyncio.get_running_loop().create_task(run(self._stop), name=spec.instance)
@@ -95,10 +103,9 @@ class InprocLauncher:
             worker.kill()
             await worker.wait()
 
-    def addresses(self, instance: str) -> Addresses:
-        return Addresses.inproc(instance)
-
     async def spawn(self, spec: WorkerSpec) -> InprocWorker:
+        spec = replace(spec, addresses=Addresses.inproc(spec.instance))
+
         def sever() -> None:
             for address in (spec.addresses.control, spec.addresses.work, spec.addresses.data):
                 self.inproc.sever(address)

@@ -1,0 +1,1 @@
+"""Starting workers: as tasks of this process, and what they leave behind."""
