@@ -151,7 +151,8 @@ class TorchEngine:
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
         """Ends requests now. Returns those that were running; requests that were waiting are removed."""
-        wanted = set(keys)
+        if not (wanted := set(keys)):
+            return []  # Each slice asks, and nobody has to look at what waits.
         for request in [request for request in self._waiting if request.key in wanted]:
             self._waiting.remove(request)
             self._memory.prompts.had(request.prompt.tobytes())
@@ -197,16 +198,16 @@ class TorchEngine:
     def _admit(self) -> None:
         """Moves waiting requests into free slots; requests that need newer weights keep their place in the queue. No
         request starts while a running one lacks blocks."""
-        early: deque[SampleRequest] = deque()
-        for request in self._waiting:
-            free = self.running < self._config.generation.slots and not self._memory.scarce
-            if free and self._may_start(request):
-                self._batch.add(request, time.monotonic())
-                if request.drawn:
-                    self._memory.take_back(self.running - 1)
-            else:
+        early: list[SampleRequest] = []
+        while self._waiting and self.running < self._config.generation.slots and not self._memory.scarce:
+            request = self._waiting.popleft()
+            if not self._may_start(request):
                 early.append(request)
-        self._waiting = early
+                continue
+            self._batch.add(request, time.monotonic())
+            if request.drawn:
+                self._memory.take_back(self.running - 1)
+        self._waiting.extendleft(reversed(early))
 
     def _compute_together(self) -> None:
         """Computes one forward: decoding rows, and chunks of rows in prefill."""

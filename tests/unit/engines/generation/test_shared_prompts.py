@@ -25,33 +25,50 @@ def group_of(members: int, length: int, tokens: int) -> list[SampleRequest]:
     return [SampleRequest((0, member, 0), prompt, 100 + member, 1.0, tokens) for member in range(members)]
 
 
-@pytest.mark.parametrize("length", [1, KV_BLOCK - 1, KV_BLOCK, KV_BLOCK + 1, 2 * KV_BLOCK + 1])
+PLAIN_CASES = [(length, False) for length in (1, KV_BLOCK - 1, KV_BLOCK, KV_BLOCK + 1, 2 * KV_BLOCK + 1)]
+
+
+@pytest.mark.parametrize(("length", "deterministic"), [*PLAIN_CASES, (KV_BLOCK + 1, True)])
 def test_every_member_sees_the_whole_prompt(
-    length: int, make_engine: MakeEngine, drain: Drain, plain_logprobs: Callable[..., np.ndarray]
+    length: int,
+    deterministic: bool,
+    make_engine: MakeEngine,
+    drain: Drain,
+    plain_logprobs: Callable[..., np.ndarray],
 ) -> None:
     """A prompt of a whole number of blocks and one token more lies in one more block."""
-    done = drain(make_engine(max_prompt_tokens=80), group_of(4, length, 6))
+    engine = make_engine(max_prompt_tokens=80, deterministic=deterministic)
+    done = drain(engine, group_of(4, length, 6))
     assert len({tuple(each.tokens) for each in done.values()}) > 1
     for each in done.values():
         np.testing.assert_allclose(each.logprobs, plain_logprobs(each, "llama"), atol=2e-4)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_members_that_share_a_prompt_go_on_apart_when_their_keys_are_computed_anew(
-    make_engine: MakeEngine, drain: Drain, model_folder: Callable, plain_logprobs: Callable[..., np.ndarray]
+    deterministic: bool,
+    make_engine: MakeEngine,
+    drain: Drain,
+    model_folder: Callable,
+    plain_logprobs: Callable[..., np.ndarray],
 ) -> None:
+    """Also beside a member that begins with the new weights."""
     changed = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.mul_(1.1)
     weights = dict(changed.named_parameters(remove_duplicate=False))
-    engine = make_engine(kv="recompute")
+    engine = make_engine(kv="recompute", deterministic=deterministic)
+    *members, last = group_of(4, 9, 12)
 
     def flip(step: int) -> None:
         if step == 4:
             engine.load(weights, 1, share=False)
+            engine.submit(last)
 
-    done = drain(engine, group_of(4, 9, 12), flip)
-    assert len({tuple(each.tokens[:4]) for each in done.values()}) > 1, "what they had sampled by the flip differs"
+    done = drain(engine, members, flip)
+    assert len({tuple(done[each.key].tokens[:4]) for each in members}) > 1, "what they had sampled by the flip differs"
+    assert done[last.key].versions[0] == 1
     for each in done.values():
         after = plain_logprobs(each, "llama", changed.state_dict())
         new = each.versions == 1

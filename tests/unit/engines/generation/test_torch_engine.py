@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError, WeightsError
+from tests.instruction_count import counting
 from tests.unit.engines.generation.conftest import EPISODES, engine_config
 
 Drain = Callable[..., dict[Any, Completion]]
@@ -270,6 +271,21 @@ def test_end_answers_what_had_begun_and_forgets_the_rest(
     assert sorted(rest) == [(1, 0, 0), (2, 0, 0), (3, 0, 0)]
     for completion in rest.values():
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(completion, "llama"), atol=1e-5, rtol=0)
+
+
+def test_a_step_takes_as_many_operations_however_many_requests_wait(
+    make_engine: MakeEngine, requests: MakeRequests
+) -> None:
+    def operations(waiting: int) -> int:
+        engine = make_engine(slots=2)
+        engine.submit(*requests(2 + waiting, max_new_tokens=20))
+        engine.step()
+        with counting() as count:
+            engine.end([], "abort")
+            engine.step()
+        return count.instructions
+
+    assert operations(500) <= 1.01 * operations(5)
 
 
 @pytest.mark.trap("padded_vocabulary")

@@ -313,9 +313,10 @@ def test_a_broken_update_among_several_loses_only_its_own_samples(
 def test_recomputed_log_probs_are_those_at_the_start_of_the_step(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    """With a learning rate of zero every ratio is exactly current / proximal = 1, whatever was recorded."""
+    """With a learning rate of zero every ratio is exactly current / proximal = 1, whatever was recorded, and at the
+    temperature of the rows."""
     config = make_config(training={"updates": 3, **FROZEN}, algorithm={"old_logprobs": "recomputed", "weight_cap": 2.0})
-    outcome = run_step(PolicyTrainer(config, tiny), make_rows(9), INCARNATION, VERSION)
+    outcome = run_step(PolicyTrainer(config, tiny), make_rows(9, temperature=0.7), INCARNATION, VERSION)
     assert outcome.metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
     assert outcome.metrics["policy/weight_mean"] != pytest.approx(1, abs=1e-2)
