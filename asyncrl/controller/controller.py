@@ -35,6 +35,7 @@ from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
+from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, wait_of
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
@@ -61,7 +62,7 @@ class Controller:
     gate, journal: new, or restored from a checkpoint. between: awaited with the version before the first draw and after
     each iteration: the place for a checkpoint. observe: takes every event. kill: takes a reader of weights that has to
     be killed. prompt_name: names the prompt of a group in errors. checkpoint: folder of the one that was resumed.
-    answered: names of rows there, of episodes that ran.
+    answered: names of rows there, of episodes that ran. shown: samples whose rows are read once more when trained.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Controller:
         prompt_name: Callable[[int], str] = "group {}".format,
         checkpoint: str = "",
         answered: Sequence[SampleName] = (),
+        shown: ShownRows | None = None,
     ) -> None:
         self._gate = gate
         self._fleet = fleet
@@ -91,14 +93,13 @@ class Controller:
         self._drawable = asyncio.Event()
         self._pickable = asyncio.Event()
         by_token = stores_token_rewards(config)
-        self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set, rewards_stored=by_token)
-        self._tracker = tracker = SampleTracker(
-            gate, journal, observe, self._releases.release, self._state_changed, self._sample_ready
-        )
+        self._releases = RowReleases(fleet, lambda: gate.oldest, self._drawable.set, shown, rewards_stored=by_token)
+        release = self._releases.release
+        self._tracker = SampleTracker(gate, journal, observe, release, self._state_changed, self._sample_ready)
         self._checks = AlgorithmChecks(fleet, by_token)
-        self._rollouts = Rollouts(tracker, prompts, config, self._roll_out, fleet.fault_domains)
+        self._rollouts = Rollouts(self._tracker, prompts, config, self._roll_out, fleet.fault_domains)
         self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill)
-        self._iterations = Iterations(tracker, advantages, config, self._rollouts.rows_lost)
+        self._iterations = Iterations(self._tracker, advantages, config, self._rollouts.rows_lost)
         self.staleness = self._iterations.staleness
         self._checked_fleet = replace(fleet, training=cast(Training, CheckedTraining(fleet.training, self._iterations)))
         self._stopping = False

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from asyncrl.concurrency import gather
+from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.errors import Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import SampleName
@@ -63,13 +64,21 @@ class ReleaseQueue(Generic[T]):
 
 class RowReleases:
     """Queues the rows that services may free. oldest: returns the first group in flight. rewards_stored: whether the
-    reward service has rows, too."""
+    reward service has rows, too. shown: samples whose rows are read once more after their training."""
 
     def __init__(
-        self, fleet: Fleet, oldest: Callable[[], int], acknowledged: Callable[[], None], *, rewards_stored: bool = False
+        self,
+        fleet: Fleet,
+        oldest: Callable[[], int],
+        acknowledged: Callable[[], None],
+        shown: ShownRows | None = None,
+        *,
+        rewards_stored: bool = False,
     ) -> None:
         self._fleet = fleet
         self._oldest = oldest
+        self._shown = ShownRows() if shown is None else shown
+        self._shown.released_by(self._put)
         rewards = fleet.reward if rewards_stored else None
         makers = (fleet.generation, fleet.environment, rewards, fleet.reference, fleet.critic, fleet.cost_critic)
         self._releases = [ReleaseQueue(partial(self._release, maker), acknowledged) for maker in filter(None, makers)]
@@ -80,10 +89,14 @@ class RowReleases:
     @property
     def unreleased(self) -> int:
         """Returns the number of samples whose rows some service may still hold."""
-        return max(queue.unacknowledged for queue in self._releases)
+        return max(queue.unacknowledged for queue in self._releases) + self._shown.waiting
 
     def release(self, samples: Iterable[SampleName]) -> None:
-        """Lets every service free the rows of these samples."""
+        """Lets every service free the rows of these samples, once nobody shows them any more."""
+        if names := self._shown.take(samples):
+            self._put(names)
+
+    def _put(self, samples: Iterable[SampleName]) -> None:
         names = list(samples)
         for queue in self._releases:
             queue.put(names)
@@ -100,7 +113,7 @@ class RowReleases:
         await gather(*(queue.flush() for queue in self._queues))
 
     async def _release(self, holder: Contract, samples: list[SampleName]) -> None:
-        await holder.release(samples, self._oldest())
+        await holder.release(samples, self._shown.oldest(self._oldest()))
 
     async def _send_idle_reason(self, reasons: list[str]) -> None:
         if reasons[-1] != self._idle_reason:

@@ -23,6 +23,7 @@ from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluat
 from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.observers.reward_output import RewardOutput
+from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.observers.training_guards import TrainingGuards
 from asyncrl.controller.saved_rows import read_terms, save_rows, write_terms
 from asyncrl.errors import DeadlineExceeded, FleetFailed
@@ -149,6 +150,7 @@ class TrainingRun:
         )
         self.progress.in_flight = lambda: gate.in_flight
         self._evaluations = self._evaluation_schedule() if self.questions.held_out else None
+        self._shown = ShownRows()
         self._recorder = self._open_recorder()
         self._controller = self._make_controller()
 
@@ -191,6 +193,7 @@ class TrainingRun:
             prompt_name=lambda group: self.questions.where(group, self.config.seed),
             checkpoint=self.state.plan.directory if self.state.plan else "",
             answered=self.state.restored.answered,
+            shown=self._shown,
         )
 
     async def _train(self) -> None:
@@ -259,6 +262,7 @@ class TrainingRun:
             self.state.incarnation,
             self.display.step,
             open_sinks(config.telemetry.sinks, directory.path, config.name, settings, self.display.say),
+            self._shown,
         )
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ The controller never waits for the recorder.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -16,6 +16,7 @@ from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.code_metrics import code_metrics
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.held_out_evaluation import Evaluation
+from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.observers.step_metrics import (
     EnvironmentCounts,
     TimeShares,
@@ -27,7 +28,7 @@ from asyncrl.controller.observers.step_metrics import (
 )
 from asyncrl.errors import FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -43,7 +44,8 @@ Metrics = dict[str, float]
 
 @dataclass
 class Recorder:
-    """Writes the files of a run directory. show: takes the metrics and a sample of each step. sinks: get metrics."""
+    """Writes the files of a run directory. show: takes the metrics and a sample of each step. sinks: get metrics.
+    shown: keeps the rows of samples until their texts are read."""
 
     directory: RunDirectory
     fleet: Fleet
@@ -52,6 +54,7 @@ class Recorder:
     incarnation: int
     show: Callable[[Mapping[str, float], SampleRecord | None], None]
     sinks: Sequence[SinkWorker] = ()
+    shown: ShownRows = field(default_factory=ShownRows)
 
     def __post_init__(self) -> None:
         self._metrics = LineFile(self.directory.metrics)
@@ -72,6 +75,8 @@ class Recorder:
         if isinstance(event, SampleScored):
             self._terms[event.sample.key] = event.score.terms
             return
+        if isinstance(event, StepBegan):
+            self.shown.keep(row.key for row in self._to_show(event))
         try:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
@@ -119,15 +124,21 @@ class Recorder:
             case Dropped(group, members, reason):
                 self._dropped[reason] += len(members)
                 self._forget((group, member) for member in members)
-            case StepBegan(cuts):
-                self._texts = await self._read_texts(cuts.batch)
+            case StepBegan():
+                rows = self._to_show(event)
+                try:
+                    self._texts = await self._read_texts(rows)
+                finally:
+                    self.shown.let_go(row.key for row in rows)
             case StepDone():
                 await self._step(event)
 
-    async def _read_texts(self, batch: BatchRef) -> dict[Key, SampleText]:
-        chosen = BatchRef(tuple(to_show(batch.rows, self.samples_per_step)))
+    def _to_show(self, began: StepBegan) -> list[RowRef]:
+        return to_show(began.cuts.batch.rows, self.samples_per_step)
+
+    async def _read_texts(self, rows: Sequence[RowRef]) -> dict[Key, SampleText]:
         try:
-            texts = await self.fleet.generation.texts(chosen)
+            texts = await self.fleet.generation.texts(BatchRef(tuple(rows)))
         except Retryable:
             return {}  # The worker of the texts died; the step itself reports that.
         return {(text.group, text.member): text for text in texts}

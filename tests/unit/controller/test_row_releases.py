@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.fleet import Fleet
@@ -45,9 +46,12 @@ def samples(*groups: int) -> list[SampleName]:
 
 
 def releases_to(
-    generation: Holder, reference: Holder | None = None, acknowledged: Callable[[], None] = lambda: None
+    generation: Holder,
+    reference: Holder | None = None,
+    acknowledged: Callable[[], None] = lambda: None,
+    shown: ShownRows | None = None,
 ) -> RowReleases:
-    return RowReleases(fleet(generation, reference), lambda: 7, acknowledged)
+    return RowReleases(fleet(generation, reference), lambda: 7, acknowledged, shown)
 
 
 def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
@@ -144,3 +148,23 @@ async def test_a_notice_that_is_not_answered_in_time_is_sent_again_before_the_ne
     releases.release(samples(2))
     await releases.flush()
     assert generation.freed == [samples(1, 2)]
+
+
+async def test_rows_whose_texts_are_yet_to_be_read_are_freed_afterwards() -> None:
+    generation, shown = Holder(), ShownRows()
+    releases = releases_to(generation, shown=shown)
+    shown.keep([(2, 0), (3, 0)])
+    shown.keep([(3, 0)])  # A step whose rows were lost is tried again.
+    releases.release(samples(1, 2, 3))
+    await releases.flush()
+    assert generation.freed == [samples(1)]
+    assert generation.oldest == 2, "groups before the oldest are freed without a name"
+    assert releases.unreleased == 2
+    shown.let_go([(2, 0), (3, 0)])
+    await releases.flush()
+    assert generation.freed == [samples(1), samples(2)]
+    assert generation.oldest == 3
+    shown.let_go([(3, 0)])
+    await releases.flush()
+    assert generation.freed == [samples(1), samples(2), samples(3)]
+    assert (generation.oldest, releases.unreleased) == (7, 0)

@@ -10,10 +10,10 @@ import pytest
 
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers import recorder as recorder_module
-from asyncrl.controller.observers.events import SampleScored, StepDone
+from asyncrl.controller.observers.events import SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.saved_rows import READY_TERMS, read_terms, write_terms
-from asyncrl.errors import FleetFailed
+from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Health, SampleText, Score, StepReport
@@ -105,4 +105,42 @@ async def test_events_that_nothing_writes_end_the_run_and_say_where(
         recorder.observe(Dropped(0, (member,), "stale"))
     with pytest.raises(FleetFailed, match=f"4 events wait to be written below {tmp_path}"):
         recorder.observe(Dropped(0, (4,), "stale"))
+    recorder.close()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_rows_are_kept_from_the_beginning_of_a_step_until_their_texts_are_read(
+    tmp_path: Path, dies: bool
+) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def texts(batch: BatchRef) -> list[SampleText]:
+        asked.set()
+        await answer.wait()
+        if dies:
+            raise PeerLost("generation0.0 died")
+        return [SampleText(row.group, row.member, "1+1?", "two") for row in batch.rows]
+
+    released: list[Any] = []
+    recorder = Recorder(
+        RunDirectory(tmp_path),
+        SimpleNamespace(generation=SimpleNamespace(texts=texts)),
+        poll_health,
+        "all",
+        0,
+        print,  # type: ignore[arg-type]
+    )
+    recorder.shown.released_by(released.extend)
+    row = scored(0, 0).sample
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(recorder.run())
+        recorder.observe(StepBegan(Cuts(0, 0, BatchRef((row,)), 1, 1)))
+        assert recorder.shown.take([row.name]) == [], "before the recorder has come to this event"
+        await asked.wait()
+        assert not released
+        answer.set()
+        await recorder.drain()
+        assert released == [row.name]
+        assert list(recorder._texts) == ([] if dies else [row.key])
+        running.cancel()
     recorder.close()
