@@ -1,13 +1,13 @@
 """The tensors of a slot in any block of memory."""
 
 import ctypes
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
@@ -15,7 +15,7 @@ from asyncrl.protocols.messages import Published
 
 FULL_DIGEST_BYTES, PIECE_BYTES = 64 << 20, 4 << 20
 """Size up to which a version is digested as a whole, and bytes of a tensor in turn that are digested of a larger one:
-crc32 runs at some 4 GB/s, so that a digest takes some 16 ms and 1 ms."""
+XXH3 runs at some 16 GB/s, so that a digest takes some 4 ms and 0.3 ms."""
 
 PIECE = "#"
 """Stands in the name of what is digested between tensor and number of the piece."""
@@ -59,8 +59,8 @@ def digest_range(spec: WeightsSpec, name: str) -> tuple[int, int]:
 
 
 def digest_text(memory: memoryview) -> str:
-    """Computes a crc32, which finds torn and stray writes; forgery is no concern on one host."""
-    return f"{zlib.crc32(memory):08x}"
+    """Computes XXH3, which finds torn and stray writes; forgery is no concern on one host."""
+    return xxh3_64_hexdigest(memory)
 
 
 def checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tensor]:

@@ -6,13 +6,13 @@ Every codec falls back to dense bytes: a difference that has no base or does not
 infinite or whose bits it would change beyond its bound.
 """
 
-import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.codec.fp8_blocks import decode_fp8, encode_fp8
@@ -42,7 +42,7 @@ _ROUND = {WireCodec.BFLOAT16: encode_bfloat16, WireCodec.FLOAT16: encode_float16
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodedChunk:
-    """One part as it travels. size: bytes of the part. data_digest, result_digest: crc32 of the data, and of the part
+    """One part as it travels. size: bytes of the part. data_digest, result_digest: XXH3 of the data, and of the part
     that the receiver must get. error: root mean square of the rounding errors over that of the weights; 0 if exact."""
 
     kind: WireCodec
@@ -83,7 +83,7 @@ def decode_chunk(chunk: EncodedChunk, dtype: str, target: Bytes, base: Bytes | N
 
 
 def digest(data: Bytes) -> int:
-    return zlib.crc32(data.data)
+    return xxh3_64_intdigest(data.data)
 
 
 def _fill(chunk: EncodedChunk, dtype: torch.dtype, target: Bytes, base: Bytes | None) -> None:

@@ -21,7 +21,7 @@ from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError, Wi
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import Segment
-from asyncrl.lanes.weights.codec.chunk import EncodedChunk, decode_chunk
+from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec, decode_chunk
 from asyncrl.lanes.weights.leases import SLOTS
 from asyncrl.lanes.weights.receiver_report import Fetched
 from asyncrl.lanes.weights.slot_memory import check_digest, views, with_aliases
@@ -169,7 +169,8 @@ class StreamReceiver:
             asked = (incoming.incarnation, incoming.version, number, base and base.version, self.hello.instance)
             chunk = unpacked(await client.call(CHUNK, asked, self.plan.parts[number].deadline))
             try:
-                await in_thread(chunk.size, partial(self._decode, chunk, incoming, base, number))
+                decode = partial(self._decode, chunk, incoming, base, number)
+                await in_thread(chunk.size, decode, dense=chunk.kind is WireCodec.DENSE)
             except WeightsError:
                 if not left:
                     raise

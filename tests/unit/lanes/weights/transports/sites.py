@@ -177,4 +177,4 @@ async def take(receiver: WeightReceiver, published: Published) -> dict[str, Tens
 
 
 def with_other_digest(published: Published) -> Published:
-    return replace(published, digest=f"{int(published.digest, 16) ^ 1:08x}")
+    return replace(published, digest=f"{int(published.digest, 16) ^ 1:016x}")

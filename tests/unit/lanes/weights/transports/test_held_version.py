@@ -1,0 +1,56 @@
+"""What a part costs beside its bytes: threads, and the work of noting that it came."""
+
+import numpy as np
+import pytest
+
+from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.transports import held_version
+from asyncrl.lanes.weights.transports.chunk_plan import CHUNK_BYTES, ChunkPlan
+from asyncrl.lanes.weights.transports.held_version import HeldVersion
+from tests.instruction_count import counting
+
+
+def version_of(codec: WireCodec, parts: int, part_bytes: int, *, whole: bool = True) -> HeldVersion:
+    plan = ChunkPlan.of(WeightsSpec.of({"w": (parts * part_bytes // 4,)}, "float32"), codec, part_bytes)
+    return HeldVersion(plan, 0, 1, np.zeros(plan.spec.size, np.uint8), whole)
+
+
+class NoThread:
+    def submit(self, *work: object) -> None:
+        raise RuntimeError("a thread is used")
+
+
+@pytest.mark.parametrize("codec", [WireCodec.DENSE, WireCodec.SPARSE])
+async def test_only_parts_that_are_compared_take_a_thread(codec: WireCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = version_of(codec, 1, CHUNK_BYTES)
+    held.base, held.base_version = version_of(codec, 1, CHUNK_BYTES), 0
+    monkeypatch.setattr(held_version, "_thread", NoThread())
+    assert (await held.chunk(0, None)).kind is WireCodec.DENSE
+    if codec is WireCodec.DENSE:
+        assert (await held.chunk(0, 0)).kind is WireCodec.DENSE
+    else:
+        with pytest.raises(RuntimeError, match="a thread is used"):
+            await held.chunk(0, 0)
+
+
+async def test_noting_a_part_costs_the_same_whatever_the_number_of_parts() -> None:
+    costs = []
+    for parts in (10, 200):
+        held, source = version_of(WireCodec.DENSE, parts, 256, whole=False), version_of(WireCodec.DENSE, parts, 256)
+        for number in range(parts - 1):
+            held.add(number, await source.chunk(number, None))
+        assert held.missing == [parts - 1]
+        last = await source.chunk(parts - 1, None)
+        with counting() as count:
+            held.add(parts - 1, last)
+        assert held.whole
+        costs.append(count.instructions)
+    assert costs[0] == costs[1]
+
+
+async def test_a_late_joiner_does_not_keep_others_from_differences() -> None:
+    held = version_of(WireCodec.SPARSE, 1, CHUNK_BYTES)
+    held.base, held.base_version = version_of(WireCodec.SPARSE, 1, CHUNK_BYTES), 0
+    assert (await held.chunk(0, None)).kind is WireCodec.DENSE
+    assert (await held.chunk(0, 0)).kind is WireCodec.SPARSE
