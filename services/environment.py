@@ -46,6 +46,7 @@ TOKEN_BYTES = 256
 """Bytes of the longest token of usual tokenizers, a row of blanks; what a row could take costs no memory."""
 JSON_BYTES, ANSWER_BYTES = 8, 1024
 """Bytes in JSON of a byte of text at most, and of what surrounds an answer."""
+RESET_ADVICE = "mend it, or remove such rows from task.prompts: on_error lets episodes fail that have begun"
 FAILED = "environment"
 """Finish reason of an episode whose environment died, hung or raised."""
 
@@ -112,11 +113,13 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         played = await self._pool.play(Play(names[0], packed, prompts.seed, ()))
         if played.error:
             text = self._failure(names[0], packed, played)
-            raise EnvironmentFailed(text) if self._section.on_error == "fail" else Retryable(text)
+            raise EnvironmentFailed(f"{text}\n{RESET_ADVICE}") if self._section.on_error == "fail" else Retryable(text)
         answer = played.answers[0]
         self._openings[prompts.id, prompts.attempt] = answer["text"]
         where = f"environment {self._section.use} began group {prompts.id}"
         prompt = with_system(answer["text"], self.context.config.task.system, where)
+        if not prompt:
+            raise EnvironmentFailed(f"{where} with an empty text: return one from `reset` that the policy can answer")
         return Opening(prompt, tuple(answer["tools"]))
 
     async def step(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> BatchRef:

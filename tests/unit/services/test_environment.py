@@ -336,6 +336,21 @@ async def test_a_failure_ends_the_run_by_default_and_names_the_row(service: Make
             assert part in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"start": 5}, r"`reset` raised MissingColumn: .*prompt(?s:.*)\nmend it, or remove such rows from"),
+        ({"prompt": "", "start": 5}, "began group 3 with an empty text: return one from `reset`"),
+    ],
+)
+async def test_an_episode_that_does_not_begin_says_what_to_do(
+    service: MakeService, row: dict[str, Any], message: str
+) -> None:
+    async with service("Opens") as environment:
+        with pytest.raises(EnvironmentFailed, match=message):
+            await environment.reset(prompts(0), row)
+
+
 @pytest.mark.parametrize("on_error", ["zero", "ignore"])
 async def test_a_failure_ends_only_its_episode_where_that_is_asked_for(
     service: MakeService, generated: RowStore, on_error: str

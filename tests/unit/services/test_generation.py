@@ -242,13 +242,13 @@ async def test_a_hung_engine_is_found_within_the_deadline(start: Start) -> None:
             return []
 
         core_of(service).step = hang
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(
-            DeadlineExceeded, match=r"no sample of \S+ finished within 0.3 s: it runs 0 samples, 4 wait"
-        ):
-            await collect(service, group(7, deadline=0.2))
-        assert asyncio.get_running_loop().time() - began < 5.0
-        hung.set()
+        found = r"no sample of \S+ finished within 0.3 s: it runs 0 samples, 4 wait"
+        try:
+            with pytest.raises(DeadlineExceeded, match=found):
+                async with asyncio.timeout(20):
+                    await collect(service, group(7, deadline=0.2))
+        finally:
+            hung.set()
 
 
 async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
