@@ -29,6 +29,7 @@ BOUND_BY: Mapping[str, Mapping[str, Any]] = {
     "generator": {"cost": StepCost(1.0)},
     "reward": {"cost": StepCost(2.0), "reward_delay": 1.0, "reward_calls": 6},
     "latency": {"cost": StepCost(3.0), "reward_delay": 5.0, "slots": 96},
+    "long scores": {"cost": StepCost(3.0), "reward_delay": 6.0},
 }
 
 

@@ -21,7 +21,11 @@ SLOWER_BATCH = 6.0
 CASES = (
     *(("trainer", "constant", "steady"), ("trainer", "stragglers", "steady"), ("nothing", "lognormal", "steady")),
     *(("generator", "lognormal", "steady"), ("reward", "lognormal", "steady"), ("latency", "constant", "steady")),
-    *(("trainer", "lognormal", "slower generator"), ("trainer", "constant", "faster trainer")),
+    *(
+        ("long scores", "lognormal", "steady"),
+        ("trainer", "lognormal", "slower generator"),
+        ("trainer", "constant", "faster trainer"),
+    ),
     ("trainer", "lognormal", "bursts"),
 )
 
@@ -91,7 +95,7 @@ def falls_by_all_that_is_left(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutant", "case"),
     [
-        (never_rises, ("latency", "constant", "steady")),
+        (never_rises, ("long scores", "lognormal", "steady")),
         (falls_by_all_that_is_left, ("nothing", "lognormal", "steady")),
     ],
 )

@@ -21,23 +21,20 @@ FALL = 0.5
 MARGIN = 0.5
 """Samples that stay left over, as a share of how much their number varied: with none left the next late batch would
 let the trainer wait."""
-MOST_AT_FIRST = 3
-"""Batches on their way at first, at most. What is drawn first is sampled by the first weights, whenever it trains."""
 
 
 class Admission:
     """Bounds the samples that are drawn and not in training yet, those that `mask` lets run past the limit left out.
 
-    bound: starts at one batch and what the engines decode together, at least two batches and at most three; it stays
-    between one batch and the credits of the gate.
+    bound: starts at one batch and what the engines decode together, and at least two batches; it stays between one
+    batch and the credits of the gate.
     """
 
     def __init__(self, config: GateConfig) -> None:
         self._config = config
         self.bound = config.credits
         if config.admission == "adaptive":
-            at_first = max(2 * config.batch, min(config.batch + config.slots, MOST_AT_FIRST * config.batch))
-            self.bound = min(config.credits, at_first)
+            self.bound = min(config.credits, config.batch + max(config.batch, config.slots))
         self._left = deque[int](maxlen=WINDOW)
         self._starving = False
 
