@@ -80,3 +80,15 @@ def test_the_glossary_is_sorted_and_has_each_word_once() -> None:
     words = re.findall(r"^\| ([^|]+) \|", PAGES["docs/glossary.md"], re.MULTILINE)[1:]
     assert sorted(words, key=lambda word: word.replace("η", "eta").lower()) == words
     assert len(set(words)) == len(words)
+
+
+def test_the_tests_of_transports_that_the_table_of_faults_names_exist() -> None:
+    folder = ROOT / "tests/unit/lanes/weights/transports"
+    there = {name.removeprefix("test_") for path in folder.glob("test_*.py") for name in defined(path)}
+    page = (ROOT / "docs/reference/lanes.md").read_text()
+    lines = re.findall(r"^- ([CKTP]), in `test_\w+\.py`: (.*)$", page, re.MULTILINE)
+    named = {letter: set(re.findall(r"`(\w+)`", names)) for letter, names in lines}
+    assert all(named[letter] <= there for letter in "CKTP")
+    cells = set(re.findall(r"\b([CTP])(\d+)\b", page[page.index("| fault |") : page.index("C1 to C5,")]))
+    explained = {(letter, number) for letter, names in lines for number in re.findall(r"\b(\d+) `", names)}
+    assert cells == explained

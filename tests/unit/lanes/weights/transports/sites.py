@@ -1,7 +1,7 @@
 """A trainer's and engines' ends of each transport in one process, and the faults that the suite causes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +37,8 @@ TRANSPORTS = ("inproc", "shm", "tcp", "file", "cuda_ipc", *PAIRS)
 COPYING = ("tcp", "file", *PAIRS)
 SHAPES = {"model.embed_tokens.weight": (700, 64), "model.layers.0.mlp.up_proj.weight": (900, 700), "norm.weight": (7,)}
 INCARNATION = 3
+LIMIT = 20.0
+"""Seconds in which what a test waits for on a thread or in a process must happen."""
 
 
 def hello(instance: str) -> Hello:
@@ -46,6 +48,10 @@ def hello(instance: str) -> Hello:
 def weights(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def spec_of(dtype: str) -> WeightsSpec:
+    return WeightsSpec.of(SHAPES, dtype, {"lm_head.weight": "model.embed_tokens.weight"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,12 @@ class Site:
             assert isinstance(self.sender, Writer | DeviceWriter)
             self.sender._stamp(published.slot, INCARNATION, BEING_WRITTEN)
 
+    def in_transfer(self, published: Published) -> bool:
+        """Returns whether a receiver waits for parts of a stalled version; what is not sent in parts is never so."""
+        if isinstance(self.sender, StreamSender):
+            return bool(self.sender.server.held[published.version].pulled_at)
+        return self.pairs.receiving > 0
+
     def go_on(self, published: Published) -> None:
         """Lets a stalled write end."""
         if isinstance(self.sender, StreamSender):
@@ -148,11 +160,16 @@ class Site:
 
 @asynccontextmanager
 async def open_site(
-    transport: str, folder: Path, dtype: str = "float32", codec: str = "dense", part_bytes: int | None = None
+    transport: str,
+    folder: Path,
+    dtype: str = "float32",
+    codec: str = "dense",
+    part_bytes: int | None = None,
+    keys: CurveKeys | None = None,
 ) -> AsyncIterator[Site]:
     """Opens a transport; at the end all ends are closed. part_bytes: of pairs."""
-    spec = WeightsSpec.of(SHAPES, dtype, {"lm_head.weight": "model.embed_tokens.weight"})
-    wire = ZmqWire(CurveKeys.fresh())
+    spec = spec_of(dtype)
+    wire = ZmqWire(keys or CurveKeys.fresh())
     try:
         async with asyncio.TaskGroup() as tasks:
             site = Site(transport, folder, wire, tasks, spec, WireCodec[codec.upper()], part_bytes=part_bytes)
@@ -166,6 +183,13 @@ async def open_site(
                     process.end()
     finally:
         wire.close()
+
+
+async def until(done: Callable[[], bool]) -> None:
+    """Lets others run until it is true."""
+    async with asyncio.timeout(LIMIT):
+        for _ in iter(done, True):
+            await asyncio.sleep(0.001)
 
 
 async def take(receiver: WeightReceiver, published: Published) -> dict[str, Tensor]:

@@ -1,6 +1,9 @@
+import pytest
+
 from asyncrl.lanes.weights.codec.chunk import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
+from asyncrl.lanes.weights.transports.collective.part_groups import groups
 from tests.unit.lanes.weights.transports.sites import SHAPES
 
 SPEC = WeightsSpec.of(SHAPES, "float32")
@@ -18,3 +21,12 @@ def test_parts_cover_a_slot_once_and_keep_what_must_stay_exact() -> None:
     assert (rounded[0].start, rounded[-1].stop) == (up.offset, up.offset + up.bytes)
     digests = {ChunkPlan.of(SPEC, codec, size).digest for codec in WireCodec for size in (CHUNK, 2 * CHUNK)}
     assert len(digests) == 2 * len(WireCodec)
+
+
+def test_a_group_of_parts_has_the_time_of_all_its_bytes() -> None:
+    plan = ChunkPlan.of(SPEC, WireCodec.DENSE, CHUNK)
+    found = list(groups(plan, 3))
+    assert [part for group in found for part in group.parts] == list(plan.parts[3:])
+    for group in found:
+        size = sum(part.stop - part.start for part in group.parts)
+        assert group.seconds == pytest.approx(5.0 + size / 1e6)

@@ -18,6 +18,7 @@ from tests.unit.lanes.weights.transports.sites import (
     TRANSPORTS,
     open_site,
     take,
+    until,
     weights,
     with_other_digest,
 )
@@ -113,6 +114,43 @@ async def test_a_sender_that_dies_is_lost(transport: str, tmp_path: Path, monkey
         assert has(before, 0)
 
 
+@pytest.mark.parametrize("transport", ["tcp", *PAIRS])
+async def test_a_sender_that_closes_in_a_transfer_is_lost(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_receiver, "HELLO_DEADLINE", 0.2)
+    monkeypatch.setattr(pair_receiver, "CALL_DEADLINE", 0.2)
+    async with open_site(transport, tmp_path) as site:
+        first = site.write(0)
+        receiver = site.receiver(first, "generation0")
+        before = await take(receiver, first)
+        second = site.write(1)
+        site.stall(second)
+        monkeypatch.setattr(chunk_plan, "START", 0.0)
+        monkeypatch.setattr(chunk_plan, "SLOWEST", 5e6)
+        fetching = asyncio.ensure_future(take(receiver, second))
+        await until(lambda: site.in_transfer(second))
+        site.sender.close()
+        with pytest.raises((PeerLost, DeadlineExceeded)):
+            await fetching
+        assert has(before, 0)
+        with pytest.raises(WeightsError, match="not fetched"):
+            receiver.tensors(second)
+
+
+@pytest.mark.parametrize("transport", COPYING)
+async def test_deadlines_follow_from_bytes(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path) as site:
+        published = site.write(0)
+        assert published.transfer == pytest.approx(5.0 + site.spec.size / 1e6)
+        if transport != "file":
+            plan = site.receiver(published, "generation0").plan
+            assert plan.deadline == published.transfer
+            assert [part.deadline for part in plan.parts] == [
+                5.0 + (part.stop - part.start) / 1e6 for part in plan.parts
+            ]
+
+
 async def test_a_write_that_stalls_ends_in_its_deadline(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,13 +175,17 @@ async def test_a_receiver_that_dies_while_it_fetches_disturbs_no_other(transport
     async with open_site(transport, tmp_path) as site:
         first = site.write(0)
         dying, living = (site.receiver(first, f"generation{number}") for number in range(2))
+        in_parts = transport in ("tcp", *PAIRS)
+        if in_parts:
+            site.stall(first)
         fetching = asyncio.ensure_future(dying.fetch(first))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await until(lambda: site.in_transfer(first) if in_parts else fetching.done())
         fetching.cancel()
         await asyncio.wait([fetching])
         dying.close()
         site.sender.forget("generation0")
+        if in_parts:
+            site.go_on(first)
         for version in range(1, 6):
             assert has(await take(living, site.write(version)), version)
 

@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,11 @@ from asyncrl.lanes.weights.transports.collective.owner_thread import OwnerThread
 from asyncrl.lanes.weights.transports.collective.receiver import CollectiveReceiver
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.faults import TwinNccl
-from tests.unit.lanes.weights.transports.sites import PAIRS, Site, open_site, take
+from tests.unit.lanes.weights.transports.sites import LIMIT, PAIRS, Site, open_site, take, until
 from tests.unit.lanes.weights.transports.test_conformance import has
 
 SMALL = 64 << 10
 """Bytes of a part with which a version takes eleven groups."""
-
-LIMIT = 20.0
-"""Seconds in which what a test waits for on a thread must happen."""
 
 
 @pytest.fixture(params=PAIRS)
@@ -42,13 +39,6 @@ def threads_end() -> Iterator[None]:
         if thread.name.startswith("weights ") and isinstance(thread, threading.Thread) and thread.daemon:
             thread.join(LIMIT)
             assert not thread.is_alive(), f"{thread.name} goes on after its end was closed"
-
-
-async def until(done: Callable[[], bool]) -> None:
-    """Lets others run until it is true."""
-    async with asyncio.timeout(LIMIT):
-        for _ in iter(done, True):
-            await asyncio.sleep(0.001)
 
 
 def begin_stalled(site: Site, receiver: CollectiveReceiver, published: Published) -> "asyncio.Future[Any]":

@@ -295,6 +295,17 @@ def test_a_slow_receiver_gets_its_version_while_the_trainer_goes_on() -> None:
     play(scene)
 
 
+def test_of_versions_that_are_pulled_the_oldest_stays() -> None:
+    async def scene(stream: Stream) -> None:
+        for version in range(6):
+            stream.sender.write(INCARNATION, version, weights(version))
+            if version < 2:
+                stream.sender.server.held[version].pulled_at["generation0"] = asyncio.get_running_loop().time()
+        assert sorted(stream.sender.server.held) == [0, 4, 5]
+
+    play(scene)
+
+
 def test_a_version_under_a_buffer_that_is_used_again_is_refused() -> None:
     async def scene(stream: Stream) -> None:
         stream.sender.write(INCARNATION, 0, weights(0))
@@ -361,32 +372,5 @@ def test_a_sender_that_closes_while_it_sends_is_lost(served: Counter[int]) -> No
         stream.sender.close()
         with pytest.raises((PeerLost, DeadlineExceeded)):
             await taking
-
-    play(scene)
-
-
-async def ask(stream: Stream, method: str, *args: object) -> object:
-    client = await stream.receiver()._client(stream.sender.server.address)
-    return await client.call(method, args, 5.0)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        ("weights_chunk", INCARNATION, 0, PARTS, None, "x"),
-        ("weights_chunk", INCARNATION, 0, -1, None, "x"),
-        ("weights_chunk", INCARNATION, 0, 1.5, None, "x"),
-        ("weights_chunk", INCARNATION + 1, 0, 0, None, "x"),
-        ("weights_chunk", INCARNATION, 1, 0, None, "x"),
-        ("open_weights", INCARNATION, 0, "another plan", "x", "y"),
-        ("open_weights", INCARNATION, 0),
-        ("memory",),
-    ],
-)
-def test_calls_that_no_receiver_makes_are_refused(call: tuple[str, object]) -> None:
-    async def scene(stream: Stream) -> None:
-        stream.sender.write(INCARNATION, 0, weights(0))
-        with pytest.raises(Refused):
-            await ask(stream, *call)
 
     play(scene)

@@ -1,14 +1,17 @@
-"""What a part costs beside its bytes: threads, and the work of noting that it came."""
+"""Answers of a server of weights: calls that are refused, and what a part costs beside its bytes."""
 
 import numpy as np
 import pytest
 
+from asyncrl.errors import Refused
 from asyncrl.lanes.weights.codec.chunk import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports import held_version
 from asyncrl.lanes.weights.transports.chunk_plan import CHUNK_BYTES, ChunkPlan
 from asyncrl.lanes.weights.transports.held_version import HeldVersion
 from tests.instruction_count import counting
+from tests.unit.lanes.weights.transports.sites import INCARNATION, weights
+from tests.unit.lanes.weights.transports.test_weight_streams import PARTS, Stream, play
 
 
 def version_of(codec: WireCodec, parts: int, part_bytes: int, *, whole: bool = True) -> HeldVersion:
@@ -54,3 +57,30 @@ async def test_a_late_joiner_does_not_keep_others_from_differences() -> None:
     held.base, held.base_version = version_of(WireCodec.SPARSE, 1, CHUNK_BYTES), 0
     assert (await held.chunk(0, None)).kind is WireCodec.DENSE
     assert (await held.chunk(0, 0)).kind is WireCodec.SPARSE
+
+
+async def ask(stream: Stream, method: str, *args: object) -> object:
+    client = await stream.receiver()._client(stream.sender.server.address)
+    return await client.call(method, args, 5.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("weights_chunk", INCARNATION, 0, PARTS, None, "x"),
+        ("weights_chunk", INCARNATION, 0, -1, None, "x"),
+        ("weights_chunk", INCARNATION, 0, 1.5, None, "x"),
+        ("weights_chunk", INCARNATION + 1, 0, 0, None, "x"),
+        ("weights_chunk", INCARNATION, 1, 0, None, "x"),
+        ("open_weights", INCARNATION, 0, "another plan", "x", "y"),
+        ("open_weights", INCARNATION, 0),
+        ("memory",),
+    ],
+)
+def test_calls_that_no_receiver_makes_are_refused(call: tuple[str, object]) -> None:
+    async def scene(stream: Stream) -> None:
+        stream.sender.write(INCARNATION, 0, weights(0))
+        with pytest.raises(Refused):
+            await ask(stream, *call)
+
+    play(scene)
