@@ -86,9 +86,9 @@ def test_the_tests_of_transports_that_the_table_of_faults_names_exist() -> None:
     folder = ROOT / "tests/unit/lanes/weights/transports"
     there = {name.removeprefix("test_") for path in folder.glob("test_*.py") for name in defined(path)}
     page = (ROOT / "docs/reference/lanes.md").read_text()
-    lines = re.findall(r"^- ([CKTP]), in `test_\w+\.py`: (.*)$", page, re.MULTILINE)
+    lines = re.findall(r"^- ([CFKTP]), in `test_\w+\.py`: (.*)$", page, re.MULTILINE)
     named = {letter: set(re.findall(r"`(\w+)`", names)) for letter, names in lines}
-    assert all(named[letter] <= there for letter in "CKTP")
+    assert all(named[letter] <= there for letter in "CFKTP")
     cells = set(re.findall(r"\b([CTP])(\d+)\b", page[page.index("| fault |") : page.index("C1 to C5,")]))
     explained = {(letter, number) for letter, names in lines for number in re.findall(r"\b(\d+) `", names)}
     assert cells == explained

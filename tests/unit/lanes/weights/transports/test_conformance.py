@@ -230,6 +230,13 @@ async def test_the_trainer_waits_for_no_reader_that_copies(transport: str, tmp_p
         assert has(await take(receiver, newest), 7)
 
 
+@pytest.mark.parametrize("transport", COPYING)
+async def test_the_version_before_the_newest_can_still_be_taken(transport: str, tmp_path: Path) -> None:
+    async with open_site(transport, tmp_path) as site:
+        before = [site.write(version) for version in range(3)][1]
+        assert has(await take(site.receiver(before, "generation0"), before), 1)
+
+
 @pytest.mark.parametrize("transport", ["shm", "cuda_ipc"])
 async def test_leases_keep_what_is_read_in_place(transport: str, tmp_path: Path) -> None:
     async with open_site(transport, tmp_path) as site:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import PeerLost
+from asyncrl.errors import PeerLost, WeightsError
+from tests.unit.lanes.weights.test_arena import Dying
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
-from tests.unit.lanes.weights.transports.sites import open_site, take
+from tests.unit.lanes.weights.transports.sites import open_site, take, weights
 from tests.unit.lanes.weights.transports.test_conformance import has
 
 READ = """
@@ -47,6 +48,18 @@ async def test_one_allocation_and_one_handle_serve_every_version(tmp_path: Path)
         assert len(addresses) == 2
         assert len(site.process("training0")._own) == 1
         assert len(site.process("generation0")._maps) == 1
+
+
+async def test_a_version_whose_write_ends_half_way_is_never_read(tmp_path: Path) -> None:
+    async with open_site("cuda_ipc", tmp_path) as site:
+        old, new = site.write(0), site.write(1)
+        receiver = site.receiver(old, "generation0")
+        await take(receiver, old)
+        with pytest.raises(RuntimeError, match="killed"):
+            site.write(2, Dying(weights(2), dies_at="norm.weight"))
+        with pytest.raises(WeightsError, match="is being written"):
+            receiver.check(old)
+        assert has(await take(receiver, new), 1)
 
 
 async def test_what_is_read_stays_when_the_trainer_closes(tmp_path: Path) -> None:

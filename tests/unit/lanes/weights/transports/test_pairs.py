@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
-from asyncrl.lanes.weights.transports.collective.communicator import RECEIVER, TRAINER
+from asyncrl.lanes.weights.transports import chunk_plan
+from asyncrl.lanes.weights.transports.collective.communicator import GROUP_PARTS, RECEIVER, TRAINER
 from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
 from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
 from asyncrl.lanes.weights.transports.collective.owner_thread import OwnerThread
@@ -95,8 +96,26 @@ async def test_of_versions_that_are_sent_the_oldest_ends_and_a_newer_is_refused(
             await fetching[1]
         with pytest.raises(WeightsError):
             receivers[1].tensors(slow)
+        parts = len(receivers[1].plan.parts)
+        assert site.pairs.sent <= 3 * parts + GROUP_PARTS, "a version that is overwritten is sent no further"
         assert all(has(each, 0) for each in before)
         assert has(await take(receivers[1], newest), 5)
+
+
+async def test_groups_that_each_come_in_time_must_come_in_that_of_the_version(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_site(transport, tmp_path) as site:
+        first = site.write(0)
+        receiver = site.receiver(first, "generation0")
+        before = await take(receiver, first)
+        second = site.write(1)
+        monkeypatch.setattr(chunk_plan, "START", 0.05)
+        monkeypatch.setattr(chunk_plan, "SLOWEST", 1e9)
+        monkeypatch.setattr(receiver, "_receive", lambda *_: asyncio.Event().wait())
+        with pytest.raises(DeadlineExceeded, match=r"0 of \d parts of the weights of version 1 came"):
+            await receiver.fetch(second)
+        assert has(before, 0)
 
 
 async def test_bytes_that_changed_while_they_were_sent_are_refused(transport: str, tmp_path: Path) -> None:
@@ -104,7 +123,9 @@ async def test_bytes_that_changed_while_they_were_sent_are_refused(transport: st
     async with open_site(transport, tmp_path) as site:
         first = site.write(0)
         receiver = site.receiver(first, "generation0")
-        held = site.sender._stored[0]
+        before = await take(receiver, first)
+        second = site.write(1)
+        held = site.sender._stored[-1]
         confirm = site.sender.confirm_version
 
         async def overwritten(incarnation: int, version: int) -> None:
@@ -113,9 +134,10 @@ async def test_bytes_that_changed_while_they_were_sent_are_refused(transport: st
 
         site.sender.confirm_version = overwritten
         with pytest.raises(Refused, match="not here"):
-            await take(receiver, first)
+            await take(receiver, second)
         with pytest.raises(WeightsError):
-            receiver.tensors(first)
+            receiver.tensors(second)
+        assert has(before, 0)
 
 
 async def test_the_trainer_and_other_receivers_wait_for_no_slow_one(transport: str, tmp_path: Path) -> None:

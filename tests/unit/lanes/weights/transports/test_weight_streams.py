@@ -167,6 +167,24 @@ def test_a_broken_connection_repeats_no_part(served: Counter[int]) -> None:
     play(scene)
 
 
+def test_a_connection_that_answers_nothing_is_replaced() -> None:
+    async def scene(stream: Stream) -> None:
+        published, receiver = stream.sender.write(INCARNATION, 0, weights(0)), stream.receiver()
+        client = await receiver._client(published.arena)
+        call = client.call
+
+        async def silent(method: str, arguments: Any, deadline: float) -> Any:
+            if method != weight_server.CHUNK:
+                return await call(method, arguments, deadline)
+            await asyncio.sleep(deadline)
+            raise DeadlineExceeded("no part came")
+
+        client.call = silent
+        assert has(await take(receiver, published), weights(0))
+
+    play(scene)
+
+
 def test_a_fetch_that_was_given_up_goes_on_where_it_was(served: Counter[int]) -> None:
     async def scene(stream: Stream) -> None:
         published = stream.sender.write(INCARNATION, 0, weights(0))
@@ -337,11 +355,15 @@ def test_a_base_that_is_overwritten_while_it_is_compared_is_not_used(monkeypatch
     play(scene, WireCodec.SPARSE)
 
 
-def test_a_receiver_that_shows_no_sign_keeps_nothing() -> None:
+@pytest.mark.parametrize("gone", ["silent", "forgotten"])
+def test_a_receiver_that_shows_no_sign_keeps_nothing(gone: str) -> None:
     async def scene(stream: Stream) -> None:
         stream.sender.write(INCARNATION, 0, weights(0))
         stream.sender.server.held[0].pulled_at["generation0"] = asyncio.get_running_loop().time()
-        await asyncio.sleep(10)
+        if gone == "silent":
+            await asyncio.sleep(10)
+        else:
+            stream.sender.forget("generation0")
         for version in range(1, 4):
             stream.sender.write(INCARNATION, version, weights(version))
         assert sorted(stream.sender.server.held) == [1, 2, 3]
