@@ -109,7 +109,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The health of a worker. doing: what each running call does; seconds: by state since start, see telemetry."""
+    """The health of a worker. doing: what each running call does; seconds: by state since start, see telemetry; wall,
+    cpu: seconds since start; memory: resident bytes of its process."""
 
     service: str
     replica: int
@@ -120,6 +121,8 @@ class Health:
     seconds: dict[str, float]
     wall: float
     counters: dict[str, float] = field(default_factory=dict)
+    cpu: float = 0.0
+    memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)

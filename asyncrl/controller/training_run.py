@@ -24,6 +24,7 @@ from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.observers.reward_output import RewardOutput
 from asyncrl.controller.observers.shown_rows import ShownRows
+from asyncrl.controller.observers.status_writer import StatusWriter
 from asyncrl.controller.observers.training_guards import TrainingGuards
 from asyncrl.controller.saved_rows import read_terms, save_rows, write_terms
 from asyncrl.errors import DeadlineExceeded, FleetFailed
@@ -265,12 +266,16 @@ class TrainingRun:
             self._shown,
         )
 
+    def _status_writer(self) -> StatusWriter:
+        return StatusWriter(self.state.directory.status, self.state.gate, self.running.health_poller, self.config.steps)
+
     @asynccontextmanager
     async def _observers(self) -> AsyncIterator[None]:
         """Runs recorder, evaluation and worker events beside the controller."""
         beside = {
             "recorder": self._recorder.run(),
             "worker events": WorkerEvents(self.running, self._controller).follow(),
+            "state of the run": self._status_writer().run(),
         }
         if self._evaluations is not None:
             self._evaluations.ask(await self._fleet.training.published())

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError, TaskError
 RUN_FILES = ("config.toml", "journal", "run.id")
 WRITTEN = (
     *("", "logs", "checkpoints", "config.toml", "journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"),
-    *("ratings.jsonl", "run.start", "run.lock"),
+    *("ratings.jsonl", "run.start", "run.lock", "status.json"),
 )
 """Folders and files that a run writes, the run directory first."""
 
@@ -23,7 +23,7 @@ class RunDirectory:
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
     evaluations.jsonl; ratings.jsonl and feedback.json: what people said, and the address of their page;
-    fleet.jsonl: workers that were spawned or have ended; logs/; trace.json.gz;
+    fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; logs/; trace.json.gz;
     sources/: copies of prompts and code (source_copies.py);
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
     last start (fleet/launching/leftover_cleanup.py).
@@ -41,6 +41,7 @@ class RunDirectory:
         self.ratings = path / "ratings.jsonl"
         self.feedback = path / "feedback.json"
         self.start = path / "run.start"
+        self.status = path / "status.json"
         self.logs = path / "logs"
         self.sources = path / "sources"
 

@@ -1,6 +1,7 @@
 """The base class of all services, and the context that a worker gives its service."""
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.process_memory import resident_bytes
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import RowStore
@@ -119,6 +121,8 @@ class Service:
             seconds=seconds,
             wall=wall,
             counters=self.counters | ({} if self.rows is None else {"rows_refused": float(self.rows.refused)}),
+            cpu=time.process_time(),
+            memory=resident_bytes(),
         )
         return [own]
 

@@ -1,0 +1,77 @@
+"""Writes the state of the run for `asyncrl monitor`, every few seconds, beside the controller."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.fleet.health import HealthPoller
+from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.protocols.messages import Health
+from asyncrl.telemetry.run_status import (
+    SECONDS,
+    RunStatus,
+    WorkerStatus,
+    cores_between,
+    shares_between,
+    write_status,
+)
+
+
+@dataclass
+class StatusWriter:
+    """Writes to `path`. steps: of the whole run. now: returns Unix time in seconds."""
+
+    path: Path
+    gate: Gate
+    poller: HealthPoller
+    steps: int
+    now: Callable[[], float] = time.time
+    _before: dict[str, Health] = field(default_factory=dict)
+    _instances: dict[str, str] = field(default_factory=dict)
+    _starts: Counter[str] = field(default_factory=Counter)
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await self.write()
+            await asyncio.sleep(SECONDS)
+
+    async def write(self) -> None:
+        await self.poller.poll()
+        status = self.status()
+        with suppress(OSError):  # Where the disk is full, the journal ends the run and says so.
+            await asyncio.to_thread(write_status, self.path, status)
+
+    def status(self) -> RunStatus:
+        """Returns the present state, by the newest health of each worker."""
+        samples = {stage.name.lower(): count for stage, count in self.gate.counts.items() if count}
+        workers = tuple(self._worker(worker) for worker in self.poller.workers)
+        return RunStatus(self.now(), self.gate.version, self.steps, samples, workers)
+
+    def _worker(self, worker: RemoteWorker) -> WorkerStatus:
+        if worker.instance and self._instances.get(worker.name) != worker.instance:
+            self._instances[worker.name] = worker.instance
+            self._starts[worker.name] += 1
+        starts, problem = self._starts[worker.name], "" if worker.alive else worker.status
+        newest = self.poller.newest.get(worker.name)
+        if newest is None or newest.health.instance != worker.instance:
+            return WorkerStatus(worker.name, worker.instance, problem, (), 0, {}, 0.0, 0, starts, {})
+        health, before = newest.health, self._before.get(worker.name)
+        self._before[worker.name] = health
+        return WorkerStatus(
+            worker.name,
+            worker.instance,
+            problem,
+            health.doing,
+            health.queued,
+            shares_between(before, health),
+            cores_between(before, health),
+            health.memory,
+            starts,
+            health.counters,
+        )

@@ -1,0 +1,75 @@
+"""The state of a running run in one small file, which is replaced every few seconds; `asyncrl monitor` shows it."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.protocols.messages import Health
+
+SECONDS = 2.0
+"""Time between two states."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker. name: such as generation0[1]. problem: why it takes no calls, else "". doing: its running calls.
+    shares: of the time since the state before, by activity, such as busy and starved. cores: CPU-seconds a second since
+    then. memory: resident bytes. starts: how often it was started in this run."""
+
+    name: str
+    instance: str
+    problem: str
+    doing: tuple[str, ...]
+    queued: int
+    shares: Mapping[str, float]
+    cores: float
+    memory: int
+    starts: int
+    counters: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One moment. written_at: Unix time in seconds. version: of the trainer's weights. samples: by stage."""
+
+    written_at: float
+    version: int
+    steps: int
+    samples: Mapping[str, int]
+    workers: tuple[WorkerStatus, ...]
+
+
+def write_status(path: Path, status: RunStatus) -> None:
+    """Replaces the file at once, so that a reader sees one state or the other. Raises OSError."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(asdict(status)))
+    os.replace(beside, path)
+
+
+def read_status(path: Path) -> RunStatus | None:
+    """Returns the newest state; None where none was written."""
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    workers = tuple(WorkerStatus(**{**worker, "doing": tuple(worker["doing"])}) for worker in fields.pop("workers"))
+    return RunStatus(**fields, workers=workers)
+
+
+def shares_between(before: Health | None, after: Health) -> dict[str, float]:
+    """Returns what share of the wall-clock time between two reports of one instance each activity took; since its
+    start where none came before."""
+    if before is None or before.instance != after.instance or after.wall <= before.wall:
+        return {state: spent / after.wall for state, spent in after.seconds.items()} if after.wall > 0 else {}
+    wall = after.wall - before.wall
+    return {state: (spent - before.seconds.get(state, 0.0)) / wall for state, spent in after.seconds.items()}
+
+
+def cores_between(before: Health | None, after: Health) -> float:
+    """Returns CPU-seconds a second of wall-clock time between two reports of one instance, or since its start."""
+    if before is None or before.instance != after.instance or after.wall <= before.wall:
+        return after.cpu / after.wall if after.wall > 0 else 0.0
+    return (after.cpu - before.cpu) / (after.wall - before.wall)

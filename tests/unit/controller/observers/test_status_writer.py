@@ -1,0 +1,57 @@
+"""The states that `asyncrl monitor` shows."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from asyncrl.controller.gate.group_state import Stage
+from asyncrl.controller.observers.status_writer import StatusWriter
+from asyncrl.fleet.health import HealthAnswer
+from asyncrl.protocols.messages import Health
+from asyncrl.telemetry.run_status import RunStatus, read_status
+
+
+class Poller:
+    """One worker of generation, which can die."""
+
+    def __init__(self) -> None:
+        self.worker = SimpleNamespace(name="generation0[0]", instance="a", alive=True, status="")
+        self.workers = (self.worker,)
+        self.newest: dict[str, HealthAnswer] = {}
+
+    async def poll(self) -> list[Health]:
+        if self.worker.alive:
+            health = Health("generation", 0, 0, self.worker.instance, ("generate",), 2, {"busy": 1.0}, 2.0, memory=5)
+            self.newest[self.worker.name] = HealthAnswer(health, 0.0)
+        return []
+
+
+def writer_of(path: Path, poller: Poller) -> StatusWriter:
+    gate: Any = SimpleNamespace(counts={Stage.RUNNING: 3, Stage.READY: 0}, version=4)
+    return StatusWriter(path, gate, poller, 25, lambda: 100.0)  # type: ignore[arg-type]
+
+
+async def written(writer: StatusWriter) -> RunStatus:
+    await writer.write()
+    status = read_status(writer.path)
+    assert status is not None
+    return status
+
+
+async def test_a_worker_that_dies_is_shown_with_its_reason_and_its_next_start(tmp_path: Path) -> None:
+    poller = Poller()
+    writer = writer_of(tmp_path / "status.json", poller)
+    status = await written(writer)
+    assert (status.written_at, status.version, status.steps, status.samples) == (100.0, 4, 25, {"running": 3})
+    (worker,) = status.workers
+    assert (worker.problem, worker.shares, worker.memory, worker.queued, worker.starts) == ("", {"busy": 0.5}, 5, 2, 1)
+    poller.worker.alive, poller.worker.status = False, "killed by SIGKILL; starts again"
+    (worker,) = (await written(writer)).workers
+    assert (worker.problem, worker.starts) == ("killed by SIGKILL; starts again", 1)
+    poller.worker.alive, poller.worker.instance = True, "b"
+    (worker,) = (await written(writer)).workers
+    assert (worker.problem, worker.instance, worker.starts) == ("", "b", 2)
+
+
+async def test_a_state_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    await writer_of(tmp_path / "gone" / "status.json", Poller()).write()

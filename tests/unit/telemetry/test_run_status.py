@@ -1,0 +1,57 @@
+"""The state of a run in a file, and what lies between two reports of a worker."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.fleet.worker.process_memory import resident_bytes
+from asyncrl.protocols.messages import Health
+from asyncrl.telemetry.run_status import (
+    RunStatus,
+    WorkerStatus,
+    cores_between,
+    read_status,
+    shares_between,
+    write_status,
+)
+
+EARLIER = Health("generation", 0, 0, "a", (), 0, {"busy": 3.0, "starved": 1.0}, 4.0, cpu=2.0)
+LATER = replace(EARLIER, seconds={"busy": 4.0, "starved": 4.0}, wall=8.0, cpu=3.0)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    worker = WorkerStatus("generation0[0]", "a", "", ("generate for 1.0 s",), 3, {"busy": 0.5}, 0.9, 10**9, 2, {})
+    status = RunStatus(1.5, 7, 25, {"running": 4}, (worker,))
+    path = tmp_path / "status.json"
+    assert read_status(path) is None
+    write_status(path, status)
+    assert read_status(path) == status
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize(
+    ("before", "shares", "cores"),
+    [
+        (EARLIER, {"busy": 0.25, "starved": 0.75}, 0.25),
+        (None, {"busy": 0.5, "starved": 0.5}, 3 / 8),
+        (replace(EARLIER, instance="killed meanwhile"), {"busy": 0.5, "starved": 0.5}, 3 / 8),
+        (LATER, {"busy": 0.5, "starved": 0.5}, 3 / 8),
+    ],
+)
+def test_shares_are_of_the_time_between_two_reports(
+    before: Health | None, shares: dict[str, float], cores: float
+) -> None:
+    assert shares_between(before, LATER) == shares
+    assert cores_between(before, LATER) == cores
+
+
+def test_a_worker_that_just_began_has_no_shares() -> None:
+    begun = replace(EARLIER, wall=0.0, seconds={"busy": 0.0})
+    assert (shares_between(None, begun), cores_between(None, begun)) == ({}, 0.0)
+
+
+def test_memory_grows_with_what_a_process_holds() -> None:
+    before = resident_bytes()
+    held = bytearray(64 * 2**20)
+    assert resident_bytes() - before > len(held) // 2
