@@ -224,6 +224,7 @@ async def test_the_deadline_ends_running_samples_as_length(start: Start, monkeyp
         cut = [row.tokens for row in rows if row.finish == "length"]
         assert len(cut) > slots
         assert all(row.tokens <= 5 for row in rows)
+        assert max(row.tokens for row in rows if row.member >= 2 * slots) > 1, "the wait for a slot does not count"
 
 
 async def test_a_worker_at_which_no_sample_finishes_is_an_error_that_says_why(start: Start) -> None:

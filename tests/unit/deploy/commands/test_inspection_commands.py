@@ -116,6 +116,9 @@ def test_graph_shows_replicas_of_every_service_and_where_the_samples_of_a_group_
     in_groups = shown("--reward.functions", '[{use = "mine.py:best", group = true}]')
     assert "reward  (GroupReward: 3 x " in in_groups
     assert re.search(r"score +ONE_OF_BY_GROUP +work", in_groups)
+    by_token = shown("--algorithm.preset", "ppo", "--reward.functions", '[{use = "mine.py:best", by_token = true}]')
+    assert "reward  (TokenReward: 3 x " in by_token
+    assert re.search(r"score +ONE_OF_BY_GROUP +work", by_token)
 
 
 def test_graph_shows_every_part_that_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

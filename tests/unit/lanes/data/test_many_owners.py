@@ -99,6 +99,7 @@ async def test_one_read_takes_rows_of_all_owners(fleet: Fleet, kind: str) -> Non
     async with fleet.reader() as reader:
         for _ in range(2):
             assert values(await reader.read(refs, ["tokens"])) == list(range(OWNERS))
+        assert len(reader._tables) + len(reader._fetcher.clients) == OWNERS, "all are kept for the next read"
 
 
 @pytest.mark.parametrize("fleet", ["inproc"], indirect=True)
