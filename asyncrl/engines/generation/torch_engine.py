@@ -13,7 +13,6 @@ The deterministic mode fixes every shape that a sample can see: all slots decode
 each prompt has a forward of its own. Other rows and masked positions then do not change the bits of a sample.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -204,7 +203,7 @@ class TorchEngine:
             if not self._may_start(request):
                 early.append(request)
                 continue
-            self._batch.add(request, time.monotonic())
+            self._batch.add(request)
             if request.drawn:
                 self._memory.take_back(self.running - 1)
         self._waiting.extendleft(reversed(early))
@@ -281,7 +280,7 @@ class TorchEngine:
         batch = self._batch
         rows = np.flatnonzero(batch.sampled[: self.running])
         ended = np.isin(batch.newest(rows), self._end_ids)
-        overdue = batch.ends_at[rows] <= time.monotonic()
+        overdue = batch.overdue(rows)
         for index, row in enumerate(rows.tolist()):
             if ended[index]:
                 yield row, "stop"

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance
-from asyncrl.engines.generation import torch_engine
 from asyncrl.engines.generation.scheduling.sample_requests import Completion
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, TaskError, WeightsError
@@ -212,11 +211,11 @@ async def test_a_closed_stream_frees_its_slots_for_others(start: Start) -> None:
 
 
 @pytest.mark.trap("redone")
-async def test_the_deadline_ends_running_samples_as_length(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None:
     """It counts the seconds in a slot: of thirty samples in eight slots the last ones wait twice as long as it is."""
     async with start(own_version=0) as service:
         seconds = itertools.count()
-        monkeypatch.setattr(torch_engine, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+        core_of(service)._batch.clock = lambda: float(next(seconds))
         slots = service.context.config.generation.slots
         refs = await collect(service, group(0, members=3 * slots, deadline=5.0))
         rows = [row for ref in refs for row in ref]

@@ -147,6 +147,7 @@ class BlockMemory:
         kept = self.prompts.find(self._batch.prompts[row])
         assert kept is not None, "the prompt was found"
         self._tables.share(row, kept, whole)
+        self._batch.resume_deadline(row)
         if sampled:
             self._batch.held[row] = whole * KV_BLOCK
             return False
@@ -171,6 +172,7 @@ class BlockMemory:
             self._preempt(int(younger[self._batch.age[younger].argmax()]))
         if lacking:
             self._tables.allocate(row, length)
+        self._batch.resume_deadline(row)
         return True
 
     def _preempt(self, row: int) -> None:
@@ -178,8 +180,11 @@ class BlockMemory:
         self._give_up(row)
 
     def _give_up(self, row: int) -> None:
-        """Frees the blocks of a row, whose sequence is prefilled again later."""
+        """Frees the blocks of a row, whose sequence is prefilled again later; its deadline stops until then."""
         if self._batch.cached[row]:
             self.prompts.want(self._batch.prompts[row])
         self._batch.uncache(row)
+        owned = self._tables.counts[row]
         self._tables.free(row)
+        if self._tables.counts[row] < owned:
+            self._batch.stop_deadline(row)

@@ -1,5 +1,7 @@
 """The running batch: a table of the samples in slots. Row i is slot i, and used rows are always the first ones."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,13 @@ class RunningBatch:
     """Holds one array per column, each with one entry per slot. sampled: number of sampled tokens. drawn: of earlier
     turns. cached: whether the KV cache holds all tokens of the row but the newest. held: of a row that is not cached,
     the first tokens that the KV cache holds. interrupted: how often new weights discarded these before the row was
-    cached. age: rows are numbered as they start. prompts: tokens of each prompt, by which rows share it."""
+    cached. age: rows are numbered as they start. prompts: tokens of each prompt, by which rows share it.
 
-    def __init__(self, slots: int, max_new_tokens: int) -> None:
+    The deadline of a row runs from its start on, but not while the row waits for blocks after it lost its own. ends_at:
+    when it is over, in seconds of `clock`; inf while it stands still. left: the seconds that were left then."""
+
+    def __init__(self, slots: int, max_new_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.requests: list[SampleRequest] = []
         self.prompts: list[bytes] = []
         self.sampled = np.zeros(slots, np.int64)
@@ -29,6 +35,7 @@ class RunningBatch:
         self.logprobs = np.zeros((slots, max_new_tokens), np.float32)
         self.versions = np.zeros((slots, max_new_tokens), np.int32)
         self.ends_at = np.zeros(slots, np.float64)
+        self.left = np.zeros(slots, np.float64)
         self._started = 0
 
     @property
@@ -42,10 +49,11 @@ class RunningBatch:
         rows = np.flatnonzero(~self.cached[: len(self.requests)])
         return rows[np.argsort(self.age[rows])]
 
-    def add(self, request: SampleRequest, now: float) -> None:
-        """Gives a request a row, from which on its deadline runs. now: in seconds of any clock."""
+    def add(self, request: SampleRequest) -> None:
+        """Gives a request a row, from which on its deadline runs."""
         row = len(self.requests)
-        self.ends_at[row] = now + request.deadline
+        self.ends_at[row] = self.clock() + request.deadline
+        self.left[row] = np.inf
         self.sampled[row] = 0
         self.drawn[row] = request.drawn
         self.cached[row] = False
@@ -60,8 +68,8 @@ class RunningBatch:
         """Removes a row; the last row takes its place."""
         last = len(self.requests) - 1
         columns: list[list[Any] | NDArray[Any]] = [self.requests, self.prompts, self.sampled, self.drawn, self.cached]
-        columns += [self.held, self.interrupted, self.age]
-        for column in (*columns, self.ends_at, self.tokens, self.logprobs, self.versions):
+        columns += [self.held, self.interrupted, self.age, self.ends_at, self.left]
+        for column in (*columns, self.tokens, self.logprobs, self.versions):
             column[row] = column[last]
         self.requests.pop()
         self.prompts.pop()
@@ -70,6 +78,21 @@ class RunningBatch:
         """Notes that the KV cache holds no token of a row any more that counts."""
         self.cached[row] = False
         self.held[row] = 0
+
+    def stop_deadline(self, row: int) -> None:
+        """Stops the deadline of a row that lost its blocks."""
+        if self.ends_at[row] < np.inf:
+            self.left[row] = self.ends_at[row] - self.clock()
+            self.ends_at[row] = np.inf
+
+    def resume_deadline(self, row: int) -> None:
+        """Lets a stopped deadline run again, with the seconds that were left."""
+        if self.ends_at[row] == np.inf and self.left[row] < np.inf:
+            self.ends_at[row] = self.clock() + self.left[row]
+
+    def overdue(self, rows: Ints) -> NDArray[np.bool_]:
+        """Returns of each of these rows whether its deadline is over."""
+        return self.ends_at[rows] <= self.clock()
 
     def lengths(self, rows: Ints) -> Ints:
         """Returns the prompt and sampled tokens of each of these rows."""

@@ -24,8 +24,8 @@ class SampleRequest:
     prompt: int32 [tokens]; in a later turn everything that came before, sampled and given. Requests that share the
     array share its prefill. seed: of the member; draw i of the sample is `draws(seed, i)`. temperature: 0 takes the
     likeliest token. not_before: oldest weight version that may start the turn. deadline: seconds in a slot after which
-    the turn ends as `length`; waiting for a slot is free. drawn: tokens sampled in earlier turns. may_go_on: whether
-    another turn may follow, for which keys and values are kept.
+    the turn ends as `length`; waiting for a slot is free, and so is waiting for KV blocks after a preemption. drawn:
+    tokens sampled in earlier turns. may_go_on: whether another turn may follow, for which keys and values are kept.
     """
 
     key: Key

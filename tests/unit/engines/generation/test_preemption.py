@@ -72,6 +72,34 @@ def test_samples_that_an_older_prompt_preempts_do_not_decode_in_the_same_step(
         np.testing.assert_allclose(each.logprobs, plain_logprobs(each, "llama"), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("pause", [0.0, 11.0])
+def test_the_deadline_of_a_preempted_sample_counts_only_while_it_has_blocks(
+    make_engine: MakeEngine, drain: Drain, small_blocks: None, pause: float
+) -> None:
+    """100 seconds pass in each step that the younger of two samples waits for the blocks of the older one. `pause`
+    seconds pass in a step after it has blocks again; its deadline is 10."""
+    engine, now, waited = make_engine(slots=2, cache_gb=(16 * BLOCK / 8 + 1) / GB), 0.0, False
+    engine._batch.clock = lambda: now
+    prompts = np.random.default_rng(1).integers(5, 261, (2, 38)).astype(np.int32)
+    older = SampleRequest((0, 0, 0), prompts[0], 0, 1.0, 24)
+    younger = SampleRequest((1, 0, 0), prompts[1, :10], 1, 1.0, 24, deadline=10.0)
+
+    def pass_time(step: int) -> None:
+        nonlocal now, waited
+        names = [request.key for request in engine._batch.requests]
+        if younger.key in names:
+            row = names.index(younger.key)
+            without = engine._batch.sampled[row] > 0 and not engine._flat.cache.tables.counts[row]
+            now += 100.0 if without else pause * waited
+            waited |= bool(without)
+
+    done = drain(engine, [older, younger], pass_time)[younger.key].tokens.tolist()
+    free = drain(make_engine(), [younger])[younger.key].tokens.tolist()
+    assert waited
+    assert len(free) == 24
+    assert done == free if pause == 0.0 else 0 < len(done) < 24
+
+
 def test_episodes_run_through_a_cache_of_one_row(
     make_engine: MakeEngine, requests: MakeRequests, small_blocks: None
 ) -> None:
