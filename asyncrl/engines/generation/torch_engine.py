@@ -136,6 +136,7 @@ class TorchEngine:
         refuse_too_long(requests, self._config)
         for request in requests:
             self._memory.prompts.want(request.prompt.tobytes())
+            self.parked.queue(request.key[:2])
         self._waiting.extend(requests)
 
     def step(self) -> list[Completion]:
