@@ -18,7 +18,8 @@ MAX_TOKENS = TURNS * (SAMPLED + GIVEN)
 GOAL = 1.2
 
 
-def measure_turns(model: Path, slots: int, rounds: int) -> None:
+def measure_turns(model: Path, slots: int, rounds: int) -> list[str]:
+    """Prints the sampled tokens a CPU-second of both sides; returns the lines of the goals."""
     load, tokens = MachineLoad(), EPISODES * TURNS * SAMPLED
     task = {"prompts": "none", "max_prompt_tokens": PROMPT}
     generation = {"slots": slots, "max_new_tokens": SAMPLED}
@@ -44,10 +45,12 @@ def measure_turns(model: Path, slots: int, rounds: int) -> None:
     print(table(("", "sampled tokens per CPU-second"), [(side, str(values)) for side, values in found.items()]))
     ratio = ratios(found["parked"], found["prefilled again"])
     print(f"  ratio per round: {ratio}; of the turns that went on {share_of_hits(engine):.0%} had been parked")
-    print(goal_line("parked over prefilled again", ratio.median, GOAL))
     largest = max(float(np.abs(a - b).max()) for a, b in zip(logprobs[True], logprobs[False], strict=True))
-    print(goal_line("largest difference of log-probs between both", largest, 1e-4, at_most=True))
     print(f"  {load}\n")
+    return [
+        goal_line("turns on parked keys and values over turns prefilled again", ratio.median, GOAL),
+        goal_line("largest difference of log-probs between both", largest, 1e-4, at_most=True),
+    ]
 
 
 def share_of_hits(engine: EndlessEngine) -> float:
