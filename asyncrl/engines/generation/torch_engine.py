@@ -162,8 +162,7 @@ class TorchEngine:
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self._flat.model.device
-        return found
+        return self._flat.device
 
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
         """Uses these weights from the next step on; running requests continue. share: keep the tensors themselves, of

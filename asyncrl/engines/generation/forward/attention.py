@@ -11,6 +11,7 @@ Blocks that several sequences share are read once for all of them, in a second p
 The function is registered with transformers under a name, so that models need no change.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -186,12 +187,12 @@ def _decode_attention(
     """Computes the attention of query [rows, heads, size] to the cache, in float32.
 
     Heads that share keys are one query of several tokens, and so are rows that share a block. With s the scores of a
-    row and m their maximum, the result is the sum over blocks of exp(s - m) v, divided by the sum over blocks of
-    exp(s - m).
+    row, to base 2, and m their maximum, the result is the sum over blocks of 2^(s - m) v, divided by the sum over
+    blocks of 2^(s - m). On CPUs torch takes twenty times as long for exp of -inf as of other numbers, but not for exp2.
     """
     rows, heads, size = query.shape
     count, shared = len(blocks.rows), blocks.shared
-    scaled = (query.float() * (size**-0.5 if scaling is None else scaling)).flatten(1)
+    scaled = (query.float() * (math.log2(math.e) * (size**-0.5 if scaling is None else scaling))).flatten(1)
     scores = _block_scores(scaled.index_select(0, blocks.rows).view(count, 1, heads, size), keys)
     scores += blocks.mask[:, :, None]
     peaks = scaled.new_full((rows + 1, heads), -torch.inf)
@@ -205,7 +206,7 @@ def _decode_attention(
         everything.append((others, flat_rows, values[shared.blocks]))
     mixed, totals = [], []
     for each, owners, block_values in everything:
-        weights = each.sub_(peaks.index_select(0, owners).view(each.shape[:3])[..., None]).exp_()
+        weights = each.sub_(peaks.index_select(0, owners).view(each.shape[:3])[..., None]).exp2_()
         mixed.append(_mix(weights, block_values).flatten(0, 1))
         totals.append(weights.sum(-1).flatten(0, 1))
     sums = embedding_bag(blocks.order, _joined(mixed).flatten(1), blocks.starts, mode="sum").view(rows, heads, -1)
@@ -218,7 +219,7 @@ def _block_scores(queries: Tensor, keys: Tensor) -> Tensor:
     count, sharers, heads, _ = queries.shape
     kv_heads = keys.shape[1]
     grouped = _by_kv_head(queries, kv_heads)
-    found = [torch.bmm(part, each.flatten(0, 1).transpose(1, 2)) for part, each in _tiles(grouped, keys[:count])]
+    found = [torch.bmm(part, each.flatten(0, 1)) for part, each in _tiles(grouped, keys[:count])]
     return _by_sharer(_joined(found), count, sharers, heads)
 
 
@@ -285,8 +286,10 @@ def _later_attention(
     kv_heads = keys.shape[1]
     # [sequences, tokens, heads, size] -> [sequences, kv heads, heads of one kv head * tokens, size]
     queries = padded.view(sequences, tokens, kv_heads, -1, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    # [sequences, blocks, kv heads, KV_BLOCK, size] -> [sequences, kv heads, positions, size]
-    every_key, every_value = (each[beginnings.blocks].transpose(1, 2).flatten(2, 3) for each in (keys, values))
+    # [sequences, blocks, kv heads, size, KV_BLOCK], of values [..., KV_BLOCK, size], -> [sequences, kv heads,
+    # positions, size]
+    every_key = keys[beginnings.blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
+    every_value = values[beginnings.blocks].transpose(1, 2).flatten(2, 3)
     mask = beginnings.mask.repeat(1, 1, heads // kv_heads, 1)
     mixed = scaled_dot_product_attention(queries, every_key, every_value, attn_mask=mask, scale=scaling)
     by_token = mixed.view(sequences, kv_heads, -1, tokens, size).permute(0, 3, 1, 2, 4).flatten(2, 3)

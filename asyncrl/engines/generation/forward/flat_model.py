@@ -57,6 +57,7 @@ class FlatModel:
         blocks: int | None = None,
     ) -> None:
         self.model = model
+        self.device: torch.device = model.device  # The property of transformers asks all parameters.
         self.slots = slots
         self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed)
         self.fast = is_llama_like(model)
@@ -92,7 +93,7 @@ class FlatModel:
         begin = [held.get(slot, 0) for slot in prefill]
         self._allocate(np.array([*decoding, *prefill]), np.array([*(positions + 1), *np.add(begin, lengths)]))
         # DecodeBlocks.of may move blocks, so it comes before `locations`.
-        blocks = DecodeBlocks.of(self.cache, decoding, positions, self.model.device) if len(positions) else None
+        blocks = DecodeBlocks.of(self.cache, decoding, positions, self.device) if len(positions) else None
         rows = np.concatenate([decoding, np.repeat(list(prefill), lengths)]).astype(np.int64)
         steps = np.concatenate(
             [positions, *(np.arange(first, first + length) for first, length in zip(begin, lengths, strict=True))]
@@ -149,7 +150,7 @@ class FlatModel:
 
     def tensor(self, values: NDArray[Any]) -> Tensor:
         """Copies an array to the device of the model."""
-        return torch.from_numpy(values).to(self.model.device)
+        return torch.from_numpy(values).to(self.device)
 
     def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
         if self.fast or self._float32_head:

@@ -16,7 +16,8 @@ from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTa
 
 
 class KVCache:
-    """Holds per layer keys and values [blocks, kv heads, KV_BLOCK, head size], and the tables of who owns the blocks.
+    """Holds per layer keys [blocks, kv heads, head size, KV_BLOCK], values [blocks, kv heads, KV_BLOCK, head size], and
+    the tables of who owns the blocks. Decode attention multiplies by keys in this order in half the time.
 
     Memory is zero at first, because attention multiplies masked positions by 0, and 0 times an uninitialised NaN is
     NaN.
@@ -31,6 +32,7 @@ class KVCache:
         most = blocks_for(limit)
         self.tables = BlockTables(slots, most, slots * most if blocks is None else blocks, fixed=fixed)
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._by_location: list[tuple[Tensor, Tensor]] = []  # views [blocks, KV_BLOCK, kv heads, head size]
 
     @property
     def used(self) -> float:
@@ -73,11 +75,13 @@ class KVCache:
         Returns the keys and values of the whole layer.
         """
         if layer == len(self._layers):
-            shape = (len(self.tables.pool), keys.shape[1], KV_BLOCK, keys.shape[2])
-            self._layers.append((_reserve(shape, keys), _reserve(shape, values)))
-        blocks, offsets = locations
-        for cached, new in zip(self._layers[layer], (keys, values), strict=True):
-            cached[blocks, :, offsets] = new
+            blocks_and_heads, size = (len(self.tables.pool), keys.shape[1]), keys.shape[2]
+            shapes = (*blocks_and_heads, size, KV_BLOCK), (*blocks_and_heads, KV_BLOCK, size)
+            cached_keys, cached_values = _reserve(shapes[0], keys), _reserve(shapes[1], values)
+            self._layers.append((cached_keys, cached_values))
+            self._by_location.append((cached_keys.permute(0, 3, 1, 2), cached_values.transpose(1, 2)))
+        for by_location, new in zip(self._by_location[layer], (keys, values), strict=True):
+            by_location.index_put_(locations, new)
         return self._layers[layer]
 
     def _copy(self, sources: Ints, targets: Ints) -> None:

@@ -91,7 +91,7 @@ class Mirror:
         keys, values = self.cache.write(0, (nowhere, nowhere), none, none)
         for table, sequence in zip(tables, self.expected + [held for _, held in self.kept], strict=True):
             at, offsets = self._places(table, 0, len(sequence))
-            assert keys[at, 0, offsets, 0].tolist() == sequence
+            assert keys[at, 0, 0, offsets].tolist() == sequence
             assert values[at, 0, offsets, 0].tolist() == [-each for each in sequence]
         in_use = {block for slot in range(SLOTS) for block in self.tables.blocks_of(slot)}
         in_use |= {block for kept, _ in self.kept for block in kept.blocks}
