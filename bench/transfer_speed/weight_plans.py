@@ -7,13 +7,13 @@ rate of a link in one direction, which no transport can beat. CPU times of plann
 import argparse
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from asyncrl.bench.measurements import table
+from asyncrl.bench.measurements import goal_line, table
 from asyncrl.bench.transfer_speed.planned_models import MODELS, planned_model
 from asyncrl.lanes.weights.plan.index_boxes import intersections, volumes
 from asyncrl.lanes.weights.plan.parallel_layout import (
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str]) -> None:
     links = options.link or [(name, rate) for name, rate in LINKS.items()]
     print(f"{options.model}: {len(planned.tensors)} tensors, {_gb(sum(tensor.bytes for tensor in planned.tensors))}")
     print(f"from {options.plan[0]} to {options.plan[1]}, {options.colocated or 'on ranks of its own'}")
-    print(table(("result", "value"), [*result_rows(planned), *link_rows(planned.plan, links)]))
+    bound = least_moved(planned.tensors, planned.source, planned.destination)
+    print(table(("result", "value"), [*result_rows(planned, bound), *link_rows(planned.plan, links)]))
+    print("\n".join(goal_lines(planned, bound)))
 
 
 def plan_transfer(
@@ -94,10 +96,9 @@ def plan_transfer(
     return PlannedTransfer(tensors, source, destination, plan, seconds)
 
 
-def result_rows(planned: PlannedTransfer) -> list[tuple[str, str]]:
-    """Returns label and value of each result."""
+def result_rows(planned: PlannedTransfer, bound: int) -> list[tuple[str, str]]:
+    """Returns label and value of each result. bound: of `least_moved`."""
     plan, traffic = planned.plan, planned.plan.traffic
-    bound = least_moved(planned.tensors, planned.source, planned.destination)
     schedule, seconds = _fastest(lambda: schedule_of(plan, traffic.holders[0]), 1)
     parts = sum(len(bucket.parts) for bucket in schedule.sends)
     return [
@@ -121,6 +122,13 @@ def result_rows(planned: PlannedTransfer) -> list[tuple[str, str]]:
             f"{seconds * 1e3:.1f} ms of CPU, {parts:,} boxes in {len(schedule.sends):,} buckets to send",
         ),
     ]
+
+
+def goal_lines(planned: PlannedTransfer, bound: int) -> Iterator[str]:
+    traffic = planned.plan.traffic
+    yield goal_line("bytes moved over the bound", traffic.moved / max(bound, 1), 1.0, at_most=True)
+    yield goal_line("largest sender over the mean", traffic.sender_balance, 1.05, at_most=True)
+    yield goal_line("plan, ms of CPU", 1e3 * planned.seconds, 100.0, at_most=True)
 
 
 def link_rows(plan: WeightPlan, links: Sequence[tuple[str, float]]) -> list[tuple[str, str]]:

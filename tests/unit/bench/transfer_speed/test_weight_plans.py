@@ -33,6 +33,9 @@ def test_a_plan_is_printed_with_bytes_senders_and_times(capsys: pytest.CaptureFi
     assert "over 50GB/s" in printed
     assert "at least 0.1523 s" in printed
     assert "at least 6.093 s" in printed
+    assert "  met     bytes moved over the bound: 1, goal at most 1\n" in printed
+    assert "  met     largest sender over the mean: 1, goal at most 1.05\n" in printed
+    assert ", goal at most 100\n" in printed
 
 
 def test_colocated_ranks_copy_what_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
