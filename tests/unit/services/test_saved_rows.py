@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS
@@ -15,6 +16,7 @@ from asyncrl.lanes.data.row_store import RowStore, bytes_of_row
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 from asyncrl.protocols.row_columns import restored_columns, sample_columns, trajectory_columns, value_columns
 from asyncrl.services.generation import GenerationService
+from tests.power_cut_disk import Disk
 
 sys.path.insert(0, str(Path(__file__).parent))
 from counting import INCARNATION, CountingService, config, context_maker
@@ -53,8 +55,9 @@ def put(generation: RowStore, critics: RowStore) -> BatchRef:
 
 
 async def test_rows_with_the_columns_of_all_services_are_saved_and_stored_again(
-    tmp_path: Path, worker_context: Contexts
+    tmp_path: Path, worker_context: Contexts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    disk = Disk(monkeypatch)
     sampled, critics = (RowStore.private(f"inproc://{name}", 8, 4096) for name in ("sampled", "critics"))
     samples = put(sampled, critics)
     gone = samples.rows[1]
@@ -63,6 +66,7 @@ async def test_rows_with_the_columns_of_all_services_are_saved_and_stored_again(
         context = context_maker(worker_context)(tasks, tmp_path, reader=Stores(sampled, critics))
         made = await CountingService(context).save_rows(str(tmp_path), samples)
     assert made.files == {READY_ROWS: sha256((tmp_path / READY_ROWS).read_bytes()).hexdigest()}
+    assert disk.has(tmp_path / READY_ROWS), "they outlive a power cut"
     assert made.ready == ((4, 0, 0), (4, 2, 0))
 
     async with asyncio.TaskGroup() as tasks:

@@ -14,37 +14,9 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.errors import JournalError
 from asyncrl.protocols.messages import Checkpointed
+from tests.power_cut_disk import Disk
 
 Patch = pytest.MonkeyPatch
-
-
-class Disk:
-    """Remembers what is on the disk: contents of files and names in directories, as they were at their last fsync."""
-
-    def __init__(self, patch: Patch) -> None:
-        self._contents: dict[int, bytes] = {}
-        self._names: dict[int, dict[str, tuple[int, bool]]] = {}
-        for name in ("fsync", "fdatasync"):
-            whole = getattr(os, name)
-            patch.setattr(os, name, lambda descriptor, whole=whole: (whole(descriptor), self._synced(descriptor)))
-
-    def _synced(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        inode = path.stat().st_ino
-        if path.is_dir():
-            self._names[inode] = {each.name: (each.stat().st_ino, each.is_dir()) for each in path.iterdir()}
-        else:
-            self._contents[inode] = path.read_bytes()
-
-    def after_power_cut(self, folder: Path, inode: int) -> Path:
-        """Makes the folder again as the disk remembers the one with this inode."""
-        folder.mkdir()
-        for name, (found, is_folder) in self._names.get(inode, {}).items():
-            if is_folder:
-                self.after_power_cut(folder / name, found)
-            else:
-                (folder / name).write_bytes(self._contents.get(found, b""))
-        return folder
 
 
 async def version_after_power_cut(run: Any, tmp_path: Path, patch: Patch) -> int | None:

@@ -18,6 +18,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Health, SampleText, Score, StepReport
 from asyncrl.telemetry.run_directory import RunDirectory
+from tests.power_cut_disk import Disk
 
 NO_FLEET: Any = None
 HEALTH = Health("training", 0, 0, "training0.0-0-a", (), 0, {}, 1.0)
@@ -51,12 +52,14 @@ async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -
     recorder.close()
 
 
-async def test_terms_of_samples_that_wait_outlive_a_checkpoint(tmp_path: Path) -> None:
+async def test_terms_of_samples_that_wait_outlive_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
     before, after = recorder_of(NO_FLEET, tmp_path), recorder_of(NO_FLEET, tmp_path)
     for member in range(3):
         before.observe(scored(member, 0))
     files = write_terms(str(tmp_path), before.terms_of([(0, 0), (0, 2), (7, 7)]))
     assert files == {READY_TERMS: sha256((tmp_path / READY_TERMS).read_bytes()).hexdigest()}
+    assert disk.has(tmp_path / READY_TERMS), "they outlive a power cut too"
     after.restore_terms(read_terms(str(tmp_path)))
     assert after._term_means(BatchRef((scored(0, 0).sample,))) == {"reward/right": 1.0}
     assert after.terms_of([(0, 0), (0, 1), (0, 2)]) == {(0, 0): {"right": 1.0}, (0, 2): {"right": 1.0}}

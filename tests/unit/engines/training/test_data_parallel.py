@@ -57,13 +57,13 @@ def side_by_side(work: list[Callable[[], Any]]) -> list[Any]:
         return [done.result(PATIENCE) for done in [threads.submit(each) for each in work]]
 
 
-@pytest.mark.parametrize("first", [4, 7, 0])
+@pytest.mark.parametrize(("first", "algorithm"), [(4, {}), (7, {}), (0, {}), (4, {"preset": "m2po"})])
 @pytest.mark.trap("micro_batches")
 def test_two_ranks_train_what_one_does(
-    first: int, tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
+    first: int, algorithm: dict[str, str], tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
-    """Ragged rows in uneven shares; one rank may have none at all."""
-    rows, config = make_rows(10), make_config(training={"max_grad_norm": 1e9})
+    """Ragged rows in uneven shares; one rank may have none at all. The bound of M2PO is that of all ranks."""
+    rows, config = make_rows(10), make_config(training={"max_grad_norm": 1e9}, algorithm=algorithm)
     alone = PolicyTrainer(config, tiny)
     expected = run_step(alone, rows, 1, 5)
     (one, report), (other, second) = on_ranks(config, tiny, [rows[:first], rows[first:]])

@@ -181,8 +181,9 @@ def test_only_an_answer_that_met_its_token_limit_is_truncated(finish: str, trunc
     assert row.truncated is truncated
 
 
-def test_batches_that_differ_in_a_cost_or_an_advantage_have_different_digests() -> None:
+def test_batches_that_differ_in_what_a_row_is_worth_have_different_digests() -> None:
     first = referred("stop", 0.25)
-    others = (first, first.with_advantage(0.75), first.with_reward(1.0, 0.5))
+    of_turns = (first.with_advantage(0.5, (0.5, 0.25)), first.with_reward(1.0, 0.25, (0.5, 0.5)))
+    others = (first, first.with_advantage(0.75), first.with_reward(1.0, 0.5), *of_turns)
     digests = {batch_digest(Cuts(1, 5, BatchRef((row,)), 3, 1)) for row in others}
-    assert len(digests) == 3
+    assert len(digests) == len(others)

@@ -18,6 +18,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import file_digests, write_own_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
+from tests.power_cut_disk import Disk
 
 SETTINGS = {"schedule": "cosine", "warmup_steps": 2, "updates": 2, "weight_decay": 0.1}
 
@@ -43,6 +44,23 @@ def test_steps_after_a_load_equal_steps_without_interruption_bit_for_bit(
     assert train(resumed, make_rows, range(3, 6)) == expected
     for name, tensor in whole.named_tensors().items():
         assert torch.equal(tensor, resumed.named_tensors()[name]), name
+
+
+def test_all_that_a_trainer_saves_outlives_a_power_cut(
+    tiny: Path, tmp_path: Path, make_config: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files(folder: Path) -> dict[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    disk, first, second = Disk(monkeypatch), tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    PolicyTrainer(make_config(), tiny).save(first, {})
+    write_own_state(second, 1)
+    for folder in (first, second):
+        found = disk.after_power_cut(tmp_path / f"{folder.name} after", folder.stat().st_ino)
+        assert files(found) == files(folder)
+        assert files(folder)
 
 
 def test_a_full_disk_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
