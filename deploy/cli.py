@@ -13,6 +13,8 @@ from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFaile
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
     "monitor": "show what the workers of a running run do",
+    "serve": "offer this host to a run, which starts a worker here",
+    "admit": "make a key with which workers of one role may join runs",
     "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
     "evaluate": "score a run's model, or any model, on held-out prompts",
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",

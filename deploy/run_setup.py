@@ -7,13 +7,10 @@ import asyncio
 import errno
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl.algorithms.algorithm_by_name import advantages_of, algorithm_of
 from asyncrl.config.gate_config import GateConfig
@@ -38,19 +35,18 @@ from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.memory_needs import shape_of
-from asyncrl.deploy.feedback_address import feedback_address
+from asyncrl.deploy.join_address import listen_address
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.fork_client import Forks, forks_of
-from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
-from asyncrl.deploy.service_specs import service_specs, worker_count
+from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, run_fleet
+from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
-from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.launching.leftover_cleanup import new_start
-from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
@@ -65,10 +61,6 @@ from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, ope
 from asyncrl.telemetry.source_copies import SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
 
-LONGEST = "longest_prompts.jsonl"
-"""File in the run's logs with the prompts whose tokens are counted before anything is trained."""
-PRETRAIN = "pretrain.jsonl"
-"""File in the run's logs with the texts that the trainer learns besides its samples."""
 CONTROLLER_LOG = "controller.jsonl"
 """File in the run's logs with starts, losses and restarts of workers, and all that was said."""
 HEARTBEAT = 10.0
@@ -165,6 +157,8 @@ def _check(request: RunRequest) -> list[Problem]:
     )
     refuse(problems)
     allow_descriptors(worker_count(request.config))
+    if request.config.fleet.listen:
+        listen_address(request.config)
     return problems
 
 
@@ -225,7 +219,7 @@ async def _train(
         facts = facts_of(config, directory, model, state)
         algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
         progress.begin("starting the workers")
-        async with _fleet(replace(request, forks=forks), questions, facts, signals, scorers) as running:
+        async with run_fleet(replace(request, forks=forks), facts, signals, scorers) as running:
             rollback.begun = True
             display.say(f"run directory: {directory.path}")
             with gc_frozen() as frozen:
@@ -357,40 +351,3 @@ def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunSta
         heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
         shared_rows=rows_fit(config, model),
     )
-
-
-@asynccontextmanager
-async def _fleet(
-    request: RunRequest, questions: Questions, facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path]
-) -> AsyncIterator[RunningFleet]:
-    """Starts the services of the run. scorers: folders of scoring models by service."""
-    config, logs = request.config, facts.run_dir / "logs"
-    options: dict[str, dict[str, Any]] = {name: {"model": str(folder)} for name, folder in scorers.items()}
-    options["generation"] = {"longest_prompts": str(logs / LONGEST)}
-    options["training"] = {"pretrain": str(logs / PRETRAIN)}
-    if config.feedback.asks:
-        address = feedback_address(config.feedback, RunDirectory(facts.run_dir))
-        options["reward"] = {**options.get("reward", {}), **address.options}
-        request.display.say(f"answers wait for your rating at {address.url}")
-    async with AsyncExitStack() as scope:
-        launcher = None
-        if config.fleet.wire != "inproc":
-            launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire, request.forks))
-            signals.hurry = launcher.hurry
-            options["training"]["meeting"] = str(launcher.sockets / "training.meeting")
-        wanted = service_specs(config)
-        given = [request.services.get(spec.name, spec) for spec in wanted]
-        specs = [replace(spec, options={**spec.options, **options.get(spec.name, {})}) for spec in given]
-        request.display.say(f"starting {', '.join(spec.name for spec in specs)}")
-        running = await scope.enter_async_context(
-            running_fleet(specs, facts, launcher=launcher, report=request.display.say, resume=request.command)
-        )
-        for worker in chain.from_iterable(running.workers.values()):
-            request.display.note("WorkerStarted", instance=worker.instance)
-        running.subscribers.append(partial(_note_worker, request.display))
-        yield running
-
-
-def _note_worker(display: Display, event: FleetEvent) -> None:
-    """Notes what happens to workers in the controller's log."""
-    display.note(type(event).__name__, **{name: str(value) for name, value in asdict(event).items()})

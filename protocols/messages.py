@@ -344,10 +344,35 @@ class Checkpointed:
         return cls(parts[0].version, parts[0].chain, files, tuple(name for part in parts for name in part.ready))
 
 
-PROTOCOL = 19
+@dataclass(frozen=True, slots=True)
+class JoinRequest:
+    """Host -> controller: an offer to run one worker of a service. agent: names the offer, and is used once. machine,
+    memory, host: the identity of the host. versions: of installed packages. proof: of the key's secret."""
+
+    service: str
+    agent: str
+    machine: str
+    memory: str
+    host: str
+    versions: dict[str, str]
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinOrder:
+    """Controller -> host: what to do. kind: "check" (text: paths that the worker reads, as JSON), "start" (text: its
+    specification), "stop", "terminate", "kill", "wait" (a sign of life) or "leave" (the run has ended)."""
+
+    kind: str
+    instance: str = ""
+    text: str = ""
+
+
+PROTOCOL = 20
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
 _ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch, PackedRow)
-WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS)
+_JOINING = (JoinRequest, JoinOrder)
+WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS, *_JOINING)
 """The place of a type in this list is its tag on the wire."""

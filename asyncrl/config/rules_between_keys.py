@@ -5,7 +5,7 @@ from math import isclose
 from typing import TYPE_CHECKING
 
 from asyncrl.config.feedback_rules import feedback_problems
-from asyncrl.config.model_rules import model_problems
+from asyncrl.config.joining_rules import joining_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.algorithm_config import (
     DEFAULT_BOUNDS,
@@ -17,7 +17,7 @@ from asyncrl.config.sections.algorithm_config import (
     has_dual_clip,
 )
 from asyncrl.config.toml_writer import value_text
-from asyncrl.config.weights_rules import weights_problems
+from asyncrl.config.weights_rules import model_problems, weights_problems
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, RewardConfig
@@ -42,7 +42,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(a), *_removed_parts(a))
     yield from (*_unread_bounds(config), *_inherited_bounds(a), *_unread_sections(config))
     yield from (*_learning_rate_rules(config), *_environment_rules(config))
-    yield from (*model_problems(config), *weights_problems(config))
+    yield from (*model_problems(config), *weights_problems(config), *joining_problems(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:

@@ -12,6 +12,7 @@ from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, 
 from asyncrl.config.sections.children_config import ChildrenConfig
 from asyncrl.config.sections.environment_config import EnvironmentConfig
 from asyncrl.config.sections.feedback_config import FeedbackConfig
+from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
 from asyncrl.config.sections.weights_config import WeightsConfig
 
@@ -307,31 +308,6 @@ class TelemetryConfig(Section):
     """Services that get the metrics besides metrics.jsonl."""
     trace: bool = True
     """Writes trace.json.gz, which opens in Perfetto."""
-
-
-class FleetConfig(Section):
-    """Processes, their connections and deadlines."""
-
-    wire: Literal["ipc", "tcp", "inproc"] = "ipc"
-    """Connection of the workers. ipc: one process for each worker, rows in shared memory. tcp: rows as frames over
-    loopback. inproc: everything in one process, for tests."""
-    call_deadline: PositiveFloat = 600.0
-    """Seconds without any answer or progress of a worker after which its calls are given up and it is started again.
-    Calls that wait for their turn at a worker that makes progress are not late."""
-    start_deadline: PositiveFloat = 120.0
-    """Seconds that a worker may take to start and load its model."""
-    watchdog: PositiveFloat = 120.0
-    """Seconds without progress after which the state of the whole fleet is printed. A worker that does not even answer
-    about its health for as long (at least 5 s) is killed: generation, reward and reference workers start again, the
-    death of a critic ends the run. The trainer is never killed for it."""
-    restarts: Annotated[int, Field(ge=0)] = 0
-    """Number of times that the command restarts itself after the trainer or the controller died."""
-    threads: Positive = 1
-    """Number of torch threads of each worker."""
-    start: Literal["fork", "spawn"] = "fork"
-    """Start of worker processes. `fork` copies them from one process that has imported torch and transformers, so that
-    they start in a tenth of a second and share the memory of the imports. With `spawn` each worker imports everything
-    itself; so do workers whose engine cannot be forked, and all workers where a fork is not safe."""
 
 
 class Config(Section):

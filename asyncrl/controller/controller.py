@@ -366,6 +366,11 @@ class Controller:
         self._publisher.forget(instance)
         self._rollouts.worker_lost(instance, why, running, domain, alive)
 
+    def worker_left(self, instance: str, why: str) -> None:
+        """Restarts the groups that had rows at a worker whose host left, of which no group is to blame."""
+        self._publisher.forget(instance)
+        self._rollouts.worker_left(instance, why)
+
     def worker_lives(self, service: str, instance: str) -> None:
         """Adds a worker that takes calls; a generator joins the readers of weights."""
         if service == "generation":

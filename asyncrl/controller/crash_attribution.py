@@ -53,7 +53,8 @@ class Death:
 class CrashAttribution:
     """Remembers deaths and failed attempts of the groups in flight.
 
-    notice_seconds: time in which the deaths of all workers of one host become known. count: deaths so far.
+    notice_seconds: time in which the deaths of all workers of one host become known. count: deaths so far, and workers
+    whose host left.
     """
 
     notice_seconds: float
@@ -79,6 +80,10 @@ class CrashAttribution:
                 each.lost_host = event
         elif noticed and death.worker not in noticed:
             death.lost_host = list(noticed.values())[-1]
+
+    def record_leave(self) -> None:
+        """Takes that a worker was given up because its host left: attempts that end with it did not fail."""
+        self.count += 1
 
     def record_failure(self, group: int, *, alone: bool) -> None:
         """Takes an attempt that failed while no worker died. alone: the group was isolated."""

@@ -93,12 +93,20 @@ class Rollouts:
         self, instance: str, why: str, running: Iterable[int], domain: FaultDomain, alive: Collection[str]
     ) -> None:
         """Takes the death of a worker that worked for the groups `running`. alive: workers that live in its domain."""
-        self._dead.append(instance)
         present = [group for group in running if not self._gate.finished(group)]
         alone = present[0] if len(set(present)) == 1 and present[0] in self.fault_domains.isolated else None
         name, now = instance.partition("-")[0], asyncio.get_running_loop().time()
         death = Death(name, domain, now, frozenset(present), alone, f"{instance}: {why}")
         self._crashes.record_death(death, alive)
+        self._begin_again(instance, why)
+
+    def worker_left(self, instance: str, why: str) -> None:
+        """Takes the end of a worker whose host left: what fails with it is no failure of a group."""
+        self._crashes.record_leave()
+        self._begin_again(instance, why)
+
+    def _begin_again(self, instance: str, why: str) -> None:
+        self._dead.append(instance)
         for group in self.tracker.groups_at(instance):
             self.lost(group, f"{instance}: {why}")
 

@@ -94,6 +94,8 @@ class WorkerEvents:
             case WorkerStarted(service, instance):
                 self.controller.worker_lives(service, instance)
                 self._queue.put_nowait(event)
+            case WorkerLost(_, instance, reason, has_left=True):
+                self.controller.worker_left(instance, reason)
             case WorkerLost(service, instance, reason):
                 groups = self.running.workers[service].groups_at(instance)
                 domain = self.running.fault_domain_of(instance)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
-from asyncrl.fleet.launching.launcher import InprocLauncher, Launcher
+from asyncrl.fleet.launching.launcher import STOP_STAGES, InprocLauncher, Launcher
 from asyncrl.fleet.lifecycle_events import (
     CallsWait,
     FleetEvent,
@@ -27,7 +27,7 @@ from asyncrl.fleet.lifecycle_events import (
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
-from asyncrl.fleet.supervisor import STOP_STAGES, RunningInstance, Supervisor, WorkerSlot
+from asyncrl.fleet.supervisor import RunningInstance, Supervisor, WorkerSlot
 from asyncrl.fleet.worker.worker_spec import NOT_BOUND, Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
@@ -92,6 +92,7 @@ class ServiceSpec:
 
     implementation: "module:Class". here: whether it runs inside this process; then implementation may be any callable.
     options: plain values that the service finds in its context. origin: what its processes are forked from.
+    joined: workers that have to join before the fleet is handed over; others may join later. 0: none joins.
     """
 
     name: str
@@ -102,6 +103,7 @@ class ServiceSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     here: bool = False
     origin: Origin = "plain"
+    joined: int = 0
 
     @property
     def restart(self) -> bool:
@@ -162,13 +164,7 @@ class RunningFleet:
         for service in self.restarted:
             for worker in self.workers[service]:
                 worker.on_stuck = partial(self._stuck, service)
-        slots = [
-            WorkerSlot(
-                worker, partial(_next_instance, spec, worker, facts, platform), platform.launcher(spec), spec.restart
-            )
-            for spec in specs
-            for worker in self.workers[spec.name]
-        ]
+        slots = [_slot(spec, worker, facts, platform) for spec in specs for worker in self.workers[spec.name]]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
@@ -202,6 +198,8 @@ class RunningFleet:
                 self._platform.record(spawned_line(self.supervisor.instances[worker_name(instance)]))
             case WorkerCleanedUp(_, instance):
                 self._platform.record({"ended": instance})
+            case WorkerLost(_, instance, reason, has_left=True):
+                self._report(f"{instance} was given up: {reason}; its groups begin again")
             case WorkerLost(service, instance, reason) if service in self.restarted:
                 self._report(f"lost {instance}: {reason}; it is started again")
             case WorkerHung(service, instance, seconds):
@@ -241,13 +239,13 @@ def spawned_line(running: RunningInstance) -> dict[str, Any]:
     """Returns the line of fleet.jsonl about an instance that was spawned; {"ended": instance} follows it."""
     spec = running.spec
     return {
+        **running.launched.labels,
         "instance": spec.instance,
         "service": spec.service,
         "replica": spec.replica,
         "rank": spec.rank,
         "host": running.launched.host.name,
         "address": spec.addresses.control,
-        **running.launched.labels,
     }
 
 
@@ -257,12 +255,14 @@ async def running_fleet(
     facts: RunFacts,
     *,
     launcher: Launcher | None = None,
+    join_point: Launcher | None = None,
     report: Callable[[str], None] = print,
     resume: str = "the same command",
 ) -> AsyncIterator[RunningFleet]:
     """Starts all workers in parallel, waits until all take calls, keeps them alive, and stops them at the end.
 
-    launcher: starts the workers of services that are not `here`; None: all of them run in this process. report: takes
+    launcher: starts the workers of services that are not `here`; None: all of them run in this process. join_point:
+    launches those of services whose workers join. report: takes
     what a person should read about workers that are lost, hang or stall. resume: the command that resumes the run.
 
     Raises:
@@ -279,11 +279,17 @@ async def running_fleet(
         scope.push_async_callback(here.close)
         platform = Platform(
             wire,
-            lambda spec: here if spec.here or launcher is None else launcher,
+            partial(_launcher_of, here, launcher, join_point),
             lambda: secrets.token_hex(4),
             scope.enter_context(closing(_new_fleet_file(facts.run_dir))).append,
         )
         yield await scope.enter_async_context(fleet_on(platform, specs, facts, report=report, resume=resume))
+
+
+def _launcher_of(here: Launcher, launcher: Launcher | None, join_point: Launcher | None, spec: ServiceSpec) -> Launcher:
+    if spec.joined and join_point is not None:
+        return join_point
+    return here if spec.here or launcher is None else launcher
 
 
 @asynccontextmanager
@@ -326,6 +332,12 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(failed, BaseExceptionGroup):
         failed = failed.exceptions[0]
     return failed or root_cause(errors)
+
+
+def _slot(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSlot:
+    make_spec = partial(_next_instance, spec, worker, facts, platform)
+    is_awaited = not spec.joined or worker.replica < spec.joined
+    return WorkerSlot(worker, make_spec, platform.launcher(spec), spec.restart, is_awaited=is_awaited)
 
 
 def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSpec:

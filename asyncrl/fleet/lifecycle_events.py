@@ -20,9 +20,10 @@ class WorkerStarted(_WorkerEvent):
 @dataclass(frozen=True, slots=True)
 class WorkerLost(_WorkerEvent):
     """The instance takes no more calls, and its outstanding calls fail. Its process may still be ending, and it may
-    have died before it took any call."""
+    have died before it took any call. has_left: its host was asked to leave, so nothing killed it."""
 
     reason: str
+    has_left: bool = False
 
 
 class WorkerCleanedUp(_WorkerEvent):

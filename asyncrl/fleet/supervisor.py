@@ -10,12 +10,11 @@ Cancelling `run` stops all workers.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
-from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher
+from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
@@ -29,8 +28,6 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 8.0
 LONG_LIFE = 60.0
 """Seconds of taking calls after which a death counts as the first of its kind, and not as part of a crash loop."""
-STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
-"""Ways to end a worker, with the seconds until the next one; under 10 s in all."""
 
 
 @dataclass(slots=True)
@@ -46,6 +43,11 @@ class DeathCounter:
     tested: Counter[int] = field(default_factory=Counter)
     _last_dead: str = ""
     started_at: float | None = None
+
+    def note_leave(self, instance: str) -> bool:
+        """Notes an instance whose host left, which is no death. Returns False when it was noted or counted."""
+        is_new, self._last_dead, self.started_at = instance != self._last_dead, instance, None
+        return is_new
 
     def count(self, instance: str, now: float, suspect: int | None = None) -> bool:
         """Counts the death of an instance. Returns False when it was counted: process and connection both report it.
@@ -83,18 +85,20 @@ class DeathCounter:
         """
         if self.unexplained >= MAX_DEATHS:
             return None
-        doublings = min(self.in_a_row - 1, 10)
+        doublings = min(max(0, self.in_a_row - 1), 10)
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
 
 
 @dataclass(slots=True)
 class WorkerSlot:
-    """A worker to keep alive. make_spec: makes its next instance. restart: whether the run survives its death."""
+    """A worker to keep alive. make_spec: makes its next instance. restart: whether the run survives its death.
+    is_awaited: whether the fleet is only handed over with it."""
 
     worker: RemoteWorker
     make_spec: Callable[[], WorkerSpec]
     launcher: Launcher
     restart: bool
+    is_awaited: bool = True
     deaths: DeathCounter = field(default_factory=DeathCounter)
     was_started: bool = False
 
@@ -117,7 +121,8 @@ class Supervisor:
 
     connect: makes the connection to an instance. emit: takes the events of workers; must not block. resume: the command
     that resumes the run, for error messages. isolated: the groups that run alone now. instances: what is running now,
-    by the worker's name. all_started: set when every worker has taken calls once; each has its own start deadline.
+    by the worker's name. all_started: set when every awaited worker has taken calls once, each within its own
+    start deadline.
     """
 
     def __init__(
@@ -208,8 +213,8 @@ class Supervisor:
                 slot.worker.connected(spec.instance, connection.channels)
                 self._emit(WorkerStarted(spec.service, spec.instance))
                 slot.was_started = True
-                if not self.all_started.is_set() and all(each.was_started for each in self._slots):
-                    self.all_started.set()
+                if not self.all_started.is_set():
+                    self._note_start()
                 await connection.lost.wait()
                 raise PeerLost(connection.reason)
         except PeerLost as broken:
@@ -218,22 +223,21 @@ class Supervisor:
             self._mark_lost(running, str(broken))
             raise
 
+    def _note_start(self) -> None:
+        if all(slot.was_started or not slot.is_awaited for slot in self._slots):
+            self.all_started.set()
+
     def _mark_lost(self, running: RunningInstance, reason: str) -> None:
         """Keeps new calls from this instance, before its outstanding calls fail and are repeated elsewhere."""
         slot, spec = running.slot, running.spec
+        if running.launched.has_left:
+            if slot.deaths.note_leave(spec.instance):
+                slot.worker.lost(reason, restarting=True)
+                self._emit(WorkerLost(spec.service, spec.instance, reason, has_left=True))
+            return
         groups = {*slot.worker.groups_at(spec.instance)}
         suspect = groups.pop() if len(groups) == 1 and groups.issubset(self._isolated) else None
         if slot.deaths.count(spec.instance, asyncio.get_running_loop().time(), suspect):
             self._died_since_progress[slot.worker.name] = slot
             slot.worker.lost(reason, restarting=slot.restart and slot.deaths.pause is not None)
             self._emit(WorkerLost(spec.service, spec.instance, reason))
-
-
-async def end_worker(launched: LaunchedWorker) -> None:
-    """Ends a worker, stage by stage; returns when it is dead, or when it survived SIGKILL for its whole stage."""
-    for stage, seconds in STOP_STAGES:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                getattr(launched, stage)()
-                await launched.wait()
-                return

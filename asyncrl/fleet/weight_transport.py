@@ -1,13 +1,21 @@
 """The transport of weights of a run, from its config, without torch."""
 
+from dataclasses import replace
+
 from asyncrl.config.schema import Config
 from asyncrl.config.weights_rules import numbered
+from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.weights.selection.transport_choice import TransportChoice, WorkerPlace, choose_transport
+
+ANY_HOST = HostId("any host that joins")
 
 
 def transport_of(config: Config) -> TransportChoice:
-    """Chooses the transport of a run: today's launchers start all workers on the host of their controller."""
+    """Chooses the transport of a run. The trainer runs on the host of the controller; generation workers that join may
+    be on any host, and on others than their predecessors."""
     trainer, generator = (
         WorkerPlace.here(numbered(device)) for device in (config.training.device, config.generation.device)
     )
+    if not {"generation", "evaluation"}.isdisjoint(config.fleet.joined):
+        generator = replace(generator, host=ANY_HOST)
     return choose_transport(config.weights.transport, trainer, generator, in_process=config.fleet.wire == "inproc")

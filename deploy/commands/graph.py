@@ -103,7 +103,14 @@ def _service_lines(spec: "ServiceSpec", config: "Config") -> Iterator[str]:
     for worker in (f"{spec.name}{replica}.{rank}" for replica in range(spec.replicas) for rank in range(layout.size)):
         sockets = {
             "ipc": f"ipc://<sockets>/{worker}-<incarnation>-<id>.{{control,work,data}}",
-            "tcp": f"tcp://127.0.0.1:<port> x 3 for {worker} (CURVE)",
+            "tcp": f"tcp://{_host_of(spec, config)}:<port> x 3 for {worker} (CURVE)",
             "inproc": f"inproc://{worker}-<incarnation>-<id>.{{control,work,data}}",
         }
         yield f"    ROUTER {sockets[config.fleet.wire]}"
+
+
+def _host_of(spec: "ServiceSpec", config: "Config") -> str:
+    """Returns where a worker listens when the wire is tcp."""
+    if spec.name in config.fleet.joined:
+        return "<host that joins>"
+    return config.fleet.listen.removeprefix("tcp://").rpartition(":")[0] or "127.0.0.1"

@@ -29,6 +29,7 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --run-dir DIR        where everything is written, runs/NAME-TIME by default; a directory that holds a run
                        resumes it: the same command again is all it takes
   --accept-changes     resume although keys changed that change what is learned
+  --listen ADDRESS     short for --fleet.wire tcp --fleet.listen tcp://HOST:PORT, where workers of fleet.joined join
   --print-config       print the whole config, with the place each value came from, and stop
   --restarts N         short for --fleet.restarts: start again by itself when the trainer or this process dies
   --section.key value  any key; a list takes the flag several times or a TOML list
@@ -90,6 +91,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     parser.add_argument("--run-dir", nargs="?", const="")
     parser.add_argument("--accept-changes", action="store_true")
     parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--listen", default="")
     parser.add_argument("--restarts", "--fleet.restarts", nargs="?", const="", action="append", default=[])
     named = [argument for argument in arguments[:1] if not argument.startswith("-")]
     asked, flags = parser.parse_known_args(arguments[len(named) :])
@@ -104,7 +106,8 @@ def parse(arguments: Sequence[str]) -> RunCommand:
             raise ConfigError(f"{target} is gone: name the experiment too, `{program()} run NAME --run-dir {run_dir}`")
         raise ConfigError(f"{run_dir} holds no run to resume; name an experiment to start one there")
     restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
-    return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, flags, restarts)
+    listens = [f"--fleet.listen={asked.listen}", "--fleet.wire=tcp"] if asked.listen else []
+    return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, [*flags, *listens], restarts)
 
 
 def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:

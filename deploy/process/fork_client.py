@@ -185,6 +185,16 @@ class Forks:
                 self.say(f"{gone}; another one is started, workers live on")
             return await self._fork(stage, name, output)
 
+    async def prepare(self, stage: Stage) -> None:
+        """Waits until workers of this stage can be forked at once, for `deadline` seconds at most. Where that fails,
+        `fork` says why."""
+        async with self._turn.setdefault(stage, asyncio.Lock()):
+            servers = self._servers
+            if servers is not None and stage not in servers.pids:
+                with suppress(TimeoutError, CannotFork):
+                    async with asyncio.timeout(self.deadline):
+                        servers.pids |= (await self._answer(servers, stage))["ready"]
+
     async def _fork(self, stage: Stage, name: str, output: IO[bytes]) -> ForkedWorker:
         if self._servers is None:
             self.begin()

@@ -24,6 +24,7 @@ from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import unlink_instance_segments
 
+LOOPBACK = "127.0.0.1"
 LAST_WORDS = 300
 """Characters of a dead worker's output that its cause of death quotes."""
 SWEEP = """\
@@ -71,6 +72,10 @@ class LocalWorker:
             self._stdin.close()
             self._ended.set_result(None)
 
+    @property
+    def has_left(self) -> bool:
+        return False
+
     async def wait(self) -> str:
         await asyncio.shield(self._ended)
         status = self._process.returncode
@@ -105,10 +110,14 @@ class LocalLauncher:
     killed, the shell that runs SWEEP removes them.
 
     run: names both, and nothing that another launcher made. forks: what workers are forked from; None: all are spawned.
+    host: address at which workers listen where `wire` is "tcp".
     """
 
-    def __init__(self, run: str, wire: Literal["ipc", "tcp"] = "ipc", forks: Forks | None = None) -> None:
+    def __init__(
+        self, run: str, wire: Literal["ipc", "tcp"] = "ipc", forks: Forks | None = None, host: str = LOOPBACK
+    ) -> None:
         self._wire = wire
+        self._host = host
         self._run = run
         self._forks = forks
         self._is_hurried = False
@@ -134,7 +143,7 @@ class LocalLauncher:
     def addresses(self, instance: str) -> Addresses:
         """Returns where an instance of this name is to listen."""
         if self._wire == "tcp":
-            return Addresses(*(f"tcp://127.0.0.1:{port}" for port in _free_ports(3)))
+            return Addresses(*(f"tcp://{self._host}:{port}" for port in _free_ports(3, self._host)))
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
     async def spawn(self, spec: WorkerSpec) -> LocalWorker:
@@ -149,7 +158,10 @@ class LocalLauncher:
 
     async def _fork(self, spec: WorkerSpec, output: IO[bytes]) -> ForkedWorker | None:
         """Returns the forked worker, or None when it is to be spawned."""
-        if self._forks is None or spec.origin == "spawn":
+        fleet = spec.facts.config.fleet
+        if self._forks is None or spec.origin == "spawn" or fleet.start == "spawn":
+            return None
+        if self._forks.environment != worker_environment(os.environ, fleet.threads, fleet.wire):
             return None
         try:
             return await self._forks.fork(spec.origin, f"{spec.service}{spec.replica}.{spec.rank}", output)
@@ -184,11 +196,11 @@ def _spawn(spec: WorkerSpec, output: IO[bytes]) -> "subprocess.Popen[bytes]":
     )
 
 
-def _free_ports(count: int) -> list[int]:
-    """Returns free ports of the loopback interface. Should another program take one before the worker does, the worker
+def _free_ports(count: int, host: str) -> list[int]:
+    """Returns free ports of an address of this host. Should another program take one before the worker does, the worker
     cannot listen, ends, and is started again with other ports."""
     with ExitStack() as scope:
         sockets = [scope.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind(("127.0.0.1", 0))
+            each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]

@@ -19,7 +19,7 @@ from asyncrl.deploy.preflight import OWN_DESCRIPTORS, WORKERS_DESCRIPTORS
 from asyncrl.deploy.process.stop_signals import STOPPING
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
-from asyncrl.fleet.supervisor import STOP_STAGES
+from asyncrl.fleet.launching.launcher import STOP_STAGES
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

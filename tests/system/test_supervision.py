@@ -20,6 +20,7 @@ from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.launching import launcher
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.wire import Wakeup
@@ -186,9 +187,9 @@ async def test_a_stuck_event_loop_does_not_keep_a_worker_alive(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stages take a fifth of their time, so that the test does not wait for seven seconds."""
-    assert sum(seconds for _, seconds in supervisor.STOP_STAGES) < 10
-    short = tuple((stage, seconds / 5) for stage, seconds in supervisor.STOP_STAGES)
-    monkeypatch.setattr(supervisor, "STOP_STAGES", short)
+    assert sum(seconds for _, seconds in launcher.STOP_STAGES) < 10
+    short = tuple((stage, seconds / 5) for stage, seconds in launcher.STOP_STAGES)
+    monkeypatch.setattr(launcher, "STOP_STAGES", short)
     async with fleet_in(tmp_path, start) as running:
         pids = processes_of(tmp_path)
         os.kill(pids["echo0"], signal.SIGSTOP)

@@ -1,1 +1,1 @@
-"""Starting workers: as tasks of this process, and what they leave behind."""
+"""Starting workers: as tasks of this process, or on hosts that join; and what workers leave behind."""

@@ -4,6 +4,7 @@ tests and reward functions that no other process can import. deploy/process/loca
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import unlink_instance_segments
 
+STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
+"""Ways to end a worker, with the seconds until the next one; under 10 s in all."""
+
 
 class LaunchedWorker(Protocol):
     """A started worker, wherever it runs. spec: with the addresses at which it listens. host: where it runs. labels:
@@ -24,6 +28,10 @@ class LaunchedWorker(Protocol):
     spec: WorkerSpec
     host: HostId
     labels: Mapping[str, int | str]
+
+    @property
+    def has_left(self) -> bool:
+        """Returns whether its host was asked to leave, so that its end is no death that something caused."""
 
     async def wait(self) -> str:
         """Returns how the worker ended ("killed by SIGKILL") once it is dead, or can never answer again. May be awaited
@@ -66,6 +74,10 @@ class InprocWorker:
         self._sever = sever
         self._stop = asyncio.Event()
         self.task = asyncio.get_running_loop().create_task(run(self._stop), name=spec.instance)
+
+    @property
+    def has_left(self) -> bool:
+        return False
 
     async def wait(self) -> str:
         await asyncio.wait([self.task])
@@ -116,3 +128,13 @@ class InprocLauncher:
 
     def clean_up(self, spec: WorkerSpec) -> None:
         unlink_instance_segments(spec.facts.run, spec.facts.incarnation, spec.instance)
+
+
+async def end_worker(launched: LaunchedWorker) -> None:
+    """Ends a worker, stage by stage; returns when it is dead, or when it survived SIGKILL for its whole stage."""
+    for stage, seconds in STOP_STAGES:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                getattr(launched, stage)()
+                await launched.wait()
+                return

@@ -20,14 +20,22 @@ ENCRYPTED = "tcp://"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asyncrl"
 USER = b"asyncrl"
+KEY_REFUSED = "does not accept our key"
+"""Part of the reason why a connection is lost that a listener refused in the handshake."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """One key pair in Z85 for all processes of a run. Without the secret key there is no connection."""
+    """A key pair in Z85. Without the secret key there is no connection.
+
+    server: public key of the listeners that a caller trusts. admitted: public keys of the callers that a listener
+    accepts. Both are the own one by default, for all processes of a run share one pair.
+    """
 
     public: str
     secret: str = field(repr=False)
+    server: str = ""
+    admitted: tuple[str, ...] = ()
 
     @classmethod
     def fresh(cls) -> Self:
@@ -42,7 +50,7 @@ class CurveKeys:
         if address.startswith(ENCRYPTED):
             socket.curve_publickey = self.public.encode()
             socket.curve_secretkey = self.secret.encode()
-            socket.curve_serverkey = self.public.encode()
+            socket.curve_serverkey = (self.server or self.public).encode()
         else:
             socket.plain_username = USER
             socket.plain_password = self.password
@@ -58,12 +66,12 @@ class CurveKeys:
 
 
 class Authenticator:
-    """Answers the context's authentication requests (ZAP, RFC 27); accepts only holders of the run's keys. refused:
+    """Answers the context's authentication requests (ZAP, RFC 27); accepts only holders of admitted keys. refused:
     number of peers refused."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self.refused = 0
-        self._public = z85.decode(keys.public.encode())
+        self._admitted = {z85.decode(public.encode()) for public in keys.admitted or (keys.public,)}
         self._password = keys.password
         self._socket: Any = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -90,7 +98,7 @@ class Authenticator:
 
     def _has_keys(self, mechanism: bytes, credentials: list[bytes]) -> bool:
         if mechanism == b"CURVE":
-            return credentials == [self._public]
+            return len(credentials) == 1 and credentials[0] in self._admitted
         user, password = credentials if mechanism == b"PLAIN" and len(credentials) == 2 else (b"", b"")
         return user == USER and hmac.compare_digest(password, self._password)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
-from asyncrl.lanes.control.auth import ENCRYPTED, Authenticator, CurveKeys
+from asyncrl.lanes.control.auth import ENCRYPTED, KEY_REFUSED, Authenticator, CurveKeys
 from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, LIMIT_BYTES, ZERO_COPY_BYTES, Frame, Frames, Wakeup
 
 WATCHDOG_SECONDS = 1.0
@@ -185,7 +185,7 @@ class ZmqCaller(_ZmqEndpoint):
             if event == zmq.Event.DISCONNECTED:
                 self._lose(f"the connection to {self.address} broke")
             elif event & _LOST_EVENTS:
-                self._lose(f"{self.address} does not accept our keys")
+                self._lose(f"{self.address} {KEY_REFUSED}")
 
     def offer(self, frames: Frames) -> bool:
         return self._offer(frames)

@@ -93,6 +93,15 @@ def test_workers_of_a_host_that_die_long_after_each_other_are_no_lost_host() -> 
     assert fleet.crashes.is_suspect(1)
 
 
+def test_a_worker_whose_host_left_makes_no_group_a_suspect() -> None:
+    fleet = Fleet()
+    for _ in range(2 * ISOLATED_AFTER):
+        before = fleet.crashes.count
+        fleet.crashes.record_leave()
+        assert fleet.crashes.count > before, "an attempt that ends with it is known not to have failed by itself"
+    assert not fleet.crashes.is_suspect(1)
+
+
 def test_a_host_of_which_a_worker_lives_is_not_lost() -> None:
     fleet = Fleet()
     fleet.die(1, worker="h7a", host="h7")

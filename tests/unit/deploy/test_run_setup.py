@@ -15,8 +15,8 @@ from asyncrl.controller.journal.checkpoints import ResumePlan
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
+from asyncrl.deploy.run_fleet import LONGEST
 from asyncrl.deploy.run_setup import (
-    LONGEST,
     RunRequest,
     exhausted,
     facts_of,

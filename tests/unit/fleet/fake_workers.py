@@ -26,6 +26,7 @@ class FakeProcess:
 
     host = HostId("here")
     labels: Mapping[str, int | str] = {}
+    has_left = False
 
     def __init__(self, spec: WorkerSpec, ignores: tuple[str, ...] = ()) -> None:
         self.spec = spec

@@ -10,9 +10,10 @@ import pytest
 
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost
 from asyncrl.fleet import supervisor
+from asyncrl.fleet.launching.launcher import end_worker
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
 from asyncrl.fleet.replicas import Replicas
-from asyncrl.fleet.supervisor import Supervisor, WorkerSlot, end_worker
+from asyncrl.fleet.supervisor import Supervisor, WorkerSlot
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.distribute_collect import ONE_OF
@@ -34,6 +35,7 @@ class Stage:
         self.connections: list[FakeConnection] = []
         self.events: list[tuple[float, str]] = []
         self.hosts: list[HostId] = []
+        self.left = 0
         self.reasons: list[str] = []
         self.isolated: dict[int, frozenset[str]] = {}
         self.spawned = asyncio.Condition()
@@ -75,6 +77,7 @@ class Stage:
                 assert not self.worker.alive, "callers must look elsewhere before the event"
                 self.note(f"lost {event.instance}")
                 self.reasons.append(event.reason)
+                self.left += event.has_left
             case WorkerCleanedUp():
                 assert self.processes[-1].dead
                 self.note(f"cleaned up {event.instance}")
@@ -298,6 +301,43 @@ def test_a_worker_that_is_started_again_elsewhere_is_in_another_fault_domain() -
 
     acting(play)
     assert domains == ["a", "b"]
+
+
+def test_a_worker_whose_host_left_does_not_count_as_dead() -> None:
+    async def play(stage: Stage) -> None:
+        for _ in range(2 * supervisor.MAX_DEATHS):
+            await stage.wait_for_live()
+            stage.processes[-1].has_left = True
+            await stage.kill()
+        await stage.wait_for_live()
+
+    stage = acting(play)
+    assert stage.left == 2 * supervisor.MAX_DEATHS
+
+
+def test_a_fleet_begins_without_the_workers_that_may_join_later() -> None:
+    async def main() -> None:
+        stage = Stage()
+        later = Replicas("late", 1, Layout()).worker(0, 0)
+        never = WorkerSlot(later, stage._make_spec, NeverLauncher(), restart=True, is_awaited=False)
+        stage.supervisor._slots.append(never)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(stage.supervisor.run())
+            await stage.supervisor.all_started.wait()
+            running.cancel()
+
+    virtual_loop.run(main())
+
+
+class NeverLauncher:
+    """Waits for a host that does not come."""
+
+    async def spawn(self, spec: WorkerSpec) -> FakeProcess:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def clean_up(self, spec: WorkerSpec) -> None:
+        raise AssertionError
 
 
 def test_a_worker_that_does_not_listen_is_ended_within_ten_seconds() -> None:

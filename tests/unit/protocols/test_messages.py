@@ -25,6 +25,7 @@ DIGESTS = {
     17: "e2122d009594170f",
     18: "989059f1100b0d0b",
     19: "088484b948935607",
+    20: "809e38b6819343cf",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -1,0 +1,43 @@
+"""The section `[fleet]` of a config."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections.algorithm_config import Positive, PositiveFloat, Section
+
+
+class FleetConfig(Section):
+    """Processes, their connections and deadlines."""
+
+    wire: Literal["ipc", "tcp", "inproc"] = "ipc"
+    """Connection of the workers. ipc: one process for each worker, rows in shared memory. tcp: rows as frames, over
+    loopback or where `listen` is. inproc: everything in one process, for tests."""
+    listen: str = ""
+    """Address at which workers on other hosts join, tcp://HOST:PORT with a HOST by which they reach this one. Empty:
+    all workers are started here."""
+    joined: dict[str, Positive] = Field(default={})
+    """Services whose workers join, each with the number that has to be there before the run begins, such as
+    {generation = 2}. More may join at any time, up to the replicas of the service."""
+    join_deadline: PositiveFloat = 300.0
+    """Seconds until those workers have joined, and until one has joined again when a service has lost all."""
+    join_keys: str = ""
+    """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, which the run
+    makes when it listens on the loopback interface."""
+    call_deadline: PositiveFloat = 600.0
+    """Seconds without any answer or progress of a worker after which its calls are given up and it is started again.
+    Calls that wait for their turn at a worker that makes progress are not late."""
+    start_deadline: PositiveFloat = 120.0
+    """Seconds that a worker may take to start and load its model."""
+    watchdog: PositiveFloat = 120.0
+    """Seconds without progress after which the state of the whole fleet is printed. A worker that does not even answer
+    about its health for as long (at least 5 s) is killed: generation, reward and reference workers start again, the
+    death of a critic ends the run. The trainer is never killed for it."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """Number of times that the command restarts itself after the trainer or the controller died."""
+    threads: Positive = 1
+    """Number of torch threads of each worker."""
+    start: Literal["fork", "spawn"] = "fork"
+    """Start of worker processes. `fork` copies them from one process that has imported torch and transformers, so that
+    they start in a tenth of a second and share the memory of the imports. With `spawn` each worker imports everything
+    itself; so do workers whose engine cannot be forked, and all workers where a fork is not safe."""

@@ -1,0 +1,329 @@
+"""The controller's end of joining: hosts offer to run workers, which the supervisor starts and ends like any others.
+
+    host                                        JoinPoint                          Supervisor
+    join(JoinRequest) ───────────────────────>  role, key, versions fit
+    order "check" <───────────────────────────
+    ready, or missing(paths) ────────────────>  the offer waits ────────────────>  spawn(spec) takes it
+    orders "start", "stop", "kill" <──────────  JoinedWorker  <─────────────────   stop, kill
+    started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
+    ended(reason), or silence ───────────────>  JoinedWorker.wait returns
+
+A host whose worker ended offers to run another one. A host that comes while all places are taken waits as a spare.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
+
+import zmq
+
+from asyncrl.concurrency import running_beside
+from asyncrl.errors import ConfigError, FleetFailed, Refused
+from asyncrl.fleet.launching.joining import HEARTBEAT, SIGN_OF_LIFE, installed_versions, joining_hello, version_problem
+from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
+from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
+from asyncrl.lanes.host_id import HostId
+from asyncrl.protocols.messages import Call, JoinOrder, JoinRequest
+
+MAX_ORDERS = 64
+"""Orders that wait for a host: one start and three ways to end it for each worker, so sixteen workers of a host that
+does not read, which its heartbeats find out long before."""
+
+START_DEADLINE = 60.0
+"""Seconds until a host has started the process of a worker; loading a model comes later."""
+
+FAREWELL = 2.0
+"""Seconds for the order to leave to reach all hosts at the end of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The workers of one service that join. needed: places that have to be taken before the run begins, and of which
+    one has to be taken again when all are lost. packages: whose versions have to agree. paths: files and folders that
+    such a worker reads. command: starts one."""
+
+    needed: int
+    packages: Collection[str]
+    paths: Collection[str]
+    command: str
+
+
+class JoinedWorker:
+    """A worker on a host that joined."""
+
+    def __init__(self, spec: WorkerSpec, offer: "Offer") -> None:
+        self.spec = spec
+        self.host = offer.host
+        self.labels: Mapping[str, int | str] = {}
+        self.offer = offer
+        self.started = asyncio.Event()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_left(self) -> bool:
+        return self.offer.is_leaving
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+    def end(self, reason: str) -> None:
+        """Takes how the worker ended, once: its host reports it, and may be lost after that."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
+            self.started.set()
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._ended)
+
+    def stop(self) -> None:
+        self._order("stop")
+
+    def terminate(self) -> None:
+        self._order("terminate")
+
+    def kill(self) -> None:
+        self._order("kill")
+
+    def _order(self, kind: str) -> None:
+        if not self._ended.done():
+            self.offer.order(JoinOrder(kind, self.spec.instance))
+
+
+class Offer:
+    """A host that offers to run one worker of a service at a time. is_ready: it sees all that such a worker reads.
+    is_leaving: it was asked to leave, and takes no other worker."""
+
+    def __init__(self, request: JoinRequest) -> None:
+        self.service = request.service
+        self.host = HostId(request.machine, request.memory, request.host)
+        self.worker: JoinedWorker | None = None
+        self.is_ready = False
+        self.is_leaving = False
+        self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
+
+    @property
+    def is_free(self) -> bool:
+        return self.is_ready and not self.is_leaving and self.worker is None
+
+    def order(self, order: JoinOrder) -> None:
+        with suppress(asyncio.QueueFull):  # The host does not read, and is lost soon.
+            self.orders.put_nowait(order)
+
+    def start(self, spec: WorkerSpec) -> JoinedWorker:
+        self.worker = JoinedWorker(spec, self)
+        self.order(JoinOrder("start", spec.instance, spec.to_json()))
+        return self.worker
+
+
+@dataclass(eq=False)
+class JoinPoint:
+    """Launches workers on hosts that join. Use `open_join_point`.
+
+    address: where hosts join. places: by service. role_of: returns the role of a key from its proof, "" for one that is
+    not admitted. deadline: seconds until the needed places of a service are taken. report: takes what a person should
+    read.
+    """
+
+    address: str
+    places: Mapping[str, Places]
+    role_of: Callable[[str], str]
+    _: KW_ONLY
+    deadline: float
+    report: Callable[[str], None]
+    versions: Mapping[str, str] = field(default_factory=installed_versions)
+
+    def __post_init__(self) -> None:
+        self._offers: dict[str, Offer] = {}
+        self._waiting: dict[str, WorkerSpec] = {}
+        self._complete: set[str] = set()
+        self._changed = Wakeup()
+
+    # ---- for the supervisor
+
+    async def spawn(self, spec: WorkerSpec) -> JoinedWorker:
+        """Starts the worker on a host that offers it; waits for one. Raises FleetFailed when a needed place of the
+        service was not taken in time."""
+        while True:
+            worker = (await self._free_offer(spec)).start(spec)
+            try:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(START_DEADLINE):
+                        await worker.started.wait()
+            except asyncio.CancelledError:
+                worker.kill()
+                raise
+            if worker.started.is_set() and not worker.has_ended:
+                self._note_complete(spec.service)
+                return worker
+            why = (await worker.wait()) if worker.has_ended else f"nothing came within {START_DEADLINE:g} s"
+            self.report(f"{worker.host.name} did not start {spec.instance}: {why}")
+            worker.offer.is_leaving = True
+            worker.offer.order(JoinOrder("leave"))
+
+    def clean_up(self, spec: WorkerSpec) -> None:
+        """The host that ran the worker removes what it left, or is gone with it."""
+
+    async def _free_offer(self, spec: WorkerSpec) -> Offer:
+        self._waiting[spec.instance] = spec
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.deadline):
+                        while (offer := self._offer_for(spec)) is None:
+                            await self._changed.wait()
+                        return offer
+                self._refuse_to_wait(spec)
+        finally:
+            del self._waiting[spec.instance]
+            self._changed.wake()
+
+    def _offer_for(self, spec: WorkerSpec) -> Offer | None:
+        """Returns a free offer, unless a place with a smaller number waits for one: the first ones are needed."""
+        rivals = (other for other in self._waiting.values() if other.service == spec.service)
+        if any(other.replica < spec.replica for other in rivals):
+            return None
+        return next((each for each in self._offers.values() if each.service == spec.service and each.is_free), None)
+
+    def _running(self, service: str) -> int:
+        return sum(each.service == service and each.worker is not None for each in self._offers.values())
+
+    def _note_complete(self, service: str) -> None:
+        if self._running(service) >= self.places[service].needed:
+            self._complete.add(service)
+
+    def _refuse_to_wait(self, spec: WorkerSpec) -> None:
+        """Raises FleetFailed if the run cannot begin, or go on, without this worker."""
+        place, running = self.places[spec.service], self._running(spec.service)
+        if spec.replica >= place.needed or (running and spec.service in self._complete):
+            return
+        raise FleetFailed(
+            f"{place.needed - running} of {place.needed} {spec.service} workers have not joined at {self.address} "
+            f"within {self.deadline:g} s. Start each with: {place.command}"
+        )
+
+    # ---- for hosts
+
+    def dispatch(self, call: Call) -> Awaitable[Any] | AsyncIterator[Any]:
+        """Runs a call of a host."""
+        match call.method, call.args:
+            case "join", (JoinRequest() as request,):
+                return self._orders(request)
+            case "ready", (str(agent),):
+                return self._ready(self._offer(agent))
+            case "missing", (str(agent), str(text)):
+                return self._missing(self._offer(agent), text)
+            case "started", (str(agent), str(control), str(work), str(data), dict(labels)):
+                return self._started(self._offer(agent), Addresses(control, work, data), labels)
+            case "ended", (str(agent), str(instance), str(reason)):
+                return self._ended(self._offer(agent), instance, reason)
+            case "leaving", (str(agent),):
+                return self._leaving(self._offer(agent))
+        raise Refused(f"{self.address} is where hosts join a run; it answers no {call.method!r} like this")
+
+    def _offer(self, agent: str) -> Offer:
+        if agent not in self._offers:
+            raise Refused(f"{agent} is no host that joined")
+        return self._offers[agent]
+
+    async def _orders(self, request: JoinRequest) -> AsyncIterator[JoinOrder]:
+        """Yields orders as long as the host is there."""
+        if problem := self._objection(request):
+            self.report(f"{request.host} may not join as {request.service}: {problem}")
+            raise Refused(problem)
+        offer = self._offers[request.agent] = Offer(request)
+        try:
+            yield JoinOrder("check", text=json.dumps(sorted(self.places[request.service].paths)))
+            order = JoinOrder("wait")
+            while order.kind != "leave":
+                order = JoinOrder("wait")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SIGN_OF_LIFE):
+                        order = await offer.orders.get()
+                yield order
+        finally:
+            self._lose(request.agent, offer)
+
+    def _objection(self, request: JoinRequest) -> str:
+        """Returns why this host may not run workers of this service, and what to do; "" if it may."""
+        if request.service not in self.places:
+            joined = " and ".join(self.places)
+            return f"this run starts its {request.service} workers itself; {joined} workers join it (fleet.joined)"
+        role = self.role_of(request.proof)
+        if role != request.service:
+            what = f"is of {role} workers" if role else "is not admitted, or no more"
+            return f"the key of {request.host} {what}: give it a key of {request.service} workers (`asyncrl admit`)"
+        if request.agent in self._offers:
+            return f"{request.agent} has joined already"
+        return version_problem(
+            self.places[request.service].packages, self.versions, request.versions, f"host {request.host}"
+        )
+
+    async def _ready(self, offer: Offer) -> None:
+        offer.is_ready = True
+        self.report(f"{offer.host.name} joined, for a {offer.service} worker")
+        if not any(spec.service == offer.service for spec in self._waiting.values()):
+            self.report(f"all {offer.service} workers are there: {offer.host.name} waits as a spare")
+        self._changed.wake()
+
+    async def _missing(self, offer: Offer, text: str) -> None:
+        offer.is_leaving = True
+        self.report(text)
+
+    async def _started(self, offer: Offer, addresses: Addresses, labels: dict[str, Any]) -> None:
+        if offer.worker is not None:
+            offer.worker.spec = replace(offer.worker.spec, addresses=addresses)
+            offer.worker.labels = {str(name): value for name, value in labels.items() if isinstance(value, int | str)}
+            offer.worker.started.set()
+
+    async def _ended(self, offer: Offer, instance: str, reason: str) -> None:
+        if offer.worker is not None and offer.worker.spec.instance == instance:
+            offer.worker.end(f"{reason} (on {offer.host.name})")
+            offer.worker = None
+            self._changed.wake()
+
+    async def _leaving(self, offer: Offer) -> None:
+        offer.is_leaving = True
+        self.report(f"{offer.host.name} leaves; its {offer.service} worker, if any, is given up")
+
+    def _lose(self, agent: str, offer: Offer) -> None:
+        del self._offers[agent]
+        if offer.worker is not None:
+            how = "it left" if offer.is_leaving else "no sign of life comes from it any more"
+            offer.worker.end(f"its host {offer.host.name} is gone: {how}")
+            offer.worker = None
+        self._changed.wake()
+
+    async def dismiss(self) -> None:
+        """Has all hosts leave, because the run has ended."""
+        for offer in self._offers.values():
+            offer.order(JoinOrder("leave"))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL):
+                while self._offers:
+                    await self._changed.wait()
+
+
+@asynccontextmanager
+async def open_join_point(point: JoinPoint, wire: Wire) -> AsyncIterator[JoinPoint]:
+    """Listens at the address of `point` until the block ends, and then has all hosts leave; after an error hosts wait
+    for the run to be resumed. Raises ConfigError when it cannot listen there."""
+    hello = joining_hello("controller", "join-point")
+    server = Server(_listener(wire, point.address), point.dispatch, hello, heartbeat=HEARTBEAT)
+    async with running_beside({"join point": server.serve()}):
+        for service, place in point.places.items():
+            point.report(f"{place.needed} {service} workers are to join at {point.address}; each by: {place.command}")
+        yield point
+        await point.dismiss()
+
+
+def _listener(wire: Wire, address: str) -> Listener:
+    try:
+        return wire.listen(address)
+    except (OSError, zmq.ZMQError) as error:
+        advice = "another program listens there, or it is no address of this host; write another one in fleet.listen"
+        raise ConfigError(f"cannot listen at {address} for workers that join: {error}. Perhaps {advice}") from error

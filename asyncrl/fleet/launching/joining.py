@@ -1,0 +1,49 @@
+"""Shared by both ends of joining: their hello, their heartbeats, and the packages whose versions have to agree."""
+
+from collections.abc import Collection, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from asyncrl import __version__
+from asyncrl.protocols.messages import PROTOCOL, Hello
+
+JOINING = "joining"
+"""Takes the place of the run in the hello of a host, which does not know the run yet."""
+
+HEARTBEAT = 2.0
+"""Seconds between heartbeats of a host and its controller: a host that is silent for four of them is lost."""
+
+SIGN_OF_LIFE = 1.0
+"""Seconds until an order to wait follows another order: that a host died shows when something is sent there."""
+
+ORDER_DEADLINE = 10.0
+"""Seconds without any order after which a host counts its controller as lost."""
+
+COMPARED = ("asyncrl", "torch", "transformers", "vllm")
+"""Packages that a worker may need in the version that the controller has: they decide what is sampled."""
+
+
+def joining_hello(service: str, instance: str) -> Hello:
+    return Hello(JOINING, 0, service, 0, instance, PROTOCOL, __version__)
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of those packages that are installed. A build for another device ("+cpu") is the same
+    version."""
+    found = {"asyncrl": __version__}
+    for package in COMPARED[1:]:
+        try:
+            found[package] = version(package).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def version_problem(needed: Collection[str], ours: Mapping[str, str], theirs: Mapping[str, str], host: str) -> str:
+    """Returns what differs between controller and host, and what to do about it; "" if nothing does."""
+    differing = [name for name in needed if theirs.get(name) != ours.get(name)]
+    if not differing:
+        return ""
+    here, there = (
+        ", ".join(f"{name} {side.get(name, '(not installed)')}" for name in differing) for side in (ours, theirs)
+    )
+    return f"the controller has {here}, and {host} has {there}: install the same versions on both"

@@ -1,0 +1,123 @@
+"""Keys of workers that join: a pair for the controller, and one for each role, in a folder of the controller.
+
+controller.key    the pair of the controller, which stays with it
+NAME.key          the pair of workers of one role, and the public key of the controller: copied to their hosts
+NAME.admitted     role, public key and proof of NAME.key; a key whose file is deleted joins no more
+"""
+
+import hmac
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+from asyncrl.lanes.control.auth import CurveKeys
+
+CONTROLLER = "controller.key"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKey:
+    """The content of NAME.key."""
+
+    role: str
+    keys: CurveKeys
+
+    @property
+    def proof(self) -> str:
+        """Returns what only a holder of the secret knows, for a listener that has to tell the roles of keys apart."""
+        return _proof(self.keys.secret)
+
+    @classmethod
+    def read(cls, path: Path) -> "WorkerKey":
+        """Reads NAME.key. Raises ConfigError when there is no such file, or another one."""
+        fields = _read(path)
+        try:
+            return cls(fields["role"], CurveKeys(fields["public"], fields["secret"], server=fields["controller"]))
+        except KeyError as missing:
+            advice = "name the key that `asyncrl admit` wrote, or the run under its join_keys"
+            raise ConfigError(f"{path} is no key of a worker, it has no {missing}: {advice}") from missing
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The content of NAME.admitted."""
+
+    role: str
+    public: str
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFolder:
+    """The keys of one controller. path: a folder that exists."""
+
+    path: Path
+
+    @classmethod
+    def made(cls, path: Path) -> "KeyFolder":
+        """Returns the folder; makes it, and the pair of the controller, where they are missing."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (path / CONTROLLER).exists():
+            fresh = CurveKeys.fresh()
+            _write(path / CONTROLLER, {"public": fresh.public, "secret": fresh.secret})
+        return cls(path)
+
+    def controller_keys(self) -> CurveKeys:
+        """Returns the pair of the controller, with the public keys that it accepts. Raises ConfigError when there is no
+        pair, or no key was admitted."""
+        fields, admitted = _read(self.path / CONTROLLER), self._admitted()
+        if not admitted:
+            raise ConfigError(f"{self.path} admits no key: `asyncrl admit {self.path} ROLE` makes one")
+        keys = CurveKeys(fields["public"], fields["secret"])
+        return replace(keys, admitted=tuple(each.public for each in admitted.values()))
+
+    def key_of(self, role: str, name: str = "") -> Path:
+        """Returns the key of workers of a role; makes it and admits it where it is missing. name: role by default."""
+        name = name or role
+        if not PLAIN_NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is no name of a key: write letters, digits, - and _")
+        path, admission = self.path / f"{name}.key", self.path / f"{name}.admitted"
+        if path.exists():
+            if not admission.exists():
+                raise ConfigError(f"{path} was revoked: delete it to make another one of that name")
+            return path
+        fresh = CurveKeys.fresh()
+        controller = _read(self.path / CONTROLLER)["public"]
+        _write(path, {"role": role, "public": fresh.public, "secret": fresh.secret, "controller": controller})
+        _write(admission, asdict(Admitted(role, fresh.public, _proof(fresh.secret))))
+        return path
+
+    def role_of(self, proof: str) -> str:
+        """Returns the role whose workers have this proof now; "" for a key that was revoked."""
+        return next((each.role for each in self._admitted().values() if hmac.compare_digest(each.proof, proof)), "")
+
+    def _admitted(self) -> dict[str, Admitted]:
+        return {path.stem: Admitted(**_read(path)) for path in sorted(self.path.glob("*.admitted"))}
+
+
+def _proof(secret: str) -> str:
+    return sha256(f"asyncrl joins {secret}".encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        fields: dict[str, str] = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no key: {error}") from error
+    return fields
+
+
+def _write(path: Path, fields: Mapping[str, str]) -> None:
+    """Writes a file that only this user reads, and none that exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(fields, file, indent=1)
+        file.write("\n")

@@ -1,0 +1,22 @@
+"""`asyncrl admit` makes a key with which workers of one role may join runs."""
+
+import argparse
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("asyncrl admit", description=__doc__)
+    parser.add_argument("folder", type=Path, help="Folder of the keys of a controller, for fleet.join_keys.")
+    parser.add_argument("role", help="Service whose workers may join with the key, such as generation.")
+    parser.add_argument("--name", default="", help="Name of the key, for several of one role; default: the role.")
+    asked = parser.parse_args(arguments)
+    from asyncrl.config.install_hints import program
+    from asyncrl.fleet.launching.key_folder import KeyFolder
+
+    key = KeyFolder.made(asked.folder).key_of(asked.role, asked.name)
+    print(
+        f"{key} lets {asked.role} workers join: copy it to their hosts, where only they read it, and start each with\n"
+        f"  {program()} serve {asked.role} --join tcp://HOST:PORT --key {key.name}\n"
+        f"The run has fleet.join_keys = {str(asked.folder)!r}. Delete {key.with_suffix('.admitted')} to revoke the key."
+    )
+    return 0

@@ -1,0 +1,81 @@
+"""`asyncrl serve` offers this host to a run, which starts a worker of one role here."""
+
+import argparse
+import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.deploy.process.fork_client import Forks
+    from asyncrl.fleet.launching.key_folder import WorkerKey
+
+WITH_TORCH = ("generation", "evaluation", "reference")
+"""Roles for which a process imports torch ahead, from which workers are forked."""
+
+
+def main(arguments: list[str]) -> int:
+    asked = _parser().parse_args(arguments)
+    from asyncrl.deploy.join_address import join_address, local_address_towards
+    from asyncrl.errors import ConfigError
+    from asyncrl.fleet.launching.key_folder import WorkerKey
+
+    key = WorkerKey.read(asked.key)
+    if key.role != asked.role:
+        raise ConfigError(f"{asked.key} is a key of {key.role} workers, not of {asked.role} workers")
+    address = join_address(asked.join, "--join")
+    with _forks(asked.role) as forks:
+        asyncio.run(_serve(asked, key, address, asked.address or local_address_towards(address), forks))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("asyncrl serve", description=__doc__)
+    parser.add_argument("role", help="Service whose worker may run here, such as generation.")
+    parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="Where the run listens.")
+    parser.add_argument("--key", required=True, type=Path, help="Key of the role, from the run or `asyncrl admit`.")
+    parser.add_argument("--address", default="", help="Address of this host that others reach; default: towards HOST.")
+    text = "Seconds to wait for a run that is not there, yet or any more; default: 60."
+    parser.add_argument("--timeout", type=float, default=60.0, help=text)
+    return parser
+
+
+@contextmanager
+def _forks(role: str) -> "Iterator[Forks | None]":
+    """Begins to import what workers of the role need, before one is wanted."""
+    import os
+    import sys
+
+    from asyncrl.deploy.process.fork_client import Forks
+    from asyncrl.deploy.process.worker_environment import worker_environment
+
+    ahead = role in WITH_TORCH and sys.platform == "linux"
+    with Forks(worker_environment(os.environ, wire="tcp")) if ahead else nullcontext() as forks:
+        yield forks
+
+
+async def _serve(
+    asked: argparse.Namespace, key: "WorkerKey", address: str, own_address: str, forks: "Forks | None"
+) -> None:
+    from asyncrl.deploy.process.local_launcher import LocalLauncher
+    from asyncrl.deploy.process.stop_signals import StopSignals
+    from asyncrl.fleet.launching.joining_host import JoiningHost
+    from asyncrl.lanes.control.zmq_wire import ZmqWire
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    stop = asyncio.Event()
+    with (
+        closing(ZmqWire(key.keys)) as wire,
+        LocalLauncher(secrets.token_hex(8), "tcp", forks, own_address) as launcher,
+        StopSignals(say) as signals,
+        signals.ending_in_order(stop.set),
+    ):
+        signals.hurry = launcher.hurry
+        if forks is not None:
+            await forks.prepare("torch")  # Once it has joined, a worker is to work within seconds.
+        host = JoiningHost(wire, address, asked.role, key.proof, launcher, stop, timeout=asked.timeout, say=say)
+        await host.serve()

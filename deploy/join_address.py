@@ -1,0 +1,63 @@
+"""Resolves the address at which workers join a run, and finds its keys."""
+
+import ipaddress
+import re
+import socket
+from pathlib import Path
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+from asyncrl.fleet.launching.key_folder import KeyFolder
+
+ADDRESS = re.compile(r"tcp://([^/:]+):(\d+)")
+KEYS = "join_keys"
+"""Folder of keys in a run directory."""
+
+
+def join_address(text: str, key: str) -> str:
+    """Returns tcp://IP:PORT of an address with the name or number of a host. key: names it in errors. Raises
+    ConfigError for what is no such address, or names no single host."""
+    found = ADDRESS.fullmatch(text)
+    if not found or not 0 < int(found[2]) < 65536:
+        raise ConfigError(f"{key}: {text!r} is no address; write tcp://HOST:PORT")
+    try:
+        host = str(socket.getaddrinfo(found[1], None, socket.AF_INET)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"{key}: there is no host {found[1]!r}: {error}") from error
+    if ipaddress.ip_address(host).is_unspecified:
+        raise ConfigError(f"{key}: {found[1]} is every address of a host: name the one by which others reach it")
+    return f"tcp://{host}:{found[2]}"
+
+
+def host_of(address: str) -> str:
+    """Returns the number of the host in tcp://IP:PORT."""
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
+def listen_address(config: Config) -> str:
+    """Returns where a run listens. Raises ConfigError for a wrong address, and for one that other hosts reach without
+    keys that somebody made for them."""
+    address = join_address(config.fleet.listen, "fleet.listen")
+    if not config.fleet.join_keys and not ipaddress.ip_address(host_of(address)).is_loopback:
+        raise ConfigError(
+            f"fleet.listen: other hosts reach {config.fleet.listen}, and fleet.join_keys names no keys: make a folder "
+            f"of them with `asyncrl admit DIR {min(config.fleet.joined)}`, and write fleet.join_keys = DIR"
+        )
+    return address
+
+
+def join_keys(config: Config, run_dir: Path) -> KeyFolder:
+    """Returns the keys of a run; makes those in its directory where the config names none."""
+    if config.fleet.join_keys:
+        return KeyFolder(Path(config.fleet.join_keys))
+    folder = KeyFolder.made(run_dir / KEYS)
+    for service in config.fleet.joined:
+        folder.key_of(service)
+    return folder
+
+
+def local_address_towards(address: str) -> str:
+    """Returns the address of this host from which it reaches another one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host_of(address), int(address.rpartition(":")[2])))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,120 @@
+"""Starts the services of a run: launches those of this host, and waits for workers that join."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.install_hints import program
+from asyncrl.config.named_files import source_files
+from asyncrl.deploy.feedback_address import feedback_address
+from asyncrl.deploy.join_address import host_of, join_keys, listen_address
+from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
+from asyncrl.deploy.process.stop_signals import StopSignals
+from asyncrl.deploy.service_specs import service_specs
+from asyncrl.errors import ConfigError
+from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
+from asyncrl.fleet.lifecycle_events import FleetEvent
+from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.telemetry.display import Display
+from asyncrl.telemetry.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from asyncrl.deploy.run_setup import RunRequest
+
+LONGEST = "longest_prompts.jsonl"
+"""File in the run's logs with the prompts whose tokens are counted before anything is trained."""
+PRETRAIN = "pretrain.jsonl"
+"""File in the run's logs with the texts that the trainer learns besides its samples."""
+
+
+@asynccontextmanager
+async def run_fleet(
+    request: "RunRequest", facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path]
+) -> AsyncIterator[RunningFleet]:
+    """Starts the services of the run. scorers: folders of scoring models by service."""
+    config, logs = request.config, facts.run_dir / "logs"
+    options: dict[str, dict[str, Any]] = {name: {"model": str(folder)} for name, folder in scorers.items()}
+    options["generation"] = {"longest_prompts": str(logs / LONGEST)}
+    options["training"] = {"pretrain": str(logs / PRETRAIN)}
+    if config.feedback.asks:
+        address = feedback_address(config.feedback, RunDirectory(facts.run_dir))
+        options["reward"] = {**options.get("reward", {}), **address.options}
+        request.display.say(f"answers wait for your rating at {address.url}")
+    async with AsyncExitStack() as scope:
+        launcher = None
+        if config.fleet.wire != "inproc":
+            host = host_of(listen_address(config)) if config.fleet.listen else LOOPBACK
+            launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire, request.forks, host))
+            signals.hurry = launcher.hurry
+            options["training"]["meeting"] = str(launcher.sockets / "training.meeting")
+        specs = list(_specs(request, options))
+        join_point = await scope.enter_async_context(_join_point(specs, facts, scorers, request.display))
+        request.display.say(f"starting {', '.join(spec.name for spec in specs)}")
+        report = request.display.say
+        running = await scope.enter_async_context(
+            running_fleet(specs, facts, launcher=launcher, join_point=join_point, report=report, resume=request.command)
+        )
+        for worker in chain.from_iterable(running.workers.values()):
+            if worker.alive:
+                request.display.note("WorkerStarted", instance=worker.instance)
+        running.subscribers.append(partial(_note_worker, request.display))
+        yield running
+
+
+def _specs(request: "RunRequest", options: Mapping[str, Mapping[str, Any]]) -> Iterator[ServiceSpec]:
+    joined = request.config.fleet.joined
+    for wanted in service_specs(request.config):
+        spec = request.services.get(wanted.name, wanted)
+        if spec.here and spec.name in joined:
+            raise ConfigError(f"fleet.joined: {spec.name} is a Python object of this process, which no worker can join")
+        merged = {**spec.options, **options.get(spec.name, {})}
+        yield replace(spec, options=merged, joined=joined.get(spec.name, 0))
+
+
+@asynccontextmanager
+async def _join_point(
+    specs: list[ServiceSpec], facts: RunFacts, scorers: Mapping[str, Path], display: Display
+) -> AsyncIterator[JoinPoint | None]:
+    """Listens for workers that join, if the config says that some do."""
+    config = facts.config
+    if not config.fleet.joined:
+        yield None
+        return
+    keys = join_keys(config, facts.run_dir)
+    places = {}
+    for spec in specs:
+        if spec.joined:
+            packages = ("asyncrl",) if spec.origin == "plain" else ("asyncrl", "torch", "transformers")
+            paths = [str(path) for path in _read_paths(spec.name, facts, scorers)]
+            key = keys.path / f"{spec.name}.key"
+            command = f"{program()} serve {spec.name} --join {config.fleet.listen} --key {key}"
+            places[spec.name] = Places(spec.joined, packages, paths, command)
+    point = JoinPoint(
+        listen_address(config), places, keys.role_of, deadline=config.fleet.join_deadline, report=display.say
+    )
+    with closing(ZmqWire(keys.controller_keys())) as wire:
+        async with open_join_point(point, wire):
+            yield point
+
+
+def _read_paths(service: str, facts: RunFacts, scorers: Mapping[str, Path]) -> Iterator[Path]:
+    """Yields the files and folders that a worker of a service reads."""
+    yield facts.run_dir
+    if service in ("generation", "evaluation", "reference"):
+        yield facts.model_dir
+    if service in scorers:
+        yield scorers[service]
+    for key, path in source_files(facts.config):
+        if key.partition(".")[0] == service:
+            yield path.absolute()
+
+
+def _note_worker(display: Display, event: FleetEvent) -> None:
+    """Notes what happens to workers in the controller's log."""
+    display.note(type(event).__name__, **{name: str(value) for name, value in asdict(event).items()})

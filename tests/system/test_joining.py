@@ -1,0 +1,80 @@
+"""Two generation workers join the quickstart by `asyncrl serve`; one host is killed, and one joins again."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.controller.journal.audit import audit
+from asyncrl.lanes.bound_socket import bound_socket
+from asyncrl.telemetry.jsonl import read_lines
+
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import ForkedProgram
+from watching import PATIENCE, dead, wait_until, workers_of
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+
+CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]
+
+
+@contextmanager
+def program(*arguments: str, output: Path) -> Iterator["subprocess.Popen[str]"]:
+    with output.open("w") as file:
+        process = ForkedProgram([*CLI, *arguments], stdout=file, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+def free_address() -> str:
+    with closing(bound_socket("127.0.0.1", 0, "a test")) as socket:
+        return f"tcp://127.0.0.1:{socket.getsockname()[1]}"
+
+
+def events(run_dir: Path, event: str) -> list[str]:
+    """Returns the generation instances with this event, in its order."""
+    lines = read_lines(run_dir / "logs" / "controller.jsonl")
+    return [line["instance"] for line in lines if line["event"] == event and line["instance"].startswith("generation")]
+
+
+def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model: Path, tmp_path: Path) -> None:
+    run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
+    key = run_dir / "join_keys" / "generation.key"
+    flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
+    flags += ["--listen", address, "--fleet.joined", "{generation = 2}", "--generation.replicas", "2"]
+    serve = ["serve", "generation", "--join", address, "--key", str(key)]
+
+    def step() -> int:
+        return len(re.findall(r"^step \d+/", shown.read_text(), re.MULTILINE))
+
+    with program("run", "quickstart", *flags, output=shown) as run:
+        wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
+        with (
+            program(*serve, output=tmp_path / "1.out") as killed,
+            program(*serve, output=tmp_path / "2.out") as stays,
+        ):
+            wait_until(lambda: step() >= 3, shown.read_text)
+            workers = workers_of(run_dir)
+            killed.kill()
+            wait_until(lambda: bool(events(run_dir, "WorkerLost")), "the loss to be known", 20.0)
+            assert any(dead(pid) for pid in workers.values()), "a worker ends with its host"
+            with program(*serve, output=tmp_path / "3.out") as again:
+                wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 3, "a worker in its place")
+                reached = step()
+                wait_until(lambda: step() > reached + 1, shown.read_text)
+                run.send_signal(signal.SIGINT)
+                assert run.wait(PATIENCE) == 0, shown.read_text()
+                assert (stays.wait(20), again.wait(20)) == (0, 0), "hosts leave at the end of the run"
+    (lost,) = events(run_dir, "WorkerLost")
+    assert lost.partition("-")[0] == events(run_dir, "WorkerStarted")[-1].partition("-")[0]
+    assert "no sign of life comes from it" in shown.read_text()
+    report = audit(run_dir)
+    assert report.ok, str(report)

@@ -1,0 +1,82 @@
+"""Hosts that join over ZeroMQ, with keys that fit and keys that do not."""
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
+from asyncrl.fleet.launching.joining_host import JoiningHost
+from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
+from asyncrl.lanes.bound_socket import bound_socket
+from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.host_id import HostId
+from tests.unit.fleet.fake_workers import spec_of
+from tests.unit.fleet.launching.test_joining import FakeLauncher
+
+ECHO = Places(needed=1, packages=("asyncrl",), paths=(), command="asyncrl serve echo")
+
+
+@pytest.fixture
+def address() -> str:
+    with closing(bound_socket("127.0.0.1", 0, "a test")) as socket:
+        port = socket.getsockname()[1]
+    return f"tcp://127.0.0.1:{port}"
+
+
+def join_point(address: str, keys: KeyFolder) -> JoinPoint:
+    return JoinPoint(address, {"echo": ECHO}, keys.role_of, deadline=30.0, report=lambda text: None)
+
+
+def host(wire: ZmqWire, address: str, key: WorkerKey) -> JoiningHost:
+    launcher = FakeLauncher(HostId("h1", name="h1"))
+    stop, said = asyncio.Event(), list[str]()
+    return JoiningHost(
+        wire, address, "echo", key.proof, launcher, stop, timeout=30.0, say=said.append, host=launcher.host
+    )
+
+
+async def test_a_host_with_an_admitted_key_gets_a_worker_to_run(address: str, tmp_path: Path) -> None:
+    keys = KeyFolder.made(tmp_path)
+    key = WorkerKey.read(keys.key_of("echo"))
+    with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
+        async with open_join_point(join_point(address, keys), here) as point:
+            joining = host(there, address, key)
+            task = asyncio.create_task(joining.serve())
+            async with asyncio.timeout(20):
+                worker = await point.spawn(spec_of("echo0.0-0-a"))
+                assert worker.host.name == "h1"
+                worker.kill()
+                await worker.wait()
+                joining.stop.set()
+                await task
+
+
+@pytest.mark.parametrize("whose", ["another controller's", "one made for another controller"])
+async def test_a_host_with_another_key_is_refused_at_once(whose: str, address: str, tmp_path: Path) -> None:
+    keys, others = KeyFolder.made(tmp_path / "ours"), KeyFolder.made(tmp_path / "theirs")
+    own, other = WorkerKey.read(keys.key_of("echo")), WorkerKey.read(others.key_of("echo"))
+    wrong = other if whose == "another controller's" else _addressed_to(other, own)
+    with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(wrong.keys)) as there:
+        async with open_join_point(join_point(address, keys), here):
+            with pytest.raises(ConfigError, match="does not accept the key of this host"):
+                async with asyncio.timeout(20):
+                    await host(there, address, wrong).serve()
+
+
+def _addressed_to(key: WorkerKey, other: WorkerKey) -> WorkerKey:
+    """Returns a key that knows the controller of the other one, which does not know the key."""
+    return WorkerKey(key.role, type(key.keys)(key.keys.public, key.keys.secret, server=other.keys.server))
+
+
+async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    keys = KeyFolder.made(tmp_path)
+    keys.key_of("echo")
+    with closing(bound_socket("127.0.0.1", 0, "a test")) as socket, closing(ZmqWire(keys.controller_keys())) as wire:
+        socket.listen()
+        address = f"tcp://127.0.0.1:{socket.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"cannot listen at {address} .*another program listens there"):
+            async with open_join_point(join_point(address, keys), wire):
+                pass
