@@ -20,7 +20,7 @@ ENCRYPTED = "tcp://"
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"asyncrl"
 USER = b"asyncrl"
-KEY_REFUSED = "does not accept our key"
+KEY_REFUSED = "does not accept our keys"
 """Part of the reason why a connection is lost that a listener refused in the handshake."""
 
 
