@@ -5,6 +5,8 @@ and never moved or doubled. On CPUs the system provides a page when a block is f
 the blocks in `BlockPool.touched` need.
 """
 
+import mmap
+from contextlib import suppress
 from itertools import chain
 
 import numpy as np
@@ -90,8 +92,12 @@ class KVCache:
 
 
 def _reserve(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Returns zeros. On CPUs numpy's come from pages that the system provides at the first write; torch writes its."""
+    """Returns zeros. On CPUs their pages are provided at the first write, and are small: huge ones would add up to
+    2 MiB for the keys and for the values of each layer, and gain nothing."""
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    numbers = int(np.prod(shape))
-    return torch.from_numpy(np.zeros(numbers * like.element_size(), np.uint8)).view(like.dtype).view(shape)
+    size = int(np.prod(shape)) * like.element_size()
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # A kernel without huge pages refuses it.
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)

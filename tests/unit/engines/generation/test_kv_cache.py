@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.bench.generation_speed.long_prompt import resident_bytes
 from asyncrl.engines.generation.forward import attention
 from asyncrl.engines.generation.forward.attention import DecodeBlocks, FlatTokens, attend
 from asyncrl.engines.generation.forward.kv_cache import KVCache
@@ -108,6 +109,16 @@ def test_each_slot_finds_its_own_positions_again(actions: list[tuple[str, int, i
     for name, *arguments in actions:
         getattr(mirror, name)(*arguments)
         mirror.check()
+
+
+def test_the_system_provides_no_more_than_the_blocks_that_are_written() -> None:
+    """With huge pages each of the two tensors would have 2 MiB or more; with zeros of torch, all of its pages."""
+    held = KVCache(64, 64 * KV_BLOCK)
+    held.tables.allocate(0, KV_BLOCK)
+    written = torch.zeros(KV_BLOCK, 1, 64)
+    held.write(0, (torch.zeros(KV_BLOCK).long(), torch.arange(KV_BLOCK)), written, written)
+    assert held.bytes == 2 * KV_BLOCK * 64 * 4
+    assert resident_bytes(held._layers[0]) == held.bytes
 
 
 def test_memory_is_that_of_the_positions_held() -> None:
