@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.config.gate_config import GateConfig
+from asyncrl.controller import sample_tracker
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.iterations import Iterations
 from asyncrl.controller.journal.journal import Journal
@@ -114,7 +115,45 @@ def answered_row(member: int, *, attempt: int = 0, last: int = 0, owner: str = "
     return RowRef(0, member, attempt, 0, 1, 4, 0, last, "", (place,), turns=2, given=1)
 
 
-def test_a_checkpoint_saves_what_waits_for_training_and_then_episodes_that_were_answered() -> None:
+def test_columns_of_an_old_attempt_are_freed_and_replace_nothing() -> None:
+    released: list[SampleName] = []
+    gate = Gate(CONFIG)
+    tracker = SampleTracker(
+        gate, Journal(MemoryStore()), lambda event: None, released.extend, lambda: None, lambda: None
+    )
+    group = tracker.draw()
+    tracker.restart(group, "its worker died")
+    newest = replace(row(group, 0), attempt=1)
+    tracker.generated([newest])
+    released.clear()
+    values = Place("shm://critic0.0-0-1.rows", 0, 1, ("values",))
+    tracker.holds(row(group, 0).stored_at(values))
+    assert released == [(group, 0, 0)]
+    assert gate.group(group).samples[0].row == newest
+    tracker.holds(newest.stored_at(values))
+    assert gate.group(group).samples[0].row == newest.stored_at(values)
+
+
+def test_only_the_row_that_the_journal_knows_is_restored() -> None:
+    gate = Gate(CONFIG)
+    tracker = SampleTracker(
+        gate, Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None, lambda: None
+    )
+    ready = row(tracker.draw(), 0)
+    tracker.generated([ready])
+    tracker.scored(ready, Score(1.0, {}))
+    sample = gate.group(ready.group).samples[0]
+    sample.row = None
+    for other in (ready.with_reward(0.5), replace(ready.with_reward(1.0), attempt=1)):
+        tracker.restored(other)
+        assert sample.row is None
+    tracker.restored(ready.with_reward(1.0))
+    assert sample.row == ready.with_reward(1.0)
+
+
+def test_a_checkpoint_saves_what_waits_for_training_and_then_episodes_that_were_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate = Gate(CONFIG)
     tracker = SampleTracker(
         gate, Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None, lambda: None
@@ -124,6 +163,9 @@ def test_a_checkpoint_saves_what_waits_for_training_and_then_episodes_that_were_
     tracker.generated([row(group, 0), row(group, 3)])
     tracker.scored(row(group, 3), Score(1.0, {}))
     assert [each.name for each in tracker.rows_to_save()] == [(0, 3, 0), (0, 1, 0), (0, 2, 0)]
+    with monkeypatch.context() as patched:
+        patched.setattr(sample_tracker, "MOST_SAVED", 2)
+        assert [each.name for each in tracker.rows_to_save()] == [(0, 3, 0), (0, 1, 0)]
     tracker.restart(group, "a worker died")
     assert [each.name for each in tracker.rows_to_save()] == [], "the journal knows the new attempt, and not the rows"
     tracker.answered([answered_row(2, attempt=1)])

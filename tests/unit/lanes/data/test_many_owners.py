@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asyncrl.deploy.preflight import WORKERS_DESCRIPTORS
-from asyncrl.errors import LostRows
+from asyncrl.errors import LostRows, WireError
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
@@ -177,6 +177,24 @@ async def test_one_lost_owner_of_many_is_a_lost_row_and_the_others_are_read_on(f
             await reader.read(refs, ["tokens"])
         others = [number for number in range(OWNERS) if number != 7]
         assert values(await reader.read(refs.take(others), ["tokens"])) == others
+
+
+@pytest.mark.parametrize("fleet", ["inproc"], indirect=True)
+async def test_an_answer_with_other_rows_or_columns_is_an_error_that_says_so(fleet: Fleet) -> None:
+    answers = [Batch({}), Batch({"tokens": Column.of([])}), Batch({"text": Column.of([np.zeros(1, np.int32)])})]
+
+    def other(number: int, dispatch: Callable[[Call], Any]) -> Callable[[Call], Any]:
+        async def answer(call: Call) -> Batch:
+            return answers[number]
+
+        return answer
+
+    fleet.answer = other
+    refs = fleet.add("inproc", len(answers))
+    async with fleet.reader() as reader:
+        for number in range(len(answers)):
+            with pytest.raises(WireError, match=r"rows of \[.*\] came for 1 of \('tokens',\)"):
+                await reader.read(refs.take([number]), ["tokens"])
 
 
 @pytest.mark.parametrize("fleet", ["inproc"], indirect=True)

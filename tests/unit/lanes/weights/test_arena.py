@@ -1,6 +1,7 @@
 """The arena on both memories: what readers may see, whatever the writer does."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
@@ -120,9 +121,13 @@ def test_overwritten_version_is_refused_by_name(make_writer: Callable[[WeightsSp
     writer = make_writer(spec)
     old = writer.write(0, 0, named(1.0))
     writer.write(0, 1, named(2.0))
-    writer.write(0, 2, named(3.0))
+    newest = writer.write(0, 2, named(3.0))
+    reader = open_reader(old, spec)
     with pytest.raises(WeightsError, match="holds version 2 of incarnation 0, not version 0"):
-        open_reader(old, spec).tensors(old)
+        reader.tensors(old)
+    reader.check(newest)
+    with pytest.raises(WeightsError, match="not version 2 of incarnation 1"):
+        reader.check(replace(newest, incarnation=1))
 
 
 @pytest.mark.parametrize("limit", [slot_memory.FULL_DIGEST_BYTES, 0])
