@@ -157,14 +157,23 @@ def test_a_host_that_is_to_leave_gives_up_its_worker_which_is_no_death() -> None
     assert "h1 leaves; its echo worker, if any, is given up" in playing(play)
 
 
+def test_a_host_that_loses_its_controller_ends_its_worker() -> None:
+    async def play(here: Site) -> None:
+        here.host("h1")
+        await here.point.spawn(place(0))
+        here.wire.sever(ADDRESS)
+        await asyncio.sleep(5)
+        assert here.worker("h1").requests == ["stop"]
+
+    playing(play)
+
+
 def test_the_end_of_a_run_has_hosts_leave() -> None:
     async def play(here: Site) -> None:
         here.host("h1")
         worker = await here.point.spawn(place(0))
         worker.stop()
         await worker.wait()
-        await here.point.dismiss()
-        await here.hosts["h1"][2]
 
     assert f"the run at {ADDRESS} has ended" in playing(play)
 
