@@ -1,4 +1,5 @@
-"""All messages that cross a wire: frozen dataclasses of plain values and arrays.
+"""All messages that cross a wire: frozen dataclasses of plain values and arrays; references of rows, of which there are
+most, are named tuples.
 
 `WIRE_TYPES` is the closed list of what the codec encodes and decodes; nothing else is ever built from bytes.
 """
@@ -368,7 +369,7 @@ class JoinOrder:
     text: str = ""
 
 
-PROTOCOL = 20
+PROTOCOL = 21
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

@@ -7,7 +7,7 @@ An episode that no child knows is played again from its transcript, and what the
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -194,7 +194,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         state.rewards = [*self._rewards_before(state, sample, played), reward]
         columns["transcript"] = transcript_column(transcript)
         columns["turn_rewards"] = np.array(state.rewards, np.float32)
-        state.answered = replace(sample, finish=finish, places=(self.keep(sample.name, columns),))
+        state.answered = sample._replace(finish=finish, places=(self.keep(sample.name, columns),))
         state.said = hash(said)
         if finish:
             self._pool.forget([state.name])

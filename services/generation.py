@@ -235,7 +235,7 @@ class GenerationService(Service, Generation):
         prompt_tokens, tokens, first, last = len(prompt), len(versions), int(versions[0]), int(versions[-1])
         identity = (group, member, attempt, self.context.facts.incarnation)
         row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
-        return row if after is None else replace(row, turns=after.turns, given=after.given)
+        return row if after is None else row._replace(turns=after.turns, given=after.given)
 
     def _abort(self, keys: Iterable[Key], stream: CompletionQueue) -> None:
         """Ends the open samples of a call at the next decode step. The next turn of one that has finished may run in

@@ -106,4 +106,4 @@ def _ended_before(row: RowRef, before: dict[int, RowRef], attempt: int) -> RowRe
     known = before.get(row.member)
     if known is None or row.turns != known.turns:
         return None
-    return replace(known, finish=row.finish, attempt=attempt)
+    return known._replace(finish=row.finish, attempt=attempt)

@@ -79,7 +79,7 @@ def a_restored_sample_keeps_its_incarnation(patch: Patch) -> None:
 
     async def restore_rows(service: FakeGeneration, directory: str, samples: BatchRef) -> BatchRef:
         rows = await whole(service, directory, samples)
-        return BatchRef(tuple(replace(row, incarnation=row.incarnation - 1) for row in rows))
+        return BatchRef(tuple(row._replace(incarnation=row.incarnation - 1) for row in rows))
 
     patch.setattr(FakeGeneration, "restore_rows", restore_rows)
 

@@ -8,7 +8,7 @@ The controller never waits for the recorder.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Literal
 
@@ -177,7 +177,7 @@ class Recorder:
         return [
             sample_record(
                 step_of(done.report),
-                replace(row, advantage=None) if by_token else row,
+                row._replace(advantage=None) if by_token else row,
                 self._texts[row.key],
                 self._terms.get(row.key, {}),
                 trained.get(row.key, TrainedSample(row.group, row.member, row.attempt, 0, row.tokens, "skipped")),

@@ -1,6 +1,6 @@
 """Makes the requests of turns: the first one from the prompt of a group, each later one from the row of its sample."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class TurnRequests:
             if len(after.response) < self.budget.answer:
                 turns.append(Turn(self._request(prompts, sample.member, after.tokens, after), after))
             else:
-                ended.append(replace(sample, finish=NO_ROOM))
+                ended.append(sample._replace(finish=NO_ROOM))
         return turns, ended
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -16,8 +15,7 @@ Check = Callable[[Any], Any]
 
 def field_checks(cls: type) -> tuple[tuple[str, Check], ...]:
     """Returns name and check of each field of a message, in the order on the wire."""
-    hints = get_type_hints(cls)
-    return tuple((field.name, check_for(hints[field.name])) for field in fields(cls))
+    return tuple((name, check_for(hint)) for name, hint in get_type_hints(cls).items())
 
 
 def check_for(hint: Any) -> Check:

@@ -4,14 +4,15 @@
     frames 1..n    the bytes of arrays of INLINE_BYTES or more, untouched
 
 In the value a list stands for everything that is not a plain scalar or a mapping: [tag, ...], where the tag says list,
-tuple, array ([tag, dtype, shape, inline bytes | frame number]) or one of WIRE_TYPES with its fields in order. Decoding
-yields only these, of declared types and sizes; any other bytes raise WireError. Decoded arrays are read-only views of
-their frame.
+tuple, array ([tag, dtype, shape, inline bytes | frame number]) or one of WIRE_TYPES with its fields in order, without
+the last ones where they have their defaults. Decoding yields only these, of declared types and sizes; any other bytes
+raise WireError. Decoded arrays are read-only views of their frame.
 """
 
 import asyncio
 import struct
 from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
 from math import prod
 from operator import attrgetter
 from typing import Any
@@ -67,8 +68,8 @@ def _lower(value: Any, frames: list[Frame], depth: int) -> Any:
         return value
     if depth >= MAX_DEPTH:
         raise WireError(f"a value nested deeper than {MAX_DEPTH} cannot be sent")
-    if cls in _CODEC_OF:
-        return _CODEC_OF[cls].lower(value, frames, depth + 1)
+    if (codec := _CODEC_OF.get(cls)) is not None:
+        return codec.lower(value, frames, depth + 1)
     if cls is list or cls is tuple:
         tag = _LIST if cls is list else _TUPLE
         if _PLAIN.issuperset(map(type, value)):
@@ -95,10 +96,10 @@ def _lower_array(array: NDArray[Any], frames: list[Frame]) -> list[Any]:
     if array.dtype not in DTYPES or array.ndim > MAX_DIMENSIONS:
         known = [str(dtype) for dtype in DTYPES]
         raise WireError(f"an array of {array.dtype} {list(array.shape)} cannot be sent; the dtypes that can: {known}")
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     head = [_ARRAY, DTYPES.index(array.dtype), list(array.shape)]
     if array.nbytes < INLINE_BYTES:
-        return [*head, flat.tobytes()]
+        return [*head, array.tobytes()]
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     frames.append(flat.data)
     return [*head, len(frames) - 1]
 
@@ -186,6 +187,14 @@ class _Reader:
         return self._frames[where]
 
 
+def _fields_of(cls: type, names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns the function that gives the fields of a message."""
+    if issubclass(cls, tuple):
+        return tuple
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda message: (get(message),)
+
+
 class _MessageCodec:
     """Lowers and builds the messages of one type. Which fields need more than a copy depends on the types of all fields
     alone; a run has few combinations of types, which are remembered (docs/decisions.md)."""
@@ -194,7 +203,9 @@ class _MessageCodec:
         self._tag = tag
         self._cls = cls
         self._checks = field_checks(cls)
-        self._fields: Callable[[Any], Any] = attrgetter(*[name for name, _ in self._checks])
+        self._fields = _fields_of(cls, [name for name, _ in self._checks])
+        self._defaults = [parameter.default for parameter in signature(cls).parameters.values()]
+        self._required = self._defaults.count(Parameter.empty)
         self._to_lower: dict[tuple[type, ...], tuple[int, ...]] = {}
         self._to_read: dict[tuple[type, ...], tuple[int, ...]] = {}
         """Types of the nodes of a valid message, its tag first -> fields that differ from their node, because they have
@@ -202,7 +213,10 @@ class _MessageCodec:
 
     def lower(self, message: Any, frames: list[Frame], depth: int) -> list[Any]:
         fields = self._fields(message)
-        tree = [self._tag, fields] if len(self._checks) == 1 else [self._tag, *fields]
+        count = len(fields)
+        while count > self._required and fields[count - 1] is self._defaults[count - 1]:
+            count -= 1
+        tree = [self._tag, *fields[:count]]
         types = tuple(map(type, tree))
         plan = self._to_lower.get(types)
         if plan is None:
@@ -218,7 +232,7 @@ class _MessageCodec:
         types = tuple(map(type, node))
         plan = self._to_read.get(types)
         values = node[1:]
-        if len(values) != len(self._checks):
+        if not self._required <= len(values) <= len(self._checks):
             raise WireError(f"a {self._cls.__name__} with {len(values)} fields; it has {len(self._checks)}")
         place = 0
         try:

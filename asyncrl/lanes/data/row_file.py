@@ -7,7 +7,7 @@ as `asyncrl/lanes/control/message_codec.py` encodes them.
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from io import BufferedIOBase
 from typing import Any, Protocol
@@ -142,7 +142,7 @@ async def store_again(
         for number, row in enumerate(refs):
             if row.name in wanted:
                 place = keep(row.name, {name: column[number] for name, column in rows.columns.items()})
-                found.append(replace(row, incarnation=incarnation, places=(place,)))
+                found.append(row._replace(incarnation=incarnation, places=(place,)))
     return BatchRef(tuple(found))
 
 

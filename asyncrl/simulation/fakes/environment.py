@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ class FakeEnvironment(FakeService, Environment):
                 KEY: np.array(sample.name, np.int32),
             }
             finish = "stop" if sample.turns >= self.turns_of(sample) else ""
-            self.answered[sample.name] = replace(sample, finish=finish, places=(self.keep(sample.name, columns),))
+            self.answered[sample.name] = sample._replace(finish=finish, places=(self.keep(sample.name, columns),))
         return BatchRef(tuple(self.answered[sample.name] for sample in samples))
 
     async def release(self, samples: list[SampleName], oldest: int) -> None:

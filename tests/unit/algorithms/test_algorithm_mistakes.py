@@ -260,7 +260,7 @@ def test_forgotten_log_probabilities_of_the_reference_are_told() -> None:
     training = FakeTraining(StepCost(1.0), 1, [generation, reference], seed=0)
     checks = AlgorithmChecks(Fleet(generation, FakeReward(0.1), training, reference=reference))
     unseen = BatchRef((SAMPLE,))
-    seen = unseen.with_places([replace(PLACE, columns=("reference_logprobs",))])
+    seen = unseen.with_places([PLACE._replace(columns=("reference_logprobs",))])
     checks.check_ready(seen, [Score(1.0, {})], None)
     checks.check_ready(unseen, [Score(None, {})], None)
     with pytest.raises(AlgorithmError, match=r"control\.holds\(await fleet\.reference\.logprobs\(samples\)\)` before"):
@@ -271,7 +271,7 @@ def test_a_score_without_the_rewards_of_tokens_that_the_trainer_reads_is_told() 
     generation = FakeGeneration(16, 0.1, constant(20))
     fleet = Fleet(generation, FakeReward(0.1), FakeTraining(StepCost(1.0), 1, [generation], seed=0))
     checks, samples = AlgorithmChecks(fleet, by_token=True), BatchRef((SAMPLE,))
-    stored = Score(1.0, {}, place=replace(PLACE, columns=("token_rewards",)))
+    stored = Score(1.0, {}, place=PLACE._replace(columns=("token_rewards",)))
     checks.check_ready(samples, [replace(stored, reward=0.5)], None)
     checks.check_ready(samples, [Score(None, {})], None)
     with pytest.raises(AlgorithmError, match=r"sample \(0, 1\) a score without the rewards of its tokens.*replace"):
@@ -288,7 +288,7 @@ def test_one_number_is_no_list_of_scores() -> None:
 
 
 def test_drops_of_groups_that_are_done_are_forgotten() -> None:
-    checks, later = checks_without_columns(), replace(SAMPLE, group=1)
+    checks, later = checks_without_columns(), SAMPLE._replace(group=1)
     checks.remember_drop(SAMPLE, {0: None})
     checks.remember_drop(later, {1: None})
     checks.check_ready(BatchRef((SAMPLE,)), [Score(1.0, {})], None)

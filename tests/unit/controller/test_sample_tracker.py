@@ -99,9 +99,9 @@ def test_what_a_worker_may_have_made_unheard_is_released_too() -> None:
     assert released == [(group, member, 0) for member in range(4)]
     released.clear()
 
-    tracker.generated([row(group, 0), replace(row(group, 1), attempt=1)])
+    tracker.generated([row(group, 0), row(group, 1)._replace(attempt=1)])
     assert released == [(group, 0, 0)], "a late answer"
-    tracker.generated([replace(row(group, 1), attempt=1)])
+    tracker.generated([row(group, 1)._replace(attempt=1)])
     assert released == [(group, 0, 0)], "a repeated answer is the row that waits for training"
     released.clear()
 
@@ -180,7 +180,7 @@ def test_the_next_attempt_goes_on_from_restored_turns_of_its_own_sample_only() -
     )
     group = tracker.draw()
     tracker.restart(group, "resumed")
-    tracker.generated([replace(row(group, 3), attempt=1)])
+    tracker.generated([row(group, 3)._replace(attempt=1)])
     released.clear()
     good = answered_row(0, owner="generation0.0-1-9")
     refused = [answered_row(1, attempt=1), answered_row(2, last=1), answered_row(3)]
@@ -205,7 +205,7 @@ def _instructions_to_find_groups(elsewhere: int) -> int:
         tracker.generated([row(tracker.draw(), 0)])
     mine = tracker.draw()
     place = Place("shm://generation1.0-0-1.rows", 0, 1, ("text",))
-    tracker.generated([replace(row(mine, 0), places=(place,))])
+    tracker.generated([row(mine, 0)._replace(places=(place,))])
     with counting() as count:
         assert tracker.groups_at("generation1.0-0-1") == [mine]
     tracker.drop(mine, (0, 1, 2, 3), "poison")
@@ -223,7 +223,7 @@ async def test_a_batch_has_the_advantages_of_turns_where_the_config_asks_for_the
     groups = [tracker.draw(), tracker.draw()]
     for group in groups:
         for member, turns in enumerate(((1.0, 3.0), (0.0, 1.0))):
-            episode = replace(row(group, member), turns=2, given=5)
+            episode = row(group, member)._replace(turns=2, given=5)
             tracker.generated([episode])
             tracker.scored(episode, Score(sum(turns), {}, "", turns))
     cuts = tracker.pick()
@@ -249,5 +249,5 @@ def test_the_rewards_of_tokens_are_part_of_the_row_and_freed_with_a_refused_scor
     assert kept.place_of("token_rewards") == place
     assert kept.place_of("text") == row(group, 0).places[0]
     assert not released
-    tracker.scored(replace(row(group, 1), attempt=7), Score(1.0, {}, place=place))
+    tracker.scored(row(group, 1)._replace(attempt=7), Score(1.0, {}, place=place))
     assert released == [(group, 1, 7)], "nothing else would free what an old attempt stored"

@@ -100,7 +100,7 @@ class Finishing(FakeGeneration):
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         async with aclosing(cast(Any, super().generate(prompts))) as items:
             async for samples in items:
-                yield BatchRef(tuple(replace(row, finish=self.reason) for row in samples))
+                yield BatchRef(tuple(row._replace(finish=self.reason) for row in samples))
 
 
 @pytest.mark.parametrize(("finish", "counts"), [("stop", True), ("stop_string", True), ("length", False)])

@@ -1,6 +1,5 @@
 """Rows taken from columns."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +45,6 @@ def test_samples_of_which_two_services_made_columns_lie_at_all_their_places() ->
     row = RowRef(3, 0, 0, 1, 2, 5, 0, 0, "stop", (made,))
     samples = BatchRef((row,))
     joined = samples.with_places([one]).also_at(samples.with_places([other]))
-    assert joined.rows[0] == replace(row, places=(made, one, other))
+    assert joined.rows[0] == row._replace(places=(made, one, other))
     with pytest.raises(ValueError, match="shorter"):
         joined.also_at(BatchRef(()))

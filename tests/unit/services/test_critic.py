@@ -84,7 +84,7 @@ def batch(service: CriticService, refs: BatchRef, values: list[np.ndarray], vers
         names = ("prompt_ids", "response_ids", "logprobs", "versions")
         columns = dict(zip(names, store.read(ref.places[0], names), strict=True))
         place = store.put({**columns, "values": judged, "valued_at": np.zeros(1, np.int64)})
-        rows.append(replace(ref, places=(place,), advantage=float(ref.member)))
+        rows.append(ref._replace(places=(place,), advantage=float(ref.member)))
     return Cuts(
         service.context.facts.incarnation, version, BatchRef(tuple(rows)), sum(r.tokens for r in rows), len(rows)
     )
@@ -196,7 +196,7 @@ async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(servi
     """The policy's step was lost, another batch went first, and a partial cut left the sample for the version after."""
 
     async def again(service: CriticService, refs: BatchRef, version: int) -> tuple[int, str]:
-        kept = BatchRef(tuple(replace(row, incarnation=service.context.facts.incarnation) for row in refs))
+        kept = BatchRef(tuple(row._replace(incarnation=service.context.facts.incarnation) for row in refs))
         report = await service.update(batch(service, kept, zeros(kept), version))
         return report.updates, report.skipped
 
@@ -210,7 +210,7 @@ async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(servi
     async with serving(checkpoint_dir=tmp_path, incarnation=INCARNATION + 1) as resumed:
         refs = sampled(resumed)
         assert await again(resumed, refs.take(range(1, 6)), 3) == (0, "learnt before")
-        new = BatchRef(tuple(replace(row, attempt=1) for row in refs.take([1])))
+        new = BatchRef(tuple(row._replace(attempt=1) for row in refs.take([1])))
         assert await again(resumed, new, 4) == (1, "")
         await resumed.release([], oldest=9)
         assert not resumed._used
@@ -256,7 +256,7 @@ async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Servin
         with pytest.raises(Refused, match="from version 4"):
             await resumed.update(batch(resumed, others, zeros(others), version=4))
         cuts = batch(resumed, others, zeros(others), version=5)
-        fresh = BatchRef(tuple(replace(row, incarnation=INCARNATION + 1) for row in cuts.batch))
+        fresh = BatchRef(tuple(row._replace(incarnation=INCARNATION + 1) for row in cuts.batch))
         await resumed.update(replace(cuts, batch=fresh))
         for values, before in zip(await values_of(resumed, refs), expected, strict=True):
             assert values.tobytes() == before.tobytes()

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,7 @@ async def test_calls_of_tools_count_once_and_not_in_an_evaluation(
         before = stored(environment, first)["transcript"]
         environment._pool.forget([first.name])  # Its child died, and the first turn is played again.
         await step(environment, said(generated, call, f"{call}<tool_call>", before=before))
-        await step(environment, replace(said(generated, call), group=-1))
+        await step(environment, said(generated, call)._replace(group=-1))
         counted = {name: count for name, count in environment.counters.items() if name.startswith("environment/")}
         assert counted == {"environment/tool_calls": 3.0, "environment/failed_tool_calls": 1.0}
         assert environment.counters["replayed"] == 1
@@ -323,7 +322,7 @@ async def test_limits_have_finish_reasons(
     service: MakeService, generated: RowStore, settings: dict[str, Any], finish: str, changes: dict[str, Any]
 ) -> None:
     async with service("Slow", **settings) as environment:
-        (row,) = await step(environment, replace(said(generated, "a"), **changes))
+        (row,) = await step(environment, said(generated, "a")._replace(**changes))
         assert row.finish == finish
         assert stored(environment, row)["rewards"] == [6.0]
 

@@ -78,7 +78,7 @@ class PlayedEnvironment:
         transcript = json.dumps(json.loads(bytes(columns["transcript"])) + said)
         columns |= {"transcript": np.frombuffer(transcript.encode(), np.uint8)}
         columns |= {"turn_rewards": np.zeros(row.turns, np.float32)}
-        return replace(row, finish="", places=(self.store.put(columns),))
+        return row._replace(finish="", places=(self.store.put(columns),))
 
 
 @pytest.fixture
@@ -273,7 +273,7 @@ async def test_an_episode_without_room_for_one_more_token_ends_as_it_was(
         (last,) = await sampled(service, going_on(group(), fits))
         assert (last.tokens - row.tokens, last.given, last.finish in ("length", "stop")) == (1, room - 1, True)
         (ended,) = await sampled(service, going_on(group(), too_long))
-        assert ended == replace(too_long.rows[0], finish="token_limit")
+        assert ended == too_long.rows[0]._replace(finish="token_limit")
 
 
 async def test_what_cannot_be_shown_is_an_error_that_names_the_member(

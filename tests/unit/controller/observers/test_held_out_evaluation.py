@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -225,7 +224,7 @@ class DiesInAnEpisode(Asked):
         return Opening(prompts.prompt)
 
     async def step(self, samples: BatchRef, row: dict[str, Any]) -> BatchRef:
-        return BatchRef(tuple(replace(sample, finish="") for sample in samples))
+        return BatchRef(tuple(sample._replace(finish="") for sample in samples))
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         if prompts.continues is not None:

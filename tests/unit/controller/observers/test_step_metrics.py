@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def test_a_step_that_is_tried_again_counts_once_and_leaves_the_one_before_it(tmp
 
 def test_a_batch_of_all_right_and_all_wrong_groups_spreads_and_teaches_nothing() -> None:
     rewards = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (0.0, 1.0), 3: (None, 1.0)}
-    rows = [replace(row(m, 5, reward), group=g) for g, of in rewards.items() for m, reward in enumerate(of)]
+    rows = [row(m, 5, reward)._replace(group=g) for g, of in rewards.items() for m, reward in enumerate(of)]
     found = batch_metrics(BatchRef(tuple(rows)))
     assert found["reward/std"] > 0.45
     assert found["reward/group_std"] == 0.5 / 3
@@ -74,7 +73,7 @@ def test_batch_metrics() -> None:
 
 def test_batch_metrics_of_episodes_say_how_long_they_are_and_why_they_ended() -> None:
     ends = (("stop", 3, 12), ("turn_limit", 8, 40), ("environment", 1, 0), ("stop", 2, 8))
-    rows = [replace(row(m, 10, 1.0, end), turns=turns, given=given) for m, (end, turns, given) in enumerate(ends)]
+    rows = [row(m, 10, 1.0, end)._replace(turns=turns, given=given) for m, (end, turns, given) in enumerate(ends)]
     found = batch_metrics(BatchRef(tuple(rows)), episodes=True)
     assert (found["episodes/turns_mean"], found["episodes/given_tokens_mean"]) == (3.5, 15)
     assert {name: share for name, share in found.items() if name.startswith("episodes/finish/")} == {

@@ -28,7 +28,7 @@ def guards(said: list[str], limit: int = LIMIT, **reactions: Any) -> TrainingGua
 
 
 def row(number: int, reward: float, finish: str = "stop") -> RowRef:
-    return replace(RowRef(number // 16, number % 16, 0, 0, 4, 1, 0, 0, finish, ()), reward=reward)
+    return RowRef(number // 16, number % 16, 0, 0, 4, 1, 0, 0, finish, (), reward)
 
 
 def step(number: int, rewards: Iterable[float], truncated: int = 0, **metrics: float) -> StepDone:

@@ -69,6 +69,21 @@ def test_every_message_of_a_training_call_comes_back() -> None:
     assert decode(encode(prompt)) == prompt
 
 
+def test_last_fields_with_their_defaults_do_not_travel() -> None:
+    scored = row(1, 2)
+    for sent, fields in (
+        (scored._replace(turn_advantages=(1.0,)), 17),
+        (scored, 11),
+        (scored._replace(reward=None), 10),
+    ):
+        (frame,) = encode(sent)
+        _, tree = msgpack.unpackb(frame)
+        assert len(tree) == 1 + fields
+        assert decode([frame]) == sent
+    with pytest.raises(WireError, match="a RowRef with 9 fields; it has 17"):
+        decode([msgpack.packb([[], tree[:10]])])
+
+
 def test_a_batch_comes_back() -> None:
     batch = Batch({"tokens": Column.of([np.arange(300, dtype=np.int32), np.arange(2, dtype=np.int32)])})
     again = decode(encode(batch))

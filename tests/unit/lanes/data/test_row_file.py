@@ -1,6 +1,5 @@
 """Rows of samples go into a file and come back out of it, whole or not at all."""
 
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ async def test_rows_come_back_whole_with_every_column_in_one_place_and_of_the_ne
     assert writer.saved == [row.name for row in samples]
     again = RowStore.private("c#3", 32, 4096)
     found = await store_again(file, samples, 8, kept_in(again), inline)
-    assert [replace(row, places=(), incarnation=7) for row in found] == [replace(row, places=()) for row in samples]
+    assert [row._replace(places=(), incarnation=7) for row in found] == [row._replace(places=()) for row in samples]
     assert {row.incarnation for row in found} == {8}
     for before, after in zip(samples, found, strict=True):
         (place,) = after.places
@@ -96,7 +95,7 @@ async def test_only_the_samples_that_are_asked_for_are_stored_again() -> None:
     samples = sampled(made, judged)
     _, file = await written(Reader(made, judged), samples)
     again = RowStore.private("c#3", 32, 4096)
-    other = replace(samples.rows[3], attempt=3)
+    other = samples.rows[3]._replace(attempt=3)
     found = await store_again(file, BatchRef((samples.rows[5], other)), 8, kept_in(again), inline)
     assert [row.name for row in found] == [samples.rows[5].name]
     assert again.used == 1
