@@ -21,10 +21,11 @@ async def roll_out(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 async def score(fleet: Fleet, control: Controller, group: Attempt, samples: BatchRef) -> None:
     """Asks for reward and reference log-probabilities of finished samples, side by side."""
+    if fleet.reference is None:
+        return control.ready(samples, await fleet.reward.score(samples, group.row))
     async with TaskGroup() as tasks:
         scores = tasks.create_task(fleet.reward.score(samples, group.row))
-        if fleet.reference is not None:
-            samples = control.holds(await fleet.reference.logprobs(samples))
+        samples = control.holds(await fleet.reference.logprobs(samples))
     control.ready(samples, scores.result())
 
 
