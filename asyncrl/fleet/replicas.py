@@ -155,6 +155,7 @@ class Replicas:
         self._instances: dict[RemoteWorker, deque[str]] = {}
         self._by_instance: dict[str, tuple[Replica, RemoteWorker]] = {}
         self.replicas = tuple(self._replica(number) for number in range(replicas))
+        self._alone: dict[Replica, Self] = {}
 
     def _replica(self, number: int) -> Replica:
         ranks = range(self.layout.size)
@@ -182,9 +183,10 @@ class Replicas:
         replica, worker = self._by_instance.get(instance, (None, None))
         if replica is None or worker is None or worker.instance != instance:
             raise PeerLost(f"{instance} is no worker of {self.service} any more")
-        only = copy(self)
-        only.replicas = (replica,)
-        return only
+        if replica not in self._alone:
+            self._alone[replica] = only = copy(self)
+            only.replicas = (replica,)
+        return self._alone[replica]
 
     def worker(self, replica: int, rank: int) -> RemoteWorker:
         return self.replicas[replica].workers[rank]

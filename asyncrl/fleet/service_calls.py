@@ -54,12 +54,18 @@ class Handle:
         self._contract = contract
         self._service = service
         self._call_deadline = call_deadline
+        self._alone: dict[Replicas, Handle] = {}
 
     def __repr__(self) -> str:
         return f"<handle on {self._contract.__name__}: {', '.join(worker.name for worker in self._service)}>"
 
     def replica_of(self, instance: str) -> "Handle":
-        return Handle(self._contract, self._service.replica_of(instance), self._call_deadline)
+        """Returns the handle on the replica of this instance: the same each time, because every generator is called so
+        for every version. Raises PeerLost when the instance was replaced."""
+        service = self._service.replica_of(instance)
+        if service not in self._alone:
+            self._alone[service] = Handle(self._contract, service, self._call_deadline)
+        return self._alone[service]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):

@@ -224,12 +224,12 @@ class Gate:
     def expiry_stamp(self, sample: SampleState) -> int | None:
         """Returns the version stamp that must not be too old: under `mask` of the last token, so that one token is
         live, under `drop` of the first, so that all are. None: the policy drops no sample for its age."""
-        return {"mask": sample.last, "drop": sample.first}.get(self.config.policy)
+        return sample.last if self.config.policy == "mask" else sample.first if self.config.policy == "drop" else None
 
     def due(self, group: GroupState) -> bool:
         """Returns whether some READY sample has its last chance: after one more version none of its tokens is live."""
-        last = [group.samples[member].last for member in group.members(Stage.READY)]
-        return bool(last) and not live(min(last), self.version + 1, self.config.limit)
+        last = group.oldest_ready
+        return last is not None and not live(last, self.version + 1, self.config.limit)
 
     def may_cut(self, group: GroupState) -> bool:
         """Returns whether the READY members of this group may train without waiting for the others."""
@@ -319,12 +319,12 @@ class Gate:
     def _reconsider(self, number: int) -> None:
         """Keeps the indexes up to date after a change of this group, and forgets the group with its last sample."""
         group = self._groups[number]
-        if group.finished:
+        ready = group.members(Stage.READY)
+        if not ready and group.finished:
             self._offers.remove(number)
             self._unusable.pop(number, None)
             self._forget(number)
             return
-        ready = group.members(Stage.READY)
         if may_cut := bool(ready) and self.may_cut(group):
             self._offers.put(number, self._urgency(group), len(ready))
         else:
@@ -395,6 +395,6 @@ class Gate:
         return [(group, self._groups[group].members(Stage.READY)) for group in groups]
 
     def _urgency(self, group: GroupState) -> Urgency:
-        if self.config.policy == "block":
-            return (group.drawn_at, group.id)
-        return (min([group.samples[member].last for member in group.members(Stage.READY)]), group.id)
+        oldest = group.drawn_at if self.config.policy == "block" else group.oldest_ready
+        assert oldest is not None, f"group {group.id} offers no sample"
+        return (oldest, group.id)

@@ -20,7 +20,7 @@ MOST_MEMBERS = 1 << 16
 """Members of one group: far more than any run samples, so that a damaged record cannot ask for all memory."""
 
 
-ALL_STAGES = tuple(Stage)
+READY_OR_TRAINED = (Stage.READY, Stage.TRAINED)
 SETTLING = ("restarted", "restored")
 """Words for the first move of a sample after a resume: every sample that was in flight is restarted or restored."""
 
@@ -334,9 +334,9 @@ class Ledger:
 
     def _ready(self, group: int, member: int) -> SampleState:
         finished = group not in self.groups and group < self.next_group
-        if finished or self._sample(group, member, ALL_STAGES, "trained").stage is Stage.TRAINED:
+        if finished or self._sample(group, member, READY_OR_TRAINED, "trained").stage is Stage.TRAINED:
             raise TrainedTwice(f"sample {(group, member)} cannot be trained: it was trained or dropped before")
-        return self._sample(group, member, (Stage.READY,), "trained")
+        return self.groups[group].samples[member]
 
     def _forget(self, group: int) -> None:
         if self.groups[group].finished:

@@ -143,6 +143,7 @@ async def test_a_call_to_one_replica_waits_for_no_other() -> None:
     instance = workers.worker(1, 0).instance
     sums = make_handle(Sums, workers, 5.0)
     assert await sums.replica_of(instance).names() == ["lives"]
+    assert sums.replica_of(instance) is sums.replica_of(instance), "it is made once for all versions of the weights"
     assert not stuck.calls
     workers.worker(1, 0).connected("its successor", {Lane.CONTROL: lives})
     with pytest.raises(PeerLost, match=f"{instance} is no worker of sums any more"):
