@@ -244,7 +244,7 @@ class TrainingService(Service, Training):
     async def _open_weights(self) -> WeightSender:
         """Opens the trainer's end of the weight lane. Raises ConfigError when shared memory has no room for it."""
         context, chosen = self.context, transport_of(self.context.config)
-        folder = Path(context.config.weights.folder or context.facts.run_dir / "weights")
+        folder = Path(context.config.weights.folder or context.facts.run_dir / "weights") / context.facts.run
         ends = context.facts.weights_arena, self._engine.weights_spec, partial(weight_network, context), folder
         try:
             if listens(chosen.name):

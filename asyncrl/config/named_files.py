@@ -22,6 +22,7 @@ OPTIONS = "environment.options"
 """The key with the tools of an environment, FILE.py:NAME each, in its list `functions`."""
 FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
 """Keys whose value may be a folder, or the name of a model elsewhere."""
+WEIGHTS = "weights.folder"
 PACKAGE = Path(__file__).parents[1]
 
 _CODE = re.compile(r"((?:trl:|verl:)?)(.+\.py)(:\w+)", re.DOTALL)
@@ -37,6 +38,8 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
         return {**value, "functions": [_anchored_function(each, folder) for each in tools]}
     if not isinstance(value, str):
         return value
+    if key == WEIGHTS:
+        return value and _absolute(value, folder)
     if key in FOLDERS:
         is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
         return _absolute(value, folder) if is_path else value

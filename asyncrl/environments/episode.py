@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import json
-import math
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from time import monotonic
@@ -26,6 +25,7 @@ from asyncrl.environments.transcript import (
     messages_of,
 )
 from asyncrl.errors import EnvironmentFailed
+from asyncrl.protocols.reward_bound import LARGEST_REWARD
 
 LARGEST_OPENING = 2**22
 """Bytes of an opening: more than any model reads."""
@@ -178,8 +178,10 @@ def plain(returned: Any, method: str, most: int) -> Answer:
         )
     if isinstance(returned.reward, str | bytes) or not hasattr(returned.reward, "__float__"):
         raise NoObservation(f"`{method}` gave a reward that is not a number but {_shown(returned.reward)}")
-    if not math.isfinite(reward := float(returned.reward)):
-        raise NoObservation(f"`{method}` gave the reward {reward}: a reward is finite")
+    if not abs(reward := float(returned.reward)) <= LARGEST_REWARD:
+        raise NoObservation(
+            f"`{method}` gave the reward {reward:g}: a reward is finite, and {LARGEST_REWARD:g} at most"
+        )
     if not isinstance(returned.info, Mapping):
         raise NoObservation(f"the info of `{method}` is no dict but {_shown(returned.info)}")
     text = _checked_text(returned.text, method, begins=returned.follows is not None)

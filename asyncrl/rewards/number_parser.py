@@ -23,7 +23,7 @@ MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November"),
     *("December", "Jan", "Feb", "Mar", "Apr", "Jun", "Jul", "Aug", "Sep", "Sept", "Oct", "Nov", "Dec"),
 )
-OPERATORS = {*"+-*×·÷/^<>≤≥≠±∓!|", "x", "<=", ">=", "!=", "**", "//"}
+OPERATORS = {*"+-*×·÷/^<>≤≥≠±∓!|", "x", "<=", ">=", "!=", "**", "//", "+/-", "+-"}
 JOINS = {"to", "or", "and", "&", "through", "until", "versus", "vs", ":", "..", "...", "…", "-", "–", "—"}
 """Words between two numbers that make a range, a choice or a list of them."""
 CHANGES_BEFORE = {"plus", "minus", "times", "negative"}
@@ -118,7 +118,7 @@ def _plain(text: str) -> str:
     text = "".join(map(_in_ascii, text))
     text = _POWER_OF_TEN.sub(r"1e\1", _TIMES_TEN.sub(r"e\1", text))
     text = re.sub(r"(?<![<>!=])=(?!=)", " = ", text)
-    return re.sub(r"(?<=[A-Za-z]):(?=\S)", ": ", text)
+    return re.sub(r"(?<=[A-Za-z]):(?![*_]+(?:\s|$))(?=\S)", ": ", text)
 
 
 def _over(match: re.Match[str]) -> str:

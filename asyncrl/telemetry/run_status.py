@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import ConfigError
 from asyncrl.protocols.messages import Health
 
 SECONDS = 2.0
@@ -33,13 +34,15 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One moment. written_at: Unix time in seconds. version: of the trainer's weights. samples: by stage."""
+    """One moment. written_at: Unix time in seconds. version: of the trainer's weights. samples: by stage, those that
+    ended since this start. ended: whether the run trains no more."""
 
     written_at: float
     version: int
     steps: int
     samples: Mapping[str, int]
     workers: tuple[WorkerStatus, ...]
+    ended: bool = False
 
 
 def write_status(path: Path, status: RunStatus) -> None:
@@ -50,13 +53,16 @@ def write_status(path: Path, status: RunStatus) -> None:
 
 
 def read_status(path: Path) -> RunStatus | None:
-    """Returns the newest state; None where none was written."""
+    """Returns the newest state; None where none was written. Raises ConfigError when the file holds something else."""
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+        workers = tuple(WorkerStatus(**{**worker, "doing": tuple(worker["doing"])}) for worker in fields.pop("workers"))
+        return RunStatus(**fields, workers=workers)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    workers = tuple(WorkerStatus(**{**worker, "doing": tuple(worker["doing"])}) for worker in fields.pop("workers"))
-    return RunStatus(**fields, workers=workers)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        text = f"{path} is damaged ({error!r:.80}); a run that goes on replaces it within {SECONDS:g} s"
+        raise ConfigError(text) from error
 
 
 def shares_between(before: Health | None, after: Health) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,11 @@ def main(arguments: list[str]) -> int:
         console.print(view(status, newest_metrics(directory.metrics), time.time()))
         return 0
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        while True:
-            live.update(view(_needed(directory), newest_metrics(directory.metrics), time.time()), refresh=True)
+        while not status.ended:
+            live.update(view(status, newest_metrics(directory.metrics), time.time()), refresh=True)
             time.sleep(SECONDS)
+            status = _needed(directory)
+        live.update(view(status, newest_metrics(directory.metrics), time.time()), refresh=True)
     return 0
 
 
@@ -59,7 +61,10 @@ def newest_metrics(path: Path) -> Mapping[str, Any]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LONGEST_LINE))
         complete = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-    metrics: dict[str, Any] = json.loads(complete) if complete else {}
+    try:
+        metrics: dict[str, Any] = json.loads(complete) if complete else {}
+    except ValueError as error:
+        raise ConfigError(f"the last line of {path} is damaged: {error}") from error
     return metrics
 
 
@@ -67,15 +72,23 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float) -> Group:
     """Returns what the screen shows. now: Unix time in seconds."""
     age = now - status.written_at
     lines = [f"version {status.version} of {status.steps} steps; samples: {_counts(status.samples)}"]
-    if age > LATE:
+    if status.ended:
+        lines.append("The run has ended; logs/controller.jsonl says how.")
+    elif age > LATE:
         lines.append(f"This state is {age:.0f} s old: the run has ended, or its machine is overloaded.")
     if metrics:
         numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
         lines.append(f"step {metrics['step']}: {numbers}")
-    table = Table(*HEADINGS, box=None, pad_edge=False)
-    for worker in status.workers:
+    return Group(*lines) if status.ended else Group(*lines, "", _table(status.workers))
+
+
+def _table(workers: Iterable[WorkerStatus]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in HEADINGS:
+        table.add_column(heading, no_wrap=True, overflow="ellipsis" if heading == HEADINGS[-1] else "fold")
+    for worker in workers:
         table.add_row(*_cells(worker))
-    return Group(*lines, "", table)
+    return table
 
 
 def _counts(samples: Mapping[str, int]) -> str:

@@ -185,6 +185,10 @@ class Forks:
                 self.say(f"{gone}; another one is started, workers live on")
             return await self._fork(stage, name, output)
 
+    def have_threads(self, threads: int) -> bool:
+        """Returns whether the processes compute with so many threads, which are set before their imports."""
+        return self.environment.get("OMP_NUM_THREADS", str(threads)) == str(threads)
+
     async def prepare(self, stage: Stage) -> None:
         """Waits until workers of this stage can be forked at once, for `deadline` seconds at most. Where that fails,
         `fork` says why."""

@@ -161,7 +161,7 @@ class LocalLauncher:
         fleet = spec.facts.config.fleet
         if self._forks is None or spec.origin == "spawn" or fleet.start == "spawn":
             return None
-        if self._forks.environment != worker_environment(os.environ, fleet.threads, fleet.wire):
+        if not self._forks.have_threads(fleet.threads):
             return None
         try:
             return await self._forks.fork(spec.origin, f"{spec.service}{spec.replica}.{spec.rank}", output)

@@ -15,11 +15,15 @@ INTERRUPTIBLE = 0.5
 
 def run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
     """Runs to the end on this thread, or on another thread if an event loop runs here already (Jupyter)."""
+    return _run_beside(work) if _is_running_loop() else asyncio.run(work)
+
+
+def _is_running_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    return _run_beside(work)
+        return False
+    return True
 
 
 def _run_beside(work: Coroutine[Any, Any, T]) -> T:

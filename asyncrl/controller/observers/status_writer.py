@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.controller.gate.gate import Gate
@@ -36,10 +36,14 @@ class StatusWriter:
     _starts: Counter[str] = field(default_factory=Counter)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
-        while True:
-            await self.write()
-            await asyncio.sleep(SECONDS)
+        """Runs until cancelled, when the run has ended."""
+        try:
+            while True:
+                await self.write()
+                await asyncio.sleep(SECONDS)
+        finally:
+            with suppress(OSError):
+                write_status(self.path, replace(self.status(), ended=True))
 
     async def write(self) -> None:
         await self.poller.poll()

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.children.user_errors import trace
 from asyncrl.errors import RewardError
+from asyncrl.protocols.reward_bound import LARGEST_REWARD
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
 
 
@@ -92,6 +93,6 @@ def _number(value: Any, what: str) -> float:
         advice = "; a list of rewards, one for each token, needs by_token = true" if isinstance(value, list) else ""
         raise RewardError(f"{what} is not a number but {repr(value)[:80]}{advice}")
     number = float(value)
-    if not math.isfinite(number):
-        raise RewardError(f"{what} is {number}")
+    if not abs(number) <= LARGEST_REWARD:
+        raise RewardError(f"{what} is {number:g}; a reward is finite, and {LARGEST_REWARD:g} at most")
     return number

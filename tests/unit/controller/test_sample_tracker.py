@@ -123,7 +123,7 @@ def test_columns_of_an_old_attempt_are_freed_and_replace_nothing() -> None:
     )
     group = tracker.draw()
     tracker.restart(group, "its worker died")
-    newest = replace(row(group, 0), attempt=1)
+    newest = row(group, 0)._replace(attempt=1)
     tracker.generated([newest])
     released.clear()
     values = Place("shm://critic0.0-0-1.rows", 0, 1, ("values",))
@@ -144,7 +144,7 @@ def test_only_the_row_that_the_journal_knows_is_restored() -> None:
     tracker.scored(ready, Score(1.0, {}))
     sample = gate.group(ready.group).samples[0]
     sample.row = None
-    for other in (ready.with_reward(0.5), replace(ready.with_reward(1.0), attempt=1)):
+    for other in (ready.with_reward(0.5), ready.with_reward(1.0)._replace(attempt=1)):
         tracker.restored(other)
         assert sample.row is None
     tracker.restored(ready.with_reward(1.0))

@@ -1,10 +1,12 @@
 """The state of a run in a file, and what lies between two reports of a worker."""
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.process_memory import resident_bytes
 from asyncrl.protocols.messages import Health
 from asyncrl.telemetry.run_status import (
@@ -30,6 +32,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
 
 
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"a": 1}', '{"workers": [{}]}', '{"workers": [3]}'])
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "status.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"status.json is damaged .*; a run that goes on replaces it"):
+        read_status(path)
+    assert read_status(path / "no folder") is None
+
+
 @pytest.mark.parametrize(
     ("before", "shares", "cores"),
     [
@@ -53,5 +64,6 @@ def test_a_worker_that_just_began_has_no_shares() -> None:
 
 def test_memory_grows_with_what_a_process_holds() -> None:
     before = resident_bytes()
-    held = bytearray(64 * 2**20)
-    assert resident_bytes() - before > len(held) // 2
+    with mmap.mmap(-1, 64 * 2**20) as held:
+        held.write(bytes(len(held)))
+        assert resident_bytes() - before > len(held) // 2

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl.errors import PeerLost, Refused, WeightsError
+from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
 from asyncrl.lanes.weights.receiver_report import Fetched
@@ -29,11 +30,11 @@ KEPT = 2
 
 
 class FileSender:
-    """Implements WeightSender in a folder, which it makes. Another incarnation of the run may use it again."""
+    """Implements WeightSender in a folder, which it makes. Nobody else may write there."""
 
     def __init__(self, folder: Path, spec: WeightsSpec) -> None:
         self.leases: Leases = CopiedVersions()
-        self._folder = folder
+        self._folder = folder.absolute()
         self._spec = spec
         self._slot = Segment.private(max(spec.size, 1))
         self._tensors = views(self._slot.buffer, spec)
@@ -110,8 +111,11 @@ class FileReceiver:
                 for name, target in targets.items():
                     target.copy_(file.get_tensor(name))
         except FileNotFoundError as gone:
-            if not folder.is_dir() or not any(folder.iterdir()):
-                raise PeerLost(f"{folder} has no weights: its trainer has ended, or it is no shared folder") from gone
+            if not folder.is_dir():
+                unseen = f"{folder} is not seen on host {HostId.here().name}"
+                raise WeightsError(f"{unseen}: name a folder in weights.folder that all hosts see") from gone
+            if not any(folder.iterdir()):
+                raise PeerLost(f"{folder} has no weights: its trainer has ended") from gone
             raise Refused(f"{path} was removed: there is a newer version") from gone
         except SafetensorError as damaged:
             raise WeightsError(f"{path} is damaged: {damaged}") from damaged

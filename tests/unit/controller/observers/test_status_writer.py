@@ -1,5 +1,6 @@
 """The states that `asyncrl monitor` shows."""
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,20 @@ async def test_a_worker_that_dies_is_shown_with_its_reason_and_its_next_start(tm
     poller.worker.alive, poller.worker.instance = True, "b"
     (worker,) = (await written(writer)).workers
     assert (worker.problem, worker.instance, worker.starts) == ("", "b", 2)
+
+
+async def test_the_last_state_says_that_the_run_has_ended(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "status.json", Poller())
+    running = asyncio.create_task(writer.run())
+    async with asyncio.timeout(10):
+        while not (status := read_status(writer.path)):
+            await asyncio.to_thread(writer.path.exists)
+    assert not status.ended
+    running.cancel()
+    await asyncio.wait([running])
+    last = read_status(writer.path)
+    assert last is not None
+    assert last.ended
 
 
 async def test_a_state_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:

@@ -44,6 +44,21 @@ def test_an_old_state_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "This state is 3600 s old: the run has ended" in capsys.readouterr().out
 
 
+def test_a_run_that_has_ended_has_no_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(tmp_path / "status.json", RunStatus(time.time(), 25, 25, {}, WORKERS, ended=True))
+    assert main(["monitor", str(tmp_path), "--once"]) == 0
+    printed = capsys.readouterr().out
+    assert "The run has ended" in printed
+    assert "generation0" not in printed
+
+
+def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0.0)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": \xff\n')
+    assert main(["monitor", str(tmp_path), "--once"]) == 2
+    assert "metrics.jsonl is damaged" in capsys.readouterr().err
+
+
 def test_without_a_run_it_says_what_to_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", str(tmp_path)]) == 2
     assert "status.json does not exist: name the directory of a run" in capsys.readouterr().err

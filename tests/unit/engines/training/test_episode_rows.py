@@ -243,7 +243,7 @@ def test_rewards_of_tokens_stand_at_their_tokens_and_the_rest_of_a_turn_at_its_l
         "token_rewards": np.array(TOKENS, np.float32),
     } | ({} if spans is None else {"spans": np.array(spans, np.int32)})
     ref = RowRef(0, 0, 0, 1, 1, 5, 0, 0, "stop", (), 0.0, 2.0, turns=max(1, len(turn_rewards)))
-    refs = BatchRef((dataclasses.replace(ref, turn_rewards=turn_rewards),))
+    refs = BatchRef((ref._replace(turn_rewards=turn_rewards),))
     (row,) = train_rows(refs, Batch({name: Column.of([np.array(own)]) for name, own in columns.items()}), 1.0)
     np.testing.assert_allclose(row.rewards, expected)
 

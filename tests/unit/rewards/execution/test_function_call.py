@@ -35,6 +35,7 @@ def test_numbers_and_terms(value: Any, expected: Any) -> None:
         (None, "it returned None"),
         (float("nan"), "what it returned is nan"),
         (float("inf"), "what it returned is inf"),
+        (-1e31, "what it returned is -1e.31; a reward is finite, and 1e.30 at most"),
         ("1.0", "is not a number but '1.0'"),
         ([1.0], r"is not a number but \[1.0\]"),
         ({}, "empty dict"),
@@ -117,7 +118,7 @@ async def test_a_function_by_token_returns_a_reward_for_each_token() -> None:
         ([0.5, 1.0], "it returned 2 rewards for the 3 tokens of the sample"),
         ([0.5, math.nan, 1.0], "the reward of token 1 is nan"),
         ([0.5, "x", 1.0], "the reward of token 1 is not a number"),
-        ([1e308] * 3, "the sum of its rewards is inf"),
+        ([0.5, 1e308, 1.0], "the reward of token 1 is 1e+308"),
     ],
 )
 async def test_what_is_no_reward_of_tokens(value: Any, reason: str) -> None:
