@@ -22,7 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.controller import training_run
 from asyncrl.controller.journal.checkpoints import Manifest
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.deploy import cli, run_setup
+from asyncrl.deploy import cli, run_fleet, run_setup
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Generation, Reward, Training
@@ -74,7 +74,8 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
 
 def use_standins() -> None:
     """Run services without torch instead of generation and training."""
-    vars(run_setup).update(prepare=no_model, service_specs=standin_specs)
+    vars(run_setup)["prepare"] = no_model
+    vars(run_fleet)["service_specs"] = standin_specs
 
 
 if __name__ == "__main__":

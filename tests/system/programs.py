@@ -22,6 +22,7 @@ from asyncrl.deploy.process.fork_client import Forks
 IMPORTED = (
     "asyncrl.api",
     "asyncrl.deploy.commands.run",
+    "asyncrl.deploy.run_fleet",
     "asyncrl.deploy.run_setup",
     "asyncrl.deploy.standalone_evaluation",
     "asyncrl.services.reward",

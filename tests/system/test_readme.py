@@ -58,10 +58,10 @@ def test_the_python_example_runs_as_written(python_run: str) -> None:
     assert re.search(r"^\d\.\d+ \w", python_run, re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_commands_of_the_readme_work_on_a_run(python_run: str, project: Path, number: int) -> None:
     lines = [line.split("#")[0].split() for line in block("sh", "asyncrl samples").splitlines() if line]
-    assert len(lines) == 5
+    assert len(lines) == 6
     _, *arguments = lines[number]
     if arguments[0] != "doctor":
         assert asyncrl(*arguments, cwd=project)
