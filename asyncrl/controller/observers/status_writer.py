@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from asyncrl.concurrency import to_its_end
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.fleet.health import HealthPoller
 from asyncrl.fleet.remote_worker import RemoteWorker
@@ -47,7 +48,9 @@ class StatusWriter:
 
     async def write(self) -> None:
         await self.poller.poll()
-        status = self.status()
+        await to_its_end(self._replace(self.status()))  # Or the last state, written meanwhile, would be overwritten.
+
+    async def _replace(self, status: RunStatus) -> None:
         with suppress(OSError):  # Where the disk is full, the journal ends the run and says so.
             await asyncio.to_thread(write_status, self.path, status)
 

@@ -1,15 +1,19 @@
 """The states that `asyncrl monitor` shows."""
 
 import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from asyncrl.controller.gate.group_state import Stage
+from asyncrl.controller.observers import status_writer
 from asyncrl.controller.observers.status_writer import StatusWriter
 from asyncrl.fleet.health import HealthAnswer
 from asyncrl.protocols.messages import Health
-from asyncrl.telemetry.run_status import RunStatus, read_status
+from asyncrl.telemetry.run_status import RunStatus, read_status, write_status
 
 
 class Poller:
@@ -63,6 +67,33 @@ async def test_the_last_state_says_that_the_run_has_ended(tmp_path: Path) -> Non
     assert not status.ended
     running.cancel()
     await asyncio.wait([running])
+    last = read_status(writer.path)
+    assert last is not None
+    assert last.ended
+
+
+async def test_a_state_that_is_written_late_does_not_replace_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(path: Path, status: RunStatus) -> None:
+        if not status.ended:
+            loop.call_soon_threadsafe(begun.set)
+            assert go_on.wait(10)
+        write_status(path, status)
+
+    monkeypatch.setattr(status_writer, "write_status", slow)
+    writer = writer_of(tmp_path / "status.json", Poller())
+    running = asyncio.create_task(writer.run())
+    async with asyncio.timeout(10):
+        await begun.wait()
+        running.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait([running])
+        await asyncio.to_thread(writer.path.exists)
     last = read_status(writer.path)
     assert last is not None
     assert last.ended
