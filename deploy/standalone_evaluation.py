@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncrl.config.install_hints import missing_packages
+from asyncrl.config.model_and_weights_rules import model_problems
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sources import load, read
-from asyncrl.config.weights_rules import model_problems
 from asyncrl.controller.journal.checkpoints import newest_model
 from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluator, Question
 from asyncrl.deploy.preflight import scoring_problems

@@ -23,6 +23,7 @@ OPTIONS = "environment.options"
 FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
 """Keys whose value may be a folder, or the name of a model elsewhere."""
 WEIGHTS = "weights.folder"
+"""A key whose value is always a folder."""
 PACKAGE = Path(__file__).parents[1]
 
 _CODE = re.compile(r"((?:trl:|verl:)?)(.+\.py)(:\w+)", re.DOTALL)

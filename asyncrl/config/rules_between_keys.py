@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.feedback_rules import feedback_problems
 from asyncrl.config.joining_rules import joining_problems
+from asyncrl.config.model_and_weights_rules import model_problems, weights_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.algorithm_config import (
     DEFAULT_BOUNDS,
@@ -17,7 +18,6 @@ from asyncrl.config.sections.algorithm_config import (
     has_dual_clip,
 )
 from asyncrl.config.toml_writer import value_text
-from asyncrl.config.weights_rules import model_problems, weights_problems
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, RewardConfig

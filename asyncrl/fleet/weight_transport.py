@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from asyncrl.config.model_and_weights_rules import numbered
 from asyncrl.config.schema import Config
-from asyncrl.config.weights_rules import numbered
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.weights.selection.transport_choice import TransportChoice, WorkerPlace, choose_transport
 
