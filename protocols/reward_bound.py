@@ -1,4 +1,4 @@
-"""The largest reward, of a function or of an environment."""
+"""Bounds rewards, of functions and of environments."""
 
 LARGEST_REWARD = 1e30
 """Sums and squares of a step's rewards stay finite, and each fits into a float32."""

@@ -46,7 +46,8 @@ TOKEN_BYTES = 256
 """Bytes of the longest token of usual tokenizers, a row of blanks; what a row could take costs no memory."""
 JSON_BYTES, ANSWER_BYTES = 8, 1024
 """Bytes in JSON of a byte of text at most, and of what surrounds an answer."""
-RESET_ADVICE = "mend it, or remove such rows from task.prompts: on_error lets episodes fail that have begun"
+RESET_ADVICE = "mend `reset`, or remove such rows from task.prompts: on_error is about episodes that have begun"
+"""What to do where no episode begins."""
 FAILED = "environment"
 """Finish reason of an episode whose environment died, hung or raised."""
 

@@ -49,6 +49,15 @@ def test_without_a_loop_it_runs_here() -> None:
     assert run_here_or_beside(double(2)) == 4
 
 
+def test_what_runs_here_is_not_in_an_error_of_ours() -> None:
+    """The log of a run takes the error at its end, if there is one."""
+
+    async def error() -> BaseException | None:
+        return sys.exception()
+
+    assert run_here_or_beside(error()) is None
+
+
 async def test_inside_a_loop_it_runs_beside() -> None:
     assert run_here_or_beside(double(3)) == 6
 

@@ -17,6 +17,7 @@ TOML = """\
 model.name = "m"
 task.prompts = "data/p.jsonl"
 algorithm.custom = "../mine.py:ALGORITHM"
+weights.folder = "weights"
 environment.options = { functions = ["t.py:add", "m:f"], form = "t.py:add" }
 reward.functions = ["r.py:right", { use = "trl:r.py:other", weight = 2 }, "numeric", "package.module:f"]
 """
@@ -38,6 +39,7 @@ def test_paths_of_a_file_begin_in_its_folder_and_flags_in_the_current_one(
     assert uses == [f"{folder}/r.py:right", f"trl:{folder}/r.py:other", "numeric", "package.module:f"]
     assert (config.evaluate.prompts, config.model.name) == (f"{here}/held.csv", f"{here}/model")
     assert config.reward.model == f"{here}/scorer"
+    assert config.weights.folder == f"{folder}/weights"
     options = {"functions": [f"{folder}/t.py:add", "m:f"], "form": "t.py:add"}
     assert config.environment.options == options
     assert [(key, str(path)) for key, path in source_files(config)] == [

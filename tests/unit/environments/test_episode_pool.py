@@ -83,6 +83,8 @@ class Troubles(Counts):
             return None
         if message == "nan":
             return Observation("", reward=float("nan"))
+        if message == "huge":
+            return Observation("", reward=1e31)
         if message == "notes":
             return Observation("", info={"all": "x" * 600})
         if message == "note":
@@ -258,6 +260,7 @@ async def test_many_episodes_wait_at_once_and_share_the_children(pool: MakePool)
         ("exit", "its process ended with status 7"),
         ("nothing", "`step` returned None, and has to return an Observation"),
         ("nan", "`step` gave the reward nan"),
+        ("huge", "`step` gave the reward 1e+31: a reward is finite, and 1e+30 at most"),
         ("notes", "the info of `step` has 611 bytes in JSON; at most 512 are kept"),
         ("note", "the info of `step` is no dict but 'x'"),
         ("number", "the text of `step` is no string and no list of messages, but 5"),

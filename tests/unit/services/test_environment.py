@@ -338,7 +338,7 @@ async def test_a_failure_ends_the_run_by_default_and_names_the_row(service: Make
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"start": 5}, r"`reset` raised MissingColumn: .*prompt(?s:.*)\nmend it, or remove such rows from"),
+        ({"start": 5}, r"`reset` raised MissingColumn: .*prompt(?s:.*)\nmend `reset`, or remove such rows from"),
         ({"prompt": "", "start": 5}, "began group 3 with an empty text: return one from `reset`"),
     ],
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.sections.weights_config import WeightsConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
@@ -52,6 +53,17 @@ async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Pa
     async with serving(tmp_path) as service:
         assert ((await service.published()).incarnation, (await service.published()).version) == (INCARNATION, 0)
         assert await published_weight(service) == 0.0
+
+
+async def test_two_runs_with_one_folder_of_weights_have_their_own_files(tmp_path: Path, serving: Serving) -> None:
+    weights = WeightsConfig(transport="file", folder=str(tmp_path / "both"))
+    settings = config().model_copy(update={"weights": weights})
+    async with (
+        serving(tmp_path, config=settings, run="cafe0001") as one,
+        serving(tmp_path, config=settings, run="cafe0002") as other,
+    ):
+        folders = {(await service.published()).arena for service in (one, other)}
+    assert folders == {f"file://{tmp_path}/both/{run}" for run in ("cafe0001", "cafe0002")}
 
 
 @pytest.mark.trap("engines_disagree")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
+from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.process.local_launcher import LocalLauncher, LocalWorker
 from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
@@ -39,6 +40,18 @@ def test_sockets_lie_in_a_private_folder_with_short_names() -> None:
         longest = launcher.addresses("generation10.10-1000-0a0b0c0d").control.removeprefix("ipc://")
         assert len(os.fsencode(longest)) <= 107
     assert not launcher.sockets.exists()
+
+
+async def test_a_worker_with_other_threads_than_its_forks_is_spawned(tmp_path: Path) -> None:
+    forks = Forks(worker_environment({}, threads=2), ())
+    assert [forks.have_threads(threads) for threads in (1, 2)] == [False, True]
+    with LocalLauncher("feedbeef", forks=forks) as launcher:
+        worker = await launcher.spawn(spec(launcher, tmp_path, "echo0.0-0-a"))
+        assert parent_of(worker.pid) == os.getpid()
+        worker.kill()
+        async with asyncio.timeout(10):
+            await worker.wait()
+        launcher.clean_up(worker.spec)
 
 
 async def test_in_a_hurry_those_that_stop_are_killed_and_those_that_work_are_not(tmp_path: Path) -> None:
@@ -100,6 +113,10 @@ def test_a_clean_end_leaves_nothing_also_without_the_sweeper(how: signal.Signals
     assert not launcher.sockets.exists()
     assert not left.path.exists()
     assert processes_with(run) == []
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def processes_with(argument: str) -> list[int]:

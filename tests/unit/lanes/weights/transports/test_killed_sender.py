@@ -33,7 +33,7 @@ ERRORS = {
     "tcp": (PeerLost, DeadlineExceeded),
     "gloo": (PeerLost, DeadlineExceeded),
 }
-"""What a receiver learns. In shared memory and in a folder it finds a version that is being written."""
+"""Errors that a receiver gets. In shared memory and in a folder it finds a version that is being written."""
 
 PARTS = ChunkPlan.of(spec_of("float32"), WireCodec.DENSE).parts
 
