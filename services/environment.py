@@ -47,7 +47,7 @@ TOKEN_BYTES = 256
 JSON_BYTES, ANSWER_BYTES = 8, 1024
 """Bytes in JSON of a byte of text at most, and of what surrounds an answer."""
 RESET_ADVICE = "mend `reset`, or remove such rows from task.prompts: on_error is about episodes that have begun"
-"""What to do where no episode begins."""
+"""Advice where no episode begins."""
 FAILED = "environment"
 """Finish reason of an episode whose environment died, hung or raised."""
 
