@@ -163,10 +163,10 @@ def print_stages(timed: TimedEngine, work: Sequence[SampleRequest]) -> None:
 
 
 @torch.inference_mode()
-def generate_in_batches(model: Any, work: Sequence[SampleRequest]) -> None:
+def generate_in_batches(model: Any, work: Sequence[SampleRequest], size: int = SLOTS) -> None:
     """Generates left-padded batches in the order of arrival; each runs to the length of its longest completion."""
-    for start in range(0, PROMPTS, SLOTS):
-        batch = work[start : start + SLOTS]
+    for start in range(0, len(work), size):
+        batch = work[start : start + size]
         prompts = [request.prompt for request in batch]
         longest = max(map(len, prompts))
         ids = np.zeros((len(prompts), longest), np.int64)
@@ -174,8 +174,8 @@ def generate_in_batches(model: Any, work: Sequence[SampleRequest]) -> None:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
         model.generate(
-            input_ids=torch.from_numpy(ids),
-            attention_mask=torch.from_numpy(mask),
+            input_ids=torch.from_numpy(ids).to(model.device),
+            attention_mask=torch.from_numpy(mask).to(model.device),
             max_new_tokens=max(request.max_new_tokens for request in batch),
             do_sample=True,
             top_k=0,

@@ -1,4 +1,5 @@
-"""Measures what weights cost on a GPU: twelve measurements, whose results are printed and written with device and date.
+"""Measures what weights, sampling and training cost on a GPU. Fourteen results are printed and written with device and
+date.
 
 Exit status 77 says that there is no CUDA device. A measurement that cannot run here says why; the others go on.
 """
@@ -16,6 +17,7 @@ from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured,
 from asyncrl.bench.gpu.device_copies import arena_transfers, copy_ceiling, host_transfers, strided_boxes
 from asyncrl.bench.gpu.encodings import differences, fp8_blocks
 from asyncrl.bench.gpu.engine_updates import copies_beside_decoding, published_rivals, sharded_gather, update_cost
+from asyncrl.bench.gpu.language_model import sampling, training_step
 from asyncrl.bench.gpu.nccl_ranks import loop_lag, nccl_on_one_device, nccl_under_mps
 from asyncrl.bench.gpu.shared_memory import cuda_ipc
 from asyncrl.bench.gpu.two_processes import copies_of_another_process, copies_of_another_process_under_mps
@@ -45,6 +47,8 @@ MEASUREMENTS: Mapping[str, Callable[[BenchDevice], Results]] = {
     "10 FP8 blocks": fp8_blocks,
     "11 gathering shards against planned sends": sharded_gather,
     "12 published rivals": published_rivals,
+    "13 sampling": sampling,
+    "14 a step of the trainer": training_step,
 }
 
 
