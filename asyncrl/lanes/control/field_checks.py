@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.errors import WireError
 
@@ -25,6 +26,8 @@ def check_for(hint: Any) -> Check:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return partial(_union, [check_for(option) for option in arguments])
+    if origin is NDArray:  # From NumPy 2.5 on an alias that typing does not resolve.
+        return partial(_array, arguments[0])
     if origin is np.ndarray:
         return partial(_array, get_args(arguments[1])[0])
     if origin is tuple and arguments[-1] is not Ellipsis:

@@ -1,16 +1,17 @@
 import contextlib
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typing_extensions import TypeAliasType
 
 from asyncrl.errors import WireError
-from asyncrl.lanes.control import message_codec
+from asyncrl.lanes.control import field_checks, message_codec
 from asyncrl.lanes.control.message_codec import DTYPES, INLINE_BYTES, MAX_DEPTH, MAX_PLANS, decode, encode
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef
 from asyncrl.protocols.messages import WIRE_TYPES, Call, Hello, PromptGroup, Reply, Score
@@ -29,6 +30,22 @@ VALUES = st.recursive(
 def row(group: int, member: int) -> RowRef:
     places = (Place("shm://a", member, 2, ("tokens", "logprobs")), Place("ipc:///b", 1, 4, ("reference_logprobs",)))
     return RowRef(group, member, 0, 1, 5, 100, 3, 4, "stop", places, reward=1, advantage=None)
+
+
+@pytest.mark.parametrize(("scalar", "refused"), [(np.int64, np.float32), (Any, None)])
+def test_arrays_are_checked_where_numpy_hides_them_behind_an_alias(
+    scalar: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NumPy 2.5 does, which needs a newer Python than this may be."""
+    of = TypeVar("of")
+    alias = TypeAliasType("NDArray", np.ndarray[Any, np.dtype[of]], type_params=(of,))
+    monkeypatch.setattr(field_checks, "NDArray", alias)
+    check = field_checks.check_for(alias[scalar])
+    value = np.zeros(2, np.int64)
+    assert check(value) is value
+    if refused is not None:
+        with pytest.raises(WireError, match="expected an array of int64"):
+            check(value.astype(refused))
 
 
 @given(VALUES)
