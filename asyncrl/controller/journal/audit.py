@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl.config.install_hints import program
 from asyncrl.controller.gate.group_state import IN_FLIGHT
-from asyncrl.controller.journal.checkpoints import Manifest, read_manifest, versions
+from asyncrl.controller.journal.checkpoints import Manifest, damage_with_advice, read_manifest, versions
 from asyncrl.controller.journal.journal import Framed, Scan
 from asyncrl.controller.journal.ledger import (
     CheckpointMade,
@@ -66,7 +66,7 @@ class Audit:
         self._open: dict[int, int] = {}
         self._in_flight = 0
         scan = Scan(store)
-        self._check_tail(scan)
+        self._check_tail(store, scan)
         self._manifests = self._read_manifests(store, scan)
         try:
             for framed in scan.surviving():
@@ -146,8 +146,8 @@ class Audit:
             manifests[manifest.offset] = manifest
         return manifests
 
-    def _check_tail(self, scan: Scan) -> None:
-        if damage := scan.damage():
+    def _check_tail(self, store: Store, scan: Scan) -> None:
+        if damage := damage_with_advice(store, scan):
             self._ways.see(False, damage.__str__)
         elif left := scan.size - scan.end:
             self.notes.append(f"the last {left} bytes are an unfinished record; the next start cuts them off")

@@ -6,16 +6,19 @@ files match their digests and the journal still begins with the bytes that the c
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
+from shlex import quote
 from typing import Any, NamedTuple
 
+from asyncrl.config.install_hints import program
 from asyncrl.controller.gate.group_state import Cut, Stage
 from asyncrl.controller.journal.journal import Journal, Scan, void_ranges
 from asyncrl.controller.journal.ledger import CheckpointMade, Drawn, InFlight, Ledger, Trained
-from asyncrl.controller.journal.run_storage import FileStore, Store
+from asyncrl.controller.journal.run_storage import CheckpointFolders, Folders, Store
 from asyncrl.errors import ConfigError, JournalError, RemoteError, WireError
 from asyncrl.lanes.control.field_checks import field_checks
 from asyncrl.protocols.batch import SampleName
@@ -137,11 +140,11 @@ def _cuts(samples: Iterable[SampleName]) -> tuple[Cut, ...]:
     return tuple((group, tuple(sorted(members[group]))) for group in sorted(members))
 
 
-def versions(store: Store) -> list[int]:
+def versions(store: Folders) -> list[int]:
     return sorted(int(name) for name in store.folders() if name.isdecimal())
 
 
-def read_manifest(store: Store, version: int) -> Manifest:
+def read_manifest(store: Folders, version: int) -> Manifest:
     """Reads the manifest of a checkpoint. Raises JournalError when there is none, or it is not one of asyncrl."""
     try:
         with store.open(str(version), MANIFEST) as file:
@@ -177,8 +180,8 @@ def _lies_within(file: str) -> bool:
     return "\0" not in file and file.isprintable() and not path.is_absolute() and ".." not in path.parts
 
 
-def _check(store: Store, scan: Scan, manifest: Manifest) -> Ledger:
-    """Returns the ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
+def _check_files(store: Folders, manifest: Manifest) -> None:
+    """Raises JournalError when a file of a checkpoint does not have its digest."""
     for file, digest in sorted(manifest.files.items()):
         try:
             with store.open(str(manifest.version), file) as source:
@@ -189,6 +192,11 @@ def _check(store: Store, scan: Scan, manifest: Manifest) -> Ledger:
             raise JournalError(f"{file} cannot be read: {error}") from error
         if found != digest:
             raise JournalError(f"{file} was changed or damaged: its digest is {found[:16]}, not {digest[:16]}")
+
+
+def _check(store: Store, scan: Scan, manifest: Manifest) -> Ledger:
+    """Returns the ledger at a checkpoint. Raises JournalError with the reason when the checkpoint is not good."""
+    _check_files(store, manifest)
     if manifest.offset > scan.size:
         raise JournalError(f"the journal has {scan.size} bytes; the checkpoint was made after {manifest.offset}")
     if scan.crc(manifest.offset) != manifest.crc:
@@ -212,7 +220,7 @@ def plan_resume(store: Store) -> ResumePlan | None:
     checkpoint yet and drew nothing. Raises JournalError when the journal is damaged, or no checkpoint is good.
     """
     scan = Scan(store)
-    if damage := scan.damage():
+    if damage := damage_with_advice(store, scan):
         raise JournalError(damage)
     said: list[str] = []
     for version in reversed(versions(store)):
@@ -227,6 +235,44 @@ def plan_resume(store: Store) -> ResumePlan | None:
         return None
     reasons = "; ".join(said) or "there is none"
     raise JournalError(f"this run cannot go on from any checkpoint ({reasons}); start it anew with another --run-dir")
+
+
+def damage_with_advice(store: Store, scan: Scan) -> str:
+    """Describes damage of the journal and what to do about it; "" when there is at most a torn tail."""
+    if not (damage := scan.damage()):
+        return ""
+    journal, lost = store.journal_path, scan.size - scan.end
+    text, cut = f"{damage}. Put an undamaged copy of {journal} in its place", _truncation(journal, scan.end)
+    for version in reversed(versions(store)):
+        with suppress(JournalError):
+            if (manifest := read_manifest(store, version)).offset <= scan.end:
+                _check(store, scan, manifest)
+                return (
+                    f"{text}; or give up its last {lost} bytes with `{cut}`: the same command then goes on from "
+                    f"step {version}, in {store.path(str(version))}"
+                )
+    intact = next(filter(partial(_is_intact, store), reversed(versions(store))), None)
+    if intact is None:
+        return f"{text}. No checkpoint of this run can be used without it: else start anew, with another --run-dir"
+    return (
+        f"{text}. All intact checkpoints were made after that byte, so that shortening the journal leads to none; but "
+        f"`{program()} export` copies the model of step {intact} ({store.path(str(intact))}), from which a new run "
+        "starts with another --run-dir and --model.name FOLDER"
+    )
+
+
+def _truncation(journal: str, size: int) -> str:
+    """Returns the shell command that keeps a copy of a journal and cuts it."""
+    quoted = quote(journal)
+    return f"cp {quoted} {quote(journal + '.damaged')} && truncate -s {size} {quoted}"
+
+
+def _is_intact(store: Folders, version: int) -> bool:
+    try:
+        _check_files(store, read_manifest(store, version))
+    except JournalError:
+        return False
+    return True
 
 
 def _plan(store: Store, scan: Scan, manifest: Manifest, ledger: Ledger, said: tuple[str, ...]) -> ResumePlan:
@@ -284,11 +330,17 @@ def resume(store: Store, plan: ResumePlan, restored: tuple[Cut, ...] = ()) -> Jo
 
 
 def newest_model(run_dir: Path) -> tuple[Path, int]:
-    """Returns `model/` of a run's newest good checkpoint and its version; raises ConfigError when there is none."""
-    plan = None
-    if (run_dir / "journal").is_file():
-        with closing(FileStore(run_dir, writable=False)) as store:
-            plan = plan_resume(store)
-    if plan is None:
+    """Returns `model/` of the newest checkpoint whose files are intact, and its version; no journal is read. Raises
+    ConfigError when there is no checkpoint, and JournalError when none is intact."""
+    store = CheckpointFolders(run_dir)
+    refused = []
+    for version in reversed(versions(store)):
+        try:
+            _check_files(store, read_manifest(store, version))
+        except JournalError as error:
+            refused.append(f"checkpoint {version}: {error}")
+        else:
+            return Path(store.path(str(version))) / "model", version
+    if not refused:
         raise ConfigError(f"{run_dir} has no checkpoint yet")
-    return Path(plan.directory) / "model", plan.version
+    raise JournalError(f"no checkpoint of {run_dir} can be used ({'; '.join(refused)})")

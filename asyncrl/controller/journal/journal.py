@@ -146,9 +146,7 @@ class Scan:
                 return (
                     f"record {self.count + 1} of the journal, at byte {self.end}, is damaged, and valid records follow "
                     f"it (from byte {start} on, first {KIND_OF[found.group()]!r}), so it is no unfinished end. The "
-                    "file is left as it is. Put an undamaged copy of `journal` in its place; or, to give up its last "
-                    f"{self.size - self.end} bytes, keep a copy, run `truncate -s {self.end} journal` and resume, "
-                    "which goes on from the newest checkpoint made before that byte, if one is kept"
+                    "file is left as it is"
                 )
         return ""
 

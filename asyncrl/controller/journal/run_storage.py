@@ -21,14 +21,33 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class FileStore:
-    """Stores the journal of one run, a growing row of bytes, and its checkpoints, folders of files, in a run directory.
+class CheckpointFolders:
+    """Reads the checkpoints of a run directory, folders of files; needs no journal."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.checkpoints = run_dir / "checkpoints"
+
+    def folders(self) -> list[str]:
+        """Returns the names of the checkpoint folders, sorted."""
+        return sorted(path.name for path in self.checkpoints.glob("*") if path.is_dir())
+
+    def path(self, folder: str) -> str:
+        """Returns the path of a folder, for other processes."""
+        return str(self.checkpoints / folder)
+
+    def open(self, folder: str, file: str) -> BufferedIOBase:
+        return open(self.checkpoints / folder / file, "rb")
+
+
+class FileStore(CheckpointFolders):
+    """Stores the journal of one run, a growing row of bytes, and its checkpoints, in a run directory.
 
     writable: missing files are made. Otherwise FileNotFoundError is raised when there is no journal.
     """
 
     def __init__(self, run_dir: Path, *, writable: bool = True) -> None:
-        self.checkpoints = run_dir / "checkpoints"
+        super().__init__(run_dir)
+        self.journal_path = str(run_dir.absolute() / "journal")
         if writable:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         how = os.O_RDWR | os.O_CREAT | os.O_APPEND if writable else os.O_RDONLY
@@ -75,14 +94,6 @@ class FileStore:
     def truncate(self, size: int) -> None:
         os.ftruncate(self._journal, size)
 
-    def folders(self) -> list[str]:
-        """Returns the names of the checkpoint folders, sorted."""
-        return sorted(path.name for path in self.checkpoints.glob("*") if path.is_dir())
-
-    def path(self, folder: str) -> str:
-        """Returns the path of a folder, for other processes."""
-        return str(self.checkpoints / folder)
-
     def create(self, folder: str) -> None:
         """Makes an empty folder, in place of one with this name."""
         self.remove(folder)
@@ -94,9 +105,6 @@ class FileStore:
             target.write(data)
             target.flush()
             os.fsync(target.fileno())
-
-    def open(self, folder: str, file: str) -> BufferedIOBase:
-        return open(self.checkpoints / folder / file, "rb")
 
     def rename(self, folder: str, name: str) -> None:
         """Renames a folder atomically: after a power cut the whole folder has the name, or no folder has it."""
@@ -140,6 +148,8 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 class MemoryStore:
     """Does in memory what FileStore does; after `freeze`, which simulates the death of the process, writes vanish."""
+
+    journal_path = "journal"
 
     def __init__(self) -> None:
         self._journal = bytearray()
@@ -214,3 +224,4 @@ class MemoryStore:
 
 
 Store: TypeAlias = FileStore | MemoryStore
+Folders: TypeAlias = CheckpointFolders | MemoryStore

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.checkpoints import commit, plan_resume, resume
-from asyncrl.controller.journal.journal import Journal, Scan, encode
+from asyncrl.controller.journal.journal import Journal, encode
 from asyncrl.controller.journal.ledger import Drawn, Generated, Record, Trained
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.errors import JournalError
@@ -92,8 +92,9 @@ def test_zeros_at_the_end_are_a_torn_tail(run: Any, tail: bytes) -> None:
     assert store.size == size
 
 
-async def test_what_the_error_advises_leads_back_into_the_run(run: Any, trainer: Any, tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+async def damaged_run(run: Any, trainer: Any, folder: Path, *, before_last: bool) -> FileStore:
+    """A run with checkpoints 0, 1 and 2, damaged before or behind the newest one."""
+    store = FileStore(folder)
     journal = Journal(store)
     history, writer = run(2), trainer(store, lambda: journal.ledger)
     await commit(journal, writer.write, 9)
@@ -101,20 +102,48 @@ async def test_what_the_error_advises_leads_back_into_the_run(run: Any, trainer:
         journal.append(history.step())
         if isinstance(history.records[-1], Trained):
             await commit(journal, writer.write, 9)
-    newest = Scan(store).replay().version
-    content = bytearray((tmp_path / "journal").read_bytes())
-    content[-300] ^= 0x10
-    (tmp_path / "journal").write_bytes(content)
-    with pytest.raises(JournalError, match=r"run `truncate -s \d+ journal` and resume") as refused:
+    newest = journal.offset
+    for _ in range(5):
+        journal.append(history.step())
+    content = bytearray((folder / "journal").read_bytes())
+    content[newest - 300 if before_last else newest + 10] ^= 0x10
+    (folder / "journal").write_bytes(content)
+    return store
+
+
+@pytest.mark.parametrize(("before_last", "reached"), [(True, 1), (False, 2)])
+async def test_what_the_error_advises_leads_back_into_the_run(
+    run: Any, trainer: Any, tmp_path: Path, before_last: bool, reached: int
+) -> None:
+    store = await damaged_run(run, trainer, tmp_path, before_last=before_last)
+    content = (tmp_path / "journal").read_bytes()
+    with pytest.raises(JournalError, match=f"goes on from step {reached}, in {store.path(str(reached))}") as refused:
         plan_resume(store)
     assert (tmp_path / "journal").read_bytes() == content
-    assert not Audit(store).ok
-    store.truncate(int(str(refused.value).partition("truncate -s ")[2].split()[0]))
+    assert str(refused.value) in str(Audit(store))
+    command = str(refused.value).split("`")[1]
+    assert command.startswith(f"cp {tmp_path / 'journal'} {tmp_path / 'journal.damaged'} && truncate -s ")
+    assert await (await asyncio.create_subprocess_shell(command)).wait() == 0
+    assert (tmp_path / "journal.damaged").read_bytes() == content
     plan = plan_resume(store)
     assert plan is not None
-    assert plan.version <= newest
+    assert plan.version == reached
     assert resume(store, plan).ledger.incarnation == 1
     assert Audit(store).ok
+    store.close()
+
+
+async def test_no_shortening_is_advised_that_leads_to_no_checkpoint(run: Any, trainer: Any, tmp_path: Path) -> None:
+    store = await damaged_run(run, trainer, tmp_path, before_last=True)
+    for version in "01":
+        store.remove(version)
+    with pytest.raises(JournalError, match="export` copies the model of step 2") as refused:
+        plan_resume(store)
+    assert "truncate" not in str(refused.value)
+    store.remove("2")
+    with pytest.raises(JournalError, match="start anew, with another --run-dir") as refused:
+        plan_resume(store)
+    assert "truncate" not in str(refused.value)
     store.close()
 
 

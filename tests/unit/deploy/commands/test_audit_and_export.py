@@ -111,6 +111,16 @@ def test_export_copies_the_model_and_nothing_else(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
+@pytest.mark.parametrize("spoil", [damage, Path.unlink])
+def test_the_model_of_a_run_is_found_whatever_its_journal_holds(
+    run_dir: Path, tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
+    spoil(run_dir / "journal")
+    assert newest_model(run_dir) == (run_dir / "checkpoints" / "0" / "model", 0), "evaluate takes it"
+    assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 0
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
+
+
 def test_export_overwrites_nothing(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine").write_text("kept")
