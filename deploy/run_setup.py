@@ -5,6 +5,7 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 
 import asyncio
 import errno
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from asyncrl.algorithms.algorithm_by_name import advantages_of, algorithm_of
 from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import source_files
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
@@ -57,6 +59,7 @@ from asyncrl.tasks.source_problems import check_tests
 from asyncrl.telemetry.display import Display, LoggedDisplay
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
+from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
 from asyncrl.telemetry.source_copies import SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
@@ -114,8 +117,8 @@ async def run(request: RunRequest) -> RunDirectory:
             rollback.again_when_refused(),
             closing(FileStore(directory.path)) as store,
             StopSignals(request.display.say) as signals,
-            _resume_advice(request, store, signals),
             _noted_end(request := replace(request, display=LoggedDisplay(request.display, log))),
+            _resume_advice(request, store, signals),
         ):
             for warning in warnings:
                 request.display.say(f"warning: {warning}")
@@ -123,6 +126,7 @@ async def run(request: RunRequest) -> RunDirectory:
             if not nothing_left(request, directory, plan):
                 async with progress_shown(request.display.progress) as progress:
                     await _train(request, directory, store, plan, rollback, signals, progress)
+            request.display.say(_closing_line(request, directory))
         if request.config.telemetry.trace:
             await asyncio.to_thread(merge_traces, directory.path)
     except (OSError, RemoteError) as failed:
@@ -141,6 +145,14 @@ def _noted_end(request: RunRequest) -> Iterator[None]:
     finally:
         error = sys.exception()
         request.display.note("run ends", **({"error": f"{type(error).__name__}: {error}"} if error else {}))
+
+
+def _closing_line(request: RunRequest, directory: RunDirectory) -> str:
+    done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
+    if done < request.config.steps:
+        return f"stopped at step {done} of {request.config.steps}; go on with: {request.command}"
+    quoted = shlex.quote(str(directory.path))
+    return f"done; next: `{program()} samples {quoted}`, `{program()} export {quoted} TARGET`"
 
 
 def _check(request: RunRequest) -> list[Problem]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -39,6 +39,7 @@ Ctrl-C, SIGTERM or the end of the terminal ends a run within ten seconds, with a
 at once. `asyncrl --help` lists the exit codes."""
 
 RESUMABLE = 75
+ACCEPT = "--accept-changes"
 Start = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
 
 
@@ -78,7 +79,8 @@ def main(arguments: list[str]) -> int:
         with fresh if request.run_dir is None else nullcontext(request.run_dir) as run_dir:
             if not config.fleet.restarts:
                 named = ["--run-dir", str(run_dir)] if request.run_dir is None else []
-                command = f"{program()} {shlex.join(['run', *arguments, *named])}"
+                again = [argument for argument in arguments if argument != ACCEPT]  # What changed is taken over once.
+                command = f"{program()} {shlex.join(['run', *again, *named])}"
                 return train(loaded, run_dir, request.accept_changes, command, forks)
             if forks is not None:
                 forks.end()  # The child begins its own.
@@ -89,7 +91,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     """Takes out the flags of the command itself; the rest sets config keys. Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", nargs="?", const="")
-    parser.add_argument("--accept-changes", action="store_true")
+    parser.add_argument(ACCEPT, action="store_true")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--listen", default="")
     parser.add_argument("--restarts", "--fleet.restarts", nargs="?", const="", action="append", default=[])
@@ -113,7 +115,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
 def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:
     """Returns the arguments for a process that is started again after it died, without `--restarts`."""
     target = [request.target] if isinstance(request.target, str) else []
-    accept = ["--accept-changes"] if request.accept_changes else []
+    accept = [ACCEPT] if request.accept_changes else []
     return [*target, *request.flags, *accept, "--run-dir", str(run_dir), "--fleet.restarts=0"]
 
 
@@ -144,7 +146,19 @@ def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
 
 
 def train(loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
-    """Runs to the end in this process."""
+    """Runs to the end in this process. Raises Interrupted, with the command that goes on, also for a signal that comes
+    before the run handles signals itself or when it no longer does."""
+    import asyncio
+
+    try:
+        return _train(loaded, run_dir, accept_changes, command, begun)
+    except (KeyboardInterrupt, asyncio.CancelledError) as pressed:
+        if isinstance(pressed.__context__, Interrupted):
+            raise pressed.__context__ from None
+        raise Interrupted(f"interrupted. Go on with: {command}") from None
+
+
+def _train(loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
     import asyncio
 
     from asyncrl.deploy.process.fork_client import forks_of
@@ -153,18 +167,10 @@ def train(loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, b
     with forks_of(config, begun) as forks:
         from asyncrl.deploy.run_setup import RunRequest, run
         from asyncrl.telemetry.display import open_display
-        from asyncrl.telemetry.metrics_file import read_metrics
 
         with open_display(config.steps) as display:
             wanted = RunRequest(config, run_dir, display, command, accept_changes, loaded.sources, forks=forks)
-            directory = asyncio.run(run(wanted))
-            done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
-            quoted = shlex.quote(str(directory.path))
-            display.say(
-                f"stopped at step {done} of {config.steps}; go on with: {command}"
-                if done < config.steps
-                else f"done; next: `{program()} samples {quoted}`, `{program()} export {quoted} TARGET`"
-            )
+            asyncio.run(run(wanted))
     return 0
 
 
@@ -174,9 +180,10 @@ def start_run(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
 
 def run_with_restarts(arguments: Sequence[str], restarts: int, start: Start = start_run) -> int:
     """Runs the command in a child, and at most `restarts` times again after exit code 75 (the trainer died) or a death
-    by a signal. Returns the last exit code."""
+    by a signal, then without ACCEPT: what has changed is taken over once. Returns the last exit code."""
     for left in range(restarts, -1, -1):
         code = _run_once(arguments, start)
+        arguments = [argument for argument in arguments if argument != ACCEPT]
         if left == 0 or (code >= 0 and code != RESUMABLE):
             break
         ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -3,6 +3,7 @@ one does not wait for workers."""
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self
@@ -11,7 +12,7 @@ from weakref import WeakKeyDictionary
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO = 1.0
 """Seconds in which another signal than Ctrl-C repeats the one before it: `timeout`, service managers and job
-schedulers send it to a process and to its whole group."""
+schedulers send it to a process and to its whole group. As long after the end of an interrupted run, Ctrl-C does too."""
 _RECEIVERS: "WeakKeyDictionary[asyncio.Task[Any], StopSignals]" = WeakKeyDictionary()
 STOPPING = "stopping: workers get up to ten seconds to end; Ctrl-C once more does not wait for them"
 
@@ -44,8 +45,10 @@ class StopSignals:
 
     def __exit__(self, *_: object) -> None:
         del _RECEIVERS[self._work]
-        for number in SIGNALS:
-            self._loop.remove_signal_handler(number)
+        handled = [number for number in SIGNALS if self._loop.remove_signal_handler(number)]
+        if self._first_at is not None:
+            for number in handled:
+                _ignore_echoes(number)
 
     @contextmanager
     def ending_in_order(self, end: Callable[[], None]) -> Iterator[None]:
@@ -75,6 +78,19 @@ class StopSignals:
         if not self.abandoned:
             self.abandoned = why
             self._work.cancel()
+
+
+def _ignore_echoes(number: signal.Signals) -> None:
+    """Ignores a signal for ECHO seconds, in which an interrupted run prints how to go on; a later one acts as before
+    the run."""
+    end, before = time.monotonic() + ECHO, signal.getsignal(number)
+
+    def act(received: int, _: object) -> None:
+        if time.monotonic() >= end:
+            signal.signal(number, before)
+            signal.raise_signal(received)
+
+    signal.signal(number, act)
 
 
 def interrupt(work: "asyncio.Task[Any]") -> None:

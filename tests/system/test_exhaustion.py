@@ -273,6 +273,20 @@ def test_second_ctrl_c_does_not_wait_for_starting_workers(tmp_path: Path) -> Non
     run.leaves_nothing()
 
 
+@pytest.mark.parametrize("between", [0.0, 0.05, 0.1, 0.2])
+def test_a_second_ctrl_c_right_after_the_first_leaves_the_command_that_goes_on(tmp_path: Path, between: float) -> None:
+    run = Run(tmp_path / "run", STEPS)
+    with run.running() as process:
+        run.until_step(process, 2)
+        process.send_signal(signal.SIGINT)
+        time.sleep(between)  # What is tested is this time.
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+    assert f"--run-dir {run.directory}" in run.shown.splitlines()[-1]
+    assert "Traceback" not in run.shown
+    run.leaves_nothing()
+
+
 # ---- user code -------------------------------------------------------------------------------------------
 
 

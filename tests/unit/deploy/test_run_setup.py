@@ -1,9 +1,10 @@
 """What a run begins with."""
 
 import errno
+import json
 import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from asyncrl.controller.journal.checkpoints import ResumePlan
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
+from asyncrl.deploy import run_setup
 from asyncrl.deploy.run_fleet import LONGEST
 from asyncrl.deploy.run_setup import (
     RunRequest,
@@ -25,11 +27,12 @@ from asyncrl.deploy.run_setup import (
     restore_run,
     settle_config,
 )
-from asyncrl.errors import ConfigError, RemoteError, TaskError
+from asyncrl.errors import ConfigError, FleetFailed, RemoteError, TaskError
 from asyncrl.tasks import training_prompts
 from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.tasks.source_problems import check_tests
 from asyncrl.telemetry.display import open_display
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 
 ROWS = [{"prompt": "x" * length} for length in (1, 2, 3)]
@@ -171,6 +174,35 @@ def test_a_run_that_is_done_says_so(
 ) -> None:
     assert nothing_left(order(directory.path, steps=steps), directory, PLAN)
     assert capsys.readouterr().out.split("\n")[:2] == [*PLAN.said, said]
+
+
+@pytest.mark.parametrize(
+    ("ended", "event", "field", "says"),
+    [
+        (None, "said", "text", "stopped at step 3 of 5; go on with: asyncrl run"),
+        (5, "said", "text", "done; next: `"),
+        (
+            FleetFailed("the trainer died"),
+            "run ends",
+            "error",
+            "FleetFailed: the trainer died. Resume with: asyncrl run",
+        ),
+    ],
+)
+async def test_how_a_run_ended_is_in_its_log(
+    ended: int | FleetFailed | None, event: str, field: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(request: RunRequest, directory: RunDirectory, *_: object) -> None:
+        if isinstance(ended, FleetFailed):
+            raise ended
+        directory.metrics.write_text(json.dumps({"step": 1, "version": ended or 3}) + "\n")
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    with pytest.raises(FleetFailed) if isinstance(ended, FleetFailed) else nullcontext():
+        await run_setup.run(order(tmp_path, steps=5))
+    lines = [line for line in read_lines(tmp_path / "logs" / "controller.jsonl") if line["event"] == event]
+    assert lines[-1][field].startswith(says)
 
 
 def test_a_run_that_is_not_done_goes_on(directory: RunDirectory) -> None:

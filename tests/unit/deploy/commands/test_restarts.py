@@ -42,6 +42,15 @@ def test_what_is_started_again(endings: list[str], restarts: int, code: int, sta
     assert runs.started == [["quickstart"]] * starts
 
 
+def test_changes_are_accepted_by_the_first_start_only() -> None:
+    runs = Endings("sys.exit(75)", "sys.exit(0)")
+    assert run_with_restarts(["quickstart", "--accept-changes", "--run-dir", "d"], 3, runs) == 0
+    assert runs.started == [
+        ["quickstart", "--accept-changes", "--run-dir", "d"],
+        ["quickstart", "--run-dir", "d"],
+    ]
+
+
 def test_the_handlers_of_signals_are_put_back() -> None:
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     run_with_restarts([], 0, Endings("sys.exit(0)"))

@@ -1,5 +1,6 @@
 """asyncrl run: what it takes from its arguments, and what it refuses."""
 
+import asyncio
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from asyncrl.deploy import cli
 from asyncrl.deploy.commands import run
 from asyncrl.deploy.process import fork_client
 from asyncrl.deploy.process.fork_client import Forks
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, Interrupted
 
 TOML = """\
 [model]
@@ -59,6 +60,7 @@ def test_without_a_directory_a_new_one_is_named_and_the_command_to_resume_says_i
     assert run_dir.parent == Path("runs")
     assert run_dir.name.startswith("mine-2")
     assert accept
+    assert "--accept-changes" not in command, "further changes would be taken over unseen"
     assert command.endswith(f"--run-dir {run_dir}")
 
 
@@ -122,6 +124,32 @@ def test_restarts_run_a_child_that_does_not_restart(trained: Trained, monkeypatc
     assert trained.asked == []
     assert cli.main(["run", *arguments]) == 0
     assert len(trained.asked) == 1
+
+
+@pytest.mark.parametrize("pressed", [KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize("interrupted", [Interrupted("step 3. Go on with: the command"), None])
+def test_an_interrupt_that_the_run_does_not_handle_names_the_command(
+    pressed: BaseException,
+    interrupted: Interrupted | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted_twice(*_: object) -> int:
+        if interrupted is None:
+            raise pressed
+        try:
+            raise interrupted
+        finally:
+            raise pressed
+
+    monkeypatch.setattr(run, "_train", interrupted_twice)
+    monkeypatch.setattr(fork_client, "early_forks", nullcontext)
+    (tmp_path / "mine.toml").write_text(TOML)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "mine.toml", "--run-dir", "there"]) == 130
+    found = capsys.readouterr().err
+    assert found == f"asyncrl: {interrupted or f'interrupted. Go on with: {program()} run mine.toml --run-dir there'}\n"
 
 
 def test_the_same_flag_may_stand_twice_only_for_lists() -> None:

@@ -3,12 +3,25 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 
 import pytest
 
 from asyncrl.deploy.process import stop_signals
 from asyncrl.deploy.process.stop_signals import SIGNALS, STOPPING, StopSignals
+
+
+class WithOldHandler:
+    """Restores this handler of a signal where a loop restores Python's, which would end the tests."""
+
+    def __init__(self, handler: Callable[[int, object], None]) -> None:
+        self._handler = handler
+
+    def remove_signal_handler(self, number: signal.Signals) -> bool:
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, self._handler)
+        return True
 
 
 async def heard(number: signal.Signals) -> None:
@@ -78,6 +91,22 @@ async def test_what_is_abandoned_is_cancelled_once_so_that_it_can_clean_up() -> 
         signals.abandon("too late")
         await heard(signal.SIGINT)
         assert signals.abandoned == "interrupted"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_a_signal_right_after_an_interrupted_run_does_not_keep_it_from_saying_how_to_go_on(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[int] = []
+    for echo, received in ((60.0, []), (0.0, [number])):
+        monkeypatch.setattr(stop_signals, "ECHO", echo)
+        with StopSignals(print) as signals, signals.ending_in_order(lambda: None):
+            await heard(signal.SIGINT)
+            monkeypatch.setattr(signals, "_loop", WithOldHandler(lambda number, _: before.append(number)))
+        await heard(number)
+        assert before == received
+    asyncio.get_running_loop().add_signal_handler(number, print)
+    asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def test_the_handlers_are_gone_afterwards() -> None:
