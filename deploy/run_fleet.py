@@ -60,6 +60,8 @@ async def run_fleet(
         running = await scope.enter_async_context(
             running_fleet(specs, facts, launcher=launcher, join_point=join_point, report=report, resume=request.command)
         )
+        if join_point is not None:
+            join_point.retire = running.supervisor.retire
         for worker in chain.from_iterable(running.workers.values()):
             if worker.alive:
                 request.display.note("WorkerStarted", instance=worker.instance)

@@ -369,7 +369,7 @@ class JoinOrder:
     text: str = ""
 
 
-PROTOCOL = 21
+PROTOCOL = 22
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

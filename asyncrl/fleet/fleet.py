@@ -164,7 +164,11 @@ class RunningFleet:
         for service in self.restarted:
             for worker in self.workers[service]:
                 worker.on_stuck = partial(self._stuck, service)
-        slots = [_slot(spec, worker, facts, platform) for spec in specs for worker in self.workers[spec.name]]
+        slots = [
+            _slot(spec, worker, self.workers[spec.name], facts, platform)
+            for spec in specs
+            for worker in self.workers[spec.name]
+        ]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
@@ -198,6 +202,8 @@ class RunningFleet:
                 self._platform.record(spawned_line(self.supervisor.instances[worker_name(instance)]))
             case WorkerCleanedUp(_, instance):
                 self._platform.record({"ended": instance})
+            case WorkerLost(_, instance, reason, is_drained=True):
+                self._report(f"{instance} has left: {reason}")
             case WorkerLost(_, instance, reason, has_left=True):
                 self._report(f"{instance} was given up: {reason}; its groups begin again")
             case WorkerLost(service, instance, reason) if service in self.restarted:
@@ -334,10 +340,14 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return failed or root_cause(errors)
 
 
-def _slot(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSlot:
+def _slot(
+    spec: ServiceSpec, worker: RemoteWorker, replicas: Replicas, facts: RunFacts, platform: Platform
+) -> WorkerSlot:
     make_spec = partial(_next_instance, spec, worker, facts, platform)
     is_awaited = not spec.joined or worker.replica < spec.joined
-    return WorkerSlot(worker, make_spec, platform.launcher(spec), spec.restart, is_awaited=is_awaited)
+    drain, is_idle = partial(replicas.drain, worker.replica), partial(replicas.is_idle, worker.replica)
+    launcher = platform.launcher(spec)
+    return WorkerSlot(worker, make_spec, launcher, spec.restart, is_awaited=is_awaited, drain=drain, is_idle=is_idle)
 
 
 def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSpec:

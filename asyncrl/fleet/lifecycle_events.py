@@ -20,10 +20,12 @@ class WorkerStarted(_WorkerEvent):
 @dataclass(frozen=True, slots=True)
 class WorkerLost(_WorkerEvent):
     """The instance takes no more calls, and its outstanding calls fail. Its process may still be ending, and it may
-    have died before it took any call. has_left: its host was asked to leave, so nothing killed it."""
+    have died before it took any call. has_left: it, or its host, was asked to leave, so nothing killed it.
+    is_drained: and no group lost anything by that."""
 
     reason: str
     has_left: bool = False
+    is_drained: bool = False
 
 
 class WorkerCleanedUp(_WorkerEvent):

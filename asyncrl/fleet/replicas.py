@@ -25,13 +25,15 @@ KNOWN_INSTANCES = 2
 
 class Replica:
     """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica.
-    reserved_for: the isolated group that has it for itself, or will have. reservations, own_calls: calls of this group
-    that want the replica, and those of them that run.
+    is_draining: it takes no new work until its next instance comes, and is to end once it holds nothing. reserved_for:
+    the isolated group that has it for itself, or will have. reservations, own_calls: calls of this group that want the
+    replica, and those of them that run.
     """
 
     def __init__(self, workers: tuple[RemoteWorker, ...], ranking: "LoadRanking", changed: Wakeup) -> None:
         self.workers = workers
         self.load = 0
+        self.is_draining = False
         self.reserved_for: int | None = None
         self.reservations = 0
         self.own_calls = 0
@@ -41,6 +43,11 @@ class Replica:
     @property
     def free(self) -> bool:
         """Returns whether any call may choose it."""
+        return self.reserved_for is None and not self.is_draining and self.alive
+
+    @property
+    def takes_what_goes_on(self) -> bool:
+        """Returns whether it takes the next call about samples that it holds."""
         return self.reserved_for is None and self.alive
 
     @property
@@ -172,6 +179,7 @@ class Replicas:
             self._by_instance[worker.instance] = replica, worker
             if len(known) > KNOWN_INSTANCES:
                 self._by_instance.pop(known.popleft(), None)
+            replica.is_draining = False
             self._ranking.add(replica)
         self._changed.wake()
 
@@ -190,6 +198,18 @@ class Replicas:
 
     def worker(self, replica: int, rank: int) -> RemoteWorker:
         return self.replicas[replica].workers[rank]
+
+    def drain(self, number: int) -> None:
+        """Keeps new work from a replica; what it works on goes on there."""
+        self.replicas[number].is_draining = True
+
+    def is_idle(self, number: int) -> bool:
+        """Returns whether no group would lose anything if the replica ended now: it works for none, and holds no rows
+        that are not released."""
+        replica = self.replicas[number]
+        calls = (call for worker in replica.workers for call in worker.outstanding.values())
+        works = replica.load or any(True for call in calls for _ in call.groups)
+        return not replica.alive or not (works or self.holders.holds(replica))
 
     def groups_at(self, instance: str) -> list[int]:
         """Returns the groups that an instance worked for, also when its successor has come already."""
@@ -216,7 +236,8 @@ class Replicas:
         raises."""
         while not (replica := self._first()):
             if any(replica.alive for replica in self.replicas):
-                await self._changed.wait()  # Until a reservation ends, which a call with a deadline holds.
+                # Until a reservation ends, which a call with a deadline holds, or a draining replica does.
+                await self._changed.wait()
             else:
                 await self.wait_for_live(seconds)
         return replica
@@ -250,9 +271,10 @@ class Replicas:
         while True:
             live = await self.wait_for_live(seconds)
             own = next((each for each in live if each.reserved_for == group), None)
-            if own is None and sum(not each.free for each in live) < max(1, len(live) // 2):
+            staying = [each for each in live if not each.is_draining]
+            free = [each for each in staying if each.free]
+            if own is None and free and len(staying) - len(free) < max(1, len(staying) // 2):
                 avoided: frozenset[FaultDomain] = self.isolated.get(group, frozenset())
-                free = (each for each in live if each.free)
                 own = min(free, key=lambda each: (not avoided.isdisjoint(each.fault_domains), each.load))
             if own is not None:
                 own.reserved_for = group

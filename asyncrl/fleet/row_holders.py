@@ -61,6 +61,10 @@ class RowHolders(Generic[R]):
                     found[held.replica] = found.get(held.replica, 0) + 1
         return max(found, key=found.__getitem__, default=None)
 
+    def holds(self, replica: R) -> bool:
+        """Returns whether a replica may hold rows of any sample."""
+        return any(held.replica is replica for group in self._held.values() for held in group)
+
     def split(self, samples: BatchRef | Iterable[SampleName]) -> dict[R, list[int]]:
         """Returns the indices of the samples of which each replica may hold a row of this or an earlier attempt."""
         found: dict[R, list[int]] = {}

@@ -118,11 +118,12 @@ class Handle:
             return await self._call_replicas([replica], spec, args, seconds)
 
     def _newest_holder(self, spec: EndpointSpec, args: Arguments) -> Replica | None:
-        """Returns the replica that made the newest rows of the samples that a call goes on with, if it takes calls."""
+        """Returns the replica that made the newest rows of the samples that a call goes on with, if it takes calls; one
+        that drains does."""
         if not spec.transfer.by_holder or (samples := _continued(args[0])) is None:
             return None
         replica = self._service.holders.newest(samples)
-        return replica if replica is not None and replica.free else None
+        return replica if replica is not None and replica.takes_what_goes_on else None
 
     async def _call_by_group(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
         """Calls the replica that works for the group of these samples, or the freest one when none does."""

@@ -3,6 +3,7 @@
     spawn ──> connect ──> `started` ──> takes calls ──> dead ──> outstanding calls fail ──> pause ──> spawn
                                                          └──> trainer or critic, or MAX_DEATHS deaths: FleetFailed
 
+An instance that is asked to leave drains: it takes no new work, and ends once it holds nothing, or at a deadline.
 A worker may take its whole start deadline to load; only the kernel or a broken connection tells that it is dead.
 Cancelling `run` stops all workers.
 """
@@ -10,6 +11,7 @@ Cancelling `run` stops all workers.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
@@ -26,6 +28,8 @@ MAX_TESTED = 6
 """Deaths of workers that one suspect had for itself which do not count: at most so many prove that it crashes them."""
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 8.0
+DRAIN_CHECK = 0.1
+"""Seconds between two looks at whether an instance that leaves holds anything yet."""
 LONG_LIFE = 60.0
 """Seconds of taking calls after which a death counts as the first of its kind, and not as part of a crash loop."""
 
@@ -92,24 +96,32 @@ class DeathCounter:
 @dataclass(slots=True)
 class WorkerSlot:
     """A worker to keep alive. make_spec: makes its next instance. restart: whether the run survives its death.
-    is_awaited: whether the fleet is only handed over with it."""
+    is_awaited: whether the fleet is only handed over with it. drain: keeps new work from it. is_idle: returns whether
+    it holds nothing that a group needs."""
 
     worker: RemoteWorker
     make_spec: Callable[[], WorkerSpec]
     launcher: Launcher
     restart: bool
     is_awaited: bool = True
+    drain: Callable[[], None] = lambda: None
+    is_idle: Callable[[], bool] = lambda: True
     deaths: DeathCounter = field(default_factory=DeathCounter)
     was_started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RunningInstance:
-    """An instance that was spawned and is not cleaned up yet."""
+    """An instance that was spawned and is not cleaned up yet. leave: gets the seconds in which it is to drain."""
 
     slot: WorkerSlot
     launched: LaunchedWorker
     connection: WorkerConnection
+    leave: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def has_left(self) -> bool:
+        return self.leave.done() or self.launched.has_left
 
     @property
     def spec(self) -> WorkerSpec:
@@ -154,6 +166,17 @@ class Supervisor:
             if each.spec.instance == instance:
                 each.launched.kill()
 
+    def retire(self, instance: str, seconds: float) -> bool:
+        """Ends an instance once it holds nothing that a group needs, or after so many seconds, which is no death.
+        Returns whether such an instance runs."""
+        for each in self.instances.values():
+            if each.spec.instance == instance:
+                each.slot.drain()
+                if not each.leave.done():
+                    each.leave.set_result(seconds)
+                return True
+        return False
+
     async def run(self) -> None:
         """Keeps all workers alive until cancelled, then stops them.
 
@@ -184,7 +207,7 @@ class Supervisor:
         self.instances[slot.worker.name] = running
         self._emit(WorkerSpawned(spec.service, spec.instance))
         try:
-            await gather(self._watch_end(running), self._serve(running))
+            await gather(self._watch_end(running), self._serve(running), self._drain(running))
         except PeerLost as lost:
             reason = str(lost)
         except AsyncrlError as error:
@@ -202,6 +225,21 @@ class Supervisor:
     async def _watch_end(self, running: RunningInstance) -> None:
         reason = await running.launched.wait()
         self._mark_lost(running, reason)
+        running.connection.fail(reason)
+        raise PeerLost(reason)
+
+    async def _drain(self, running: RunningInstance) -> None:
+        """Ends the instance once it is to leave and holds nothing, at the latest when its time is over."""
+        seconds, slot = await running.leave, running.slot
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:  # Calls that end and rows that are released notify nobody.
+                    if slot.is_idle():
+                        break
+                    await asyncio.sleep(DRAIN_CHECK)
+        is_drained = slot.is_idle()
+        reason = "it finished what it had" if is_drained else f"{seconds:g} s were too short for what it had"
+        self._mark_lost(running, reason, is_drained=is_drained)
         running.connection.fail(reason)
         raise PeerLost(reason)
 
@@ -227,13 +265,13 @@ class Supervisor:
         if all(slot.was_started or not slot.is_awaited for slot in self._slots):
             self.all_started.set()
 
-    def _mark_lost(self, running: RunningInstance, reason: str) -> None:
+    def _mark_lost(self, running: RunningInstance, reason: str, *, is_drained: bool = False) -> None:
         """Keeps new calls from this instance, before its outstanding calls fail and are repeated elsewhere."""
         slot, spec = running.slot, running.spec
-        if running.launched.has_left:
+        if running.has_left:
             if slot.deaths.note_leave(spec.instance):
                 slot.worker.lost(reason, restarting=True)
-                self._emit(WorkerLost(spec.service, spec.instance, reason, has_left=True))
+                self._emit(WorkerLost(spec.service, spec.instance, reason, True, is_drained))
             return
         groups = {*slot.worker.groups_at(spec.instance)}
         suspect = groups.pop() if len(groups) == 1 and groups.issubset(self._isolated) else None

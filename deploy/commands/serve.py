@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 WITH_TORCH = ("generation", "evaluation", "reference")
 """Roles for which a process imports torch ahead, from which workers are forked."""
 
+DRAIN = 20.0
+"""Seconds that a worker drains: it has ended before the 30 s are over that spot machines and Kubernetes give."""
+
 
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
@@ -39,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", default="", help="Address of this host that others reach; default: towards HOST.")
     text = "Seconds to wait for a run that is not there, yet or any more; default: 60."
     parser.add_argument("--timeout", type=float, default=60.0, help=text)
+    text = f"Seconds in which a worker finishes what it has when this host is told to leave; default: {DRAIN:g}."
+    parser.add_argument("--drain", type=float, default=DRAIN, help=text)
     return parser
 
 
@@ -61,6 +66,7 @@ async def _serve(
 ) -> None:
     from asyncrl.deploy.process.local_launcher import LocalLauncher
     from asyncrl.deploy.process.stop_signals import StopSignals
+    from asyncrl.errors import Interrupted
     from asyncrl.fleet.launching.joining_host import JoiningHost
     from asyncrl.lanes.control.zmq_wire import ZmqWire
 
@@ -77,5 +83,12 @@ async def _serve(
         signals.hurry = launcher.hurry
         if forks is not None:
             await forks.prepare("torch")  # Once it has joined, a worker is to work within seconds.
-        host = JoiningHost(wire, address, asked.role, key.proof, launcher, stop, timeout=asked.timeout, say=say)
-        await host.serve()
+        host = JoiningHost(
+            wire, address, asked.role, key.proof, launcher, stop, timeout=asked.timeout, say=say, drain=asked.drain
+        )
+        try:
+            await host.serve()
+        except asyncio.CancelledError:
+            if not signals.abandoned:
+                raise
+            raise Interrupted("left at once; what the worker had begins again on other hosts") from None

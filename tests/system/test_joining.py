@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.controller.journal.audit import audit
+from asyncrl.controller.journal.journal import FIRST_BYTES
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.telemetry.jsonl import read_lines
 
@@ -39,10 +40,41 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{socket.getsockname()[1]}"
 
 
+def steps_in(shown: Path) -> int:
+    return len(re.findall(r"^step \d+/", shown.read_text(), re.MULTILINE))
+
+
 def events(run_dir: Path, event: str) -> list[str]:
     """Returns the generation instances with this event, in its order."""
     lines = read_lines(run_dir / "logs" / "controller.jsonl")
     return [line["instance"] for line in lines if line["event"] == event and line["instance"].startswith("generation")]
+
+
+def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model: Path, tmp_path: Path) -> None:
+    run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
+    flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
+    flags += ["--listen", address, "--fleet.joined", "{generation = 1}", "--generation.replicas", "2"]
+    key = run_dir / "join_keys" / "generation.key"
+    serve = ["serve", "generation", "--join", address, "--key", str(key)]
+    with program("run", "quickstart", *flags, output=shown) as run:
+        wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
+        with (
+            program(*serve, output=tmp_path / "1.out") as leaves,
+            program(*serve, output=tmp_path / "2.out") as stays,
+        ):
+            wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 2, shown.read_text)
+            wait_until(lambda: steps_in(shown) >= 2, shown.read_text)
+            leaves.send_signal(signal.SIGTERM)
+            assert leaves.wait(30) == 0, (tmp_path / "1.out").read_text()
+            reached = steps_in(shown)
+            wait_until(lambda: steps_in(shown) > reached + 1, shown.read_text)
+            run.send_signal(signal.SIGINT)
+            assert run.wait(PATIENCE) == 0, shown.read_text()
+            assert stays.wait(20) == 0
+    assert "has left: it finished what it had" in shown.read_text()
+    assert "its groups begin again" not in shown.read_text()
+    assert FIRST_BYTES["attempt"] not in (run_dir / "journal").read_bytes(), "no group began again"
+    assert audit(run_dir).ok
 
 
 def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model: Path, tmp_path: Path) -> None:
@@ -52,24 +84,21 @@ def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model
     flags += ["--listen", address, "--fleet.joined", "{generation = 2}", "--generation.replicas", "2"]
     serve = ["serve", "generation", "--join", address, "--key", str(key)]
 
-    def step() -> int:
-        return len(re.findall(r"^step \d+/", shown.read_text(), re.MULTILINE))
-
     with program("run", "quickstart", *flags, output=shown) as run:
         wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
         with (
             program(*serve, output=tmp_path / "1.out") as killed,
             program(*serve, output=tmp_path / "2.out") as stays,
         ):
-            wait_until(lambda: step() >= 3, shown.read_text)
+            wait_until(lambda: steps_in(shown) >= 3, shown.read_text)
             workers = workers_of(run_dir)
             killed.kill()
             wait_until(lambda: bool(events(run_dir, "WorkerLost")), "the loss to be known", 20.0)
             assert any(dead(pid) for pid in workers.values()), "a worker ends with its host"
             with program(*serve, output=tmp_path / "3.out") as again:
                 wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 3, "a worker in its place")
-                reached = step()
-                wait_until(lambda: step() > reached + 1, shown.read_text)
+                reached = steps_in(shown)
+                wait_until(lambda: steps_in(shown) > reached + 1, shown.read_text)
                 run.send_signal(signal.SIGINT)
                 assert run.wait(PATIENCE) == 0, shown.read_text()
                 assert (stays.wait(20), again.wait(20)) == (0, 0), "hosts leave at the end of the run"

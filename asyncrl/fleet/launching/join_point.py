@@ -6,6 +6,7 @@
     ready, or missing(paths) ────────────────>  the offer waits ────────────────>  spawn(spec) takes it
     orders "start", "stop", "kill" <──────────  JoinedWorker  <─────────────────   stop, kill
     started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
+    leaving(seconds) ────────────────────────>  retire ─────────────────────────>  drains the worker, then stop
     ended(reason), or silence ───────────────>  JoinedWorker.wait returns
 
 A host whose worker ended offers to run another one. A host that comes while all places are taken waits as a spare.
@@ -126,7 +127,7 @@ class JoinPoint:
 
     address: where hosts join. places: by service. role_of: returns the role of a key from its proof, "" for one that is
     not admitted. deadline: seconds until the needed places of a service are taken. report: takes what a person should
-    read.
+    read. retire: drains an instance for so many seconds, and returns whether it runs.
     """
 
     address: str
@@ -136,6 +137,7 @@ class JoinPoint:
     deadline: float
     report: Callable[[str], None]
     versions: Mapping[str, str] = field(default_factory=installed_versions)
+    retire: Callable[[str, float], bool] = lambda instance, seconds: False
 
     def __post_init__(self) -> None:
         self._offers: dict[str, Offer] = {}
@@ -221,8 +223,8 @@ class JoinPoint:
                 return self._started(self._offer(agent), Addresses(control, work, data), labels)
             case "ended", (str(agent), str(instance), str(reason)):
                 return self._ended(self._offer(agent), instance, reason)
-            case "leaving", (str(agent),):
-                return self._leaving(self._offer(agent))
+            case "leaving", (str(agent), float(seconds)):
+                return self._leaving(self._offer(agent), seconds)
         raise Refused(f"{self.address} is where hosts join a run; it answers no {call.method!r} like this")
 
     def _offer(self, agent: str) -> Offer:
@@ -286,9 +288,15 @@ class JoinPoint:
             offer.worker = None
             self._changed.wake()
 
-    async def _leaving(self, offer: Offer) -> None:
+    async def _leaving(self, offer: Offer, seconds: float) -> None:
         offer.is_leaving = True
-        self.report(f"{offer.host.name} leaves; its {offer.service} worker, if any, is given up")
+        if (worker := offer.worker) is None:
+            self.report(f"{offer.host.name} leaves; no worker runs there")
+        elif self.retire(worker.spec.instance, seconds):
+            self.report(f"{offer.host.name} leaves; {worker.spec.instance} finishes what it has, within {seconds:g} s")
+        else:
+            self.report(f"{offer.host.name} leaves before {worker.spec.instance} takes calls")
+            worker.stop()
 
     def _lose(self, agent: str, offer: Offer) -> None:
         del self._offers[agent]

@@ -20,7 +20,7 @@ from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worke
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
-from asyncrl.lanes.control.wire import Wire
+from asyncrl.lanes.control.wire import Wakeup, Wire
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import JoinOrder, JoinRequest
 
@@ -33,6 +33,9 @@ REFUSALS = 3
 RETRY = 0.5
 """Seconds between two tries to reach the controller."""
 
+DRAIN_MARGIN = 2.0
+"""Seconds after the time in which a worker drains that its controller may take to end it."""
+
 
 class _Left(Exception):
     """Leaves the connection, because this host was asked to."""
@@ -44,7 +47,7 @@ class JoiningHost:
 
     address: where the run listens. service: whose worker it runs. proof: of its key. launcher: starts workers here.
     stop: set when this host is to leave. timeout: seconds without a controller after which it gives up. say: takes
-    what a person should read.
+    what a person should read. drain: seconds in which its worker may finish what it has when this host is to leave.
     """
 
     wire: Wire
@@ -56,6 +59,7 @@ class JoiningHost:
     _: KW_ONLY
     timeout: float
     say: Callable[[str], None]
+    drain: float = 0.0
     host: HostId = field(default_factory=HostId.here)
     versions: dict[str, str] = field(default_factory=installed_versions)
 
@@ -124,6 +128,7 @@ class _JoinedHost:
     client: Client
     tasks: asyncio.TaskGroup
     worker: LaunchedWorker | None = None
+    worker_ended: Wakeup = field(default_factory=Wakeup)
 
     @property
     def agent(self) -> str:
@@ -182,12 +187,20 @@ class _JoinedHost:
         self.settings.say(f"{worker.spec.instance} {reason}")
         with suppress(PeerLost, DeadlineExceeded, Refused):  # Whoever reads the orders finds out.
             await self._report("ended", worker.spec.instance, reason)
+        self.worker_ended.wake()
 
     async def leave_when_asked(self) -> None:
-        """Ends the worker once this host is to leave; the controller knows before that it was no death."""
+        """Ends the worker once this host is to leave: the controller does, when the worker has finished what it has."""
         await self.settings.stop.wait()
-        with suppress(PeerLost, DeadlineExceeded, Refused):
-            await self._report("leaving")
+        seconds = self.settings.drain
+        if self.worker is not None:
+            what = f"{self.worker.spec.instance} finishes what it has, within {seconds:g} s"
+            self.settings.say(f"leaving: {what}; a second signal does not wait")
+        with suppress(PeerLost, DeadlineExceeded, Refused, TimeoutError):
+            async with asyncio.timeout(seconds + DRAIN_MARGIN):
+                await self._report("leaving", seconds)
+                while self.worker is not None:
+                    await self.worker_ended.wait()
         await self.end_worker()
         raise _Left
 

@@ -73,6 +73,47 @@ async def generate(handle: Generation, prompts: PromptGroup) -> list[SampleName]
     return [row.name async for found in handle.generate(prompts) for row in found]
 
 
+# ---- one that drains --------------------------------------------------------------------------------------
+
+
+async def test_a_replica_that_drains_takes_what_goes_on_there_and_nothing_new_until_its_rows_are_released() -> None:
+    replicas, workers = service(2)
+    handle = make_handle(Generation, replicas, 10.0)
+    assert len(await generate(handle, group(0))) == 2
+    (held,) = [number for number, worker in enumerate(workers) if worker.calls]
+    assert not replicas.is_idle(held), "it holds rows"
+    assert replicas.is_idle(1 - held)
+    replicas.drain(held)
+    for number in range(1, 4):
+        await generate(handle, group(number))
+    assert len(workers[held].of("generate")) == 1
+    await generate(handle, replace(group(0), continues=rows((0, 0, 0), (0, 1, 0))))
+    assert len(workers[held].of("generate")) == 2
+    await handle.release([(0, 0, 0), (0, 1, 0)], 0)
+    assert replicas.is_idle(held)
+
+
+async def test_an_isolated_group_avoids_a_replica_that_drains() -> None:
+    replicas, workers = service(2)
+    replicas.drain(0)
+    replicas.isolated = {0: frozenset()}
+    await generate(make_handle(Generation, replicas, 10.0), group(0))
+    assert [len(worker.calls) for worker in workers] == [0, 1]
+
+
+async def test_new_work_waits_when_the_only_replica_drains() -> None:
+    replicas, (worker,) = service(1)
+    replicas.drain(0)
+    waiting = asyncio.get_running_loop().create_task(generate(make_handle(Generation, replicas, 10.0), group(0)))
+    (remote,) = replicas
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not worker.calls
+    remote.lost("it left", restarting=True)
+    remote.connected("generation0.0-0-b", dict.fromkeys(Lane, worker))
+    assert len(await waiting) == 2
+
+
 # ---- the freest one --------------------------------------------------------------------------------------
 
 

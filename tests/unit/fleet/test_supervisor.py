@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,11 +37,13 @@ class Stage:
         self.events: list[tuple[float, str]] = []
         self.hosts: list[HostId] = []
         self.left = 0
+        self.drained = 0
         self.reasons: list[str] = []
         self.isolated: dict[int, frozenset[str]] = {}
         self.spawned = asyncio.Condition()
         self._start, self._greets = start, greets
-        slot = WorkerSlot(self.worker, self._make_spec, self, restart)
+        drain, is_idle = partial(self.workers.drain, 0), partial(self.workers.is_idle, 0)
+        slot = WorkerSlot(self.worker, self._make_spec, self, restart, drain=drain, is_idle=is_idle)
         self.supervisor = Supervisor([slot], self._connect, self._emit, "asyncrl run", self.isolated)
 
     def note(self, event: str) -> None:
@@ -78,6 +81,7 @@ class Stage:
                 self.note(f"lost {event.instance}")
                 self.reasons.append(event.reason)
                 self.left += event.has_left
+                self.drained += event.is_drained
             case WorkerCleanedUp():
                 assert self.processes[-1].dead
                 self.note(f"cleaned up {event.instance}")

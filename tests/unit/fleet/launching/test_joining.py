@@ -49,11 +49,13 @@ class Site:
         self.wire, self.point, self.said = wire, point, said
         self.hosts: dict[str, tuple[JoiningHost, FakeLauncher, asyncio.Task[None]]] = {}
 
-    def host(self, name: str, service: str = "echo", *, proof: str = "echo", torch: str = "2") -> "asyncio.Task[None]":
+    def host(
+        self, name: str, service: str = "echo", *, proof: str = "echo", torch: str = "2", drain: float = 0.0
+    ) -> "asyncio.Task[None]":
         launcher, versions = FakeLauncher(HostId(name, name=name)), VERSIONS | {"torch": torch}
         joining = JoiningHost(
             self.wire, ADDRESS, service, proof, launcher, asyncio.Event(), timeout=TIMEOUT, say=self.said.append,
-            host=launcher.host, versions=versions,
+            host=launcher.host, versions=versions, drain=drain,
         )  # fmt: skip
         task = asyncio.get_running_loop().create_task(joining.serve())
         self.hosts[name] = joining, launcher, task
@@ -144,7 +146,7 @@ def test_a_host_that_is_killed_is_known_by_its_connection_and_another_takes_its_
     playing(play)
 
 
-def test_a_host_that_is_to_leave_gives_up_its_worker_which_is_no_death() -> None:
+def test_a_host_that_is_to_leave_before_its_worker_takes_calls_ends_it_which_is_no_death() -> None:
     async def play(here: Site) -> None:
         task = here.host("h1")
         worker = await here.point.spawn(place(0))
@@ -154,7 +156,29 @@ def test_a_host_that_is_to_leave_gives_up_its_worker_which_is_no_death() -> None
         await task
         assert here.worker("h1").requests == ["stop"]
 
-    assert "h1 leaves; its echo worker, if any, is given up" in playing(play)
+    assert "h1 leaves before echo0.0-0-a takes calls" in playing(play)
+
+
+@pytest.mark.parametrize("controller_stops_it", [True, False])
+def test_the_worker_of_a_host_that_is_to_leave_drains_for_its_time(controller_stops_it: bool) -> None:
+    async def play(here: Site) -> None:
+        loop, told = asyncio.get_running_loop(), list[tuple[str, float]]()
+        here.point.retire = lambda instance, seconds: not told.append((instance, seconds))
+        task = here.host("h1", drain=20.0)
+        worker = await here.point.spawn(place(0))
+        began = loop.time()
+        here.hosts["h1"][0].stop.set()
+        await asyncio.sleep(5)
+        assert told == [("echo0.0-0-a", 20.0)]
+        assert not here.worker("h1").dead
+        if controller_stops_it:
+            worker.stop()
+        await task
+        assert here.worker("h1").requests == ["stop"]
+        assert (loop.time() - began < 6) == controller_stops_it
+        assert loop.time() - began < 23
+
+    assert "h1 leaves; echo0.0-0-a finishes what it has, within 20 s" in playing(play)
 
 
 def test_a_host_that_loses_its_controller_ends_its_worker() -> None:
