@@ -15,6 +15,7 @@ from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
+from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
 from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
@@ -54,6 +55,7 @@ def _problems(
     config: Config, algorithm: Algorithm | None, served: Collection[str], model_is_made: bool
 ) -> Iterator[Problem]:
     yield from config.warnings
+    yield from transport_problems(config)
     yield from _descriptor_problems(worker_count(config))
     damaged = [] if model_is_made else list(_damages(config))
     yield from damaged or model_problems(config, Path(config.model.name).expanduser())
@@ -93,7 +95,9 @@ def _feedback_host_problems(section: FeedbackConfig) -> Iterator[Problem]:
 
 
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
-    """Yields the problems of memory and context window; a model that is not on this machine has none yet."""
+    """Yields the problems of memory, adapters and context window; a model that is not on this machine has none yet."""
+    yield from adapter_problems(config, str(model))
+    yield from cache_problems(config, str(model))
     yield from _memory_problems(config, str(model))
     yield from _shared_memory_problems(config, str(model))
     yield from _context_problems(config, model)

@@ -1,5 +1,6 @@
 """Starts the services of a run: launches those of this host, and waits for workers that join."""
 
+import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, replace
@@ -19,8 +20,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
 from asyncrl.fleet.lifecycle_events import FleetEvent
+from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -47,6 +50,9 @@ async def run_fleet(
         options["reward"] = {**options.get("reward", {}), **address.options}
         request.display.say(f"answers wait for your rating at {address.url}")
     async with AsyncExitStack() as scope:
+        if transport_of(config).name == "file":  # Workers that were killed left theirs.
+            folder = folder_of_start(config.weights.folder, facts.run_dir, facts.run)
+            scope.callback(shutil.rmtree, folder, ignore_errors=True)
         launcher = None
         if config.fleet.wire != "inproc":
             host = host_of(listen_address(config)) if config.fleet.listen else LOOPBACK

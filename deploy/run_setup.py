@@ -49,6 +49,7 @@ from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.launching.leftover_cleanup import new_start
+from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
@@ -350,7 +351,8 @@ def restore_run(
 
 def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:
     """Names a new start of the run and returns what its workers share."""
-    start, keys = new_start(directory), CurveKeys.fresh()
+    folder = config.weights.folder if transport_of(config).name == "file" else None
+    start, keys = new_start(directory, folder), CurveKeys.fresh()
     return RunFacts(
         run=start,
         run_dir=directory.path,

@@ -26,6 +26,7 @@ from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
 from asyncrl.lanes.weights.transports.interface import WeightSender
+from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport
@@ -242,9 +243,10 @@ class TrainingService(Service, Training):
         self._chain = bytes.fromhex(extra.get("chain", GENESIS.hex()))
 
     async def _open_weights(self) -> WeightSender:
-        """Opens the trainer's end of the weight lane. Raises ConfigError when shared memory has no room for it."""
+        """Opens the trainer's end of the weight lane. Raises ConfigError when shared memory has no room for it, or
+        `weights.folder` cannot be used."""
         context, chosen = self.context, transport_of(self.context.config)
-        folder = Path(context.config.weights.folder or context.facts.run_dir / "weights") / context.facts.run
+        folder = folder_of_start(context.config.weights.folder, context.facts.run_dir, context.facts.run)
         ends = context.facts.weights_arena, self._engine.weights_spec, partial(weight_network, context), folder
         try:
             if listens(chosen.name):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from asyncrl.controller.observers.events import Observe, WeightsHandedOver
-from asyncrl.errors import Refused, Retryable
+from asyncrl.errors import FleetFailed, Refused, Retryable, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.protocols.service_contracts import Training
@@ -72,7 +72,8 @@ class WeightPublisher:
     Readers jump to the newest version. A reader is attached to a version before it is called: else, while its answer is
     on the way, the trainer could overwrite what it reads. A reader that does not take over a version within `deadline`
     seconds, and those that its bytes may take over a network, keeps the trainer from writing, or has no weights to
-    sample with, so `kill` is called with it.
+    sample with, so `kill` is called with it. `run` raises FleetFailed when a reader finds that a version is damaged or
+    not to be reached.
     """
 
     fleet: Fleet
@@ -130,6 +131,9 @@ class WeightPublisher:
             using = await self._use_weights(reader, published)
         except (Retryable, Refused):
             return  # The fleet handles a death; of a version that was overwritten, a newer one is announced already.
+        except WeightsError as unusable:
+            text = f"weights of version {published.version} do not reach {reader}: {unusable}"
+            raise FleetFailed(text) from unusable
         if using is None:
             return self._overdue(reader)
         if reader in using.readers and await self._relay(reader, using):  # Else it keeps the version that it reads.

@@ -36,6 +36,8 @@ MAY_CHANGE = (
     *("critic.device", "cost_critic.device", "staleness.publish_deadline", "weights.transport", "weights.folder"),
 )
 """Keys (sections end with a dot) that change place, speed, length or output of a run, but not what a step learns."""
+EXACT_CODECS = {"dense", "sparse"}
+"""Values of `weights.codec` with which generation gets the trainer's weights, unrounded."""
 NO_FILES: Mapping[str, Sequence[str]] = {}
 
 
@@ -56,7 +58,16 @@ class Change:
 def compare(old: Config, new: Config) -> list[Change]:
     """Returns the keys whose values differ, in the order of the config."""
     pairs = ((name, attrgetter(name)(old), attrgetter(name)(new)) for name in all_keys())
-    return [Change(name, was, now, _why_not(name, new)) for name, was, now in pairs if was != now]
+    return [
+        Change(name, was, now, "" if _same_weights(name, was, now) else _why_not(name, new))
+        for name, was, now in pairs
+        if was != now
+    ]
+
+
+def _same_weights(name: str, old: Any, new: Any) -> bool:
+    """Returns whether only the encoding of the same weights changes."""
+    return name == "weights.codec" and {old, new} <= EXACT_CODECS
 
 
 def _why_not(name: str, new: Config) -> str:

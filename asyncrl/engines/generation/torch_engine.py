@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
-from asyncrl.engines.generation.forward.cache_size import cache_blocks
+from asyncrl.engines.generation.forward.cache_size import cache_blocks, engine_slots
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.sampling import sample
 from asyncrl.engines.generation.scheduling.block_memory import BlockMemory
@@ -55,9 +55,6 @@ PREFILL_TOKENS = (2048, 32)
 long as the samples do."""
 MOST_DOUBLINGS = 20
 """Doublings of that budget after interruptions: a step then computes the longest prompt in one go."""
-FIXED_ROWS = 16
-"""Fewest slots of deterministic mode: products over fewer rows than 4 (an AMD EPYC) or 16 (an Intel Xeon, of vectors of
-576 numbers and more) round differently from larger ones."""
 
 
 class TorchEngine:
@@ -83,7 +80,7 @@ class TorchEngine:
         probe = probe_tokens(tokenizer, model.config, limit)
         expected = probe_logprobs(model, probe)
         fixed, exact = generation.deterministic, config.model.float32_head
-        slots = max(generation.slots, FIXED_ROWS) if fixed else generation.slots
+        slots = engine_slots(config)
         self._flat = FlatModel(
             model,
             slots,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from asyncrl.config.sections.model_config import ALL_LINEAR, LoraConfig
-from asyncrl.errors import ConfigError
+from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.engines.lora.target_layers import adapted_names
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 
 PROBE_DEVIATION = 0.02
@@ -63,22 +63,11 @@ def attach(model: Any, lora: LoraConfig, seed: int) -> None:
     adapters. Raises ConfigError when a target names no such layer."""
     head = model.get_output_embeddings()
     layers = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and each is not head}
-    chosen = {name for target in lora.targets for name in _matches(target, layers)}
+    chosen = adapted_names(lora, layers)
     model.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)
     for name in (name for name in layers if name in chosen):
         model.set_submodule(name, LowRankLinear(layers[name], lora, random))
-
-
-def _matches(target: str, layers: dict[str, nn.Linear]) -> list[str]:
-    found = [name for name in layers if target == ALL_LINEAR or f".{name}".endswith(f".{target}")]
-    if not found:
-        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none"
-        raise ConfigError(
-            f"model.lora: targets names {target!r}, and no linear layer of the model has this name. Layers that can "
-            f"be adapted: {known}; or write {ALL_LINEAR!r} for all of them"
-        )
-    return found
 
 
 def fill_for_probe(model: Any) -> None:

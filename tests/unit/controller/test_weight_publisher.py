@@ -8,7 +8,7 @@ import pytest
 from asyncrl.concurrency import root_cause
 from asyncrl.controller.observers.events import Event, WeightsHandedOver
 from asyncrl.controller.weight_publisher import WeightPublisher
-from asyncrl.errors import DeadlineExceeded, PeerLost, Refused
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.protocols.service_contracts import Generation, Reward, Training
@@ -174,6 +174,24 @@ def test_a_death_is_not_the_publishers_business() -> None:
     assert scene.readers.asked("b") == [1], "it has what it is to read"
     assert scene.leases.using_now == {"a": 1, "b": 1}
     assert scene.killed == []
+
+
+def test_weights_that_a_reader_cannot_use_end_the_run_and_can_be_resumed() -> None:
+    class Damaged(Reader):
+        async def use_weights(self, published: Published) -> Using:
+            raise WeightsError("generation[0]: weights-0-1.safetensors is damaged")
+
+    async def script(scene: Scene) -> None:
+        scene.readers.each["b"] = Damaged("b", [])
+        scene.announce(1)
+        await asyncio.sleep(1)
+
+    with pytest.raises(BaseExceptionGroup) as ended:
+        play(Scene(), script)
+    error = root_cause(ended.value)
+    assert isinstance(error, FleetFailed)
+    assert error.exit_code == 75
+    assert "version 1 do not reach b: generation[0]: weights-0-1.safetensors is damaged" in str(error)
 
 
 def test_a_reader_that_joins_holds_its_version_before_it_is_told_of_it() -> None:

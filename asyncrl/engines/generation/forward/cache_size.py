@@ -9,14 +9,26 @@ from asyncrl.errors import ConfigError
 
 GB = 10**9
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+FIXED_ROWS = 16
+"""Fewest slots of deterministic mode: products over fewer rows than 4 (an AMD EPYC) or 16 (an Intel Xeon, of vectors of
+576 numbers and more) round differently from larger ones."""
+
+
+def engine_slots(config: Config) -> int:
+    """Returns the rows of the batch of the torch engine."""
+    generation = config.generation
+    return max(generation.slots, FIXED_ROWS) if generation.deterministic else generation.slots
 
 
 def cache_blocks(config: Config, shape: Any, slots: int) -> int:
-    """Returns the blocks within `generation.cache_gb`, at most those of the longest row in every slot. shape: the
-    config of transformers. Raises ConfigError when the cache would not hold one row, or in deterministic mode not all.
-    """
-    whole, bytes_of_block = blocks_for(longest_row(config)), block_bytes(shape, ITEM_BYTES[config.model.dtype])
-    generation = config.generation
+    """Returns what `blocks_within` does. shape: the config of transformers."""
+    return blocks_within(config, block_bytes(shape, ITEM_BYTES[config.model.dtype]), slots)
+
+
+def blocks_within(config: Config, bytes_of_block: int, slots: int) -> int:
+    """Returns the blocks within `generation.cache_gb`, at most those of the longest row in every slot. Raises
+    ConfigError when the cache would not hold one row, or in deterministic mode not all."""
+    generation, whole = config.generation, blocks_for(longest_row(config))
     if not generation.cache_gb:
         return slots * whole
     found = min(slots * whole, int(generation.cache_gb * GB / bytes_of_block))
@@ -24,8 +36,9 @@ def cache_blocks(config: Config, shape: Any, slots: int) -> int:
     if found < least:
         rows = f"{slots} rows, which generation.deterministic keeps," if generation.deterministic else "one row"
         raise ConfigError(
-            f"generation.cache_gb is {generation.cache_gb:g}, and the keys and values of {rows} of the longest length "
-            f"need {least * bytes_of_block / GB:.3g} GB. Raise generation.cache_gb or lower generation.max_new_tokens"
+            f"generation.cache_gb: {generation.cache_gb:g} GB do not hold the keys and values of {rows} of the longest "
+            f"length, which take {least * bytes_of_block / GB:.3g} GB; raise generation.cache_gb or lower "
+            "generation.max_new_tokens"
         )
     return found
 

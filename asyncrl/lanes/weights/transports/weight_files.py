@@ -3,6 +3,7 @@
 A file appears under its name when it is whole, and the newest few stay. Receivers copy it into memory of their own.
 """
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.errors import PeerLost, Refused, WeightsError
+from asyncrl.errors import FleetFailed, PeerLost, Refused, WeightsError, errno_in
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
@@ -22,15 +23,23 @@ from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.chunk_plan import transfer_seconds
 from asyncrl.lanes.weights.transports.copied_versions import CopiedVersions
 from asyncrl.lanes.weights.transports.held_version import in_thread
+from asyncrl.lanes.weights.version_folder import make_folder
 from asyncrl.protocols.messages import Published
 
 FILE_SCHEME = "file://"
 KEPT = 2
 """Files that stay: the newest, and the one before, which a receiver may be reading."""
+CAUSES = {
+    errno.ENOENT: "the folder was removed while the run used it",
+    errno.ENOSPC: "the disk is full; make room there, or name another folder",
+    errno.EDQUOT: "the disk quota is used up; make room there, or name another folder",
+}
+"""Usual reasons for which a version cannot be written, by error number."""
 
 
 class FileSender:
-    """Implements WeightSender in a folder, which it makes. Nobody else may write there."""
+    """Implements WeightSender in a folder, which it makes. Nobody else may write there. Raises ConfigError when the
+    folder cannot be made."""
 
     def __init__(self, folder: Path, spec: WeightsSpec) -> None:
         self.leases: Leases = CopiedVersions()
@@ -39,20 +48,23 @@ class FileSender:
         self._slot = Segment.private(max(spec.size, 1))
         self._tensors = views(self._slot.buffer, spec)
         self._files: list[Path] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
 
     def write(self, incarnation: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
-        """Implements WeightSender; the file is on disk when it returns. Raises OSError when the disk is full."""
+        """Implements WeightSender; the file is on disk when it returns. Raises FleetFailed when that fails."""
         tensors = checked(named_tensors, self._spec)
         with torch.no_grad():
             for name, view in self._tensors.items():
                 view.copy_(tensors[name])
         path = self._folder / _file_name(incarnation, version)
-        draft = path.with_suffix(".draft")
-        save_file(self._tensors, draft, {"layout": self._spec.digest.hex()})
-        with open(draft, "rb") as written:
-            os.fsync(written.fileno())
-        draft.replace(path)
+        try:
+            self._save(path)
+        except (OSError, SafetensorError) as failed:
+            number = failed.errno if isinstance(failed, OSError) else errno_in(str(failed))
+            raise FleetFailed(
+                f"weights of version {version} could not be written to {self._folder} (weights.folder): "
+                f"{CAUSES.get(number or 0, failed)}"
+            ) from failed
         self._files.append(path)
         for old in self._files[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -61,6 +73,14 @@ class FileSender:
         found = digest(self._slot.buffer, self._spec, digest_of)
         address, seconds = f"{FILE_SCHEME}{self._folder}", transfer_seconds(self._spec.size)
         return Published(incarnation, version, address, slot_of(version), found, digest_of, transfer=seconds)
+
+    def _save(self, path: Path) -> None:
+        """Writes the slot to a draft on disk, which then gets the name of the file."""
+        draft = path.with_suffix(".draft")
+        save_file(self._tensors, draft, {"layout": self._spec.digest.hex()})
+        with open(draft, "rb") as written:
+            os.fsync(written.fileno())
+        draft.replace(path)
 
     def forget(self, reader: str) -> None:
         """Does nothing: readers leave no trace."""
@@ -109,16 +129,24 @@ class FileReceiver:
                 if (file.metadata() or {}).get("layout") != self._spec.digest.hex():
                     raise WeightsError(f"{path} has weights of another model or dtype than this reader's")
                 for name, target in targets.items():
-                    target.copy_(file.get_tensor(name))
-        except FileNotFoundError as gone:
+                    read = file.get_tensor(name)
+                    if (read.shape, read.dtype) != (target.shape, target.dtype):
+                        raise WeightsError(f"{path} is damaged: {name} has another shape or dtype")
+                    target.copy_(read)
+        except (FileNotFoundError, NotADirectoryError) as gone:
             if not folder.is_dir():
-                unseen = f"{folder} is not seen on host {HostId.here().name}"
-                raise WeightsError(f"{unseen}: name a folder in weights.folder that all hosts see") from gone
+                raise WeightsError(
+                    f"{folder} was removed, or is not seen on host {HostId.here().name}: name a folder in "
+                    "weights.folder that all hosts see"
+                ) from gone
             if not any(folder.iterdir()):
                 raise PeerLost(f"{folder} has no weights: its trainer has ended") from gone
             raise Refused(f"{path} was removed: there is a newer version") from gone
         except SafetensorError as damaged:
             raise WeightsError(f"{path} is damaged: {damaged}") from damaged
+        except OSError as unreadable:
+            why = f"{path} cannot be read on host {HostId.here().name}: {unreadable.strerror or unreadable}"
+            raise WeightsError(why) from unreadable
         check_digest(self._slots[idle].buffer, self._spec, published)
         self._held[idle] = (published.incarnation, published.version)
 

@@ -37,6 +37,15 @@ def test_steps_may_not_change_when_the_learning_rate_depends_on_them() -> None:
     assert "cosine" in change.why_not
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "refused"),
+    [("dense", "sparse", False), ("sparse", "dense", False), ("dense", "fp8", True), ("bfloat16", "sparse", True)],
+)
+def test_only_codecs_that_do_not_round_may_change(old: str, new: str, refused: bool) -> None:
+    (change,) = compare(config(weights={"codec": old}), config(weights={"codec": new}))
+    assert bool(change.why_not) == refused
+
+
 @pytest.mark.parametrize("name", MAY_CHANGE)
 def test_what_may_change_exists(name: str) -> None:
     assert any(key == name or (name.endswith(".") and key.startswith(name)) for key in all_keys())

@@ -115,5 +115,5 @@ def test_episodes_run_through_a_cache_of_one_row(
 
 @pytest.mark.parametrize(("settings", "found"), [({}, "one row"), ({"deterministic": True}, "16 rows")])
 def test_a_cache_that_is_too_small_is_refused(make_engine: MakeEngine, settings: dict[str, Any], found: str) -> None:
-    with pytest.raises(ConfigError, match=f"generation.cache_gb is 1e-06, and the keys and values of {found}"):
+    with pytest.raises(ConfigError, match=f"generation.cache_gb: 1e-06 GB do not hold the keys and values of {found}"):
         make_engine(cache_gb=1e-6, **settings)

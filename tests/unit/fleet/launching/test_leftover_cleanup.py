@@ -104,3 +104,25 @@ def test_a_sweeper_that_comes_late_takes_nothing_of_the_start_that_followed(star
         late.send_signal(signal.SIGCONT)
         assert late.wait(20) == 0
     assert left(resumed + again) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_files_of_weights_of_a_killed_start_are_gone_at_the_next(shared: bool, original: Path, tmp_path: Path) -> None:
+    """Those of others in the same folder stay, and the folder may be another one the next time."""
+    place = tmp_path / "shared" if shared else original / "weights"
+    value = str(place) if shared else ""
+    killed = new_start(RunDirectory(original), value)
+    (place / killed).mkdir(parents=True)
+    (place / killed / "weights-0-1.safetensors").touch()
+    other = place / ("0" * 16)
+    other.mkdir()
+    new_start(RunDirectory(original))
+    assert [*place.iterdir()] == [other]
+
+
+def test_a_copy_leaves_the_files_of_weights_of_a_run_alone(original: Path, tmp_path: Path) -> None:
+    running = new_start(RunDirectory(original), str(tmp_path / "shared"))
+    (tmp_path / "shared" / running).mkdir(parents=True)
+    shutil.copytree(original, tmp_path / "copy")
+    new_start(RunDirectory(tmp_path / "copy"), str(tmp_path / "shared"))
+    assert (tmp_path / "shared" / running).is_dir()
