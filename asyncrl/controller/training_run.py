@@ -269,7 +269,10 @@ class TrainingRun:
         )
 
     def _status_writer(self) -> StatusWriter:
-        return StatusWriter(self.state.directory.status, self.state.gate, self.running.health_poller, self.config.steps)
+        state = self.state
+        return StatusWriter(
+            state.directory.status, state.gate, state.journal, self.running.health_poller, self.config.steps
+        )
 
     @asynccontextmanager
     async def _observers(self) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ SECONDS = 2.0
 class WorkerStatus:
     """One worker. name: such as generation0[1]. problem: why it takes no calls, else "". doing: its running calls.
     shares: of the time since the state before, by activity, such as busy and starved. cores: CPU-seconds a second since
-    then. memory: resident bytes. starts: how often it was started in this run."""
+    then. memory: resident bytes. starts: how often it was started since the run began, or was resumed."""
 
     name: str
     instance: str
@@ -34,8 +34,8 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """One moment. written_at: Unix time in seconds. version: of the trainer's weights. samples: by stage, those that
-    ended since this start. ended: whether the run trains no more."""
+    """One moment. written_at: Unix time in seconds. version: of the trainer's weights. samples: by stage; ended ones
+    of the whole run. ended: whether the run trains no more. incarnation: how often the run was resumed."""
 
     written_at: float
     version: int
@@ -43,6 +43,7 @@ class RunStatus:
     samples: Mapping[str, int]
     workers: tuple[WorkerStatus, ...]
     ended: bool = False
+    incarnation: int = 0
 
 
 def write_status(path: Path, status: RunStatus) -> None:

@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.display import shown
+from asyncrl.telemetry.display import shown, skipped
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus, read_status
 
@@ -21,8 +23,8 @@ LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called old: a loaded machine is late by some of them."""
 LONGEST_LINE = 2**20
 """Bytes at the end of metrics.jsonl in which the newest line is searched for."""
-HEADINGS = ("worker", "state", "busy", "starved", "blocked", "sync", "cores", "memory", "queue", "starts", "runs")
-SHARES = HEADINGS[2:6]
+HEADINGS = ("worker", "busy", "starved", "blocked", "sync", "cores", "memory", "queue", "starts", "runs")
+SHARES = HEADINGS[1:5]
 
 
 def main(arguments: list[str]) -> int:
@@ -34,14 +36,14 @@ def main(arguments: list[str]) -> int:
     status = _needed(directory)
     console = Console()
     if asked.once or not console.is_terminal:
-        console.print(view(status, newest_metrics(directory.metrics), time.time()))
+        console.print(view(status, newest_metrics(directory.metrics), time.time(), console.width))
         return 0
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while not status.ended:
-            live.update(view(status, newest_metrics(directory.metrics), time.time()), refresh=True)
+            live.update(view(status, newest_metrics(directory.metrics), time.time(), console.width), refresh=True)
             time.sleep(SECONDS)
             status = _needed(directory)
-        live.update(view(status, newest_metrics(directory.metrics), time.time()), refresh=True)
+        live.update(view(status, newest_metrics(directory.metrics), time.time(), console.width), refresh=True)
     return 0
 
 
@@ -68,42 +70,70 @@ def newest_metrics(path: Path) -> Mapping[str, Any]:
     return metrics
 
 
-def view(status: RunStatus, metrics: Mapping[str, Any], now: float) -> Group:
-    """Returns what the screen shows. now: Unix time in seconds."""
+def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) -> Group:
+    """Returns what the screen shows. now: Unix time in seconds. width: columns of the screen."""
     age = now - status.written_at
-    lines = [f"version {status.version} of {status.steps} steps; samples: {_counts(status.samples)}"]
+    lines = [f"version {status.version} of {status.steps} steps"]
+    lines += filled("samples:", [f"{count:,} {stage}" for stage, count in status.samples.items()] or ["none"], width)
     if status.ended:
         lines.append("The run has ended; logs/controller.jsonl says how.")
     elif age > LATE:
         lines.append(f"This state is {age:.0f} s old: the run has ended, or its machine is overloaded.")
     if metrics:
-        numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
-        lines.append(f"step {metrics['step']}: {numbers}")
-    return Group(*lines) if status.ended else Group(*lines, "", _table(status.workers))
+        lines += _step(metrics, status.version, width)
+    if status.ended:
+        return Group(*lines)
+    problems = [
+        Text(line)
+        for worker in status.workers
+        if worker.problem
+        for line in wrap(f"{worker.name}: {worker.problem}", width, subsequent_indent="  ")
+    ]
+    since = ["starts: since the run was resumed"] if status.incarnation else []
+    return Group(*lines, "", _table(status.workers, width), *since, *problems)
 
 
-def _table(workers: Iterable[WorkerStatus]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, no_wrap=True, overflow="ellipsis" if heading == HEADINGS[-1] else "fold")
-    for worker in workers:
-        table.add_row(*_cells(worker))
+def _step(metrics: Mapping[str, Any], version: int, width: int) -> list[str]:
+    """Returns the lines about the last step."""
+    step = int(metrics["step"])
+    void = " before the resume, to be trained again" if step > version + bool(skipped(metrics)) else ""
+    if reason := skipped(metrics):
+        return [f"step {step}{void}: {reason}"]
+    return filled(f"step {step}{void}:", [f"{name} {number}" for name, number in shown(metrics)], width)
+
+
+def filled(heading: str, items: Iterable[str], width: int) -> list[str]:
+    """Returns lines of whole items; all lines but the first are indented."""
+    lines, first = [heading], True
+    for item in items:
+        longer = f"{lines[-1]}{' ' if first else '  '}{item}"
+        if len(longer) <= width or first:
+            lines[-1] = longer
+        else:
+            lines.append(f"  {item}")
+        first = False
+    return lines
+
+
+def _table(workers: Iterable[WorkerStatus], width: int) -> Table:
+    """Returns a row for each worker; the last column has the columns of the screen that the others leave."""
+    rows = [HEADINGS, *map(_cells, workers)]
+    left = width - sum(max(map(len, column)) + 1 for column in list(zip(*rows, strict=True))[:-1])
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
+    for *cells, runs in rows:
+        table.add_row(*cells, runs if len(runs) <= left else f"{runs[: left - 1]}…")
     return table
-
-
-def _counts(samples: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {stage}" for stage, count in samples.items()) or "none"
 
 
 def _cells(worker: WorkerStatus) -> tuple[str, ...]:
     shares = (f"{worker.shares[name]:.0%}" if name in worker.shares else "-" for name in SHARES)
+    runs = "; ".join(worker.doing[:2]) + (f" and {len(worker.doing) - 2} more" if len(worker.doing) > 2 else "")
     return (
         worker.name,
-        worker.problem or "serves",
         *shares,
         f"{worker.cores:.2f}",
-        f"{worker.memory / 1e6:,.0f} MB" if worker.memory else "-",
+        f"{worker.memory / 1e9:.3g} GB" if worker.memory else "-",
         f"{worker.queued}",
         f"{worker.starts}",
-        "; ".join(worker.doing[:2]) + (f" and {len(worker.doing) - 2} more" if len(worker.doing) > 2 else ""),
+        "down" if worker.problem else runs,
     )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from asyncrl.concurrency import to_its_end
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import IN_FLIGHT, Stage
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.fleet.health import HealthPoller
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.protocols.messages import Health
@@ -25,10 +27,12 @@ from asyncrl.telemetry.run_status import (
 
 @dataclass
 class StatusWriter:
-    """Writes to `path`. steps: of the whole run. now: returns Unix time in seconds."""
+    """Writes to `path`. journal: has the samples that ended, those before a resume too. steps: of the whole run. now:
+    returns Unix time in seconds."""
 
     path: Path
     gate: Gate
+    journal: Journal
     poller: HealthPoller
     steps: int
     now: Callable[[], float] = time.time
@@ -56,9 +60,12 @@ class StatusWriter:
 
     def status(self) -> RunStatus:
         """Returns the present state, by the newest health of each worker."""
-        samples = {stage.name.lower(): count for stage, count in self.gate.counts.items() if count}
+        ledger = self.journal.ledger
+        counts = {stage.value: self.gate.counts[stage] for stage in IN_FLIGHT}
+        counts |= {Stage.TRAINED.value: ledger.trained, Stage.DROPPED.value: ledger.dropped.total()}
+        samples = {stage: count for stage, count in counts.items() if count}
         workers = tuple(self._worker(worker) for worker in self.poller.workers)
-        return RunStatus(self.now(), self.gate.version, self.steps, samples, workers)
+        return RunStatus(self.now(), self.gate.version, self.steps, samples, workers, incarnation=ledger.incarnation)
 
     def _worker(self, worker: RemoteWorker) -> WorkerStatus:
         if worker.instance and self._instances.get(worker.name) != worker.instance:

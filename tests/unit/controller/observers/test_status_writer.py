@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,11 @@ class Poller:
 
 
 def writer_of(path: Path, poller: Poller) -> StatusWriter:
-    gate: Any = SimpleNamespace(counts={Stage.RUNNING: 3, Stage.READY: 0}, version=4)
-    return StatusWriter(path, gate, poller, 25, lambda: 100.0)  # type: ignore[arg-type]
+    gate: Any = SimpleNamespace(counts=Counter({Stage.RUNNING: 3, Stage.TRAINED: 10}), version=4)
+    journal: Any = SimpleNamespace(
+        ledger=SimpleNamespace(trained=90, dropped=Counter({"stale": 2, "poison": 3}), incarnation=1)
+    )
+    return StatusWriter(path, gate, journal, poller, 25, lambda: 100.0)  # type: ignore[arg-type]
 
 
 async def written(writer: StatusWriter) -> RunStatus:
@@ -47,7 +51,8 @@ async def test_a_worker_that_dies_is_shown_with_its_reason_and_its_next_start(tm
     poller = Poller()
     writer = writer_of(tmp_path / "status.json", poller)
     status = await written(writer)
-    assert (status.written_at, status.version, status.steps, status.samples) == (100.0, 4, 25, {"running": 3})
+    assert (status.written_at, status.version, status.steps, status.incarnation) == (100.0, 4, 25, 1)
+    assert status.samples == {"running": 3, "trained": 90, "dropped": 5}, "those before the resume too"
     (worker,) = status.workers
     assert (worker.problem, worker.shares, worker.memory, worker.queued, worker.starts) == ("", {"busy": 0.5}, 5, 2, 1)
     poller.worker.alive, poller.worker.status = False, "killed by SIGKILL; starts again"

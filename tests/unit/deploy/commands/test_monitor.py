@@ -1,11 +1,16 @@
 """`asyncrl monitor` on the files of a run."""
 
 import time
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from asyncrl.deploy.cli import main
+from asyncrl.deploy.commands.monitor import view
+from asyncrl.telemetry.display import SHOWN
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status
 
@@ -30,12 +35,51 @@ def test_it_shows_workers_and_the_newest_step(
     write(tmp_path, 0.0)
     assert main(["monitor", str(tmp_path), "--once"]) == 0
     printed = capsys.readouterr().out
-    first, second, _, _, generation, reward = printed.rstrip("\n").split("\n")
-    assert first == "version 7 of 25 steps; samples: 1,234 running, 5 ready"
-    assert second.split() == ["step", "7:", "reward", "0.700"]
-    cells = ["generation0[0]", "serves", "50%", "-", "-", "-", "0.93", "512", "MB", "3", "2", "x;", "y", "and", "1"]
-    assert generation.split() == [*cells, "more"]
-    assert reward.split()[:4] == ["reward0[0]", "killed", "by", "SIGKILL"]
+    first, second, third, _, _, generation, reward, problem = printed.rstrip("\n").split("\n")
+    assert first == "version 7 of 25 steps"
+    assert second == "samples: 1,234 running  5 ready"
+    assert third.split() == ["step", "7:", "reward", "0.700"]
+    cells = ["generation0[0]", "50%", "-", "-", "-", "0.93", "0.512", "GB", "3", "2", "x;", "y", "and", "1", "more"]
+    assert generation.split() == cells
+    assert reward.split()[-1] == "down"
+    assert problem.rstrip() == "reward0[0]: killed by SIGKILL"
+
+
+WIDE = WorkerStatus(
+    *("environment10[0]", "a", "killed by SIGKILL; it is started again in 3.5 s, the fourth time in a minute, as its"),
+    *(("generate for 12.0 s", "generate for 7.0 s"), 1234, dict.fromkeys(("busy", "starved", "blocked", "sync"), 1.0)),
+    *(12.34, 512 * 10**9, 10, {}),
+)
+NUMBERS = {metric: -123.456 for metric, *_ in SHOWN}
+
+
+@pytest.mark.parametrize("working", [WIDE, replace(WIDE, problem="")])
+def test_no_line_is_longer_than_a_terminal_of_80_columns(working: WorkerStatus) -> None:
+    samples = {stage: 1_234_567 for stage in ("running", "scoring", "ready", "training", "trained", "dropped")}
+    status = RunStatus(1e9, 123_456, 250_000, samples, (working,), incarnation=1)
+    console = Console(width=80, file=StringIO())
+    console.print(view(status, {"step": 123_457, **NUMBERS}, 2e9, 80))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    wide = Console(width=1000, file=StringIO())
+    wide.print(view(status, {"step": 123_457, **NUMBERS}, 2e9, 80))
+    lines = wide.file.getvalue().count("\n")  # type: ignore[attr-defined]
+    assert printed.count("\n") == lines, f"a line was wrapped:\n{printed}"
+    for expected in ("1,234,567 dropped", "gradient -1.2e+02", " 12.34 512 GB 1234 ", "since the run was resumed"):
+        assert expected in printed
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ({"step": 8, "version": 7, "skipped/not finite": 1}, "step 8: trained nothing (not finite): it is tried again"),
+        ({"step": 7, "reward/mean": 0.7}, "step 7: reward 0.700"),
+        ({"step": 8, "reward/mean": 0.7}, "step 8 before the resume, to be trained again: reward 0.700"),
+    ],
+)
+def test_the_last_step_is_shown_as_what_it_was(metrics: dict[str, float], says: str) -> None:
+    console = Console(width=80, file=StringIO())
+    console.print(view(RunStatus(1e9, 7, 25, {}, ()), metrics, 1e9, 80))
+    assert says in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_old_state_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
