@@ -38,7 +38,8 @@ class TrainingHistory:
     """Collects what the guards look at. steps: metrics of the last trained steps. Rewards count since this start.
 
     rewards_varied: whether a batch had unequal rewards. untrainable: samples of the steps in a row without a gradient.
-    groups_without_signal, errors_in_a_row: counts up to now. limit: twice the samples that may be in flight.
+    groups_without_signal, errors_in_a_row: counts up to now. scored, failed: samples, and those of them with a failed
+    call of a reward. limit: twice the samples that may be in flight.
     """
 
     limit: int
@@ -55,6 +56,8 @@ class TrainingHistory:
     groups_without_signal: int = 0
     equal_reward: float | None = None
     errors_in_a_row: int = 0
+    scored: int = 0
+    failed: int = 0
     last_error: str = ""
     _first_rewards: dict[int, float] = field(default_factory=dict)
 
@@ -76,6 +79,11 @@ class TrainingHistory:
         return fmean(found) if len(found) == WINDOW else None
 
     @property
+    def all_failed(self) -> bool:
+        """Returns whether a reward failed for every sample."""
+        return self.failed == self.scored > 0
+
+    @property
     def reward_fell(self) -> bool:
         """Returns whether the mean reward lost most of what it once had over the lowest."""
         now = self.mean("reward/mean")
@@ -84,6 +92,8 @@ class TrainingHistory:
         )
 
     def _scored(self, group: int, reward: float | None, error: str) -> None:
+        self.scored += 1
+        self.failed += bool(error)
         self.errors_in_a_row = self.errors_in_a_row + 1 if error else 0
         self.last_error = error.partition("\n")[0] or self.last_error
         if reward is not None and reward != self._first_rewards.setdefault(group, reward):
@@ -116,6 +126,11 @@ def _no_variance(history: TrainingHistory) -> str:
         return ""
     if not history.rewards_varied and history.samples >= FEWEST_SAMPLES:
         reward = history.steps[-1]["reward/mean"]
+        if history.all_failed:
+            return (
+                f"a reward failed for each of the {history.scored} samples scored so far, so that all "
+                f"{history.samples} up to step {history.step} got {reward:g}, and none can teach: {history.last_error}"
+            )
         return (
             f"all {history.samples} samples up to step {history.step} got the same reward, {reward:g}, and none can "
             "teach"
@@ -154,12 +169,24 @@ def _truncation(history: TrainingHistory) -> str:
 @dataclass(frozen=True, slots=True)
 class Guard:
     """One guard. key: of `[guards]`. sees: describes the trouble, "" without. advice: what to do then. looks_at_steps:
-    it looks at trained steps, not at each sample."""
+    it looks at trained steps, not at each sample. advice_on_failures: in place of the advice where every reward failed.
+    """
 
     key: str
     sees: Callable[[TrainingHistory], str]
     advice: str
     looks_at_steps: bool = True
+    advice_on_failures: str = ""
+
+    def describe(self, history: TrainingHistory) -> str:
+        """Returns the trouble with the advice, "" without trouble."""
+        advice = (history.all_failed and self.advice_on_failures) or self.advice
+        return f"{trouble}; {advice}" if (trouble := self.sees(history)) else ""
+
+
+CORRECT_THE_FUNCTION = (
+    'reward.on_error = "zero" counts 0 for each: correct the function; its errors are in logs/reward*.jsonl'
+)
 
 
 GUARDS = (
@@ -173,11 +200,12 @@ GUARDS = (
         "no_variance",
         _no_variance,
         "look at the answers with `asyncrl samples RUN`, and make the reward tell better answers from worse ones",
+        advice_on_failures=CORRECT_THE_FUNCTION,
     ),
     Guard(
         "reward_errors",
         _reward_errors,
-        'reward.on_error = "zero" counts 0 for each: correct the function; its errors are in logs/reward*.jsonl',
+        CORRECT_THE_FUNCTION,
         looks_at_steps=False,
     ),
     Guard(
@@ -220,10 +248,10 @@ class TrainingGuards:
                     self._count_quiet_step(guard)
 
     def _look(self, guard: Guard) -> None:
-        if not (trouble := guard.sees(self._history)):
+        if not (trouble := guard.describe(self._history)):
             return
         if guard.key not in self._quiet_steps:
-            self._alarm.ring(guard.key, f"{trouble}; {guard.advice}")
+            self._alarm.ring(guard.key, trouble)
         self._quiet_steps[guard.key] = -1
 
     def _count_quiet_step(self, guard: Guard) -> None:

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.config.sources import load
 from asyncrl.controller.observers.alarms import Alarm
-from asyncrl.controller.observers.events import StepDone
+from asyncrl.controller.observers.events import SampleScored, StepDone
 from asyncrl.controller.observers.training_guards import GUARDS, WINDOW, TrainingGuards, TrainingHistory
 from asyncrl.errors import ConfigError, TrainingStopped
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
@@ -167,6 +167,25 @@ def test_a_reward_that_always_fails_is_told_where_its_errors_count_zero() -> Non
     scene.play()
     (text,) = said
     assert text.startswith("guards.reward_errors: a reward function failed on each of the last 100 samples: f raised")
+
+
+@pytest.mark.parametrize("ever_scored", [False, True])
+def test_a_constant_reward_of_failed_calls_is_blamed_on_the_calls(ever_scored: bool) -> None:
+    said: list[str] = []
+    watching = guards(said, limit=10**6)
+    for number in range(80):
+        error = "" if ever_scored and number == 3 else "mine.py:reward raised KeyError: 'answer'\n  a traceback"
+        watching.observe(SampleScored(row(0, 0.0), Score(0.0, {"f": 0.0}, error)))
+    for number in range(1, 10):
+        watching.observe(step(number, [0.0] * 16, grad_norm=0.0))
+    (text,) = said
+    if ever_scored:
+        assert "all 80 samples up to step 5 got the same reward, 0," in text
+        assert "make the reward tell better answers from worse" in text
+    else:
+        assert "a reward failed for each of the 80 samples scored so far, so that all 80 up to step 5 got 0" in text
+        assert "none can teach: mine.py:reward raised KeyError: 'answer'; reward.on_error" in text
+        assert "better answers" not in text
 
 
 def test_guards_that_are_off_say_nothing() -> None:
