@@ -37,7 +37,13 @@ class PrintedFile:
                 size = file.tell()
                 file.write(data[-LARGEST:])
             if size + len(data) >= LARGEST:
-                self.path.replace(self.path.with_name(self.path.name + ".old"))
+                self._begin_another()
+
+    def _begin_another(self) -> None:
+        old = self.path.with_name(self.path.name + ".old")
+        removed = "; what was printed before that was removed" if old.exists() else ""
+        self.path.replace(old)
+        self.path.write_text(f"asyncrl: what was printed before is in {old}{removed}\n")
 
 
 class ChildOutput:

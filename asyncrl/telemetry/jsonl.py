@@ -43,6 +43,10 @@ class LineFile:
             os.ftruncate(number, size)
             raise
 
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
     def close(self) -> None:
         self._file.close()
 

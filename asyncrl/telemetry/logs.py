@@ -1,8 +1,10 @@
-"""Writes logs as lines of JSON, one file per process: `RUN_DIR/logs/INSTANCE.jsonl`."""
+"""Writes logs as lines of JSON, one file per process: `RUN_DIR/logs/INSTANCE.jsonl`. A full file is renamed to
+`INSTANCE.jsonl.old`, in place of the one before."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import structlog
@@ -11,14 +13,37 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.telemetry.jsonl import LineFile
 
+LARGEST_LOG = 8 * 2**20
+"""Bytes of a log; the file before it has as many. A reward that fails for every sample writes a line for each."""
 
-class _LogFile(LineFile):
-    """Takes finished events from structlog's last processor."""
+
+class _LogFile:
+    """Takes finished events from structlog's last processor. Threads of a process share its log."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._old = path.with_name(f"{path.name}.old")
+        self._file = LineFile(path)
+        self._lock = Lock()
 
     def msg(self, **event: Any) -> None:
-        self.append(event)
+        with self._lock:
+            self._file.append(event)
+            if self._file.size >= LARGEST_LOG:
+                self._begin_another()
 
     debug = info = warning = error = critical = msg
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _begin_another(self) -> None:
+        removed = "; the lines before those were removed" if self._old.exists() else ""
+        self._path.replace(self._old)
+        full, self._file = self._file, LineFile(self._path)
+        full.close()
+        text = f"the lines before this one are in {self._old}{removed}"
+        self._file.append({"event": "log continued", "level": "info", "text": text})
 
 
 @contextmanager

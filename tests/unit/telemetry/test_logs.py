@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from structlog.contextvars import bound_contextvars
 
+from asyncrl.telemetry import logs
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 
@@ -32,3 +34,19 @@ def test_an_exception_is_written_with_its_traceback(tmp_path: Path) -> None:
     (line,) = read_lines(tmp_path / "x.jsonl")
     assert "ValueError: the cause" in line["exception"]
     assert str(tmp_path) in line["where"]
+
+
+def test_a_log_is_bounded_and_says_what_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "LARGEST_LOG", 3000)
+    path, old = tmp_path / "reward0.0.jsonl", tmp_path / "reward0.0.jsonl.old"
+    said = []
+    with open_log(path) as log:
+        for number in range(100):
+            log.warning("reward failed", member=number, error="x" * 500)
+            assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 2 * (3000 + 1000)
+            said += [line["text"] for line in read_lines(path) if line["event"] == "log continued"]
+    assert sorted(tmp_path.iterdir()) == [path, old]
+    assert said[0] == f"the lines before this one are in {old}"
+    assert said[-1] == f"the lines before this one are in {old}; the lines before those were removed"
+    kept = [line["member"] for file in (old, path) for line in read_lines(file) if line["event"] == "reward failed"]
+    assert kept == list(range(kept[0], 100)), "the newest are kept, each once"

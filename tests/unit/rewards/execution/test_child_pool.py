@@ -133,6 +133,8 @@ async def test_output_of_children_is_bounded_and_its_newest_part_is_kept(pool: M
     newest, older = tmp_path / "reward0.printed", tmp_path / "reward0.printed.old"
     assert older.stat().st_size + newest.stat().st_size <= 2 * (LARGEST + BLOCK)
     assert b"the end of member" in newest.read_bytes()
+    cut = f"asyncrl: what was printed before is in {older}; what was printed before that was removed\n"
+    assert newest.read_text().startswith(cut)
 
 
 async def test_a_child_has_no_variables_that_configure_the_fleet(
