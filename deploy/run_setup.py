@@ -62,7 +62,7 @@ from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
-from asyncrl.telemetry.source_copies import SourceFile, changed, keep, kept, look_at, moved
+from asyncrl.telemetry.source_copies import INDEX, SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
 
 CONTROLLER_LOG = "controller.jsonl"
@@ -274,7 +274,7 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
         changes = _changes(request, directory, files)
         if not (changes and request.accept_changes):  # What was sampled and scored before may not count after those.
             restored = plan.restorable(whole_groups=_scores_groups(config))
-        for line in (*plan.said, *(f"changed: {change}" for change in changes)):
+        for line in (*plan.said, *(f"changed: {change}" for change in changes), *unknown_sources(directory.sources)):
             request.display.say(line)
         kept, answered = sum(len(members) for _, members in restored.waiting), len(restored.answered)
         go_on = f"{answered} episodes go on after their last turn, " if answered else ""
@@ -295,6 +295,15 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
 def _scores_groups(config: Config) -> bool:
     """Returns whether a function scores all samples of a group together, so that those of a part cannot be."""
     return any(function.group for section in (config.reward, config.cost) for function in section.functions)
+
+
+def unknown_sources(folder: Path) -> list[str]:
+    """Returns a line that changes of prompts and code cannot be seen, where what the last start read is not known."""
+    return (
+        []
+        if (folder / INDEX).is_file()
+        else [f"warning: {folder / INDEX} is gone: changes of prompts and code go unseen"]
+    )
 
 
 def _changes(request: RunRequest, directory: RunDirectory, files: Sequence[SourceFile]) -> list[str]:

@@ -72,7 +72,7 @@ def keep(folder: Path, files: Iterable[SourceFile]) -> None:
 
 
 def kept(folder: Path) -> list[SourceFile]:
-    """Returns what the last start of the run read; empty for a run of an older version. Raises ConfigError for an index
+    """Returns what the last start of the run read; empty where its index is gone. Raises ConfigError for an index
     that cannot be read."""
     index = folder / INDEX
     if not index.is_file():
@@ -118,7 +118,10 @@ def moved(old: Iterable[SourceFile], new: Iterable[SourceFile]) -> set[str]:
 
 
 def damaged_copies(folder: Path) -> list[str]:
-    """Returns the copies that are missing or do not have their digest; raises what `kept` raises."""
+    """Returns the copies that are missing or do not have their digest; raises what `kept` raises. Each start of a run
+    writes an index, so that one without has lost it."""
+    if not (folder / INDEX).is_file():
+        return [f"{folder / INDEX} is gone, so that nothing tells which prompts and code the run read"]
     found = []
     for file in kept(folder):
         if file.copy and _looked_at(file.key, folder / file.copy).digest != file.digest:

@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -92,6 +93,11 @@ def test_a_change_of_what_a_reward_imports_is_refused_until_it_is_accepted(
     settle_config(replace(request, accept_changes=True), directory, PLAN)
     assert re.search(f"changed: {said}", capsys.readouterr().out)
     assert len(list(directory.sources.glob("*-helpers.py"))) == 2
+    shutil.rmtree(directory.sources)
+    for gone in (True, False):
+        settle_config(request, directory, PLAN)
+        warning = f"warning: {directory.sources}/index.json is gone: changes of prompts and code go unseen"
+        assert (warning in capsys.readouterr().out) == gone
 
 
 def test_the_prompt_of_a_group_is_named_by_its_row(directory: RunDirectory) -> None:

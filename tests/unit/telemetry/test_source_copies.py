@@ -86,6 +86,7 @@ def test_a_damaged_index_is_an_error_with_a_remedy(tmp_path: Path, reward: tuple
         kept(folder)
 
 
-def test_a_run_of_an_older_version_has_no_copies(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_is_damage(tmp_path: Path) -> None:
     assert kept(tmp_path / "sources") == []
-    assert damaged_copies(tmp_path / "sources") == []
+    (damage,) = damaged_copies(tmp_path / "sources")
+    assert damage.startswith(f"{tmp_path / 'sources' / INDEX} is gone, ")

@@ -27,6 +27,7 @@ async def run_dir(tmp_path: Path) -> Path:
     path.mkdir()
     config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}})
     (path / "config.toml").write_text(dump(config))
+    keep(RunDirectory(path).sources, [])
     with closing(FileStore(path)) as store:
         journal = Journal(store)
 
@@ -72,7 +73,7 @@ def test_looking_at_a_run_makes_nothing_in_it(run_dir: Path, tmp_path: Path) -> 
     shutil.rmtree(run_dir / "checkpoints")
     assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 2
     assert cli.main(["audit", str(run_dir)]) == 2
-    assert [path.name for path in run_dir.iterdir()] == ["config.toml"]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["config.toml", "sources"]
 
 
 def test_an_audit_that_fails_says_so_with_its_exit_status(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +84,19 @@ def test_an_audit_that_fails_says_so_with_its_exit_status(run_dir: Path, capsys:
     assert "first: record 1 of the journal, at byte 0, is damaged" in said, (
         "the cause comes before what follows from it"
     )
+
+
+@pytest.mark.parametrize("gone", [INDEX, ""])
+def test_an_audit_fails_where_the_copies_of_prompts_and_code_are_gone(
+    run_dir: Path, gone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunDirectory(run_dir).sources
+    keep(folder, look_at([("reward.functions", Path(__file__))]))
+    (folder / INDEX).unlink() if gone else shutil.rmtree(folder)
+    assert cli.main(["audit", str(run_dir)]) == 1
+    said = capsys.readouterr().out
+    assert f"FAILS, 1 times; first: {folder / INDEX} is gone, so that nothing tells" in said
+    assert said.endswith("the audit FAILS\n")
 
 
 @pytest.mark.parametrize("spoil", [lambda file: file.write_text("[{"), lambda file: file.write_text('[{"key": 1}]')])
