@@ -32,7 +32,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("staleness/mean", "staleness", ".2f"),
     ("staleness/max", "oldest", ".0f"),
     ("mask/stale_fraction", "masked", ".1%"),
-    ("policy/kl_rollout_train", "kl to engine", ".2g"),
+    ("policy/kl_rollout_train", "kl to engine (k1)", ".2g"),
     ("policy/kl_reference", "kl to reference", ".2g"),
     ("policy/clip_frac", "clipped", ".1%"),
     ("grad_norm", "gradient", ".2g"),

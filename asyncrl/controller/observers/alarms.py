@@ -91,7 +91,8 @@ class RewardFailures:
     def _scored(self, score: Score) -> None:
         self.failed += bool(score.error)
         if score.error and self.failed == 1:
-            logs = "logs/cost*.jsonl" if score.error.startswith("cost") else "logs/reward*.jsonl"
+            scorer = "cost" if score.error.startswith("cost") else "reward"
+            logs = f"logs/{scorer}*.jsonl (the newest 8 to 16 MiB)"
             self.alarm.ring("first_failure", f"a reward failed; further failures are in {logs}:\n{score.error}")
         if score.reward is None:
             self._count(1, score.error)
@@ -213,6 +214,10 @@ WATCHED = {"kl": (True, STALE), "ess": (False, STALE), "canary": (True, FAULTY)}
 """The metrics `mismatch/<key>`: whether their bounds `warn_<key>` and `stop_<key>` are upper bounds, and the advice."""
 
 
+NAMED_ON_SCREEN = {"kl": " (kl to engine, k3)"}
+"""The screen shows the other estimate, k1, which may even be negative where this one is large."""
+
+
 class PolicyMismatchAlarm:
     """Compares each step with the bounds between the policies that sampled and train; warns once for each crossing."""
 
@@ -253,5 +258,6 @@ class PolicyMismatchAlarm:
             bound, value = getattr(self._bounds, f"{kind}_{key}"), metrics.get(f"mismatch/{key}")
             if bound is not None and value is not None and not (value <= bound if at_most else value >= bound):
                 beyond = "over" if at_most else "under"
-                crossed[key] = f"mismatch/{key} is {value:.3g}, {beyond} mismatch.{kind}_{key} = {bound:g}"
+                name = f"mismatch/{key}{NAMED_ON_SCREEN.get(key, '')}"
+                crossed[key] = f"{name} is {value:.3g}, {beyond} mismatch.{kind}_{key} = {bound:g}"
         return crossed

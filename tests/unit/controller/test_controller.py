@@ -120,7 +120,9 @@ def test_policies_that_drift_apart_are_told_once_and_then_end_the_run() -> None:
     scene = Scene(steps=9)
     scene.training = Drifting(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
     scene.config = settings(9, mismatch={"warn_kl": 0.15, "stop_kl": 0.35})
-    with pytest.raises(PolicyMismatch, match=r"step 4: mismatch/kl is 0\.4, over mismatch\.stop_kl = 0\.35"):
+    with pytest.raises(
+        PolicyMismatch, match=r"step 4: mismatch/kl \(kl to engine, k3\) is 0\.4, over mismatch\.stop_kl = 0\.35"
+    ):
         scene.play()
     (told,) = scene.told(Warned)
     assert told.text.startswith("step 2: ")

@@ -80,7 +80,7 @@ def test_on_a_terminal_the_picture_shows_numbers_and_a_sample() -> None:
 
 def test_both_kinds_of_kl_are_named() -> None:
     both = {"policy/kl_rollout_train": 0.01, "policy/kl_reference": 0.2}
-    assert shown(both) == [("kl to engine", "0.01"), ("kl to reference", "0.2")]
+    assert shown(both) == [("kl to engine (k1)", "0.01"), ("kl to reference", "0.2")]
     assert not [name for _, name, _ in SHOWN if name == "kl"]
 
 

@@ -44,14 +44,14 @@ def test_a_warning_is_given_once_and_again_after_a_step_within_the_bounds() -> N
     said = [alarm.check(metrics, version) for version, metrics in enumerate([FINE, APART, APART, FINE, FAR])]
     assert [bool(text) for text in said] == [False, True, False, False, True]
     assert said[1] is not None
-    assert said[1].startswith("step 1: mismatch/kl is 0.2, over mismatch.warn_kl = 0.1; ")
+    assert said[1].startswith("step 1: mismatch/kl (kl to engine, k3) is 0.2, over mismatch.warn_kl = 0.1; ")
     assert "mismatch/ess is 0.1, under mismatch.warn_ess = 0.5" in (said[4] or "")
 
 
 @pytest.mark.parametrize(
     ("bounds", "says"),
     [
-        (MismatchConfig(stop_kl=1.0), "mismatch/kl is 2, over mismatch.stop_kl = 1"),
+        (MismatchConfig(stop_kl=1.0), r"mismatch/kl \(kl to engine, k3\) is 2, over mismatch.stop_kl = 1"),
         (MismatchConfig(stop_ess=0.2, warn_ess=0.5), "mismatch/ess is 0.1, under mismatch.stop_ess = 0.2"),
     ],
 )
@@ -92,7 +92,7 @@ def test_each_bound_has_a_warning_of_its_own() -> None:
     alarm = PolicyMismatchAlarm(WARN)
     kl, both = {"mismatch/kl": 0.2, "mismatch/ess": 0.9}, {"mismatch/kl": 0.2, "mismatch/ess": 0.1}
     said = [alarm.check(metrics, version) or "" for version, metrics in enumerate([kl, both, both])]
-    assert ["kl is" in text for text in said] == [True, False, False]
+    assert ["mismatch/kl" in text for text in said] == [True, False, False]
     assert ["ess is" in text for text in said] == [False, True, False]
 
 
