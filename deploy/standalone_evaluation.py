@@ -24,6 +24,7 @@ from asyncrl.deploy.service_specs import environment_spec, generation_spec, rewa
 from asyncrl.engines.models.model_folder import base_folder
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
+from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
@@ -52,7 +53,10 @@ async def evaluate_run(
     config = config or own
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": own.model.lora})})
     refuse([problem for problem in model_problems(config) if not problem.is_warning])
-    model, adapters = (saved, None) if own.model.lora is None else (base_folder(run_dir, own), saved)
+    model, adapters = saved, None
+    if own.model.lora is not None:
+        model, adapters = base_folder(run_dir, own), saved
+        await asyncio.to_thread(refuse_other_base, saved.parent, model)
     if not config.is_scored and "reward" not in services:
         raise ConfigError(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "

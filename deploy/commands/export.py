@@ -10,6 +10,7 @@ from pathlib import Path
 from asyncrl.config.install_hints import program
 from asyncrl.config.sources import read
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, base_folder
+from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -44,7 +45,9 @@ def export(run_dir: Path, target: Path, *, merged: bool = False) -> int:
         config = read(RunDirectory(run_dir).config)
         if config.model.lora is None:
             raise ConfigError(f"{run_dir} trained all weights, so there is nothing to merge: leave out --merge")
-        write = partial(_merge, model, base_folder(run_dir, config))
+        base = base_folder(run_dir, config)
+        refuse_other_base(model.parent, base)
+        write = partial(_merge, model, base)
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:

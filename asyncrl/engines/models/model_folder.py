@@ -34,6 +34,11 @@ def existing_folder(name: str, key: str = "model.name") -> Path | None:
         return None
     if is_complete(folder):
         return folder
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ConfigError(
+            f"{key}: {folder} holds adapters, and not the model that they belong to: evaluate the run that trained "
+            "them, or write a model with `asyncrl export RUN FOLDER --merge` and name that folder"
+        )
     found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(f"{key}: {folder} holds no model: config.json and *.safetensors are needed, found are {found}")
 

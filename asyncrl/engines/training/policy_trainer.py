@@ -18,6 +18,7 @@ from asyncrl.engines.lora.low_rank import attach, base_model, published_spec, pu
 from asyncrl.engines.lora.peft_folder import load_adapters, write_adapters
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.models.weights_digest import weights_digest, write_base
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
 from asyncrl.engines.training.batch.micro_batches import micro_batch, micro_batches, pad_rows
 from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, texts_of
@@ -62,6 +63,7 @@ class PolicyTrainer(Trainer):
         device = own_device(settings.device, self.ranks.rank, self.ranks.size)
         self.model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
         if config.model.lora is not None:
+            self._base_digest = weights_digest(folder) if self.ranks.rank == 0 else ""
             attach(self.model.whole, config.model.lora, config.seed)
             self.model.is_random = config.model.lora.dropout > 0
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
@@ -114,6 +116,7 @@ class PolicyTrainer(Trainer):
         else:
             write_adapters(directory / MODEL, self.model.whole, lora, str(self._folder))
             self.model.tokenizer.save_pretrained(directory / MODEL)
+            write_base(directory, self._folder, self._base_digest)
             state["canary"] = list(astuple(self.canary()))
         write_state(directory, self.optimizer, self.ranks.size, kl=self.kl.value, extra=extra, **state)
 
