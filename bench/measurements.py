@@ -1,5 +1,6 @@
 """Statistics and text that all measurements share: rounds, medians with their range, goals, load of the machine."""
 
+import argparse
 import math
 import os
 import time
@@ -15,6 +16,18 @@ LOADED = 0.1
 """Share of the machine that other programs use, above which wall clock times are not reliable."""
 T_95 = {2: 6.314, 3: 2.920, 4: 2.353, 5: 2.132, 6: 2.015, 7: 1.943, 8: 1.895, 9: 1.860, 10: 1.833}
 """Student's t, one-sided 95 %, by number of values. The entry for ten serves all larger numbers, which is cautious."""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns the type of a flag of argparse with a whole number that is not smaller."""
+
+    def parse(text: str) -> int:
+        with suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"must be a whole number of {least} or more, not {text!r}")
+
+    return parse
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncrl.bench.control_latency.busy_service import Busy
 from asyncrl.bench.control_latency.message_flood import TICK, receive_messages, serve_calls, ticking
-from asyncrl.bench.measurements import MachineLoad, goal_line
+from asyncrl.bench.measurements import MachineLoad, at_least, goal_line
 from asyncrl.bench.rivals.call_timing import seconds_of_async
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.local_launcher import LocalLauncher
@@ -41,9 +41,9 @@ PAUSE_BETWEEN = 0.005
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench lanes", description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000, help="work calls that wait at the worker")
-    parser.add_argument("--probes", type=int, default=300, help="number of calls of each kind that are timed")
-    parser.add_argument("--messages", type=int, default=60_000, help="messages of a flood")
+    parser.add_argument("--calls", type=at_least(1), default=1000, help="work calls that wait at the worker")
+    parser.add_argument("--probes", type=at_least(1), default=300, help="number of calls of each kind that are timed")
+    parser.add_argument("--messages", type=at_least(1), default=60_000, help="messages of a flood")
     loads = ["torch", "python"]
     parser.add_argument("--loads", nargs="*", default=loads, choices=loads, help="work that is queued")
     options = parser.parse_args(arguments)

@@ -28,7 +28,7 @@ from asyncrl.bench.end_to_end.compared_systems import (
     trl_python,
 )
 from asyncrl.bench.end_to_end.workload import Workload, workloads, write_prompts
-from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, number, ratios, round_values, table
+from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, in_turn, number, ratios, round_values, table
 
 LIMIT, WARM, TRL_WARM = 2, 3, 1
 BEST = TrlSettings(threads=2, micro_batch=64)
@@ -47,9 +47,9 @@ COMPUTING = ("generation", "training")
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench end-to-end", description=__doc__)
     parser.add_argument("--workload", choices=["equal", "lognormal", "judge", "all"], default="equal")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of TRL; asyncrl runs twice as many")
-    parser.add_argument("--seats", type=int, default=32, help="samples that the slow reward scores at a time; 0: all")
+    parser.add_argument("--rounds", type=at_least(1), default=1)
+    parser.add_argument("--steps", type=at_least(1), default=3, help="counted steps of TRL; asyncrl runs twice as many")
+    parser.add_argument("--seats", type=at_least(0), default=32, help="samples a slow reward scores at a time; 0: all")
     parser.add_argument("--search", action="store_true", help="find TRL's best settings on the grid first")
     parser.add_argument("--without-trl", action="store_true")
     options = parser.parse_args(arguments)

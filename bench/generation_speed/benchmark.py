@@ -27,7 +27,16 @@ from asyncrl.bench.generation_speed.group_prompts import measure_group_prompts
 from asyncrl.bench.generation_speed.long_prompt import measure_long_prompt
 from asyncrl.bench.generation_speed.turns import measure_turns
 from asyncrl.bench.generation_speed.vllm_side import VllmSide
-from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, own_seconds, ratios, round_values, table
+from asyncrl.bench.measurements import (
+    MachineLoad,
+    at_least,
+    goal_line,
+    in_turn,
+    own_seconds,
+    ratios,
+    round_values,
+    table,
+)
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.model_loading import load_pretrained
@@ -79,13 +88,18 @@ class TimedEngine(EndlessEngine):
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench generation", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--slots", type=int, default=SLOTS, help="slots of our engine; the rival keeps batches of 32")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--slots", type=at_least(1), default=SLOTS, help="slots of our engine; rivals: batches of 32")
     default = "torch" if find_spec("vllm") is None else "vllm"
     parser.add_argument(
         "--engine", choices=("torch", "vllm"), default=default, help=f"vllm: measures vLLM beside both; here {default}"
     )
     options = parser.parse_args(arguments)
+    if options.engine == "vllm" and find_spec("vllm") is None:
+        parser.error(
+            "argument --engine: vLLM is not in this environment; run scripts/set-up-vllm, and then "
+            ".venvs/vllm/bin/asyncrl-bench generation"
+        )
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:

@@ -23,7 +23,7 @@ from typing import Any
 from asyncrl.bench.learning.grid import Case, Grid, Line, Parts, Results, read_grid
 from asyncrl.bench.learning.report_pages import write_pages
 from asyncrl.bench.learning.training_runs import RunFailed, TrainingChild, run_case
-from asyncrl.bench.measurements import table
+from asyncrl.bench.measurements import at_least, table
 from asyncrl.telemetry.jsonl import LineFile, read_lines
 
 HERE = Path(__file__).resolve().parent
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="extend", nargs="+", default=[], metavar="KEY=VALUE,...", help=only)
     minutes = "start no run that would end later than in so many minutes"
     parser.add_argument("--minutes", type=float, default=math.inf, help=minutes)
-    parser.add_argument("--runs", type=int, default=math.inf, help="stop after so many runs")
+    parser.add_argument("--runs", type=at_least(1), default=math.inf, help="stop after so many runs")
     parser.add_argument("--again", action="store_true", help="run failed cases again")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--estimate", action="store_true", help="print the expected duration and run nothing")

@@ -23,6 +23,7 @@ from asyncrl.bench.measured_runs import run_program, step_seconds, train
 from asyncrl.bench.measurements import (
     MachineLoad,
     RoundValues,
+    at_least,
     goal_line,
     in_turn,
     number,
@@ -54,9 +55,9 @@ StageSeconds = tuple[float, float, float, float]
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench overhead", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="of each emulated run")
-    parser.add_argument("--traced-steps", type=int, default=60, help="of each run of the quickstart")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--steps", type=at_least(1), default=60, help="of each emulated run")
+    parser.add_argument("--traced-steps", type=at_least(1), default=60, help="of each run of the quickstart")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         for name, (seconds, goal) in SETTINGS.items():

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.bench.measurements import MachineLoad, RoundValues, in_turn, number, ratios, table
+from asyncrl.bench.measurements import MachineLoad, RoundValues, at_least, in_turn, number, ratios, table
 from asyncrl.concurrency import gather
 from asyncrl.environments.builtin.guess import Guess
 from asyncrl.environments.episode_pool import EpisodePool, Play
@@ -73,9 +73,9 @@ async def timed_child(episodes: int, children: int) -> float:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench episodes", description=__doc__)
-    parser.add_argument("--episodes", type=int, default=1000, help="Number of episodes in flight.")
-    parser.add_argument("--children", type=int, default=1, help="Number of child processes.")
-    parser.add_argument("--rounds", type=int, default=5, help="Number of rounds, in which both sides take turns.")
+    parser.add_argument("--episodes", type=at_least(1), default=1000, help="Number of episodes in flight.")
+    parser.add_argument("--children", type=at_least(1), default=1, help="Number of child processes.")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="Number of rounds; both sides take turns.")
     options = parser.parse_args(arguments)
     load = MachineLoad()
     found = in_turn(

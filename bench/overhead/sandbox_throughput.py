@@ -14,7 +14,7 @@ from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from asyncrl.bench.measurements import MachineLoad, RoundValues, goal_line, in_turn, number, ratios, table
+from asyncrl.bench.measurements import MachineLoad, RoundValues, at_least, goal_line, in_turn, number, ratios, table
 from asyncrl.children.sandbox import Program, SandboxPool, TestCase
 from asyncrl.children.sandbox.bubblewrap import python_for_programs
 from asyncrl.concurrency import gather
@@ -64,8 +64,8 @@ async def timed_pool(count: int, program: Program) -> Side:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench sandbox", description=__doc__)
-    parser.add_argument("--programs", type=int, default=200, help="Number of programs of one round.")
-    parser.add_argument("--rounds", type=int, default=5, help="Number of rounds, in which all sides take turns.")
+    parser.add_argument("--programs", type=at_least(1), default=200, help="Number of programs of one round.")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="Number of rounds; all sides take turns.")
     options = parser.parse_args(arguments)
     python, load = python_for_programs(), MachineLoad()
     found = in_turn(

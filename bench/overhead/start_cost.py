@@ -22,7 +22,16 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncrl.bench.measurements import MachineLoad, RoundValues, goal_line, in_turn, own_seconds, ratios, table
+from asyncrl.bench.measurements import (
+    MachineLoad,
+    RoundValues,
+    at_least,
+    goal_line,
+    in_turn,
+    own_seconds,
+    ratios,
+    table,
+)
 from asyncrl.config.sources import load
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
@@ -43,7 +52,7 @@ DEADLINE = 120.0
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench start", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
     asked = parser.parse_args(arguments)
     machine = MachineLoad()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:

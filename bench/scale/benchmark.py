@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from asyncrl.bench.measurements import MachineLoad, goal_line, number, table
+from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, number, table
 from asyncrl.bench.scale.call_events import credit, generate_and_release, route, step_call
 from asyncrl.bench.scale.fleet_events import controller_all_in
 from asyncrl.bench.scale.journal_events import audit_and_resume
@@ -42,8 +42,8 @@ class EventCost(NamedTuple):
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench scale", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of each measurement, of which the least counts")
-    parser.add_argument("--largest", type=int, default=3, help="sizes that are measured, from the smallest")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="of each measurement, of which the least counts")
+    parser.add_argument("--largest", type=at_least(1), default=3, help="sizes that are measured, from the smallest")
     asked = parser.parse_args(arguments)
     machine = MachineLoad()
     rows: list[EventCost] = []

@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from asyncrl.bench.control_latency.message_flood import Ticks, receive_messages, receive_messages_plainly
+from asyncrl.bench.measurements import at_least
 from asyncrl.bench.transfer_speed.asyncrl_calls import asyncrl_calls
 from asyncrl.bench.transfer_speed.channel_goals import Results, Round, goal_lines, result_lines
 from asyncrl.bench.transfer_speed.machine_limits import machine_limits
@@ -37,7 +38,7 @@ FLOOD = 60_000
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench channels", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6, help="number of rounds; the first is discarded")
+    parser.add_argument("--rounds", type=at_least(1), default=6, help="number of rounds; the first is discarded")
     names = list(SCRIPTS)
     parser.add_argument("--rivals", nargs="*", default=names, choices=names, help="other systems")
     parser.add_argument("--json", type=Path, help="write every round to this file")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.bench.measurements import RoundValues, goal_line, in_turn, ratios, table
+from asyncrl.bench.measurements import RoundValues, at_least, goal_line, in_turn, ratios, table
 from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec, decode_chunk, digest, encode_chunk
 from asyncrl.lanes.weights.codec.sparse_difference import encode_difference
 from asyncrl.lanes.weights.tensor_spec import DTYPES
@@ -29,10 +29,10 @@ FEW_CHANGES = 0.01
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench codecs", description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=64, help="MiB of weights")
+    parser.add_argument("--megabytes", type=at_least(1), default=64, help="MiB of weights")
     parser.add_argument("--dtype", default="bfloat16", choices=list(DTYPES), help="dtype of the weights")
     parser.add_argument("--changed", type=float, default=FEW_CHANGES, help="share of the weights that changed")
-    parser.add_argument("--rounds", type=int, default=7, help="number of rounds")
+    parser.add_argument("--rounds", type=at_least(1), default=7, help="number of rounds")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     measured = CodecRounds.of(options.megabytes << 20, options.dtype, options.changed, options.rounds)

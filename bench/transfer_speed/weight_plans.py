@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from asyncrl.bench.measurements import goal_line, table
+from asyncrl.bench.measurements import at_least, goal_line, table
 from asyncrl.bench.transfer_speed.planned_models import MODELS, planned_model
 from asyncrl.lanes.weights.plan.index_boxes import intersections, volumes
 from asyncrl.lanes.weights.plan.parallel_layout import (
@@ -55,8 +55,10 @@ def main(arguments: Sequence[str]) -> None:
         "--colocated", choices=("strided", "in-order"), help="use the same ranks: in HybridFlow's order, or in order"
     )
     parser.add_argument("--link", action="append", type=_link, help=f"{', '.join(LINKS)}, or a rate such as 50GB/s")
-    parser.add_argument("--copies", type=int, help="copies of a part that leave the trainer; receivers pass on others")
-    parser.add_argument("--rounds", type=int, default=5, help="how often the plan is made; the fastest counts")
+    parser.add_argument(
+        "--copies", type=at_least(1), help="copies of a part that leave the trainer; receivers pass it on"
+    )
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="how often the plan is made; the fastest counts")
     options = parser.parse_args(arguments)
     try:
         layouts = parse_layout(options.plan[0]), parse_layout(options.plan[1])

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import zmq
 
-from asyncrl.bench.measurements import RoundValues, goal_line, number, ratios, table
+from asyncrl.bench.measurements import RoundValues, at_least, goal_line, number, ratios, table
 from asyncrl.bench.transfer_speed.shared_weights import report
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.lanes.control.auth import CurveKeys
@@ -51,9 +51,9 @@ TENSORS = 32
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench transfers", description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=256, help="MiB of weights, in bfloat16")
+    parser.add_argument("--megabytes", type=at_least(1), default=256, help="MiB of weights, in bfloat16")
     parser.add_argument("--host", action="store_true", help="measure processes of one host that share memory instead")
-    parser.add_argument("--rounds", type=int, default=6, help="number of rounds; the first is discarded")
+    parser.add_argument("--rounds", type=at_least(2), default=6, help="number of rounds; the first is discarded")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]

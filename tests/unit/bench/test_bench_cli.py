@@ -4,11 +4,55 @@ from importlib import import_module
 import pytest
 
 from asyncrl.bench.cli import BENCHMARKS, main
+from asyncrl.bench.generation_speed import benchmark as generation_speed
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_each_measurement_that_is_listed_can_be_run(name: str) -> None:
     assert callable(import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main)
+
+
+COUNTS = {
+    "channels": ["rounds"],
+    "lanes": ["calls", "probes", "messages"],
+    "end-to-end": ["rounds", "steps"],
+    "generation": ["rounds", "slots"],
+    "overhead": ["rounds", "steps", "traced-steps"],
+    "start": ["rounds"],
+    "weights": ["rounds", "copies"],
+    "codecs": ["rounds", "megabytes"],
+    "transfers": ["rounds", "megabytes"],
+    "scale": ["rounds", "largest"],
+    "sandbox": ["rounds", "programs"],
+    "episodes": ["rounds", "episodes", "children"],
+    "learning": ["runs"],
+}
+
+
+def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line of a measurement that ends before it begins."""
+    monkeypatch.setattr(sys, "argv", ["asyncrl-bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+@pytest.mark.parametrize(("name", "flag"), [(name, flag) for name, flags in COUNTS.items() for flag in flags])
+def test_a_count_of_nothing_is_refused(
+    name: str, flag: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused([name, f"--{flag}={value}"], monkeypatch, capsys)
+    assert f"asyncrl-bench {name}: error: argument --{flag}: must be a whole number of" in said
+
+
+def test_vllm_that_is_missing_is_named_with_its_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generation_speed, "find_spec", lambda name: None)
+    said = refused(["generation", "--engine", "vllm"], monkeypatch, capsys)
+    assert "vLLM is not in this environment; run scripts/set-up-vllm" in said
 
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["nope"], 2), (["--nope"], 2)])

@@ -126,7 +126,9 @@ def _check_sizes(model: DecoderSizes, layout: ParallelLayout) -> None:
             f"tp{layout.tp} would cut through heads: the model has {model.heads} heads and {model.kv_heads} heads of "
             "keys and values; tp must divide the first, and divide the second or be a multiple of it"
         )
-    if layout.ep > 1 and (not model.experts or model.experts % layout.ep):
+    if layout.ep > 1 and not model.experts:
+        raise ValueError(f"ep{layout.ep} would spread experts over ranks, and the model has none: leave it out")
+    if model.experts % layout.ep:
         raise ValueError(f"ep{layout.ep} must divide the number of experts, which is {model.experts}")
 
 

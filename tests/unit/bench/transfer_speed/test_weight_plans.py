@@ -52,6 +52,8 @@ def test_colocated_ranks_copy_what_they_hold(capsys: pytest.CaptureFixture[str])
         (["--plan", "fsdp8", "tp2", "--link", "fast"], "'fast' is no link: name one of nvlink"),
         (["--plan", "fsdp8", "tp2", "--link", "0GB/s"], "'0GB/s' is no link"),
         (["--plan", "fsdp8", "tp2", "--model", "gpt9"], "'gpt9' is no model: name one of qwen2.5-0.5b"),
+        (["--plan", "ep4", "tp2"], "ep4 would spread experts over ranks, and the model has none: leave it out"),
+        (["--plan", "ep3", "tp2", "--model", "qwen3-30b-a3b"], "ep3 must divide the number of experts, which is 128"),
         (["--plan", "tp8", "tp2"], "tp8 would cut through heads"),
     ],
 )
