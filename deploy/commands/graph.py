@@ -65,7 +65,21 @@ def graph(config: "Config") -> Iterator[str]:
     yield f"rows       {rows}; the controller passes references"
     yield f"weights    {WEIGHTS[chosen.name]}; it flips between two decode steps"
     yield f"transport  {chosen.name}: {chosen.reason}" + (f"; codec {config.weights.codec}" if coded else "")
+    yield from _adapter_lines(config)
     yield f"gate       {policy}: {bound}"
+
+
+def _adapter_lines(config: "Config") -> Iterator[str]:
+    """Yields what adapters change about a run with `model.lora`."""
+    if (lora := config.model.lora) is None:
+        return
+    layers = ", ".join(lora.targets)
+    yield (
+        f"adapters   rank {lora.rank}, alpha {lora.alpha:g}, on {layers}: versions hold nothing else, and each "
+        "generation worker keeps the base model"
+    )
+    if config.algorithm.kl > 0 and not config.reference_by_service:
+        yield "reference  the trainer computes its log-probs with the base model, before each step"
 
 
 def _algorithm_lines(config: "Config") -> Iterator[str]:

@@ -94,6 +94,10 @@ def _complaint(detail: ErrorDetails) -> str:
         table = LoraConfig if detail["loc"][:2] == ("model", "lora") else RewardFunction
         near = closest(str(detail["loc"][-1]), table.model_fields)
         return "there is no such key" + (f"; did you mean {near}?" if near else "")
+    if detail["type"] in ("tuple_type", "list_type"):
+        return "must be a list, written as [...]"
+    if detail["type"] == "too_short":
+        return f"must have {detail['ctx']['min_length']} or more entries"
     message = detail["msg"].replace("Input should be", "must be").split(", unable to parse", 1)[0]
     return message[0].lower() + message[1:]
 

@@ -151,6 +151,26 @@ def test_graph_shows_every_part_that_is_read(tmp_path: Path, capsys: pytest.Capt
     assert "cannot be taken back" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ([], []),
+        (["--model.lora.rank", "4"], ["adapters   rank 4, alpha 32, on all-linear: versions hold nothing else"]),
+        (
+            ["--model.lora.targets", '["q_proj", "v_proj"]', "--algorithm.kl", "0.01"],
+            ["adapters   rank 16, alpha 32, on q_proj, v_proj", "reference  the trainer computes its log-probs"],
+        ),
+    ],
+)
+def test_graph_shows_what_adapters_change(
+    flags: list[str], shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["graph", "quickstart", *flags]) == 0
+    lines = [each for each in capsys.readouterr().out.splitlines() if each.startswith(("adapters ", "reference  "))]
+    assert len(lines) == len(shown)
+    assert all(line.startswith(start) for line, start in zip(lines, shown, strict=True))
+
+
 def test_graph_shows_a_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)
