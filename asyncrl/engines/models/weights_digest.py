@@ -53,4 +53,4 @@ def _tensors(path: Path) -> Iterator[str]:
 
 
 def _digest(path: Path, first: int, last: int | None) -> str:
-    return xxh3_128_hexdigest(np.memmap(path, np.uint8, "r")[first:last])
+    return xxh3_128_hexdigest(np.memmap(path, np.uint8, "r")[first:last].data)
