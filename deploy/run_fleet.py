@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.install_hints import program
-from asyncrl.config.named_files import source_files
+from asyncrl.config.named_files import code_folders, source_files
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
@@ -23,6 +23,8 @@ from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
+from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 LONGEST = "longest_prompts.jsonl"
 """File in the run's logs with the prompts whose tokens are counted before anything is trained."""
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+"""Endings of files of a model that workers do not read who need its tokenizer only."""
 PRETRAIN = "pretrain.jsonl"
 """File in the run's logs with the texts that the trainer learns besides its samples."""
 
@@ -95,32 +99,44 @@ async def _join_point(
         yield None
         return
     keys = join_keys(config, facts.run_dir)
-    places = {}
+    places, offered = {}, {}
     for spec in specs:
         if spec.joined:
             packages = ("asyncrl",) if spec.origin == "plain" else ("asyncrl", "torch", "transformers")
-            paths = [str(path) for path in _read_paths(spec.name, facts, scorers)]
+            offered[spec.name] = list(offered_files(spec.name, facts, scorers))
             key = keys.path / f"{spec.name}.key"
             command = f"{program()} serve {spec.name} --join {config.fleet.listen} --key {key}"
-            places[spec.name] = Places(spec.joined, packages, paths, command)
+            places[spec.name] = Places(spec.joined, packages, command)
     point = JoinPoint(
-        listen_address(config), places, keys.role_of, deadline=config.fleet.join_deadline, report=display.say
+        listen_address(config),
+        places,
+        keys.role_of,
+        deadline=config.fleet.join_deadline,
+        report=display.say,
+        files=FileServer(offered),
     )
     with closing(ZmqWire(keys.controller_keys())) as wire:
         async with open_join_point(point, wire):
             yield point
 
 
-def _read_paths(service: str, facts: RunFacts, scorers: Mapping[str, Path]) -> Iterator[Path]:
-    """Yields the files and folders that a worker of a service reads."""
-    yield facts.run_dir
-    if service in ("generation", "evaluation", "reference"):
-        yield facts.model_dir
+def offered_files(service: str, facts: RunFacts, scorers: Mapping[str, Path]) -> Iterator[OfferedFiles]:
+    """Yields the files that a worker of a service reads."""
+    yield OfferedFiles(facts.run_dir, "run", ("config.toml",))
+    whole = service in ("generation", "evaluation", "reference")
+    yield OfferedFiles(facts.model_dir, "folder", left_out=() if whole else WEIGHT_FILES)
+    if service == "generation":
+        yield OfferedFiles(facts.run_dir / "logs", "files", (LONGEST,))
+        if facts.checkpoint_dir is not None:
+            yield OfferedFiles(facts.checkpoint_dir, "folder", (READY_ROWS,))
     if service in scorers:
-        yield scorers[service]
-    for key, path in source_files(facts.config):
-        if key.partition(".")[0] == service:
-            yield path.absolute()
+        yield OfferedFiles(scorers[service], "folder")
+    folders = code_folders(facts.config, service)
+    read = {path.expanduser().resolve() for key, path in source_files(facts.config) if key.startswith(f"{service}.")}
+    for folder, by_file in folders.items():
+        real = folder.resolve()
+        if names := tuple(sorted(path.relative_to(real).as_posix() for path in read if path.is_relative_to(real))):
+            yield OfferedFiles(folder, "files" if by_file else "module", names)
 
 
 def _note_worker(display: Display, event: FleetEvent) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef, SampleName
+from asyncrl.protocols.file_messages import FilePart, FileTree, ListedFile
 from asyncrl.protocols.prompt_row import PackedRow
 
 
@@ -361,7 +362,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class JoinOrder:
-    """Controller -> host: what to do. kind: "check" (text: paths that the worker reads, as JSON), "start" (text: its
+    """Controller -> host: what to do. kind: "fetch" (look for the files that the worker reads), "start" (text: its
     specification), "stop", "terminate", "kill", "wait" (a sign of life) or "leave" (the run has ended)."""
 
     kind: str
@@ -369,11 +370,11 @@ class JoinOrder:
     text: str = ""
 
 
-PROTOCOL = 22
+PROTOCOL = 23
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
 _ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch, PackedRow)
-_JOINING = (JoinRequest, JoinOrder)
+_JOINING = (JoinRequest, JoinOrder, ListedFile, FileTree, FilePart)
 WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS, *_JOINING)
 """The place of a type in this list is its tag on the wire."""

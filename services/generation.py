@@ -164,8 +164,10 @@ class GenerationService(Service, Generation):
         return Boundary(STEP, await self._engine.resume())
 
     async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
-        with await asyncio.to_thread(open, Path(directory) / READY_ROWS, "rb") as file:
-            return await store_again(file, samples, self.context.facts.incarnation, self.keep)
+        facts = self.context.facts
+        folder = facts.checkpoint_dir or Path(directory)  # Both are the same, but this host may have a copy elsewhere.
+        with await asyncio.to_thread(open, folder / READY_ROWS, "rb") as file:
+            return await store_again(file, samples, facts.incarnation, self.keep)
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         texts = []

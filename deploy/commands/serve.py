@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -42,15 +43,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", default="", help="Address of this host that others reach; default: towards HOST.")
     text = "Seconds to wait for a run that is not there, yet or any more; default: 60."
     parser.add_argument("--timeout", type=float, default=60.0, help=text)
+    text = "Folder for files that this host does not see; default: ~/.cache/asyncrl."
+    parser.add_argument("--cache", type=Path, default=default_cache(), help=text)
     text = f"Seconds in which a worker finishes what it has when this host is told to leave; default: {DRAIN:g}."
     parser.add_argument("--drain", type=float, default=DRAIN, help=text)
     return parser
 
 
+def default_cache() -> Path:
+    """Returns where this user's programs keep what they can get again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
+
+
 @contextmanager
 def _forks(role: str) -> "Iterator[Forks | None]":
     """Begins to import what workers of the role need, before one is wanted."""
-    import os
     import sys
 
     from asyncrl.deploy.process.fork_client import Forks
@@ -69,6 +76,7 @@ async def _serve(
     from asyncrl.errors import Interrupted
     from asyncrl.fleet.launching.joining_host import JoiningHost
     from asyncrl.lanes.control.zmq_wire import ZmqWire
+    from asyncrl.lanes.data.files.file_cache import FileCache
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -83,8 +91,12 @@ async def _serve(
         signals.hurry = launcher.hurry
         if forks is not None:
             await forks.prepare("torch")  # Once it has joined, a worker is to work within seconds.
+        files = FileCache(asked.cache.absolute(), say)
         host = JoiningHost(
-            wire, address, asked.role, key.proof, launcher, stop, timeout=asked.timeout, say=say, drain=asked.drain
+            *(wire, address, asked.role, key.proof, launcher, stop, files),
+            timeout=asked.timeout,
+            say=say,
+            drain=asked.drain,
         )
         try:
             await host.serve()

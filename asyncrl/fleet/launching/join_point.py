@@ -2,8 +2,9 @@
 
     host                                        JoinPoint                          Supervisor
     join(JoinRequest) ───────────────────────>  role, key, versions fit
-    order "check" <───────────────────────────
-    ready, or missing(paths) ────────────────>  the offer waits ────────────────>  spawn(spec) takes it
+    order "fetch" <───────────────────────────
+    trees, part, part, ... ──────────────────>  files that the host does not see, on a connection of their own
+    ready, or missing(text) ─────────────────>  the offer waits ────────────────>  spawn(spec) takes it
     orders "start", "stop", "kill" <──────────  JoinedWorker  <─────────────────   stop, kill
     started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
     leaving(seconds) ────────────────────────>  retire ─────────────────────────>  drains the worker, then stop
@@ -13,7 +14,6 @@ A host whose worker ended offers to run another one. A host that comes while all
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -27,6 +27,7 @@ from asyncrl.fleet.launching.joining import HEARTBEAT, SIGN_OF_LIFE, installed_v
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
+from asyncrl.lanes.data.files.file_server import FileServer
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import Call, JoinOrder, JoinRequest
 
@@ -44,12 +45,10 @@ FAREWELL = 2.0
 @dataclass(frozen=True, slots=True)
 class Places:
     """The workers of one service that join. needed: places that have to be taken before the run begins, and of which
-    one has to be taken again when all are lost. packages: whose versions have to agree. paths: files and folders that
-    such a worker reads. command: starts one."""
+    one has to be taken again when all are lost. packages: whose versions have to agree. command: starts one."""
 
     needed: int
     packages: Collection[str]
-    paths: Collection[str]
     command: str
 
 
@@ -96,7 +95,7 @@ class JoinedWorker:
 
 
 class Offer:
-    """A host that offers to run one worker of a service at a time. is_ready: it sees all that such a worker reads.
+    """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
     is_leaving: it was asked to leave, and takes no other worker."""
 
     def __init__(self, request: JoinRequest) -> None:
@@ -127,7 +126,7 @@ class JoinPoint:
 
     address: where hosts join. places: by service. role_of: returns the role of a key from its proof, "" for one that is
     not admitted. deadline: seconds until the needed places of a service are taken. report: takes what a person should
-    read. retire: drains an instance for so many seconds, and returns whether it runs.
+    read. files: which hosts may read. retire: drains an instance for so many seconds, and returns whether it runs.
     """
 
     address: str
@@ -137,6 +136,7 @@ class JoinPoint:
     deadline: float
     report: Callable[[str], None]
     versions: Mapping[str, str] = field(default_factory=installed_versions)
+    files: FileServer = field(default_factory=lambda: FileServer({}))
     retire: Callable[[str, float], bool] = lambda instance, seconds: False
 
     def __post_init__(self) -> None:
@@ -217,6 +217,10 @@ class JoinPoint:
                 return self._orders(request)
             case "ready", (str(agent),):
                 return self._ready(self._offer(agent))
+            case "trees", (str(agent),):
+                return self.files.trees(self._offer(agent).service)
+            case "part", (str(agent), str(digest), int(offset)):
+                return self.files.part(self._offer(agent).service, digest, offset)
             case "missing", (str(agent), str(text)):
                 return self._missing(self._offer(agent), text)
             case "started", (str(agent), str(control), str(work), str(data), dict(labels)):
@@ -239,7 +243,7 @@ class JoinPoint:
             raise Refused(problem)
         offer = self._offers[request.agent] = Offer(request)
         try:
-            yield JoinOrder("check", text=json.dumps(sorted(self.places[request.service].paths)))
+            yield JoinOrder("fetch")
             order = JoinOrder("wait")
             while order.kind != "leave":
                 order = JoinOrder("wait")

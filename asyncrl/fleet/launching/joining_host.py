@@ -1,7 +1,7 @@
 """The end of joining on a host: offers to run a worker of one service, and does what the controller orders.
 
-join ──> check paths ──> ready ──> start a worker ──> its end ──> ready for another one
-                                      └── connection broken: the worker is killed, and the host joins again
+join ──> copy missing files ──> ready ──> start a worker ──> its end ──> ready for another one
+                                             └── connection broken: the worker is killed, and the host joins again
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from asyncrl.concurrency import one_error
@@ -21,6 +20,7 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wakeup, Wire
+from asyncrl.lanes.data.files.file_cache import FileCache, relocated
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import JoinOrder, JoinRequest
 
@@ -29,6 +29,15 @@ CALL_DEADLINE = 10.0
 
 REFUSALS = 3
 """Handshakes that fail before the key counts as wrong: one fails, too, when the controller just ends."""
+
+LIST_DEADLINE = 600.0
+"""Seconds for the controller to compute the digests of a model, at a few hundred MB/s."""
+
+PART_DEADLINE = 60.0
+"""Seconds for one part of a file, of which a few are under way: over a link of 1 Mbit/s."""
+
+LISTS = 3
+"""Times that a host asks which files there are, because one changed while it was copied."""
 
 RETRY = 0.5
 """Seconds between two tries to reach the controller."""
@@ -46,8 +55,9 @@ class JoiningHost:
     """Offers one worker at a time.
 
     address: where the run listens. service: whose worker it runs. proof: of its key. launcher: starts workers here.
-    stop: set when this host is to leave. timeout: seconds without a controller after which it gives up. say: takes
-    what a person should read. drain: seconds in which its worker may finish what it has when this host is to leave.
+    stop: set when this host is to leave. files: of controllers, on this host. timeout: seconds without a controller
+    after which it gives up. say: takes what a person should read. drain: seconds in which its worker may finish what it
+    has when this host is to leave.
     """
 
     wire: Wire
@@ -56,6 +66,7 @@ class JoiningHost:
     proof: str
     launcher: Launcher
     stop: asyncio.Event
+    files: FileCache
     _: KW_ONLY
     timeout: float
     say: Callable[[str], None]
@@ -74,7 +85,7 @@ class JoiningHost:
         reached, why, refusals = loop.time(), "", 0
         while not self.stop.is_set():
             try:
-                async with self._connection() as client:
+                async with self.connection() as client:
                     reached = loop.time()
                     await self._follow_orders(client)
                     return
@@ -102,7 +113,8 @@ class JoiningHost:
                     await self.stop.wait()
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Client]:
+    async def connection(self) -> AsyncIterator[Client]:
+        """Connects to the controller, under a name of its own."""
         hello = joining_hello(self.service, secrets.token_hex(8))
         client = Client(self.wire.connect(self.address), hello, f"the run at {self.address}", heartbeat=HEARTBEAT)
         async with client:
@@ -129,6 +141,7 @@ class _JoinedHost:
     tasks: asyncio.TaskGroup
     worker: LaunchedWorker | None = None
     worker_ended: Wakeup = field(default_factory=Wakeup)
+    places: dict[str, str] = field(default_factory=dict)
 
     @property
     def agent(self) -> str:
@@ -147,10 +160,10 @@ class _JoinedHost:
 
     async def _obey(self, order: JoinOrder) -> None:
         match order.kind:
-            case "check":
-                await self._check([Path(path) for path in json.loads(order.text)])
+            case "fetch":
+                self.tasks.create_task(self._fetch(), name="files of the controller")
             case "start":
-                await self._start(WorkerSpec.from_json(order.text))
+                await self._start(WorkerSpec.from_json(json.dumps(relocated(json.loads(order.text), self.places))))
             case "stop" | "terminate" | "kill" as way:
                 if self.worker is not None and self.worker.spec.instance == order.instance:
                     getattr(self.worker, way)()
@@ -161,17 +174,28 @@ class _JoinedHost:
             case _:
                 raise WireError(f"an order to {order.kind!r}")
 
-    async def _check(self, paths: list[Path]) -> None:
-        name = self.settings.host.name
-        if missing := [str(path) for path in paths if not path.exists()]:
-            text = (
-                f"host {name} does not see {', '.join(missing)}, which {self.settings.service} workers read: share the "
-                f"folder with {name} under the same path"
-            )
-            await self._report("missing", text)
-            raise ConfigError(text)
-        self.settings.say(f"joined the run at {self.settings.address}; waiting for a worker to start")
+    async def _fetch(self) -> None:
+        """Finds or copies the files that the worker reads, beside the orders, which go on."""
+        settings, name = self.settings, self.settings.host.name
+        try:
+            async with settings.connection() as client:
+                self.places = await self._bring(client)
+        except (ConfigError, WireError) as problem:
+            await self._report("missing", f"host {name} cannot run {settings.service} workers: {problem}")
+            raise
+        settings.say(f"joined the run at {settings.address}; waiting for a worker to start")
         await self._report("ready")
+
+    async def _bring(self, client: Client) -> dict[str, str]:
+        for _ in range(LISTS):
+            trees = await client.call("trees", (self.agent,), LIST_DEADLINE)
+            try:
+                return await self.settings.files.bring(
+                    trees, lambda digest, at: client.call("part", (self.agent, digest, at), PART_DEADLINE)
+                )
+            except Refused as changed:
+                self.settings.say(f"{changed}; asking for the list again")
+        raise ConfigError(f"files changed at the controller while they were copied, {LISTS} times")
 
     async def _start(self, spec: WorkerSpec) -> None:
         self.worker = worker = await self.settings.launcher.spawn(spec)

@@ -14,6 +14,7 @@ from asyncrl.fleet.launching.joining import joining_hello
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.data.files.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
 from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FakeProcess, spec_of
@@ -21,7 +22,7 @@ from tests.unit.fleet.fake_workers import FakeProcess, spec_of
 ADDRESS = "inproc://joining"
 DEADLINE, TIMEOUT = 100.0, 30.0
 VERSIONS = {"asyncrl": "1", "torch": "2"}
-ECHO = Places(needed=1, packages=("asyncrl", "torch"), paths=(), command="asyncrl serve echo")
+ECHO = Places(needed=1, packages=("asyncrl", "torch"), command="asyncrl serve echo")
 
 
 @dataclass
@@ -54,8 +55,8 @@ class Site:
     ) -> "asyncio.Task[None]":
         launcher, versions = FakeLauncher(HostId(name, name=name)), VERSIONS | {"torch": torch}
         joining = JoiningHost(
-            self.wire, ADDRESS, service, proof, launcher, asyncio.Event(), timeout=TIMEOUT, say=self.said.append,
-            host=launcher.host, versions=versions, drain=drain,
+            self.wire, ADDRESS, service, proof, launcher, asyncio.Event(), FileCache(Path("/nowhere"), print),
+            timeout=TIMEOUT, say=self.said.append, host=launcher.host, versions=versions, drain=drain,
         )  # fmt: skip
         task = asyncio.get_running_loop().create_task(joining.serve())
         self.hosts[name] = joining, launcher, task
@@ -284,20 +285,14 @@ def test_another_protocol_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyP
     playing(play)
 
 
-def test_a_path_that_a_host_does_not_see_is_named_with_the_host(tmp_path: Path) -> None:
-    async def play(here: Site) -> None:
-        with pytest.raises(ConfigError, match=r"host h1 does not see .*/nothing, which echo workers read: share"):
-            await here.host("h1")
-
-    said = playing(play, replace(ECHO, paths=(str(tmp_path), str(tmp_path / "nothing"))))
-    assert any("host h1 does not see" in line for line in said)
-
-
 def test_a_host_gives_up_when_no_run_is_there() -> None:
     async def main() -> float:
         wire, said = InprocWire(), list[str]()
         launcher = FakeLauncher(HostId("h1"))
-        host = JoiningHost(wire, ADDRESS, "echo", "echo", launcher, asyncio.Event(), timeout=TIMEOUT, say=said.append)
+        cache = FileCache(Path("/nowhere"), said.append)
+        host = JoiningHost(
+            wire, ADDRESS, "echo", "echo", launcher, asyncio.Event(), cache, timeout=TIMEOUT, say=said.append
+        )
         with pytest.raises(FleetFailed, match=f"no run was reached at {ADDRESS} for 30 s"):
             await host.serve()
         wire.close()

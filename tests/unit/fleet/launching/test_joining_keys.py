@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.data.files.file_cache import FileCache
+from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
 from asyncrl.lanes.host_id import HostId
 from tests.unit.fleet.fake_workers import spec_of
 from tests.unit.fleet.launching.test_joining import FakeLauncher
 
-ECHO = Places(needed=1, packages=("asyncrl",), paths=(), command="asyncrl serve echo")
+ECHO = Places(needed=1, packages=("asyncrl",), command="asyncrl serve echo")
 
 
 @pytest.fixture
@@ -33,8 +36,9 @@ def join_point(address: str, keys: KeyFolder) -> JoinPoint:
 def host(wire: ZmqWire, address: str, key: WorkerKey) -> JoiningHost:
     launcher = FakeLauncher(HostId("h1", name="h1"))
     stop, said = asyncio.Event(), list[str]()
+    files = FileCache(Path("/nowhere"), said.append)
     return JoiningHost(
-        wire, address, "echo", key.proof, launcher, stop, timeout=30.0, say=said.append, host=launcher.host
+        wire, address, "echo", key.proof, launcher, stop, files, timeout=30.0, say=said.append, host=launcher.host
     )
 
 
@@ -50,6 +54,33 @@ async def test_a_host_with_an_admitted_key_gets_a_worker_to_run(address: str, tm
                 assert worker.host.name == "h1"
                 worker.kill()
                 await worker.wait()
+                joining.stop.set()
+                await task
+
+
+async def test_a_host_starts_its_worker_with_its_own_paths_of_the_files(address: str, tmp_path: Path) -> None:
+    keys, run_dir, model = KeyFolder.made(tmp_path / "keys"), tmp_path / "run", tmp_path / "model"
+    for file in (run_dir / "config.toml", model / "config.json"):
+        file.parent.mkdir()
+        file.write_text("{}")
+    key = WorkerKey.read(keys.key_of("echo"))
+    offered = [OfferedFiles(run_dir, "run", ("config.toml",)), OfferedFiles(model, "folder")]
+    spec = spec_of("echo0.0-0-a")
+    spec = replace(spec, facts=replace(spec.facts, run_dir=run_dir, model_dir=model), options={"model": str(model)})
+    with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
+        point = join_point(address, keys)
+        point.files = FileServer({"echo": offered})
+        async with open_join_point(point, here):
+            joining = host(there, address, key)
+            joining.files = FileCache(tmp_path / "cache", lambda text: None)
+            task = asyncio.create_task(joining.serve())
+            async with asyncio.timeout(20):
+                worker = await point.spawn(spec)  # The run directory has no logs, so it is not written by this host.
+                (started,) = joining.launcher.workers  # type: ignore[attr-defined]
+                assert started.spec.facts.model_dir == model, "it is seen"
+                assert started.spec.options == {"model": str(model)}
+                assert started.spec.facts.run_dir.parent == tmp_path / "cache" / "runs"
+                assert worker.spec.facts.run_dir == run_dir
                 joining.stop.set()
                 await task
 

@@ -1,0 +1,1 @@
+"""Files of the controller for workers on other hosts, by digest."""
