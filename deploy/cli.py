@@ -13,6 +13,7 @@ from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFaile
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
     "monitor": "show what the workers of a running run do",
+    "scale": "change the number of workers of a service while a run goes on",
     "serve": "offer this host to a run, which starts a worker here",
     "admit": "make a key with which workers of one role may join runs",
     "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
@@ -25,6 +26,9 @@ COMMANDS = {
     "keys": "print every config key with its type, default and meaning",
     "doctor": "check what this machine can run, and what an experiment needs",
 }
+
+FOLDERS = {"monitor": "running", "scale": "running"}
+"""Folders of commands that do not lie beside the others."""
 
 EXIT_CODES = {
     0: "The command succeeded; so did a run that the first Ctrl-C (or SIGTERM) ended with a checkpoint.",
@@ -74,7 +78,8 @@ def help_text() -> str:
 def _run_command(name: str, arguments: list[str]) -> int:
     """Runs a command; prints mistakes of the user and failures of the fleet without a traceback."""
     try:
-        code: int = import_module(f"asyncrl.deploy.commands.{name}").main(arguments)
+        module = f"{FOLDERS[name]}.{name}" if name in FOLDERS else name
+        code: int = import_module(f"asyncrl.deploy.commands.{module}").main(arguments)
         sys.stdout.flush()
         return code
     except (ConfigError, TaskError, RewardError, AlgorithmError) as error:

@@ -22,6 +22,7 @@ from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems
 from asyncrl.errors import ConfigError
+from asyncrl.fleet.scaling import MOST_WORKERS
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
 from asyncrl.tasks.source_problems import prompt_problems
@@ -183,8 +184,11 @@ def _descriptor_problems(workers: int) -> Iterator[Problem]:
 
 
 def allow_descriptors(workers: int) -> None:
-    """Lets this process and its children open as many files as a fleet of so many workers needs, within the limit."""
-    needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * workers
+    """Lets this process and its children open as many files as a fleet of so many workers needs, and one that is scaled
+    up as far as it may be, within the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * (workers + MOST_WORKERS)
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -16,16 +16,19 @@ from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import service_specs
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, Refused
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.launching.command_socket import open_commands
 from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
 from asyncrl.fleet.lifecycle_events import FleetEvent
+from asyncrl.fleet.scaling import scale
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.weights.version_folder import folder_of_start
+from asyncrl.protocols.messages import Call
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -76,7 +79,26 @@ async def run_fleet(
             if worker.alive:
                 request.display.note("WorkerStarted", instance=worker.instance)
         running.subscribers.append(partial(_note_worker, request.display))
+        if launcher is not None:
+            await scope.enter_async_context(_commands(running, launcher, request.display))
         yield running
+
+
+def _commands(running: RunningFleet, launcher: LocalLauncher, display: Display) -> AbstractAsyncContextManager[None]:
+    """Takes commands beside the sockets of workers, or where workers join."""
+    listens = running.facts.config.fleet.listen
+    address = f"tcp://{launcher.host}:*" if listens else f"ipc://{launcher.sockets}/commands"
+    return open_commands(RunDirectory(running.facts.run_dir).commands, address, partial(_command, running, display))
+
+
+async def _command(running: RunningFleet, display: Display, call: Call) -> str:
+    """Runs a command of a person to the run. Raises Refused."""
+    match call.method, call.args:
+        case "scale", (str(service), int(count)):
+            done = scale(running, service, count)
+            display.say(done)
+            return done
+    raise Refused(f"this run takes no command {call.method!r} like this; both have to be of the same asyncrl")
 
 
 def _specs(request: "RunRequest", options: Mapping[str, Mapping[str, Any]]) -> Iterator[ServiceSpec]:

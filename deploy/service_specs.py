@@ -70,8 +70,8 @@ def _feedback_spec(config: Config, contract: type[Reward]) -> ServiceSpec:
     """Returns the spec of the reward service that asks a person too."""
     if config.reward.model:
         implementation = "asyncrl.services.feedback_with_model:FeedbackWithModelService"
-        return ServiceSpec("reward", contract, implementation, origin="torch")
-    return ServiceSpec("reward", contract, "asyncrl.services.feedback:FeedbackService")
+        return ServiceSpec("reward", contract, implementation, origin="torch", scales=False)
+    return ServiceSpec("reward", contract, "asyncrl.services.feedback:FeedbackService", scales=False)
 
 
 def _critic_spec(name: str) -> ServiceSpec:

@@ -5,7 +5,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -92,7 +92,8 @@ class ServiceSpec:
 
     implementation: "module:Class". here: whether it runs inside this process; then implementation may be any callable.
     options: plain values that the service finds in its context. origin: what its processes are forked from.
-    joined: workers that have to join before the fleet is handed over; others may join later. 0: none joins.
+    joined: workers that have to join before the fleet is handed over; others may join later. 0: none joins. scales:
+    whether the number of its workers may change while it runs.
     """
 
     name: str
@@ -104,6 +105,7 @@ class ServiceSpec:
     here: bool = False
     origin: Origin = "plain"
     joined: int = 0
+    scales: bool = True
 
     @property
     def restart(self) -> bool:
@@ -161,17 +163,24 @@ class RunningFleet:
         self._handles: dict[str, Any] = {
             spec.name: make_handle(spec.contract, self.workers[spec.name], config.call_deadline) for spec in specs
         }
-        for service in self.restarted:
-            for worker in self.workers[service]:
-                worker.on_stuck = partial(self._stuck, service)
-        slots = [
-            _slot(spec, worker, self.workers[spec.name], facts, platform)
-            for spec in specs
-            for worker in self.workers[spec.name]
-        ]
+        self.specs = {spec.name: spec for spec in specs}
+        slots = [self._slot(spec, worker) for spec in specs for worker in self.workers[spec.name]]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
+
+    def _slot(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSlot:
+        make_spec = partial(_next_instance, spec, worker, self.facts, self._platform)
+        if spec.restart:
+            worker.on_stuck = partial(self._stuck, spec.name)
+        is_awaited = not spec.joined or worker.replica < spec.joined
+        replicas, launcher = self.workers[spec.name], self._platform.launcher(spec)
+        return WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, is_awaited=is_awaited)
+
+    def add_replica(self, service: str) -> None:
+        """Starts one more replica of a service, for which nothing waits."""
+        for worker in self.workers[service].grow():
+            self.supervisor.add(replace(self._slot(self.specs[service], worker), is_awaited=False))
 
     def handle(self, service: str, contract: type[C]) -> C:
         """Returns the handle on a service, typed by its contract."""
@@ -338,16 +347,6 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(failed, BaseExceptionGroup):
         failed = failed.exceptions[0]
     return failed or root_cause(errors)
-
-
-def _slot(
-    spec: ServiceSpec, worker: RemoteWorker, replicas: Replicas, facts: RunFacts, platform: Platform
-) -> WorkerSlot:
-    make_spec = partial(_next_instance, spec, worker, facts, platform)
-    is_awaited = not spec.joined or worker.replica < spec.joined
-    drain, is_idle = partial(replicas.drain, worker.replica), partial(replicas.is_idle, worker.replica)
-    launcher = platform.launcher(spec)
-    return WorkerSlot(worker, make_spec, launcher, spec.restart, is_awaited=is_awaited, drain=drain, is_idle=is_idle)
 
 
 def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSpec:

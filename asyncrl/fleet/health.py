@@ -57,11 +57,16 @@ class HealthPoller:
     """
 
     def __init__(self, services: Mapping[str, Replicas], deadline: float, tasks: asyncio.TaskGroup) -> None:
-        self.workers = tuple(worker for replicas in services.values() for worker in replicas)
+        self._services = services
         self.newest: dict[str, HealthAnswer] = {}
         self._deadline = deadline
         self._tasks = tasks
         self._requests: dict[str, HealthRequest] = {}
+
+    @property
+    def workers(self) -> tuple[RemoteWorker, ...]:
+        """Returns all workers that are to run now."""
+        return tuple(worker for replicas in self._services.values() for worker in replicas)
 
     def request(self) -> None:
         """Asks every live worker until it answers or is lost; returns at once."""

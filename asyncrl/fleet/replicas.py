@@ -25,7 +25,8 @@ KNOWN_INSTANCES = 2
 
 class Replica:
     """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica.
-    is_draining: it takes no new work until its next instance comes, and is to end once it holds nothing. reserved_for:
+    is_draining: it takes no new work until its next instance comes, and is to end once it holds nothing. is_parked: no
+    instance of it is to run. reserved_for:
     the isolated group that has it for itself, or will have. reservations, own_calls: calls of this group that want the
     replica, and those of them that run.
     """
@@ -34,6 +35,7 @@ class Replica:
         self.workers = workers
         self.load = 0
         self.is_draining = False
+        self.is_parked = False
         self.reserved_for: int | None = None
         self.reservations = 0
         self.own_calls = 0
@@ -184,7 +186,16 @@ class Replicas:
         self._changed.wake()
 
     def __iter__(self) -> Iterator[RemoteWorker]:
-        return (worker for replica in self.replicas for worker in replica.workers)
+        return (worker for replica in self.replicas if not replica.is_parked for worker in replica.workers)
+
+    def grow(self) -> tuple[RemoteWorker, ...]:
+        """Adds a replica; returns its workers."""
+        self.replicas += (self._replica(len(self.replicas)),)
+        return self.replicas[-1].workers
+
+    def set_parked(self, number: int, *, parked: bool) -> None:
+        self.replicas[number].is_parked = parked
+        self._changed.wake()
 
     def replica_of(self, instance: str) -> Self:
         """Returns these replicas reduced to the one of this instance. Raises PeerLost when it was replaced."""
@@ -299,7 +310,8 @@ class Replicas:
 
     async def _wait_for_restart(self) -> None:
         """Waits until a worker was connected or lost. Raises FleetFailed when no replica can come back."""
-        if all(any(not each.alive and not each.restarting for each in replica.workers) for replica in self.replicas):
+        wanted = (replica.workers for replica in self.replicas if not replica.is_parked)
+        if all(any(not each.alive and not each.restarting for each in workers) for workers in wanted):
             raise FleetFailed(self._dead_workers())
         await self._changed.wait()
 

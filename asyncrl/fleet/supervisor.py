@@ -3,7 +3,8 @@
     spawn ──> connect ──> `started` ──> takes calls ──> dead ──> outstanding calls fail ──> pause ──> spawn
                                                          └──> trainer or critic, or MAX_DEATHS deaths: FleetFailed
 
-An instance that is asked to leave drains: it takes no new work, and ends once it holds nothing, or at a deadline.
+An instance that is asked to leave drains: it takes no new work, and ends once it holds nothing, or at a deadline. A
+worker that is not wanted any more is parked then, until it is wanted again.
 A worker may take its whole start deadline to load; only the kernel or a broken connection tells that it is dead.
 Cancelling `run` stops all workers.
 """
@@ -19,6 +20,7 @@ from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
+from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 
 MAX_DEATHS = 6
@@ -95,19 +97,28 @@ class DeathCounter:
 
 @dataclass(slots=True)
 class WorkerSlot:
-    """A worker to keep alive. make_spec: makes its next instance. restart: whether the run survives its death.
-    is_awaited: whether the fleet is only handed over with it. drain: keeps new work from it. is_idle: returns whether
-    it holds nothing that a group needs."""
+    """A worker to keep alive. replicas: of its service. make_spec: makes its next instance. restart: whether the run
+    survives its death. is_awaited: whether the fleet is only handed over with it. wanted: cleared while no instance is
+    to run. spawning: scope of the wait for a launcher."""
 
     worker: RemoteWorker
+    replicas: Replicas
     make_spec: Callable[[], WorkerSpec]
     launcher: Launcher
     restart: bool
     is_awaited: bool = True
-    drain: Callable[[], None] = lambda: None
-    is_idle: Callable[[], bool] = lambda: True
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    spawning: asyncio.Timeout | None = None
     deaths: DeathCounter = field(default_factory=DeathCounter)
     was_started: bool = False
+
+    def __post_init__(self) -> None:
+        self.wanted.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether its instance holds nothing that a group needs."""
+        return self.replicas.is_idle(self.worker.replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +159,7 @@ class Supervisor:
         self.instances: dict[str, RunningInstance] = {}
         self.all_started = asyncio.Event()
         self._slots = slots
+        self._tasks: asyncio.TaskGroup
         self._died_since_progress: dict[str, WorkerSlot] = {}
         self._connect = connect
         self._emit = emit
@@ -171,11 +183,27 @@ class Supervisor:
         Returns whether such an instance runs."""
         for each in self.instances.values():
             if each.spec.instance == instance:
-                each.slot.drain()
+                each.slot.replicas.drain(each.slot.worker.replica)
                 if not each.leave.done():
                     each.leave.set_result(seconds)
                 return True
         return False
+
+    def slots_of(self, service: str) -> list[WorkerSlot]:
+        return [slot for slot in self._slots if slot.worker.service == service]
+
+    def add(self, slot: WorkerSlot) -> None:
+        """Keeps one more worker alive, while `run` goes on."""
+        self._slots.append(slot)
+        self._tasks.create_task(self._keep_alive(slot), name=f"supervision of {slot.worker.name}")
+
+    def park(self, slot: WorkerSlot, seconds: float) -> None:
+        """Ends the instance of a worker as `retire` does, and starts no other one until it is wanted."""
+        slot.wanted.clear()
+        if slot.spawning is not None:
+            slot.spawning.reschedule(asyncio.get_running_loop().time())
+        if (running := self.instances.get(slot.worker.name)) is not None:
+            self.retire(running.spec.instance, seconds)
 
     async def run(self) -> None:
         """Keeps all workers alive until cancelled, then stops them.
@@ -185,13 +213,21 @@ class Supervisor:
             AsyncrlError: what a worker raised during its first start.
         """
         with one_error(unwrap):
-            async with asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as self._tasks:
                 for slot in self._slots:
-                    tasks.create_task(self._keep_alive(slot), name=f"supervision of {slot.worker.name}")
+                    self._tasks.create_task(self._keep_alive(slot), name=f"supervision of {slot.worker.name}")
 
     async def _keep_alive(self, slot: WorkerSlot) -> None:
         while True:
-            reason = await self._run_instance(slot)
+            if not slot.wanted.is_set():
+                slot.replicas.set_parked(slot.worker.replica, parked=True)
+                await slot.wanted.wait()
+                slot.replicas.set_parked(slot.worker.replica, parked=False)
+            if (launched := await self._spawn(slot)) is None:
+                continue
+            reason = await self._run_instance(slot, launched)
+            if not slot.wanted.is_set():
+                continue
             if not slot.restart or slot.deaths.pause is None:
                 times = (
                     f" {slot.deaths.since_progress} times without a finished group in between" if slot.restart else ""
@@ -199,9 +235,20 @@ class Supervisor:
                 raise FleetFailed(f"{slot.worker.name} died{times}: {reason}. Resume with: {self._resume}")
             await asyncio.sleep(slot.deaths.pause)
 
-    async def _run_instance(self, slot: WorkerSlot) -> str:
+    async def _spawn(self, slot: WorkerSlot) -> LaunchedWorker | None:
+        """Has the next instance started; returns None when it is not wanted any more."""
+        try:
+            async with asyncio.timeout(None) as slot.spawning:
+                return await slot.launcher.spawn(slot.make_spec())
+        except TimeoutError:
+            if slot.wanted.is_set():
+                raise
+            return None
+        finally:
+            slot.spawning = None
+
+    async def _run_instance(self, slot: WorkerSlot, launched: LaunchedWorker) -> str:
         """Runs one instance from its start to its cleanup; returns why it died."""
-        launched = await slot.launcher.spawn(slot.make_spec())
         spec, slot.worker.host = launched.spec, launched.host
         running = RunningInstance(slot, launched, self._connect(spec))
         self.instances[slot.worker.name] = running
@@ -234,10 +281,10 @@ class Supervisor:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:  # Calls that end and rows that are released notify nobody.
-                    if slot.is_idle():
+                    if slot.is_idle:
                         break
                     await asyncio.sleep(DRAIN_CHECK)
-        is_drained = slot.is_idle()
+        is_drained = slot.is_idle
         reason = "it finished what it had" if is_drained else f"{seconds:g} s were too short for what it had"
         self._mark_lost(running, reason, is_drained=is_drained)
         running.connection.fail(reason)

@@ -117,7 +117,7 @@ class LocalLauncher:
         self, run: str, wire: Literal["ipc", "tcp"] = "ipc", forks: Forks | None = None, host: str = LOOPBACK
     ) -> None:
         self._wire = wire
-        self._host = host
+        self.host = host
         self._run = run
         self._forks = forks
         self._is_hurried = False
@@ -143,7 +143,7 @@ class LocalLauncher:
     def addresses(self, instance: str) -> Addresses:
         """Returns where an instance of this name is to listen."""
         if self._wire == "tcp":
-            return Addresses(*(f"tcp://{self._host}:{port}" for port in _free_ports(3, self._host)))
+            return Addresses(*(f"tcp://{self.host}:{port}" for port in _free_ports(3, self.host)))
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
     async def spawn(self, spec: WorkerSpec) -> LocalWorker:

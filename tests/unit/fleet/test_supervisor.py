@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,9 +41,8 @@ class Stage:
         self.isolated: dict[int, frozenset[str]] = {}
         self.spawned = asyncio.Condition()
         self._start, self._greets = start, greets
-        drain, is_idle = partial(self.workers.drain, 0), partial(self.workers.is_idle, 0)
-        slot = WorkerSlot(self.worker, self._make_spec, self, restart, drain=drain, is_idle=is_idle)
-        self.supervisor = Supervisor([slot], self._connect, self._emit, "asyncrl run", self.isolated)
+        self.slot = WorkerSlot(self.worker, self.workers, self._make_spec, self, restart)
+        self.supervisor = Supervisor([self.slot], self._connect, self._emit, "asyncrl run", self.isolated)
 
     def note(self, event: str) -> None:
         self.events.append((asyncio.get_running_loop().time(), event))
@@ -322,8 +320,8 @@ def test_a_worker_whose_host_left_does_not_count_as_dead() -> None:
 def test_a_fleet_begins_without_the_workers_that_may_join_later() -> None:
     async def main() -> None:
         stage = Stage()
-        later = Replicas("late", 1, Layout()).worker(0, 0)
-        never = WorkerSlot(later, stage._make_spec, NeverLauncher(), restart=True, is_awaited=False)
+        late = Replicas("late", 1, Layout())
+        never = WorkerSlot(late.worker(0, 0), late, stage._make_spec, NeverLauncher(), restart=True, is_awaited=False)
         stage.supervisor._slots.append(never)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(stage.supervisor.run())

@@ -1,0 +1,54 @@
+"""`asyncrl scale` changes the number of generators of the quickstart while it trains."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.controller.journal.audit import audit
+from asyncrl.controller.journal.journal import FIRST_BYTES
+from asyncrl.telemetry.run_status import read_status
+
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import finished
+from test_joining import CLI, events, program, steps_in
+from watching import PATIENCE, wait_until, workers_of
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+
+
+def busy(run_dir: Path, worker: str) -> bool:
+    status = read_status(run_dir / "status.json")
+    return status is not None and any(each.name == worker and each.shares.get("busy", 0) > 0 for each in status.workers)
+
+
+def test_a_generator_comes_and_goes_while_the_run_goes_on(quickstart_model: Path, tmp_path: Path) -> None:
+    run_dir, shown = tmp_path / "run", tmp_path / "run.out"
+
+    def scale(*wanted: str) -> "subprocess.CompletedProcess[str]":
+        return finished([*CLI, "scale", str(run_dir), *wanted], timeout=PATIENCE)
+
+    flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
+    with program("run", "quickstart", *flags, output=shown) as run:
+        wait_until(lambda: steps_in(shown) >= 2, shown.read_text)
+        for wrong, why in (
+            ("training=2", "training.layout_dp"),
+            ("generation=0", "out of range"),
+            ("a=1", "no service"),
+        ):
+            refused = scale(wrong)
+            assert (refused.returncode, why in refused.stderr) == (2, True), refused.stderr
+        assert scale("generation=2").stdout == "generation: 1 -> 2; generation1.0 start\n"
+        wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 2, shown.read_text)
+        wait_until(lambda: busy(run_dir, "generation1.0"), "the new generator to work")
+        reached = steps_in(shown)
+        wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
+        scale("generation=1")
+        wait_until(lambda: "has left: it finished what it had" in shown.read_text(), shown.read_text)
+        wait_until(lambda: ("generation", 1, 0) not in workers_of(run_dir), "its process to end")
+        run.send_signal(signal.SIGINT)
+        assert run.wait(PATIENCE) == 0, shown.read_text()
+    assert FIRST_BYTES["attempt"] not in (run_dir / "journal").read_bytes(), "no group began again"
+    assert audit(run_dir).ok

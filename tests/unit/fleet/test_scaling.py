@@ -1,0 +1,199 @@
+"""The number of workers changes while the supervisor runs, on virtual time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import ConfigError, Refused
+from asyncrl.fleet import scaling
+from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec
+from asyncrl.fleet.launching.command_socket import open_commands, send_command
+from asyncrl.fleet.scaling import MOST_WORKERS, scale
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.protocols.messages import Call
+from asyncrl.protocols.service_contracts import Generation, Reward, Training
+from asyncrl.simulation import virtual_loop
+from tests.unit.fleet.fake_workers import FACTS, FakeConnection, FakeProcess
+
+SPECS = [
+    ServiceSpec("generation", Generation, "x:Y"),
+    ServiceSpec("reward", Reward, "x:Y", scales=False),
+    ServiceSpec("training", Training, "x:Y"),
+]
+
+
+class Hosts:
+    """Starts fake workers; of a service in `absent` nobody comes."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, FakeProcess] = {}
+        self.absent = False
+
+    async def spawn(self, spec: WorkerSpec) -> FakeProcess:
+        if self.absent:
+            await asyncio.Event().wait()
+        self.processes[spec.instance] = FakeProcess(spec)
+        return self.processes[spec.instance]
+
+    def clean_up(self, spec: WorkerSpec) -> None:
+        del self.processes[spec.instance]
+
+
+async def _starts() -> None:
+    """A worker that takes calls at once."""
+
+
+@dataclass
+class Scene:
+    """A fleet of which the processes and connections are fakes."""
+
+    fleet: RunningFleet
+    hosts: Hosts
+    said: list[str]
+
+    def alive(self) -> list[str]:
+        return [worker.name for worker in self.fleet.workers["generation"] if worker.alive]
+
+    def listed(self) -> list[str]:
+        return [worker.name for worker in self.fleet.workers["generation"]]
+
+
+def playing(play: Callable[[Scene], Awaitable[None]]) -> None:
+    async def main() -> None:
+        hosts, said, numbers = Hosts(), list[str](), iter(range(1000))
+        platform = Platform(InprocWire(), lambda spec: hosts, lambda: f"{next(numbers):08x}", lambda line: None)
+        fleet = RunningFleet(platform, SPECS, FACTS, said.append, "asyncrl run")
+        fleet.supervisor._connect = lambda spec: FakeConnection(_starts, greets=True)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(fleet.supervisor.run())
+            await fleet.supervisor.all_started.wait()
+            await play(Scene(fleet, hosts, said))
+            running.cancel()
+
+    virtual_loop.run(main())
+
+
+def test_more_workers_start_and_fewer_end_with_the_highest_numbers() -> None:
+    async def play(scene: Scene) -> None:
+        assert scale(scene.fleet, "generation", 3) == "generation: 1 -> 3; generation1.0, generation2.0 start"
+        await asyncio.sleep(1)
+        assert scene.alive() == ["generation0.0", "generation1.0", "generation2.0"]
+        done = scale(scene.fleet, "generation", 2)
+        assert done == "generation: 3 -> 2; generation2.0 end with what they have, within 60 s"
+        await asyncio.sleep(1)
+        assert scene.alive() == scene.listed() == ["generation0.0", "generation1.0"]
+        assert "generation2.0-0-" in scene.said[-1]
+        assert scene.said[-1].endswith("has left: it finished what it had")
+        await asyncio.sleep(60)
+        assert scene.alive() == ["generation0.0", "generation1.0"], "it stays away"
+        assert scale(scene.fleet, "generation", 3) == "generation: 2 -> 3; generation2.0 start"
+        await asyncio.sleep(1)
+        assert len(scene.alive()) == 3
+
+    playing(play)
+
+
+def test_a_worker_ends_only_when_it_has_finished_what_it_has() -> None:
+    async def play(scene: Scene) -> None:
+        scale(scene.fleet, "generation", 2)
+        await asyncio.sleep(1)
+        replica = scene.fleet.workers["generation"].replicas[1]
+        with replica:
+            scale(scene.fleet, "generation", 1)
+            await asyncio.sleep(scaling.DRAIN / 2)
+            assert scene.alive() == ["generation0.0", "generation1.0"]
+            assert not replica.free
+        await asyncio.sleep(1)
+        assert scene.alive() == ["generation0.0"]
+
+    playing(play)
+
+
+def test_a_worker_that_was_dismissed_and_is_wanted_again_comes_back() -> None:
+    async def play(scene: Scene) -> None:
+        scale(scene.fleet, "generation", 2)
+        await asyncio.sleep(1)
+        with scene.fleet.workers["generation"].replicas[1]:
+            scale(scene.fleet, "generation", 1)
+            await asyncio.sleep(1)
+            scale(scene.fleet, "generation", 2)
+        await asyncio.sleep(2)
+        assert scene.alive() == ["generation0.0", "generation1.0"]
+        assert scene.fleet.workers["generation"].replicas[1].free
+
+    playing(play)
+
+
+def test_a_worker_that_nobody_has_started_yet_goes_first() -> None:
+    async def play(scene: Scene) -> None:
+        scene.hosts.absent = True
+        scale(scene.fleet, "generation", 3)
+        await asyncio.sleep(1)
+        scale(scene.fleet, "generation", 1)
+        await asyncio.sleep(1)
+        assert scene.alive() == scene.listed() == ["generation0.0"]
+
+    playing(play)
+
+
+@pytest.mark.parametrize(
+    ("service", "count", "why"),
+    [
+        ("generatoin", 2, r"no service 'generatoin' .* The services that may are generation$"),
+        ("training", 2, r"the number of training workers does not change .* training.layout_dp"),
+        ("reward", 2, "reward has one worker in this run"),
+        ("generation", 0, f"generation=0 is out of range: write 1 to {MOST_WORKERS}"),
+        ("generation", MOST_WORKERS + 1, "is out of range"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(service: str, count: int, why: str) -> None:
+    async def play(scene: Scene) -> None:
+        with pytest.raises(Refused, match=why):
+            scale(scene.fleet, service, count)
+        assert scene.listed() == ["generation0.0"]
+
+    playing(play)
+
+
+# ---- the way of a command --------------------------------------------------------------------------------
+
+
+async def test_a_command_reaches_the_run_and_its_refusal_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "commands.json"
+
+    async def commands(call: Call) -> str:
+        if call.args == ("training", 1):
+            raise Refused("training does not scale")
+        return f"{call.method} {call.args}"
+
+    async with open_commands(file, f"ipc://{tmp_path}/socket", commands):
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert await send_command(file, "scale", "generation", 3) == "scale ('generation', 3)"
+        with pytest.raises(ConfigError, match="training does not scale"):
+            await send_command(file, "scale", "training", 1)
+        content = file.read_text()
+    assert not file.exists()
+    with pytest.raises(ConfigError, match="does not exist: name the directory of a run that goes on"):
+        await send_command(file, "scale", "generation", 3)
+    file.write_text(content)  # As a run leaves it that was killed.
+    with pytest.raises(ConfigError, match=r"no run in .* answers at ipc://"):
+        await send_command(file, "scale", "generation", 3)
+
+
+async def test_nobody_commands_a_run_without_its_keys(tmp_path: Path) -> None:
+    async def commands(call: Call) -> str:
+        raise AssertionError("no call came through")
+
+    ours, others = tmp_path / "ours.json", tmp_path / "others.json"
+    async with (
+        open_commands(ours, "tcp://127.0.0.1:*", commands),
+        open_commands(others, "tcp://127.0.0.1:*", commands),
+    ):
+        address = ours.read_text().partition(",")[0]
+        ours.write_text(address + "," + others.read_text().partition(",")[2])
+        with pytest.raises(ConfigError, match=r"no run in .* answers"):
+            await send_command(ours, "scale", "generation", 3)
