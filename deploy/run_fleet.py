@@ -87,7 +87,7 @@ async def run_fleet(
 def _commands(running: RunningFleet, launcher: LocalLauncher, display: Display) -> AbstractAsyncContextManager[None]:
     """Takes commands beside the sockets of workers, or where workers join."""
     listens = running.facts.config.fleet.listen
-    address = f"tcp://{launcher.host}:*" if listens else f"ipc://{launcher.sockets}/commands"
+    address = f"tcp://{launcher.host}:*" if listens else f"ipc://{launcher.sockets}/controller.commands"
     return open_commands(RunDirectory(running.facts.run_dir).commands, address, partial(_command, running, display))
 
 

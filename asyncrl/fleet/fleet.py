@@ -28,8 +28,8 @@ from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnec
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.supervisor import RunningInstance, Supervisor, WorkerSlot
+from asyncrl.fleet.worker.run_keys import controller_keys
 from asyncrl.fleet.worker.worker_spec import NOT_BOUND, Implementation, Origin, RunFacts, WorkerSpec
-from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
@@ -288,7 +288,8 @@ async def running_fleet(
     async with AsyncExitStack() as scope:
         scope.callback(unlink_run_segments, facts.run)  # Workers that were killed left theirs.
         inproc = InprocWire()
-        wire = WireByScheme(inproc, ZmqWire(CurveKeys(*facts.curve) if facts.curve else None))
+        keys, facts = controller_keys(facts)
+        wire = WireByScheme(inproc, ZmqWire(keys))
         scope.callback(wire.close)
         here = InprocLauncher(wire, inproc)
         scope.push_async_callback(here.close)

@@ -18,9 +18,9 @@ from typing import NoReturn
 from asyncrl.concurrency import unwrap
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
+from asyncrl.fleet.worker.run_keys import worker_keys
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
-from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
@@ -77,7 +77,7 @@ def rename(name: str, command: str) -> None:
 async def _run(spec: WorkerSpec) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     threading.Thread(target=_watch_stdin, args=(loop, stop), name="stdin", daemon=True).start()
-    wire = WireByScheme(InprocWire(), ZmqWire(CurveKeys(*spec.facts.curve) if spec.facts.curve else None))
+    wire = WireByScheme(InprocWire(), ZmqWire(worker_keys(spec)))
     try:
         load_implementation(spec.implementation)
         with gc_frozen():

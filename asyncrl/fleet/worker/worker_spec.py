@@ -34,7 +34,8 @@ class RunFacts:
 
     run: hex digits that name shared memory and sockets of this start only. run_dir, model_dir: absolute paths.
     checkpoint_dir: what the run resumes from, None at its first start. weights_arena: name of the shared memory for
-    published weights. curve: public and secret key of the run's sockets. heartbeat: seconds between heartbeats on every
+    published weights. curve: public and secret key that workers share. caller: public key of the controller, where it
+    alone may call workers; "": they share its pair. heartbeat: seconds between heartbeats on every
     connection, for peers on other hosts, whose death no local kernel reports. shared_rows: whether there is enough
     shared memory for rows, which are sent as frames otherwise.
     """
@@ -47,6 +48,7 @@ class RunFacts:
     config: Config
     checkpoint_dir: Path | None = None
     curve: tuple[str, str] | None = None
+    caller: str = ""
     heartbeat: float | None = None
     shared_rows: bool = True
 

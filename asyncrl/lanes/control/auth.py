@@ -7,6 +7,7 @@ send message parts without end, all of which ZeroMQ keeps until the last one com
 
 import asyncio
 import hmac
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Self
@@ -29,13 +30,14 @@ class CurveKeys:
     """A key pair in Z85. Without the secret key there is no connection.
 
     server: public key of the listeners that a caller trusts. admitted: public keys of the callers that a listener
-    accepts. Both are the own one by default, for all processes of a run share one pair.
+    accepts. Both are the own one by default. admitted_at: other public keys for single addresses on TCP.
     """
 
     public: str
     secret: str = field(repr=False)
     server: str = ""
     admitted: tuple[str, ...] = ()
+    admitted_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def fresh(cls) -> Self:
@@ -56,7 +58,7 @@ class CurveKeys:
             socket.plain_password = self.password
 
     def set_up_listener(self, socket: zmq.Socket[Any], address: str) -> None:
-        socket.zap_domain = ZAP_DOMAIN
+        socket.zap_domain = _domain_at(address) if address in self.admitted_at else ZAP_DOMAIN
         if address.startswith(ENCRYPTED):
             socket.curve_publickey = self.public.encode()
             socket.curve_secretkey = self.secret.encode()
@@ -65,13 +67,23 @@ class CurveKeys:
             socket.plain_server = 1
 
 
+def _domain_at(address: str) -> bytes:
+    """Returns the name under which a listener with callers of its own asks about them."""
+    return ZAP_DOMAIN + b" " + address.encode()
+
+
+def _decoded(public: Iterable[str]) -> set[bytes]:
+    return {z85.decode(each.encode()) for each in public}
+
+
 class Authenticator:
     """Answers the context's authentication requests (ZAP, RFC 27); accepts only holders of admitted keys. refused:
     number of peers refused."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self.refused = 0
-        self._admitted = {z85.decode(public.encode()) for public in keys.admitted or (keys.public,)}
+        self._admitted = {ZAP_DOMAIN: _decoded(keys.admitted or (keys.public,))}
+        self._admitted |= {_domain_at(address): _decoded(callers) for address, callers in keys.admitted_at.items()}
         self._password = keys.password
         self._socket: Any = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -91,14 +103,14 @@ class Authenticator:
 
     def _answer(self, request: list[bytes]) -> None:
         version, number, domain, _address, _identity, mechanism, *credentials = request
-        accepted = domain == ZAP_DOMAIN and self._has_keys(mechanism, credentials)
+        accepted = domain in self._admitted and self._has_keys(domain, mechanism, credentials)
         self.refused += not accepted
         status, text = (b"200", b"OK") if accepted else (b"400", b"not a key of this run")
         self._socket.send_multipart([version, number, status, text, b"", b""], zmq.NOBLOCK)
 
-    def _has_keys(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+    def _has_keys(self, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> bool:
         if mechanism == b"CURVE":
-            return len(credentials) == 1 and credentials[0] in self._admitted
+            return len(credentials) == 1 and credentials[0] in self._admitted[domain]
         user, password = credentials if mechanism == b"PLAIN" and len(credentials) == 2 else (b"", b"")
         return user == USER and hmac.compare_digest(password, self._password)
 

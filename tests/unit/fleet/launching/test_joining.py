@@ -182,6 +182,23 @@ def test_the_worker_of_a_host_that_is_to_leave_drains_for_its_time(controller_st
     assert "h1 leaves; echo0.0-0-a finishes what it has, within 20 s" in playing(play)
 
 
+def test_a_host_that_is_told_twice_to_leave_ends_its_worker_at_once() -> None:
+    async def play(here: Site) -> None:
+        here.point.retire = lambda instance, seconds: True
+        task = here.host("h1", drain=20.0)
+        worker = await here.point.spawn(place(0))
+        here.hosts["h1"][0].stop.set()
+        await asyncio.sleep(1)
+        began = asyncio.get_running_loop().time()
+        task.cancel()  # As StopSignals does at the second signal.
+        await worker.wait()
+        assert asyncio.get_running_loop().time() - began < 1
+        assert worker.has_left
+        assert here.worker("h1").requests == ["stop"]
+
+    playing(play)
+
+
 def test_a_host_that_loses_its_controller_ends_its_worker() -> None:
     async def play(here: Site) -> None:
         here.host("h1")
