@@ -50,7 +50,7 @@ from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.launching.leftover_cleanup import new_start
 from asyncrl.fleet.weight_transport import transport_of
-from asyncrl.fleet.worker.gc_freeze import gc_frozen
+from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
@@ -235,7 +235,7 @@ async def _train(
         async with run_fleet(replace(request, forks=forks), facts, signals, scorers) as running:
             rollback.begun = True
             display.say(f"run directory: {directory.path}")
-            with gc_frozen() as frozen:
+            with gc_frozen(YOUNG_OF_CALLER) as frozen:
                 run = TrainingRun(
                     state,
                     questions,

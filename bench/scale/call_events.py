@@ -11,6 +11,7 @@ from asyncrl.bench.scale.sample_events import MEMBERS, row_of
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
+from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.message_codec import decode, encode, numbered
 from asyncrl.lanes.control.wire import Frame, Frames, Wakeup
@@ -142,10 +143,15 @@ class EchoCaller:
 
 
 async def credit(waiting: int) -> float:
-    """Returns CPU-microseconds a call where so many calls are made at once on one connection, which grants 256."""
+    """Returns CPU-microseconds a call where so many calls are made at once on one connection, which grants 256,
+    with the collector of garbage as in a run."""
     hello = Hello("run", 0, "controller", 0, "controller-0-00000000", 1, "1")
+    with gc_frozen(YOUNG_OF_CALLER):
+        return await _credit(hello, waiting)
+
+
+async def _credit(hello: Hello, waiting: int) -> float:
     async with Client(EchoCaller(), hello, "echo0[0]") as client:
-        gc.collect()
         began = time.process_time()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(waiting):

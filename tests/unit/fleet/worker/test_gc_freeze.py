@@ -1,7 +1,9 @@
 import gc
 import weakref
 
-from asyncrl.fleet.worker.gc_freeze import gc_frozen
+import pytest
+
+from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 
 
 class Node:
@@ -38,3 +40,19 @@ def test_a_cycle_of_frozen_objects_is_freed_when_the_process_holds_twice_as_much
         frozen.add_survivors()
         assert gone() is None
         assert len(more) * 2 <= frozen.most_blocks
+
+
+@pytest.mark.parametrize(("before", "inside"), [(700, YOUNG_OF_CALLER), (10**6, 10**6)])
+def test_many_waiting_calls_are_not_looked_at_again_and_again(before: int, inside: int) -> None:
+    own = gc.get_threshold()
+    gc.set_threshold(before, 10, 10)
+    try:
+        with gc_frozen(YOUNG_OF_CALLER):
+            began = gc.get_stats()[0]["collections"]
+            waiting = [[number] for number in range(YOUNG_OF_CALLER // 2)]
+            assert gc.get_stats()[0]["collections"] == began
+            assert gc.get_threshold() == (inside, 10, 10)
+        assert len(waiting) == YOUNG_OF_CALLER // 2
+        assert gc.get_threshold() == (before, 10, 10)
+    finally:
+        gc.set_threshold(*own)
