@@ -24,11 +24,14 @@ def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
     from asyncrl.deploy.join_address import join_address, local_address_towards
     from asyncrl.errors import ConfigError
+    from asyncrl.fleet.launching.joining import LONGEST_DRAIN
     from asyncrl.fleet.launching.key_folder import WorkerKey
 
     key = WorkerKey.read(asked.key)
     if key.role != asked.role:
         raise ConfigError(f"{asked.key} is a key of {key.role} workers, not of {asked.role} workers")
+    if not 0 <= asked.drain <= LONGEST_DRAIN:
+        raise ConfigError(f"--drain: {asked.drain:g} s is no time to drain; write 0 to {LONGEST_DRAIN:g}")
     address = join_address(asked.join, "--join")
     with _forks(asked.role) as forks:
         asyncio.run(_serve(asked, key, address, asked.address or local_address_towards(address), forks))

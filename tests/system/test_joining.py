@@ -16,7 +16,7 @@ from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.telemetry.jsonl import read_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
-from programs import ForkedProgram
+from programs import ForkedProgram, finished
 from watching import PATIENCE, dead, wait_until, workers_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
@@ -53,7 +53,7 @@ def events(run_dir: Path, event: str) -> list[str]:
 def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model: Path, tmp_path: Path) -> None:
     run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
-    flags += ["--listen", address, "--fleet.joined", "{generation = 1}", "--generation.replicas", "2"]
+    flags += ["--listen", address, "--fleet.joined", "{generation = 1}", "--generation.replicas", "1"]
     key = run_dir / "join_keys" / "generation.key"
     serve = ["serve", "generation", "--join", address, "--key", str(key)]
     with program("run", "quickstart", *flags, output=shown) as run:
@@ -62,8 +62,12 @@ def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model
             program(*serve, output=tmp_path / "1.out") as leaves,
             program(*serve, output=tmp_path / "2.out") as stays,
         ):
+            wait_until(lambda: "waits as a spare" in shown.read_text(), shown.read_text)
+            scaled = finished([*CLI, "scale", str(run_dir), "generation=2"], timeout=PATIENCE)
+            assert scaled.stdout == "generation has places for 2 workers; generation1.0 may join\n", scaled.stderr
             wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 2, shown.read_text)
-            wait_until(lambda: steps_in(shown) >= 2, shown.read_text)
+            reached = steps_in(shown)
+            wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
             leaves.send_signal(signal.SIGTERM)
             assert leaves.wait(30) == 0, (tmp_path / "1.out").read_text()
             reached = steps_in(shown)

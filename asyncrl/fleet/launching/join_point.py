@@ -23,7 +23,14 @@ import zmq
 
 from asyncrl.concurrency import running_beside
 from asyncrl.errors import ConfigError, FleetFailed, Refused
-from asyncrl.fleet.launching.joining import HEARTBEAT, SIGN_OF_LIFE, installed_versions, joining_hello, version_problem
+from asyncrl.fleet.launching.joining import (
+    HEARTBEAT,
+    LONGEST_DRAIN,
+    SIGN_OF_LIFE,
+    installed_versions,
+    joining_hello,
+    version_problem,
+)
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
@@ -294,6 +301,8 @@ class JoinPoint:
 
     async def _leaving(self, offer: Offer, seconds: float) -> None:
         offer.is_leaving = True
+        if not 0 <= seconds <= LONGEST_DRAIN:
+            raise Refused(f"a worker drains for 0 to {LONGEST_DRAIN:g} s, not {seconds}")
         if (worker := offer.worker) is None:
             self.report(f"{offer.host.name} leaves; no worker runs there")
         elif self.retire(worker.spec.instance, seconds):

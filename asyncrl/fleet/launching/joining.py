@@ -18,6 +18,9 @@ SIGN_OF_LIFE = 1.0
 ORDER_DEADLINE = 10.0
 """Seconds without any order after which a host counts its controller as lost."""
 
+LONGEST_DRAIN = 3600.0
+"""Seconds that a host may let its worker drain: far longer than a group takes."""
+
 COMPARED = ("asyncrl", "torch", "transformers", "vllm")
 """Packages that a worker may need in the version that the controller has: they decide what is sampled."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,9 @@ def put(generation: RowStore, critics: RowStore) -> BatchRef:
     return BatchRef(tuple(rows))
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
 async def test_rows_with_the_columns_of_all_services_are_saved_and_stored_again(
-    tmp_path: Path, worker_context: Contexts, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, worker_context: Contexts, monkeypatch: pytest.MonkeyPatch, is_copied: bool
 ) -> None:
     disk = Disk(monkeypatch)
     sampled, critics = (RowStore.private(f"inproc://{name}", 8, 4096) for name in ("sampled", "critics"))
@@ -74,7 +76,10 @@ async def test_rows_with_the_columns_of_all_services_are_saved_and_stored_again(
         service = GenerationService(resumed)
         longest = restored_columns(*LONGEST) | EPISODE
         service.rows = RowStore.private("inproc://again", 8, bytes_of_row(longest))
-        found = await service.restore_rows(str(tmp_path), samples)
+        if is_copied:  # The host of the worker does not see the folder that the controller names.
+            facts = replace(resumed.facts, checkpoint_dir=tmp_path)
+            service.context = replace(resumed, spec=replace(resumed.spec, facts=facts))
+        found = await service.restore_rows("/elsewhere" if is_copied else str(tmp_path), samples)
         assert [(row.name, row.incarnation) for row in found] == [(name, INCARNATION + 1) for name in made.ready]
         for row in found:
             (place,) = row.places

@@ -5,10 +5,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from asyncrl.errors import ConfigError, FleetFailed
+from asyncrl.errors import ConfigError, FleetFailed, Refused
 from asyncrl.fleet.launching.join_point import JoinedWorker, JoinPoint, Places, open_join_point
 from asyncrl.fleet.launching.joining import joining_hello
 from asyncrl.fleet.launching.joining_host import JoiningHost
@@ -16,6 +17,7 @@ from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.data.files.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
+from asyncrl.protocols.messages import Call
 from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FakeProcess, spec_of
 
@@ -180,6 +182,20 @@ def test_the_worker_of_a_host_that_is_to_leave_drains_for_its_time(controller_st
         assert loop.time() - began < 23
 
     assert "h1 leaves; echo0.0-0-a finishes what it has, within 20 s" in playing(play)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_no_worker_drains_for_a_time_that_is_none(seconds: float) -> None:
+    async def play(here: Site) -> None:
+        here.point.retire = lambda instance, seconds: pytest.fail("it is refused")
+        here.host("h1")
+        await here.point.spawn(place(0))
+        (agent,) = here.point._offers
+        leaving = here.point.dispatch(Call(0, "leaving", (agent, seconds), 1.0))
+        with pytest.raises(Refused, match="a worker drains for 0 to 3600 s"):
+            await cast(Awaitable[None], leaving)
+
+    playing(play)
 
 
 def test_a_host_that_is_told_twice_to_leave_ends_its_worker_at_once() -> None:
