@@ -10,7 +10,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -46,6 +46,7 @@ FEWEST, MOST, EQUAL = 16, 128, 32
 SLOTS = 32
 GOALS = {"16 to 128 tokens": 2.5, "all 32 tokens": 1.2}
 NO_VLLM = "  not measured  asyncrl over vllm, goal at least 1: vLLM is not in this environment (scripts/set-up-vllm)"
+NOTHING: Mapping[str, Any] = {}
 STAGES = ("forward", "sampling", "bookkeeping")
 
 
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--engine", choices=("torch", "vllm"), default=default, help=f"vllm: measures vLLM beside both; here {default}"
     )
+    parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model, which takes it a minute")
     options = parser.parse_args(arguments)
     if options.engine == "vllm" and find_spec("vllm") is None:
         parser.error(
@@ -104,7 +106,8 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
         model = write_model(Path(folder) / "model")
-        vllm = VllmSide(model, config_of(options.slots, "vllm")) if options.engine == "vllm" else None
+        config = config_of(options.slots, "vllm", {"enforce_eager": False} if options.compiled else {})
+        vllm = VllmSide(model, config) if options.engine == "vllm" else None
         goals = list[str]()
         with closing(vllm) if vllm is not None else nullcontext():
             for name, goal in GOALS.items():
@@ -127,9 +130,10 @@ def work_of(*, equal: bool) -> list[SampleRequest]:
     ]
 
 
-def config_of(slots: int, engine: str) -> Config:
+def config_of(slots: int, engine: str, vllm: Mapping[str, Any] = NOTHING) -> Config:
+    """Returns the config of an engine. vllm: further arguments of vLLM."""
     task = {"prompts": "none", "max_prompt_tokens": LONGEST_PROMPT}
-    generation = {"slots": slots, "max_new_tokens": MOST, "engine": engine}
+    generation = {"slots": slots, "max_new_tokens": MOST, "engine": engine, "vllm": dict(vllm)}
     return Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
 
 

@@ -11,7 +11,7 @@ from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
 from asyncrl.controller.observers.code_metrics import CodeRates
 from asyncrl.controller.observers.events import Prompt
-from asyncrl.errors import Refused, Retryable, WeightsError
+from asyncrl.errors import FleetFailed, Refused, Retryable, WeightsError
 from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef
@@ -125,8 +125,8 @@ def _means(prompts: Sequence[Known]) -> list[float]:
 async def copy_weights(fleet: Fleet, published: Published, config: Config) -> None:
     """Lets the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
 
-    Between leases the trainer may write. Raises Refused when the version was overwritten, WeightsError for a wrong
-    digest or too slow a copy.
+    Between leases the trainer may write. Raises Refused when the version was overwritten, FleetFailed when it
+    is damaged or not to be reached, and WeightsError for too slow a copy.
     """
     assert fleet.evaluation is not None
     lease = config.staleness.publish_deadline
@@ -141,6 +141,9 @@ async def copy_weights(fleet: Fleet, published: Published, config: Config) -> No
             return
         except TimeoutError:
             continue
+        except WeightsError as unusable:
+            text = f"weights of version {published.version} do not reach {READER}: {unusable}"
+            raise FleetFailed(text) from unusable
         finally:
             await fleet.training.detached(READER)
     raise WeightsError(

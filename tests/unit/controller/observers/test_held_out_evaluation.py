@@ -14,7 +14,7 @@ from asyncrl.controller.observers.held_out_evaluation import (
     copy_weights,
     summary,
 )
-from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.weights.leases import Leases
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
@@ -95,6 +95,20 @@ def taken_over(training_busy: float, back: float) -> Training:
         return training
 
     return virtual_loop.run(main())
+
+
+async def test_weights_that_cannot_be_copied_end_the_run_and_free_the_lease() -> None:
+    class Damaged:
+        async def use_weights(self, published: Published) -> Using:
+            raise WeightsError("evaluation[0]: weights-0-3.safetensors is damaged")
+
+    training: Any = Training(1.0)
+    evaluation: Any = Damaged()
+    fleet = Fleet(UNUSED, UNUSED, training, None, evaluation)
+    with pytest.raises(FleetFailed, match=r"do not reach evaluation: evaluation\[0\]: .* is damaged") as ended:
+        await copy_weights(fleet, Published(0, 0, "a", 0, ""), config(3000.0))
+    assert ended.value.exit_code == 75
+    assert not training.leases.holders(0)
 
 
 def test_a_worker_that_is_away_does_not_keep_the_trainer_from_writing() -> None:
