@@ -10,6 +10,7 @@ from asyncrl.config.install_hints import missing_packages, program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.feedback_config import FeedbackConfig
+from asyncrl.config.service_placement import pool_key, pool_names, pools_of
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
@@ -63,7 +64,7 @@ def _problems(
     yield from vllm_problems(config)
     yield from sink_problems(config.telemetry.sinks)
     yield from prompt_problems(config)
-    yield from device_mistakes(devices(config))
+    yield from (_named_by_pool(problem, config) for problem in device_mistakes(devices(config)))
     yield from gpu_package_problems(devices(config))
     yield from scoring_problems(config, served)
     yield from _feedback_host_problems(config.feedback)
@@ -74,9 +75,28 @@ def _problems(
 
 
 def devices(config: Config) -> dict[str, str]:
-    """Returns the devices of the services that compute with torch, by config key."""
-    with_torch = (spec.name for spec in service_specs(config) if spec.origin != "plain" and spec.name != "evaluation")
-    return {f"{name}.device": getattr(config, name).device for name in with_torch}
+    """Returns the devices of this host that services with torch compute on, by config key; those of a pool once."""
+    pools, names = pools_of(config), pool_names(config)
+    found: dict[str, str] = {}
+    for spec in service_specs(config):
+        pool = pools.get(names.get(spec.name, ""))
+        if spec.origin == "plain" or (pool is not None and spec.name in config.fleet.joined):
+            continue
+        if pool is not None:
+            found |= {f"pools.{pool.name}.devices[{at}]": device for at, device in enumerate(pool.devices)}
+        elif spec.name != "evaluation":
+            found[f"{spec.name}.device"] = getattr(config, spec.name).device
+    return found
+
+
+def _named_by_pool(problem: Problem, config: Config) -> Problem:
+    """Returns the problem of a device with the services of its pool, if it is of one."""
+    section, _, rest = problem.key.partition(".")
+    if section != "pools":
+        return problem
+    pool = rest.rpartition(".devices")[0]
+    users = tuple(pool_key(service) for service, name in pool_names(config).items() if name == pool)
+    return replace(problem, others=users)
 
 
 def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, source_files
+from asyncrl.config.service_placement import pool_names, pools_of
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
@@ -121,6 +122,7 @@ async def _join_point(
         yield None
         return
     keys = join_keys(config, facts.run_dir)
+    pools, names = pools_of(config), pool_names(config)
     places, offered = {}, {}
     for spec in specs:
         if spec.joined:
@@ -128,7 +130,8 @@ async def _join_point(
             offered[spec.name] = list(offered_files(spec.name, facts, scorers))
             key = keys.path / f"{spec.name}.key"
             command = f"{program()} serve {spec.name} --join {config.fleet.listen} --key {key}"
-            places[spec.name] = Places(spec.joined, packages, command)
+            pool = pools.get(names.get(spec.name, ""))
+            places[spec.name] = Places(spec.joined, packages, command, pool)
     point = JoinPoint(
         listen_address(config),
         places,

@@ -1,8 +1,12 @@
 """Specifies the services that an experiment needs, with their implementations."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.config.schema import Config, Scorer
+from asyncrl.config.sections.device_pools import CPU, DevicePlace
+from asyncrl.config.service_placement import assignment
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
 from asyncrl.protocols.rank_layout import Layout
@@ -38,7 +42,13 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         specs += [reward_spec(config, "cost"), _critic_spec("cost_critic")]
     if config.evaluate.prompts:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
-    return specs
+    places = assignment(config)
+    return [replace(spec, devices=_gpus(places.get(spec.name, ()))) for spec in specs]
+
+
+def _gpus(workers: Sequence[tuple[DevicePlace, ...]]) -> list[tuple[str, ...]]:
+    """Returns the GPUs of each worker; none where all are on the CPU."""
+    return [tuple(place.device for place in each) for each in workers if all(place.device != CPU for place in each)]
 
 
 def generation_spec(config: Config, name: str, **fields: Any) -> ServiceSpec:

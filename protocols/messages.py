@@ -349,7 +349,8 @@ class Checkpointed:
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
     """Host -> controller: an offer to run one worker of a service. agent: names the offer, and is used once. machine,
-    memory, host: the identity of the host. versions: of installed packages. proof: of the key's secret."""
+    memory, host: the identity of the host. versions: of installed packages. proof: of the key's secret. gpus: names of
+    those that the host has."""
 
     service: str
     agent: str
@@ -358,6 +359,7 @@ class JoinRequest:
     host: str
     versions: dict[str, str]
     proof: str
+    gpus: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +372,7 @@ class JoinOrder:
     text: str = ""
 
 
-PROTOCOL = 23
+PROTOCOL = 24
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

@@ -271,6 +271,7 @@ class TrainingService(Service, Training):
             waiting=partial(context.clock.state, "sync"),
             start=fleet.start_deadline,
             exchange=fleet.call_deadline,
+            has_own_gpu=bool(context.spec.devices),
         )
 
     def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:

@@ -14,7 +14,9 @@ from asyncrl.config.sections.environment_config import EnvironmentConfig
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
+from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.weights_config import WeightsConfig
+from asyncrl.config.service_placement import place_services
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
@@ -75,6 +77,8 @@ class GenerationConfig(Section):
     """Makes tokens and log-probs independent of slots, neighbours and order of arrival, bit for bit. This is slower."""
     device: str = "cpu"
     """Device of the generation workers, e.g. cpu or cuda:0."""
+    pool: str = ""
+    """Pool of the generation workers, a table of `pools`, which has their devices; `device` is then not read."""
     deadline: PositiveFloat = 600.0
     """Seconds that a sample may hold a slot; it then ends with the reason `length`. Waiting for one does not count."""
 
@@ -125,6 +129,8 @@ class RewardConfig(Section):
     """Factor of the model's score in the sum."""
     device: str = "cpu"
     """Device of the reward model or cost model."""
+    pool: str = ""
+    """Pool of the workers that score, a table of `pools`; `device` is then not read."""
     replicas: Positive = 1
     """Number of workers that score, each with its own copy of the model and its own child processes."""
     workers: Positive = 1
@@ -159,6 +165,8 @@ class ReferenceConfig(Section):
 
     device: str = "cpu"
     """Device of the reference model."""
+    pool: str = ""
+    """Pool of the reference workers, a table of `pools`; `device` is then not read."""
     replicas: Positive = 1
     """Number of reference workers, each with its own copy of the model."""
 
@@ -194,6 +202,8 @@ class TrainingConfig(Section):
     """Number of checkpoints that are kept."""
     device: str = "cpu"
     """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
+    pool: str = ""
+    """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
     layout_dp: Positive = 1
     """Number of data-parallel ranks of the trainer, one process each. A step's samples are divided by their tokens."""
 
@@ -209,6 +219,8 @@ class CriticConfig(Section):
     """Largest distance of a value from the value at sampling time before its gradient is clipped; 0: no clipping."""
     device: str = "cpu"
     """Device of the critic."""
+    pool: str = ""
+    """Pool of the critic, a table of `pools`; `device` is then not read."""
 
 
 class StalenessConfig(Section):
@@ -297,6 +309,8 @@ class EvaluateConfig(Section):
     """Number of prompts."""
     replicas: Positive = 1
     """Number of generation workers of the evaluation, each with its own copy of the model."""
+    pool: str = ""
+    """Pool of these workers, a table of `pools`; default: that of generation."""
 
 
 class TelemetryConfig(Section):
@@ -321,6 +335,9 @@ class Config(Section):
     """Number of training steps."""
     finish: Literal["abandon", "drain"] = "abandon"
     """Treatment of samples in flight after the last step: `abandon` drops them, `drain` trains them in more steps."""
+    pools: dict[str, PoolConfig] = Field(default={})
+    """Devices that services share, by name: { gpus = { devices = ["cuda:0", "cuda:1"], memory_gb = 40 } }. Each is a
+    table with the keys `devices`, `hosts` (those whose workers may join) and `memory_gb` (budget of each device)."""
     model: ModelConfig
     task: TaskConfig
     generation: GenerationConfig = GenerationConfig()
@@ -344,6 +361,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> "Config":
+        place_services(self)
         if problems := [problem for problem in rule_problems(self) if not problem.is_warning]:
             raise Incoherent(problems)
         return self

@@ -93,7 +93,8 @@ class ServiceSpec:
     implementation: "module:Class". here: whether it runs inside this process; then implementation may be any callable.
     options: plain values that the service finds in its context. origin: what its processes are forked from.
     joined: workers that have to join before the fleet is handed over; others may join later. 0: none joins. scales:
-    whether the number of its workers may change while it runs.
+    whether the number of its workers may change while it runs. devices: of each worker, in the order of replica and
+    rank, and of those that it may get later, where the service is in a pool of GPUs; none: as the config says.
     """
 
     name: str
@@ -106,6 +107,7 @@ class ServiceSpec:
     origin: Origin = "plain"
     joined: int = 0
     scales: bool = True
+    devices: Sequence[tuple[str, ...]] = ()
 
     @property
     def restart(self) -> bool:
@@ -352,6 +354,7 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSpec:
     instance = f"{worker.name}-{facts.incarnation}-{platform.unique_id()}"
+    number = worker.replica * spec.layout.size + worker.rank
     return WorkerSpec(
         service=spec.name,
         replica=worker.replica,
@@ -363,4 +366,5 @@ def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, pla
         facts=facts,
         options=dict(spec.options),
         origin=spec.origin,
+        devices=spec.devices[number] if spec.devices else (),
     )

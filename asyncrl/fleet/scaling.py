@@ -54,6 +54,11 @@ def _scalable(running: RunningFleet, service: str, count: int) -> ServiceSpec:
         raise Refused(f"{service} has one worker in this run, which no other one can stand in for. {listed}")
     if not 1 <= count <= MOST_WORKERS:
         raise Refused(f"{service}={count} is out of range: write 1 to {MOST_WORKERS}")
+    if spec.devices and count > len(spec.devices):
+        raise Refused(
+            f"{service}={count} needs a GPU for each worker, and the pool of {service} has room for "
+            f"{len(spec.devices)}: stop the run, and resume it with more devices in the pool"
+        )
     return spec
 
 

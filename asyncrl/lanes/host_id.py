@@ -1,6 +1,8 @@
 """Names hosts, so that workers know whether they share memory, and the controller which of them may fail together."""
 
+import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import NewType
 from asyncrl.lanes.shared_memory import SHARED_MEMORY
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+DEVICES = Path("/dev")
 
 FaultDomain = NewType("FaultDomain", str)
 """Names what may fail at one moment with all workers in it: the machine of a host, whose containers share it."""
@@ -45,3 +48,15 @@ def _this_host() -> HostId:
         return HostId(BOOT_ID.read_text().strip(), str(SHARED_MEMORY.stat().st_dev), name)
     except OSError:
         return HostId(name, name=name)
+
+
+def gpus_of_host(environment: Mapping[str, str], devices: Path = DEVICES) -> list[str]:
+    """Returns the names of the NVIDIA GPUs that a process with this environment can use, without torch."""
+    nodes = [path.name for path in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        count = len(nodes)
+    else:
+        chosen = [each.strip() for each in visible.split(",") if each.strip()]
+        count = len(chosen[: chosen.index("-1")] if "-1" in chosen else chosen)
+    return [f"cuda:{number}" for number in range(min(count, len(nodes)))]

@@ -33,5 +33,7 @@ class EnvironmentConfig(Section):
     fails is dropped."""
     replicas: Positive = 1
     """Number of environment workers, each with its own child processes."""
+    pool: str = ""
+    """Pool of the environment workers, a table of `pools`, whose hosts may join."""
     workers: Positive = 1
     """Number of child processes of each replica. Each plays many episodes at once."""

@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.config.named_files import without_path
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import Section
+from asyncrl.config.service_placement import COMPUTING
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
 from asyncrl.config.toml_writer import value_text
@@ -29,6 +30,7 @@ MAY_CHANGE = (
     ),
     *("generation.replicas", "generation.layout_tp", "generation.slots", "generation.device", "generation.deadline"),
     *("generation.cache_gb", "generation.prefill_tokens"),
+    *("pools", *(f"{service}.pool" for service in (*COMPUTING, "environment"))),
     *("reward.replicas", "reward.workers", "reward.deadline", "reward.device"),
     *("cost.replicas", "cost.workers", "cost.deadline", "cost.device"),
     *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),

@@ -44,17 +44,27 @@ class DistributedRanks(Ranks):
 
     meeting: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
     exchange: seconds that one exchange may take, waiting for the slowest rank included. waiting: books the time of
-    every exchange. Every method raises PeerLost when another rank is gone or late; no exchange works after it.
+    every exchange. has_own_gpu: `device` is a GPU that no other rank has. Every method raises PeerLost when another
+    rank is gone or late; no exchange works after it.
     """
 
     def __init__(
-        self, meeting: Path, rank: int, size: int, device: str, waiting: Waiting, start: float, exchange: float
+        self,
+        meeting: Path,
+        rank: int,
+        size: int,
+        device: str,
+        waiting: Waiting,
+        start: float,
+        exchange: float,
+        has_own_gpu: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
         self._waiting = waiting
         self._timeout = exchange
-        backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
+        spread = device == "cuda" and torch.cuda.device_count() >= size
+        backend = "nccl" if spread or has_own_gpu else "gloo"
         self._device = torch.device(own_device(device, rank, size) if backend == "nccl" else "cpu")
         if backend == "nccl":
             torch.cuda.set_device(self._device)

@@ -14,6 +14,7 @@ A host whose worker ended offers to run another one. A host that comes while all
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -22,6 +23,7 @@ from typing import Any
 import zmq
 
 from asyncrl.concurrency import running_beside
+from asyncrl.config.sections.device_pools import Device, DevicePool, Host
 from asyncrl.errors import ConfigError, FleetFailed, Refused
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
@@ -52,11 +54,32 @@ FAREWELL = 2.0
 @dataclass(frozen=True, slots=True)
 class Places:
     """The workers of one service that join. needed: places that have to be taken before the run begins, and of which
-    one has to be taken again when all are lost. packages: whose versions have to agree. command: starts one."""
+    one has to be taken again when all are lost. packages: whose versions have to agree. command: starts one. pool:
+    whose hosts may join, with its devices; None: any host may, without a device of its own."""
 
     needed: int
     packages: Collection[str]
     command: str
+    pool: DevicePool | None = None
+
+    def objection(self, service: str, host: Host) -> str:
+        """Returns why a host may not run these workers, and what to do; "" if it may."""
+        if (pool := self.pool) is None:
+            return ""
+        if pool.hosts and host.name not in pool.hosts:
+            listed = ", ".join(pool.hosts)
+            return (
+                f"{service} workers run in pool {pool.name!r}, whose hosts are {listed}, and this is {host.name}: add "
+                f"it to the hosts of pools.{pool.name}, or join from one of them"
+            )
+        if lacking := host.lacks(pool.devices):
+            found = ", ".join(host.gpus) or "no GPU"
+            return (
+                f"{service} workers run in pool {pool.name!r}, whose hosts have {', '.join(pool.devices)}; host "
+                f"{host.name} has {found}, and lacks {', '.join(lacking)}: take a host that has them, or change "
+                f"pools.{pool.name}"
+            )
+        return ""
 
 
 class JoinedWorker:
@@ -103,11 +126,12 @@ class JoinedWorker:
 
 class Offer:
     """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
-    is_leaving: it was asked to leave, and takes no other worker."""
+    is_leaving: it was asked to leave, and takes no other worker. devices: of its worker, in a pool of GPUs."""
 
     def __init__(self, request: JoinRequest) -> None:
         self.service = request.service
         self.host = HostId(request.machine, request.memory, request.host)
+        self.devices: tuple[str, ...] = ()
         self.worker: JoinedWorker | None = None
         self.is_ready = False
         self.is_leaving = False
@@ -121,10 +145,16 @@ class Offer:
         with suppress(asyncio.QueueFull):  # The host does not read, and is lost soon.
             self.orders.put_nowait(order)
 
-    def start(self, spec: WorkerSpec) -> JoinedWorker:
+    def start(self, spec: WorkerSpec, devices: tuple[str, ...]) -> JoinedWorker:
+        self.devices = devices
+        spec = replace(spec, devices=devices)
         self.worker = JoinedWorker(spec, self)
         self.order(JoinOrder("start", spec.instance, spec.to_json()))
         return self.worker
+
+
+def _on_one_machine(one: Offer, other: Offer) -> bool:
+    return one.host.fault_domain == other.host.fault_domain
 
 
 @dataclass(eq=False)
@@ -158,7 +188,8 @@ class JoinPoint:
         """Starts the worker on a host that offers it; waits for one. Raises FleetFailed when a needed place of the
         service was not taken in time."""
         while True:
-            worker = (await self._free_offer(spec)).start(spec)
+            offer = await self._free_offer(spec)
+            worker = offer.start(spec, self._free_devices(offer)[:1])
             try:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(START_DEADLINE):
@@ -196,7 +227,23 @@ class JoinPoint:
         rivals = (other for other in self._waiting.values() if other.service == spec.service)
         if any(other.replica < spec.replica for other in rivals):
             return None
-        return next((each for each in self._offers.values() if each.service == spec.service and each.is_free), None)
+        offers = (each for each in self._offers.values() if each.service == spec.service and each.is_free)
+        return next((each for each in offers if self._has_room(each)), None)
+
+    def _has_room(self, offer: Offer) -> bool:
+        """Returns whether the pool has a GPU on this host for one more worker of the service, where it is of GPUs."""
+        pool = self.places[offer.service].pool
+        return pool is None or not pool.has_gpus or bool(self._free_devices(offer))
+
+    def _free_devices(self, offer: Offer) -> tuple[str, ...]:
+        """Returns the GPUs of the host that no other worker of the service has, those with the fewest workers first."""
+        pool = self.places[offer.service].pool
+        if pool is None or not pool.has_gpus:
+            return ()
+        same = [each for each in self._offers.values() if each.worker and _on_one_machine(each, offer)]
+        taken = {device for each in same if each.service == offer.service for device in each.devices}
+        users = Counter(device for each in same for device in each.devices)
+        return tuple(sorted((each for each in pool.devices if each not in taken), key=users.__getitem__))
 
     def _running(self, service: str) -> int:
         return sum(each.service == service and each.worker is not None for each in self._offers.values())
@@ -272,6 +319,9 @@ class JoinPoint:
             return f"the key of {request.host} {what}: give it a key of {request.service} workers (`asyncrl admit`)"
         if request.agent in self._offers:
             return f"{request.agent} has joined already"
+        host = Host(request.host, tuple(map(Device, request.gpus)))
+        if problem := self.places[request.service].objection(request.service, host):
+            return problem
         return version_problem(
             self.places[request.service].packages, self.versions, request.versions, f"host {request.host}"
         )

@@ -6,8 +6,9 @@ join ──> copy missing files ──> ready ──> start a worker ──> its
 
 import asyncio
 import json
+import os
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, cast
@@ -21,7 +22,7 @@ from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wakeup, Wire
 from asyncrl.lanes.data.files.file_cache import FileCache, relocated
-from asyncrl.lanes.host_id import HostId
+from asyncrl.lanes.host_id import HostId, gpus_of_host
 from asyncrl.protocols.messages import JoinOrder, JoinRequest
 
 CALL_DEADLINE = 10.0
@@ -73,6 +74,7 @@ class JoiningHost:
     drain: float = 0.0
     host: HostId = field(default_factory=HostId.here)
     versions: dict[str, str] = field(default_factory=installed_versions)
+    gpus: Sequence[str] = field(default_factory=lambda: gpus_of_host(os.environ))
 
     async def serve(self) -> None:
         """Runs workers until the run ends or `stop` is set; joins again when the connection broke.
@@ -150,8 +152,9 @@ class _JoinedHost:
     async def follow_orders(self) -> None:
         """Returns when the controller has this host leave."""
         settings, host = self.settings, self.settings.host
+        identity = (host.machine, host.memory, host.name)
         request = JoinRequest(
-            settings.service, self.agent, host.machine, host.memory, host.name, settings.versions, settings.proof
+            *(settings.service, self.agent, *identity, settings.versions, settings.proof), list(settings.gpus)
         )
         orders = self.client.stream("join", (request,), ORDER_DEADLINE)
         async with aclosing(cast(Any, orders)):

@@ -57,6 +57,7 @@ async def run_worker(
     spec: WorkerSpec, wire: Wire, stop: asyncio.Event, open_instruments: OpenInstruments = instruments
 ) -> None:
     """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise."""
+    spec = spec.on_own_device()
     make_service = load_implementation(spec.implementation)
     try:
         async with (

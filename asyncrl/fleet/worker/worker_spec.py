@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from asyncrl import __version__
 from asyncrl.config.schema import Config
+from asyncrl.config.service_placement import COMPUTING
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.messages import PROTOCOL, Hello
 from asyncrl.protocols.rank_layout import Layout
@@ -79,7 +80,8 @@ class WorkerSpec:
     """Specification of one instance of a worker. instance: a name that is never used twice.
 
     implementation: "module:Class"; for a worker inside this process also a callable that makes the service from its
-    context. options: plain values for this service. origin: what its process is forked from.
+    context. options: plain values for this service. origin: what its process is forked from. devices: that this worker
+    alone of its service has; none: what the config says.
     """
 
     service: str
@@ -92,10 +94,20 @@ class WorkerSpec:
     facts: RunFacts
     options: Mapping[str, Any] = field(default_factory=dict)
     origin: Origin = "plain"
+    devices: tuple[str, ...] = ()
 
     @property
     def hello(self) -> Hello:
         return self.facts.hello(self.service, self.rank, self.instance)
+
+    def on_own_device(self) -> "WorkerSpec":
+        """Returns the specification with the first of its devices as that of its service in the config."""
+        name = "generation" if self.service == "evaluation" else self.service
+        if not self.devices or name not in COMPUTING:
+            return self
+        config = self.facts.config
+        section = getattr(config, name).model_copy(update={"device": self.devices[0]})
+        return replace(self, facts=replace(self.facts, config=config.model_copy(update={name: section})))
 
     def to_json(self) -> str:
         """Returns the one line that a worker process reads first."""

@@ -15,7 +15,7 @@ from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands import doctor
-from asyncrl.deploy.preflight import model_problems, preflight
+from asyncrl.deploy.preflight import devices, model_problems, preflight
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import source_problems
@@ -181,3 +181,13 @@ def test_shared_memory_that_runs_short_is_said_at_the_start_with_both_numbers(
     assert len(found) == bool(said)
     assert all(said in text for text in found)
     assert preflight_module.rows_fit(chosen, PACKAGED) == fits
+
+
+def test_a_device_of_a_pool_that_is_not_here_is_refused_with_pool_and_services() -> None:
+    pools = {"gpus": {"devices": ["cuda:6", "cuda:7"]}}
+    pooled = config(pools=pools, training={"pool": "gpus"}, generation={"pool": "gpus"})
+    assert devices(pooled) == {"pools.gpus.devices[0]": "cuda:6", "pools.gpus.devices[1]": "cuda:7"}
+    found = [problem for problem in preflight(pooled) if problem.key.startswith("pools.gpus")]
+    assert [problem.key for problem in found] == ["pools.gpus.devices[0]", "pools.gpus.devices[1]"]
+    assert {problem.others for problem in found} == {("training.pool", "generation.pool")}
+    assert 'cuda:7" cannot be used' in str(found[1])

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -197,3 +197,22 @@ async def test_nobody_commands_a_run_without_its_keys(tmp_path: Path) -> None:
         ours.write_text(address + "," + others.read_text().partition(",")[2])
         with pytest.raises(ConfigError, match=r"no run in .* answers"):
             await send_command(ours, "scale", "generation", 3)
+
+
+def test_workers_in_a_pool_of_gpus_get_one_each_and_no_more_than_there_are() -> None:
+    pooled = replace(SPECS[0], devices=[("cuda:1",), ("cuda:0",)])
+
+    async def play(scene: Scene) -> None:
+        scene.fleet.specs["generation"] = pooled
+        with pytest.raises(Refused, match="the pool of generation has room for 2"):
+            scale(scene.fleet, "generation", 3)
+        scale(scene.fleet, "generation", 2)
+        await asyncio.sleep(5)
+        assert {name.split("-")[0]: process.spec.devices for name, process in scene.hosts.processes.items()} == {
+            "generation0.0": (),
+            "generation1.0": ("cuda:0",),
+            "reward0.0": (),
+            "training0.0": (),
+        }
+
+    playing(play)

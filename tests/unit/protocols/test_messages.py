@@ -27,6 +27,7 @@ DIGESTS = {
     19: "088484b948935607",
     20: "809e38b6819343cf",
     21: "809e38b6819343cf",
+    24: "8e0f6ee107e94ed9",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

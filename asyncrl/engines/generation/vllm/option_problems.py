@@ -4,7 +4,7 @@ reads this, so it imports neither vLLM nor torch."""
 import ast
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -50,15 +50,16 @@ OWNER = "OWNER_OF_VLLM"
 """Environment variable with the process id of the worker that starts vLLM. Those that begin with ASYNCRL_ are keys."""
 
 
-def set_environment(environment: MutableMapping[str, str], config: Config) -> None:
-    """Sets the environment variables that vLLM and its processes read, before vLLM is imported."""
+def set_environment(environment: MutableMapping[str, str], config: Config, devices: Sequence[str] = ()) -> None:
+    """Sets the environment variables that vLLM and its processes read, before vLLM is imported. devices: GPUs that this
+    worker alone has; none: `generation.device`."""
     for name, value in ENVIRONMENT.items():
         environment.setdefault(name, value)
     environment[OWNER] = str(os.getpid())
-    device, _, number = config.generation.device.partition(":")
-    if device == "cuda" and number:
-        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(number)] if visible else number
+    numbers = [number for _, _, number in (each.partition(":") for each in devices or [config.generation.device])]
+    if all(numbers):  # "cpu" and "cuda" have no number.
+        visible = list(filter(None, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[int(each)] if visible else each for each in numbers)
 
 
 def vllm_problems(config: Config) -> Iterator[Problem]:

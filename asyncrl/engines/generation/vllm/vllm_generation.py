@@ -80,7 +80,7 @@ class VllmGeneration:
         folder = worker.facts.model_dir
         refuse_rotation_by_longest_row(folder, worker.config)
         refuse_damaged(folder)
-        set_environment(os.environ, worker.config)
+        set_environment(os.environ, worker.config, worker.spec.devices)
         engine = await worker.compute.run(cls._start, worker, folder)
         if adapters := worker.spec.options.get("adapters"):
             await engine._load_saved(adapters)

@@ -53,12 +53,21 @@ class Site:
         self.hosts: dict[str, tuple[JoiningHost, FakeLauncher, asyncio.Task[None]]] = {}
 
     def host(
-        self, name: str, service: str = "echo", *, proof: str = "echo", torch: str = "2", drain: float = 0.0
+        self,
+        name: str,
+        service: str = "echo",
+        *,
+        proof: str = "echo",
+        torch: str = "2",
+        drain: float = 0.0,
+        gpus: int = 0,
     ) -> "asyncio.Task[None]":
-        launcher, versions = FakeLauncher(HostId(name, name=name)), VERSIONS | {"torch": torch}
+        machine = name.rstrip("ab")  # h1a and h1b are on one machine.
+        launcher, versions = FakeLauncher(HostId(machine, name=machine)), VERSIONS | {"torch": torch}
         joining = JoiningHost(
             self.wire, ADDRESS, service, proof, launcher, asyncio.Event(), FileCache(Path("/nowhere"), print),
             timeout=TIMEOUT, say=self.said.append, host=launcher.host, versions=versions, drain=drain,
+            gpus=[f"cuda:{number}" for number in range(gpus)],
         )  # fmt: skip
         task = asyncio.get_running_loop().create_task(joining.serve())
         self.hosts[name] = joining, launcher, task

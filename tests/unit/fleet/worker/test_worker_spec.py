@@ -24,3 +24,18 @@ def test_a_specification_survives_its_line_of_json() -> None:
     line = spec.to_json()
     assert "\n" not in line
     assert WorkerSpec.from_json(line) == spec
+
+
+def test_a_worker_reads_its_own_device_where_its_service_has_several() -> None:
+    pools = {"gpus": {"devices": ["cuda:0", "cuda:1", "cuda:2"]}}
+    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "pools": pools}
+    config = Config.model_validate({**values, "generation": {"pool": "gpus", "replicas": 3}})
+    facts = RunFacts("feedbeef", Path("/run"), Path("/model"), 2, "arena", config)
+    here = Addresses("a", "b", "c")
+    for service, device in (("generation", "cuda:2"), ("evaluation", "cuda:2"), ("training", "cpu")):
+        devices = ("cuda:2",) if service != "training" else ()
+        spec = WorkerSpec(service, 2, 0, Layout(), "x", "x:Y", here, facts, devices=devices)
+        own = WorkerSpec.from_json(spec.to_json()).on_own_device().facts.config
+        section = own.training if service == "training" else own.generation
+        assert section.device == device
+        assert own.generation.replicas == 3

@@ -127,3 +127,12 @@ def test_the_environment_of_a_user_is_kept_and_the_device_named() -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == "5"
     assert environment["VLLM_NO_USAGE_STATS"] == "1"
     assert environment[OWNER].isdigit()
+
+
+def test_a_worker_with_gpus_of_its_own_sees_only_those() -> None:
+    inherited = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    set_environment(inherited, config(device="cuda:1"), ("cuda:1", "cuda:3"))
+    assert inherited["CUDA_VISIBLE_DEVICES"] == "5,7"
+    bare: dict[str, str] = {}
+    set_environment(bare, config(device="cuda:1"), ("cuda:2",))
+    assert bare["CUDA_VISIBLE_DEVICES"] == "2"

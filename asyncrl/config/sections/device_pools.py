@@ -1,0 +1,126 @@
+"""Hosts, devices and pools, and the pure assignment of workers to the devices of their pools.
+
+    pool: devices on hosts          a service names one pool; services in one pool share it, in two they run apart
+    worker -> devices of its own    no two workers of one service have the same GPU; a CPU carries any number
+
+Each worker takes the devices with the fewest workers, the first of the pool among equals, so that the loads of two GPUs
+of a pool never differ by more than one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+from asyncrl.errors import ConfigError
+
+Device = NewType("Device", str)
+"""Names what a worker computes on, on its host: cpu, or cuda:0."""
+
+CPU = Device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host by its name, with the GPUs that it reports. It has a CPU."""
+
+    name: str
+    gpus: tuple[Device, ...] = ()
+
+    def lacks(self, devices: Sequence[Device]) -> list[Device]:
+        """Returns those of the devices that this host does not have."""
+        return [device for device in devices if device != CPU and device not in self.gpus]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """Devices that services share. devices: the CPU, or GPUs of each host. hosts: names of hosts that join; none: the
+    host of the controller. memory_bytes: budget of each device; 0: what it has."""
+
+    name: str
+    devices: tuple[Device, ...] = (CPU,)
+    hosts: tuple[str, ...] = ()
+    memory_bytes: int = 0
+
+    @property
+    def has_gpus(self) -> bool:
+        return CPU not in self.devices
+
+    @property
+    def places(self) -> list["DevicePlace"]:
+        """Returns each device on each host, where the first devices of all hosts come first."""
+        return [DevicePlace(host, device) for device in self.devices for host in self.hosts or ("",)]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlace:
+    """A device of a host. host: its name; "": the host of the controller, or any host that joins."""
+
+    host: str
+    device: Device
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Devices that a service asks of its pool: for each worker, in the order of replica and rank, so many."""
+
+    service: str
+    pool: str
+    workers: int
+    devices_each: int = 1
+
+
+Assignment = Mapping[str, Sequence[tuple[DevicePlace, ...]]]
+"""The devices of each worker by service. A list goes on, behind the workers of the demand, with those devices that
+further workers of the service would get."""
+
+
+def assign(pools: Mapping[str, DevicePool], demands: Sequence[Demand]) -> Assignment:
+    """Returns the devices of all workers. Raises ConfigError for a pool that does not exist or is too small."""
+    loads = {name: dict.fromkeys(pool.places, 0) for name, pool in pools.items()}
+    found: dict[str, list[tuple[DevicePlace, ...]]] = {}
+    for demand in demands:
+        pool = pool_of(pools, demand)
+        found[demand.service] = _take(pool, demand, loads[demand.pool])
+    return found
+
+
+def pool_of(pools: Mapping[str, DevicePool], demand: Demand) -> DevicePool:
+    """Returns the pool of a service. Raises ConfigError when there is none of this name."""
+    if demand.pool not in pools:
+        known = f"there are {', '.join(sorted(pools))}" if pools else f"write a table [pools.{demand.pool}]"
+        raise ConfigError(f"{demand.service} is to run in pool {demand.pool!r}, which does not exist: {known}")
+    return pools[demand.pool]
+
+
+def _take(pool: DevicePool, demand: Demand, loads: dict[DevicePlace, int]) -> list[tuple[DevicePlace, ...]]:
+    """Returns the devices of the workers of a service, and counts them in `loads`."""
+    order = sorted(loads, key=loads.__getitem__)  # Equals stay in the order of the pool.
+    if pool.has_gpus:
+        found = _groups(order, demand.devices_each)
+        _refuse_too_small(pool, demand, len(found))
+    else:
+        found = [(order[number % len(order)],) for number in range(demand.workers)]
+    for group in found[: demand.workers]:
+        for place in group:
+            loads[place] += 1
+    return found
+
+
+def _groups(order: Sequence[DevicePlace], size: int) -> list[tuple[DevicePlace, ...]]:
+    """Returns disjoint groups of so many GPUs of one host, those with the first places first."""
+    found, waiting = [], dict[str, list[DevicePlace]]()
+    for place in order:
+        of_host = waiting.setdefault(place.host, [])
+        of_host.append(place)
+        if len(of_host) == size:
+            found.append(tuple(waiting.pop(place.host)))
+    return found
+
+
+def _refuse_too_small(pool: DevicePool, demand: Demand, room: int) -> None:
+    if demand.workers > room:
+        each = f"{demand.devices_each} GPUs of one host" if demand.devices_each > 1 else "a GPU"
+        raise ConfigError(
+            f"{demand.service} has {demand.workers} workers that need {each} each, and pool {pool.name!r} has room for "
+            f"{room} of them: add devices to the pool, or lower the number of workers"
+        )

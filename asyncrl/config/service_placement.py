@@ -1,0 +1,134 @@
+"""Finds where services run: in which pools, and which of their workers join a run. Refuses what does not fit."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from asyncrl.config.problems import Problem
+from asyncrl.config.sections.device_pools import Assignment, Demand, DevicePool, assign
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+COMPUTING = ("training", "critic", "cost_critic", "generation", "reference", "reward", "cost")
+"""Sections with a device, in the order in which they choose from a pool: who cannot be restarted chooses first."""
+
+
+def joining_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what is wrong about workers that join."""
+    fleet, replicas = config.fleet, _replicas(config)
+    if bool(fleet.listen) != bool(fleet.joined):
+        missing, present = ("fleet.joined", "fleet.listen") if fleet.listen else ("fleet.listen", "fleet.joined")
+        text = "fleet.listen is where workers join, and fleet.joined says which: write both or none"
+        yield Problem(missing, "", text, (present,))
+    for service, needed in fleet.joined.items():
+        if service not in replicas:
+            known = ", ".join(sorted(replicas))
+            text = f"no {service} workers may join; those of this experiment that may are {known}"
+            yield Problem("fleet.joined", "", text)
+        elif needed > replicas[service]:
+            key = f"{'evaluate' if service == 'evaluation' else service}.replicas"
+            text = f"{needed} {service} workers are to join, and there are {replicas[service]}: raise {key}"
+            yield Problem("fleet.joined", "", text, (key,))
+    if fleet.joined and fleet.wire != "tcp":
+        text = 'workers that join reach the others over a network: write fleet.wire = "tcp"'
+        yield Problem("fleet.wire", "", text, ("fleet.joined",))
+    if not {"generation", "evaluation"}.isdisjoint(fleet.joined) and config.generation.engine == "vllm":
+        text = "vLLM takes new weights from the shared memory of the trainer's host: its workers cannot join yet"
+        yield Problem("fleet.joined", "", text, ("generation.engine",))
+    if "reward" in fleet.joined and config.feedback.asks:
+        text = "the reward worker serves the page on which people rate, on the host of the controller: it cannot join"
+        yield Problem("fleet.joined", "", text, ("feedback.ask",))
+
+
+def _replicas(config: "Config") -> dict[str, int]:
+    """Returns the services of an experiment whose workers may join, with their replicas. Trainer and critics write
+    checkpoints into the run directory, and stay with the controller."""
+    found = {"generation": config.generation.replicas, "reward": config.reward.replicas}
+    if config.evaluate.prompts:
+        found["evaluation"] = config.evaluate.replicas
+    if config.reference_by_service:
+        found["reference"] = config.reference.replicas
+    if config.algorithm.constraint == "lagrangian":
+        found["cost"] = config.cost.replicas
+    if config.environment.use:
+        found["environment"] = config.environment.replicas
+    return found
+
+
+def pools_of(config: "Config") -> dict[str, DevicePool]:
+    return {name: section.pool(name) for name, section in config.pools.items()}
+
+
+def pool_names(config: "Config") -> dict[str, str]:
+    """Returns the pool of each service of the experiment that names one. Evaluation is in generation's by default."""
+    named = {name: getattr(config, name).pool for name in (*COMPUTING, "environment")}
+    named["evaluation"] = config.evaluate.pool or config.generation.pool
+    there = {
+        "critic": config.algorithm.advantage == "gae",
+        "cost": config.algorithm.constraint == "lagrangian",
+        "cost_critic": config.algorithm.constraint == "lagrangian",
+        "reference": config.reference_by_service,
+        "environment": bool(config.environment.use),
+        "evaluation": bool(config.evaluate.prompts),
+    }
+    return {name: pool for name, pool in named.items() if pool and there.get(name, True)}
+
+
+def demands(config: "Config") -> list[Demand]:
+    """Returns what each service with a pool asks of it."""
+    workers = {name: 1 for name in ("critic", "cost_critic")} | {"training": config.training.layout_dp}
+    workers["evaluation"] = config.evaluate.replicas
+    found = []
+    for name, pool in pool_names(config).items():
+        count = workers[name] if name in workers else getattr(config, name).replicas
+        each = config.generation.layout_tp if name in ("generation", "evaluation") else 1
+        found.append(Demand(name, pool, count, each))
+    return found
+
+
+def assignment(config: "Config") -> Assignment:
+    """Returns the devices of all workers with a pool. Raises ConfigError for a pool that does not fit."""
+    return assign(pools_of(config), demands(config))
+
+
+def pool_key(service: str) -> str:
+    """Returns the config key that names the pool of a service."""
+    return "evaluate.pool" if service == "evaluation" else f"{service}.pool"
+
+
+def pool_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what is wrong about pools: those that do not exist or are too small, and hosts whose workers do not
+    join."""
+    pools = pools_of(config)
+    fitting = []
+    for demand in demands(config):
+        try:
+            assign(pools, [demand])
+        except ConfigError as error:
+            yield Problem(pool_key(demand.service), "", str(error), (f"pools.{demand.pool}",))
+            continue
+        fitting.append(demand)
+        pool = pools[demand.pool]
+        if pool.hosts and demand.service not in config.fleet.joined:
+            text = (
+                f"pool {pool.name!r} is of hosts that join, and {demand.service} workers do not: write "
+                f"fleet.joined = {{ {demand.service} = {demand.workers} }}, or a pool of this host's devices"
+            )
+            yield Problem(pool_key(demand.service), "", text, ("fleet.joined",))
+    for name in sorted(set(pools) - set(pool_names(config).values())):
+        yield Problem("pools", "", f"no service runs in pool {name!r}: remove it", is_warning=True)
+
+
+def place_services(config: "Config") -> None:
+    """Sets the device of each section whose service is in a pool to that of its first worker. Workers that have others
+    read them in their specification. Leaves a config alone whose pools `pool_problems` refuses."""
+    try:
+        found = assignment(config)
+    except ConfigError:
+        return
+    for name in COMPUTING:
+        if name in found:
+            device = str(found[name][0][0].device)
+            section = getattr(config, name).model_copy(update={"device": device})
+            object.__setattr__(config, name, section)

@@ -1,0 +1,50 @@
+"""Hosts that join a run for services in pools: who may, and which GPU each worker gets."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.config.sections.device_pools import Device, DevicePool
+from asyncrl.errors import ConfigError
+from tests.unit.fleet.launching.test_joining import ECHO, Site, place, playing
+
+GPUS = tuple(Device(f"cuda:{number}") for number in range(2))
+IN_POOL = replace(ECHO, needed=3, pool=DevicePool("gpus", GPUS, ("h1", "h2")))
+
+
+def test_workers_of_one_host_get_gpus_of_their_own_and_a_third_waits_for_another_host() -> None:
+    async def play(here: Site) -> None:
+        for name in ("h1a", "h1b", "h1aa"):
+            here.host(name, gpus=2)
+        workers = [await here.point.spawn(place(replica)) for replica in range(2)]
+        assert [worker.spec.devices for worker in workers] == [("cuda:0",), ("cuda:1",)]
+        third = asyncio.get_running_loop().create_task(here.point.spawn(place(2)))
+        await asyncio.sleep(5)
+        assert not third.done()
+        here.host("h2", gpus=2)
+        assert ((await third).host.name, (await third).spec.devices) == ("h2", ("cuda:0",))
+        workers[0].kill()
+        await workers[0].wait()
+        again = await here.point.spawn(place(0, "b"))
+        assert (again.host.name, again.spec.devices) == ("h1", ("cuda:0",))
+        started = [worker.spec.devices for name in ("h1a", "h1b", "h1aa") for worker in here.hosts[name][1].workers]
+        assert sorted(started) == [("cuda:0",), ("cuda:0",), ("cuda:1",)], "the host starts what the controller chose"
+
+    playing(play, IN_POOL)
+
+
+@pytest.mark.parametrize(
+    ("host", "gpus", "says"),
+    [
+        ("h3", 2, "echo workers run in pool 'gpus', whose hosts are h1, h2, and this is h3"),
+        ("h2", 1, "host h2 has cuda:0, and lacks cuda:1"),
+        ("h2", 0, "host h2 has no GPU, and lacks cuda:0, cuda:1"),
+    ],
+)
+def test_a_host_outside_the_pool_or_without_its_devices_is_refused(host: str, gpus: int, says: str) -> None:
+    async def play(here: Site) -> None:
+        with pytest.raises(ConfigError, match=says):
+            await here.host(host, gpus=gpus)
+
+    assert any(says in line for line in playing(play, IN_POOL))
