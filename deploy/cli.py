@@ -22,12 +22,13 @@ COMMANDS = {
     "preferences": "fit a reward model to what people said in runs with live feedback",
     "audit": "check that a run trained each sample at most once and lost none",
     "graph": "print the services, endpoints, protocols and sockets of an experiment",
+    "plan": "print where the workers of an experiment run and the memory that they need",
     "experiments": "list the experiments that come with asyncrl",
     "keys": "print every config key with its type, default and meaning",
     "doctor": "check what this machine can run, and what an experiment needs",
 }
 
-FOLDERS = {"monitor": "running", "scale": "running"}
+FOLDERS = {"monitor": "running", "scale": "running", "graph": "inspecting", "plan": "inspecting"}
 """Folders of commands that do not lie beside the others."""
 
 EXIT_CODES = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.algorithms.algorithm_by_name import algorithm_problems
-from asyncrl.config.install_hints import missing_packages, program
+from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.feedback_config import FeedbackConfig
@@ -15,7 +15,8 @@ from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
-from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, needs, shape_of, shared_memory
+from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, shape_of, shared_memory
+from asyncrl.deploy.checks.placement_plan import memory_problems
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
 from asyncrl.deploy.service_specs import service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
@@ -119,8 +120,7 @@ def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     """Yields the problems of memory, adapters and context window; a model that is not on this machine has none yet."""
     yield from adapter_problems(config, str(model))
     yield from cache_problems(config, str(model))
-    yield from _memory_problems(config, str(model))
-    yield from _shared_memory_problems(config, str(model))
+    yield from memory_of_run(config, str(model))
     yield from _context_problems(config, model)
 
 
@@ -133,20 +133,16 @@ def _damages(config: Config) -> Iterator[Problem]:
             yield Problem(key, "", f"{damage}; copy or download the model once more")
 
 
+def memory_of_run(config: Config, model: str) -> Iterator[Problem]:
+    """Yields what does not fit into the memory of its device, or into shared memory."""
+    yield from _memory_problems(config, model)
+    yield from _shared_memory_problems(config, model)
+
+
 def _memory_problems(config: Config, model: str) -> Iterator[Problem]:
-    """Yields a problem when the services need more memory than is available, however little they sample."""
-    if (shape := shape_of(model)) is None:
-        return
-    found = [need for need in needs(config, shape) if need.device == "cpu"]
-    total, available = sum(need.least for need in found), available_memory()
-    if total > available:
-        largest = max(found, key=lambda need: need.least)
-        text = (
-            f"{size_text(available)} of memory are available, and this run takes {size_text(total)} at least, "
-            f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `{program()} doctor` with the "
-            "same arguments shows what needs how much"
-        )
-        yield Problem("", "", text)
+    """Yields a problem when the services need more memory than they may have, however little they sample."""
+    if (shape := shape_of(model)) is not None:
+        yield from memory_problems(config, shape, available_memory())
 
 
 def _shared_memory_need(config: Config, model: str) -> SharedMemoryNeed:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,6 +91,7 @@ ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
 SMALLER = "take a smaller model (model.name)"
+LESS_AT_ONCE = "take a smaller model (model.name), or train adapters (model.lora)"
 
 
 def shape_of(model: str) -> Shape | None:
@@ -111,7 +112,7 @@ def shape_of(model: str) -> Shape | None:
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """Memory of all workers of a service together. bytes: estimate of the most. least: bytes however little is sampled.
-    lower: what to lower when that is too much."""
+    lower: what to lower when that is too much. parts: bytes of each worker by what takes them."""
 
     name: str
     bytes: int
@@ -119,6 +120,7 @@ class MemoryNeed:
     doc: str
     device: str = "cpu"
     lower: str = SMALLER
+    parts: Mapping[str, int] = field(default_factory=dict)
 
 
 def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
@@ -136,7 +138,8 @@ def needs(config: Config, shape: Shape) -> list[MemoryNeed]:
     if config.reference_by_service:
         replicas, weights = config.reference.replicas, shape.parameters * FLOAT
         size = replicas * (PROCESS_BYTES + weights)
-        found.append(MemoryNeed("reference", size, replicas * weights, "frozen weights", config.reference.device))
+        parts, device = {"process": PROCESS_BYTES, "weights": weights}, config.reference.device
+        found.append(MemoryNeed("reference", size, replicas * weights, "frozen weights", device, parts=parts))
     if config.algorithm.advantage == "gae":
         found.append(_critic("critic", config, config.critic, shape))
     if config.algorithm.constraint == "lagrangian":
@@ -187,7 +190,8 @@ def _generation(config: Config, shape: Shape, name: str, replicas: int) -> Memor
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if at_first + tables > weights else SMALLER
     most, least = PROCESS_BYTES + weights + cache + tables, weights + at_first + tables
-    return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower)
+    parts = {"process": PROCESS_BYTES, "weights": weights, "cache": cache, "sampled tokens": tables}
+    return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower, parts)
 
 
 def _policy(config: Config, shape: Shape, logits: int) -> MemoryNeed:
@@ -224,10 +228,19 @@ def _trained(
     bytes_per_unit = ACTIVATION_BYTES_PER_UNIT * stored_layers + FLOAT * shape.layers
     batch = _micro_batch(config) * shape.hidden * bytes_per_unit + logits
     state, what = shape.parameters * ADAM_BYTES, "weights, gradient and moments"
+    learnt = shape.parameters if adapters is None else adapters
     if adapters is not None:
         state, what = shape.parameters * FLOAT + adapters * ADAM_BYTES, "frozen weights, and adapters as they train,"
     doc = f"{what} {size_text(state)}, a micro-batch {size_text(batch)}"
-    return MemoryNeed(name, ranks * (PROCESS_BYTES + state + batch), ranks * state, doc, device)
+    parts = {
+        "process": PROCESS_BYTES,
+        "weights": state - 3 * FLOAT * learnt,
+        "gradients": FLOAT * learnt,
+        "optimizer": 2 * FLOAT * learnt,
+        "activations": batch,
+    }
+    size = ranks * (PROCESS_BYTES + state + batch)
+    return MemoryNeed(name, size, ranks * state, doc, device, LESS_AT_ONCE, parts)
 
 
 def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape) -> MemoryNeed:

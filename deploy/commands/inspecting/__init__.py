@@ -1,0 +1,1 @@
+"""Commands that show what an experiment is, and start nothing."""

@@ -1,0 +1,66 @@
+"""`asyncrl plan` prints where each worker of an experiment runs, and how many bytes it takes there."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+    from asyncrl.deploy.checks.memory_needs import Shape
+    from asyncrl.deploy.checks.placement_plan import PlannedWorker
+
+USAGE = f"""\
+usage: asyncrl plan NAME|FILE [--section.key value ...]
+
+{__doc__}
+Bytes are estimates of the most. The exit status is 1 when something does not fit; its line names what to change.
+Nothing is started."""
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        print(USAGE)
+        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    from asyncrl.config.sources import load
+    from asyncrl.deploy.checks.memory_needs import shape_of
+    from asyncrl.deploy.preflight import memory_of_run
+    from asyncrl.errors import ConfigError
+
+    config = load(arguments[0], arguments[1:]).config
+    if (shape := shape_of(config.model.name)) is None:
+        raise ConfigError(
+            f"model.name: the size of {config.model.name} is unknown before it is on this machine: name a folder"
+        )
+    print("\n".join(plan(config, shape)))
+    problems = list(memory_of_run(config, config.model.name))
+    for problem in problems:
+        print(f"{'note' if problem.is_warning else 'does not fit'}: {problem}")
+    return int(any(not problem.is_warning for problem in problems))
+
+
+def plan(config: "Config", shape: "Shape") -> Iterator[str]:
+    """Yields the lines to print."""
+    from asyncrl.deploy.checks.machine import size_text
+    from asyncrl.deploy.checks.memory_needs import longest_token_of, shared_memory
+    from asyncrl.deploy.checks.placement_plan import planned_workers
+
+    workers = list(planned_workers(config, shape))
+    yield f"{config.name}: {config.model.name}, about {shape.parameters / 1e6:.1f}M parameters"
+    yield f"{'worker':<18}{'host':<20}{'device':<14}{'fails with':<38}bytes"
+    for worker in workers:
+        parts = ", ".join(f"{what} {size_text(size)}" for what, size in worker.need.parts.items() if size)
+        what = f"{size_text(worker.bytes)}" + (f": {parts}" if parts else "")
+        yield f"{worker.name:<18}{worker.host:<20}{worker.device:<14}{worker.domain:<38}{what}"
+    need = shared_memory(config, shape, longest_token_of(config.model.name))
+    rows = f"rows up to {size_text(need.rows)}, {size_text(need.worst_rows)} at worst"
+    yield f"/dev/shm          weights {size_text(need.weights)}, {rows}"
+    for (host, device), size in _totals(workers).items():
+        yield f"{host} {device}: {size_text(size)}"
+
+
+def _totals(workers: "list[PlannedWorker]") -> dict[tuple[str, str], int]:
+    """Returns the bytes of each device of each host."""
+    totals: dict[tuple[str, str], int] = {}
+    for worker in workers:
+        for device in worker.device.split():
+            totals[worker.host, device] = totals.get((worker.host, device), 0) + worker.bytes
+    return totals

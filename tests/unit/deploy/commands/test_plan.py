@@ -1,0 +1,78 @@
+"""`asyncrl plan` says where workers run and what they take, with the numbers of doctor, and what does not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.deploy import cli
+from asyncrl.deploy.checks.memory_needs import PACKAGED, needs
+from asyncrl.deploy.checks.placement_plan import memory_problems, planned_workers
+from asyncrl.lanes.host_id import HostId
+
+SMOLLM2 = PACKAGED["pypi:smollm2"]
+POOLS = """
+[pools.gpus]
+devices = ["cuda:0", "cuda:1"]
+memory_gb = {}
+[model]
+name = "pypi:smollm2"
+[task]
+prompts = "p"
+[training]
+pool = "gpus"
+[generation]
+pool = "gpus"
+replicas = 2
+[reward]
+functions = ["exact_match"]
+"""
+
+
+def pooled(**sections: Any) -> Config:
+    pools = {"gpus": {"devices": ["cuda:0", "cuda:1"]}}
+    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "pools": pools, "training": {"pool": "gpus"}}
+    return Config.model_validate(values | {"generation": {"pool": "gpus", "replicas": 2}} | sections)
+
+
+def test_every_worker_is_planned_on_its_device_and_parts_add_up_to_what_doctor_says() -> None:
+    workers = list(planned_workers(pooled(), SMOLLM2))
+    assert [(each.name, each.device) for each in workers] == [
+        ("generation0.0", "cuda:1"),
+        ("generation1.0", "cuda:0"),
+        ("training0.0", "cuda:0"),
+        ("reward0.0", "cpu"),
+    ]
+    assert {each.domain for each in workers} == {HostId.here().fault_domain}
+    for need in needs(pooled(), SMOLLM2):
+        planned = [each for each in workers if each.need == need]
+        assert sum(each.bytes for each in planned) == need.bytes
+        assert not need.parts or sum(need.parts.values()) * len(planned) == need.bytes
+
+
+def test_ranks_of_the_trainer_are_planned_one_by_one() -> None:
+    ranks = pooled(training={"pool": "gpus", "layout_dp": 2})
+    names = [(each.name, each.device) for each in planned_workers(ranks, SMOLLM2) if each.need.name == "training"]
+    assert names == [("training0.0", "cuda:0"), ("training0.1", "cuda:1")]
+
+
+def test_the_memory_of_gpus_is_no_memory_of_this_host() -> None:
+    assert not list(memory_problems(pooled(), SMOLLM2, 2**30))
+    on_cpu = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}})
+    assert ["of memory are available" in str(each) for each in memory_problems(on_cpu, SMOLLM2, 2**30)] == [True]
+
+
+def test_plan_prints_workers_and_refuses_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(POOLS.format(40))
+    assert cli.main(["plan", str(path)]) == 0
+    said = capsys.readouterr().out
+    for part in ("training0.0", "gradients 513 MB", "optimizer 1.0 GB", HostId.here().fault_domain, "/dev/shm"):
+        assert part in said
+    path.write_text(POOLS.format(2))
+    assert cli.main(["plan", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "does not fit: pools.gpus.memory_gb, generation.pool, training.pool: cuda:0 of" in said
+    assert "pool 'gpus' allows 1.9 GB; training0.0 takes 2.0 GB of that" in said
+    assert cli.main(["plan", str(path), "--model.name", "somebody/theirs"]) == 2
