@@ -62,7 +62,7 @@ def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model
             program(*serve, output=tmp_path / "1.out") as leaves,
             program(*serve, output=tmp_path / "2.out") as stays,
         ):
-            wait_until(lambda: "waits as a spare" in shown.read_text(), shown.read_text)
+            wait_until(lambda: "waits as a spare" in shown.read_text() and steps_in(shown) >= 1, shown.read_text)
             scaled = finished([*CLI, "scale", str(run_dir), "generation=2"], timeout=PATIENCE)
             assert scaled.stdout == "generation has places for 2 workers; generation1.0 may join\n", scaled.stderr
             wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 2, shown.read_text)
