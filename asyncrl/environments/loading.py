@@ -198,7 +198,8 @@ def environment_problems(config: "Config") -> list[Problem]:
         return [Problem.of_error(error, KEY)]
     if not spec.use:
         return []
-    if spec.use in OF_PROGRAMS and (problem := sandbox_problem(KEY, spec.use, config.children.sandbox)) is not None:
+    runs_programs_here = spec.use in OF_PROGRAMS and "environment" not in config.fleet.joined
+    if runs_programs_here and (problem := sandbox_problem(KEY, spec.use, config.children.sandbox)) is not None:
         return [problem]
     if ":" in spec.use and _adapted(spec) is spec:
         problem = source_problem(spec.use, KEY)

@@ -100,13 +100,18 @@ def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Pr
     except ConfigError as error:
         return [Problem.of_error(error, f"{service}.functions")]
     found = [problem for problem in map(_problem, specs) if problem is not None]
-    return found or list(_code_problems(specs, config.scorers[service].deadline))
+    return found or list(_code_problems(specs, config.scorers[service].deadline, service not in config.fleet.joined))
 
 
-def _code_problems(specs: Sequence[FunctionSpec], deadline: float) -> Iterator[Problem]:
-    """Yields why rewards for programs cannot work: no sandbox starts here, or a call ends before its tests do."""
+def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool) -> Iterator[Problem]:
+    """Yields why rewards for programs cannot work: no sandbox starts here, or a call ends before its tests do. is_here:
+    whether they run on this host."""
     of_code = [spec for spec in specs if spec.use in CODE_TEMPLATES]
-    if of_code and (problem := sandbox_problem(of_code[0].key, of_code[0].use, of_code[0].options[SANDBOX])):
+    if (
+        of_code
+        and is_here
+        and (problem := sandbox_problem(of_code[0].key, of_code[0].use, of_code[0].options[SANDBOX]))
+    ):
         yield problem
     for spec in of_code:
         parameter = inspect.signature(CODE_TEMPLATES[spec.use]).parameters.get("seconds")

@@ -15,13 +15,15 @@ SYSTEM = ("/dev", "/proc", "/sys")
 
 
 def code_of_user(config: Config, served: Collection[str] = ()) -> list[str]:
-    """Returns the names of reward functions and environments that are no part of asyncrl. served: services that the
-    caller brings."""
+    """Returns the names of reward functions and environments that are no part of asyncrl and run on this host. served:
+    services that the caller brings."""
+    elsewhere = {*served, *config.fleet.joined}
     environment = EnvironmentSpec(config.environment.use, config.environment.options)
-    names = [environment.use] if environment.use and environment.is_users else []
+    is_here = environment.use and environment.is_users and "environment" not in elsewhere
+    names = [environment.use] if is_here else []
     for service in config.scorers:
         try:
-            specs = [] if service in served else function_specs(config, service)
+            specs = [] if service in elsewhere else function_specs(config, service)
         except ConfigError:  # `function_problems` reports it.
             continue
         names += [spec.use for spec in specs if spec.is_users]

@@ -131,6 +131,6 @@ def run_trial(command: Sequence[str], variables: Mapping[str, str], otherwise: s
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"status {done.returncode}"
         raise SandboxError(
-            f"bubblewrap cannot start a sandbox here: {reason}; allow user namespaces "
-            f"(in Docker: security_opt seccomp=unconfined and apparmor=unconfined), or {otherwise}"
+            f"bubblewrap cannot start a sandbox here: {reason}; allow user namespaces (in Docker: "
+            f"security_opt seccomp=unconfined, systempaths=unconfined and apparmor=unconfined), or {otherwise}"
         )

@@ -154,6 +154,8 @@ def test_without_a_sandbox_a_run_is_refused_before_it_starts(tmp_path: Path, mon
     assert "reward.functions: compiles runs programs in sandboxes: bubblewrap is not installed" in said
     assert problems(tmp_path, use, "[children]", 'sandbox = "none"') == []
     assert problems(tmp_path, 'functions = ["exact_match"]') == []
+    joined = ("[fleet]", 'wire = "tcp"', 'listen = "tcp://127.0.0.1:7000"', "joined = { reward = 1 }")
+    assert problems(tmp_path, use, *joined) == [], "the hosts that join are asked"
 
 
 def test_the_sandbox_is_one_key_of_all_children(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def test_code_that_the_caller_serves_and_unknown_functions_are_no_childrens() ->
     assert code_of_user(config([])) == []
 
 
+def test_code_that_runs_on_hosts_that_join_is_contained_there() -> None:
+    found = config([MINE], {"use": "mine.py:Game"})
+    assert sorted(code_of_user(found)) == ["mine.py:Game", MINE]
+    for joined, here in (("reward", ["mine.py:Game"]), ("environment", [MINE])):
+        fleet = found.fleet.model_copy(update={"joined": {joined: 1}})
+        assert code_of_user(found.model_copy(update={"fleet": fleet})) == here
+
+
 def test_without_bubblewrap_a_run_with_code_of_the_user_is_refused_and_others_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from asyncrl.children.sandbox.bubblewrap import UNCONFINED
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.config.sections.children_config import ChildrenConfig
 from asyncrl.config.sections.environment_config import EnvironmentConfig
+from asyncrl.config.sections.fleet_config import FleetConfig
 from asyncrl.environments.loading import EnvironmentSpec, environment_problems, load
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError, TaskError
@@ -99,6 +100,8 @@ def test_without_a_sandbox_a_run_is_refused_before_it_starts(monkeypatch: pytest
     assert "section [children]" in said
     assert problems("repair", children=ChildrenConfig(sandbox="none")) == []
     assert problems("guess") == []
+    joined = FleetConfig(wire="tcp", listen="tcp://127.0.0.1:7000", joined={"environment": 1})
+    assert problems("repair", fleet=joined) == [], "the hosts that join are asked"
 
 
 def test_the_sandbox_is_one_key_of_all_children() -> None:
