@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer
+from asyncrl.bench.gpu.bench_device import BenchDevice, EventTimer, NotMeasured
 from asyncrl.bench.gpu.nccl_ranks import nccl_on_one_device
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
@@ -73,7 +73,12 @@ def test_another_process_reads_every_version_on_the_device(dtype: str) -> None:
 
 def test_two_ranks_of_nccl_on_one_device_move_weights_and_give_up_a_dead_peer() -> None:
     bench = BenchDevice("cuda:0", EventTimer(), CupyRuntime("cuda:0"), 64 << 20)
-    found = nccl_on_one_device(bench)
+    try:
+        found = nccl_on_one_device(bench)
+    except NotMeasured as refused:
+        if "Duplicate GPU" not in str(refused):
+            raise
+        pytest.skip("this NCCL refuses two ranks on one device; 2.28.9 does")
     assert found
     assert all(value < 5_000 for name, value in found.items() if name.startswith("abort"))
 

@@ -4,7 +4,8 @@ Importing a model class of transformers 5.16 also imports `torch._dynamo`, `torc
 import: 1.4 of 5.9 CPU-seconds, and 500 modules. Only processes that are ours do this, never the user's:
 
 - The body of `torch._dynamo` runs at the first use of anything in it, but for four functions that torch and
-  transformers call without compiling anything. Until then these do what its own do outside of a compiler.
+  transformers call without compiling anything. Until then these do what its own do outside of a compiler. Where Triton
+  is installed, which compiles for GPUs, nothing is put off: on a GPU parts of the compiler are imported first.
 - transformers is told that there is neither `torch.distributed`, which ranks of the trainer use themselves, nor
   accelerate, which it would import.
 - transformers reads all its 1,100 folders of models as it is imported, twice because its cache holds 128 folders: here
@@ -15,6 +16,7 @@ Where a later version of either library needs more, more is imported, and nothin
 
 import functools
 import importlib
+import importlib.util
 import sys
 import threading
 from collections.abc import Sequence
@@ -115,10 +117,14 @@ LOADERS: dict[str, type[SourceFileLoader]] = {COMPILER: _DeferredLoader, TRANSFO
 
 
 class _Finder(MetaPathFinder):
+    def __init__(self) -> None:
+        put_off = importlib.util.find_spec("triton") is None
+        self._loaders = {name: loader for name, loader in LOADERS.items() if put_off or name != COMPILER}
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name, path) if name in LOADERS else None
+        spec = PathFinder.find_spec(name, path) if name in self._loaders else None
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            spec.loader = LOADERS[name](spec.loader.name, spec.loader.path)
+            spec.loader = self._loaders[name](spec.loader.name, spec.loader.path)
         return spec
 
 

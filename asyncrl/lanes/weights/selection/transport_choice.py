@@ -47,12 +47,12 @@ def choose_transport(
 
 
 def _on_devices(trainer: WorkerPlace, generator: WorkerPlace) -> str:
-    """Says what the devices mean for shared memory. The ways between devices were never run on one (docs/gpu.md), so
-    they are named here and not chosen."""
+    """Says what the devices mean for shared memory. The ways between devices ran little or never (docs/gpu.md),
+    so they are named here and not chosen."""
     devices = (trainer.device, generator.device)
     if devices == ("cpu", "cpu"):
         return ""
     if not all(device.startswith("cuda") for device in devices):
         return "; devices copy from and to it"
     direct = "cuda_ipc" if trainer.device == generator.device else "nccl"
-    return f'; devices copy from and to it, which "{direct}" would spare, but that was never run on a device'
+    return f'; devices copy from and to it, which "{direct}" would spare: name it in weights.transport'

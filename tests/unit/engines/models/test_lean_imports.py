@@ -1,5 +1,9 @@
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 from asyncrl.engines.models.lean_imports import COMPILER
 
@@ -13,6 +17,10 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+NO_TRITON = pytest.mark.skipif(find_spec("triton") is not None, reason="with Triton nothing of the compiler is put off")
+
+
+@NO_TRITON
 def test_services_import_neither_the_compiler_nor_sympy_and_ranks_have_torch_distributed() -> None:
     run(
         "import asyncrl.services.generation, asyncrl.services.training, asyncrl.services.critic\n"
@@ -23,6 +31,7 @@ def test_services_import_neither_the_compiler_nor_sympy_and_ranks_have_torch_dis
     )
 
 
+@NO_TRITON
 def test_the_compiler_is_there_when_it_is_used() -> None:
     run(
         "import torch\n"
@@ -39,6 +48,18 @@ def test_the_compiler_is_there_when_it_is_used() -> None:
         "assert compiled(torch.ones(1)).item() == 4\n"
         "assert disabled(torch.ones(1)).item() == 2\n"
     )
+
+
+def test_with_triton_the_compiler_is_imported_as_ever(tmp_path: Path) -> None:
+    """On a GPU the body of torch._dynamo ran in the middle of an import of its parts, and no model could be made."""
+    (tmp_path / "triton").mkdir()
+    begin = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    begin += "from asyncrl.engines.models.lean_imports import import_less\n"
+    code = "import_less()\nsys.path.pop(0)\nimport torch._dynamo\nassert 'torch._dynamo.config' in sys.modules\n"
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_transformers_finds_the_same_models() -> None:

@@ -1,4 +1,4 @@
-"""Bindings of NCCL: nccl4py, whose communicators do not block, else CuPy's. Neither was run on a device yet.
+"""Bindings of NCCL: nccl4py, whose communicators do not block, else CuPy's. Neither moved weights on a device yet.
 
 CuPy's communicators always block while they connect: such a wait ends with the deadline of whoever waits for the
 thread, and the thread stays behind until its process ends.
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError, PeerLost
+
+SUCCESS, IN_PROGRESS = 0, 7
+"""ncclSuccess and ncclInProgress of ncclResult_t."""
 
 MOST_CTAS = 8
 """Blocks of a kernel: few, because the engine samples beside the transfer."""
@@ -72,10 +75,10 @@ class Nccl4py(_OnDevice):
             return _Communicator(Communicator.init(2, rank, UniqueId.from_bytes(unique_id), config), self.device)
 
     def failure(self, communicator: _Communicator) -> str | None:
-        state = communicator.handle.get_async_error()
-        if state.name == "InProgress":
+        state = int(communicator.handle.get_async_error())  # A plain int, against the annotation of nccl4py 0.6.0.
+        if state == IN_PROGRESS:
             return None
-        return "" if state.name == "Success" else f"{state.name}: {communicator.handle.get_last_error()}"
+        return "" if state == SUCCESS else f"error {state}: {communicator.handle.get_last_error()}"
 
     def abort(self, communicator: _Communicator) -> None:
         communicator.handle.abort()

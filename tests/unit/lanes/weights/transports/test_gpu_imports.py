@@ -5,6 +5,7 @@ Where they are not installed, these tests are skipped. They want an environment 
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def test_nccl_is_called_and_reports_that_it_has_no_device(binding: type[Nccl4py 
     assert unique_id != library.unique_id()
     with pytest.raises(PeerLost, match="NCCL failed"):
         library.connect(unique_id, 0)
+
+
+@pytest.mark.parametrize(("state", "said"), [(0, ""), (7, None), (6, "error 6: it is gone")])
+def test_the_state_of_a_communicator_may_be_a_plain_number(state: int, said: str | None) -> None:
+    handle = SimpleNamespace(get_async_error=lambda: state, get_last_error=lambda: "it is gone")
+    assert Nccl4py("cuda:0").failure(SimpleNamespace(handle=handle)) == said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here: tests/gpu has the real calls")
