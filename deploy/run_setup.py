@@ -127,7 +127,7 @@ async def run(request: RunRequest) -> RunDirectory:
             if not nothing_left(request, directory, plan):
                 async with progress_shown(request.display.progress) as progress:
                     await _train(request, directory, store, plan, rollback, signals, progress)
-            request.display.say(_closing_line(request, directory))
+            request.display.say(await asyncio.to_thread(_closing_line, request, directory))
         if request.config.telemetry.trace:
             await asyncio.to_thread(merge_traces, directory.path)
     except (OSError, RemoteError) as failed:
@@ -149,6 +149,7 @@ def _noted_end(request: RunRequest) -> Iterator[None]:
 
 
 def _closing_line(request: RunRequest, directory: RunDirectory) -> str:
+    """Returns the line that ends a run, with the commands that go on."""
     done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
     if done < request.config.steps:
         return f"stopped at step {done} of {request.config.steps}; go on with: {request.command}"
@@ -299,11 +300,8 @@ def _scores_groups(config: Config) -> bool:
 
 def unknown_sources(folder: Path) -> list[str]:
     """Returns a line that changes of prompts and code cannot be seen, where what the last start read is not known."""
-    return (
-        []
-        if (folder / INDEX).is_file()
-        else [f"warning: {folder / INDEX} is gone: changes of prompts and code go unseen"]
-    )
+    index = folder / INDEX
+    return [] if index.is_file() else [f"warning: {index} is gone: changes of prompts and code go unseen"]
 
 
 def _changes(request: RunRequest, directory: RunDirectory, files: Sequence[SourceFile]) -> list[str]:

@@ -74,8 +74,7 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
     its `import` statements name; none of asyncrl itself, nor what Python has installed. Modules that are imported by a
     computed name are not found. Raises ConfigError for a file that imports too many."""
     seen: set[tuple[str, Path]] = set()
-    for key, value in _named_sources(config):
-        source = value.removeprefix("trl:").removeprefix("verl:")
+    for key, source in _named_sources(config):
         path = _file_of(source)
         if path is not None and not path.is_relative_to(PACKAGE.resolve()):
             imported = [(key, each) for each in _imported(source, path)]
@@ -85,19 +84,19 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
 
 
 def _named_sources(config: "Config") -> list[tuple[str, str]]:
-    """Returns key and value of all sources of prompts and code."""
+    """Returns key and source of all prompts and code, without the name of the library that code was written for."""
     named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, *CODE)]
     named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
     tools = config.environment.options.get("functions")
-    return named + ([(OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else [])
+    named += [(OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else []
+    return [(key, value.removeprefix("trl:").removeprefix("verl:")) for key, value in named]
 
 
 def code_folders(config: "Config", section: str) -> dict[Path, bool]:
     """Returns the folders of code that a section names, and whether all of it there is named by files (FILE.py:NAME)
     and not by modules."""
     folders: dict[Path, bool] = {}
-    for key, value in _named_sources(config):
-        source = value.removeprefix("trl:").removeprefix("verl:")
+    for key, source in _named_sources(config):
         if key.partition(".")[0] == section and (path := _file_of(source)) is not None and path.suffix == ".py":
             folder = Path(os.path.abspath(path.expanduser())).parent
             folders[folder] = folders.get(folder, True) and source.rpartition(":")[0].endswith(".py")

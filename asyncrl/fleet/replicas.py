@@ -26,9 +26,8 @@ KNOWN_INSTANCES = 2
 class Replica:
     """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica.
     is_draining: it takes no new work until its next instance comes, and is to end once it holds nothing. is_parked: no
-    instance of it is to run. reserved_for:
-    the isolated group that has it for itself, or will have. reservations, own_calls: calls of this group that want the
-    replica, and those of them that run.
+    instance of it is to run. reserved_for: the isolated group that has it for itself, or will have. reservations,
+    own_calls: calls of this group that want the replica, and those of them that run.
     """
 
     def __init__(self, workers: tuple[RemoteWorker, ...], ranking: "LoadRanking", changed: Wakeup) -> None:

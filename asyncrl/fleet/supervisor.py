@@ -226,8 +226,6 @@ class Supervisor:
             if (launched := await self._spawn(slot)) is None:
                 continue
             reason = await self._run_instance(slot, launched)
-            if not slot.wanted.is_set():
-                continue
             if not slot.restart or slot.deaths.pause is None:
                 times = (
                     f" {slot.deaths.since_progress} times without a finished group in between" if slot.restart else ""

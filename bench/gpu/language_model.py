@@ -37,7 +37,7 @@ DTYPE = "bfloat16"
 
 def sampling(bench: BenchDevice) -> Results:
     """Measures useful tokens a second of the torch engine, which refills its slots, beside transformers.generate, whose
-    batches run to their longest answer. Each side samples the same requests once before it is timed."""
+    batches run to their longest answer. Each side samples half of the requests before it is timed."""
     slots = _slots(bench)
     with _model_folder(bench) as folder:
         work = _requests(2 * slots)
@@ -75,10 +75,10 @@ def _slots(bench: BenchDevice) -> int:
     return SLOTS if bench.largest >= LAYER_BYTES else 4
 
 
-@contextmanager
-def _model_folder(bench: BenchDevice) -> Iterator[Path]:
-    """Writes a model whose layers fit into the largest block, or a tiny one where not one does."""
-    layers, width = min(bench.largest // LAYER_BYTES, LAYERS), WIDTH
+def random_llama(largest: int, positions: int) -> LlamaForCausalLM:
+    """Returns a Llama in bfloat16 whose layers fit into so many bytes, at most LAYERS; a tiny one where not one does.
+    positions: tokens of its longest row."""
+    layers, width = min(largest // LAYER_BYTES, LAYERS), WIDTH
     if layers == 0:
         layers, width = 2, 64
     shape = LlamaConfig(
@@ -88,11 +88,16 @@ def _model_folder(bench: BenchDevice) -> Iterator[Path]:
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
-        max_position_embeddings=PROMPT + MOST,
+        max_position_embeddings=positions,
     )
     torch.manual_seed(0)
+    return LlamaForCausalLM(shape).to(torch.bfloat16)
+
+
+@contextmanager
+def _model_folder(bench: BenchDevice) -> Iterator[Path]:
     with TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        LlamaForCausalLM(shape).to(torch.bfloat16).save_pretrained(name)
+        random_llama(bench.largest, PROMPT + MOST).save_pretrained(name)
         make_tokenizer().save_pretrained(name)
         yield Path(name)
 

@@ -21,18 +21,15 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 import numpy as np
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl.bench.end_to_end.benchmark_model import VOCABULARY
 from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results
+from asyncrl.bench.gpu.language_model import LAYER_BYTES, random_llama
 from asyncrl.config.schema import Config
 from asyncrl.lanes.weights.arena import open_writer
-from asyncrl.lanes.weights.tensor_spec import DTYPES, spec_of
+from asyncrl.lanes.weights.tensor_spec import spec_of
 
 SLOTS, PROMPT, TOKENS = 8, 32, 4096
-WIDTH, MOST_LAYERS = 1024, 24
-LAYER_BYTES = 2 * (4 * WIDTH**2 + 3 * WIDTH * 4 * WIDTH)
-"""Bytes of a layer in bfloat16; MOST_LAYERS of them are a model of 0.4 billion weights."""
-
 VERSIONS = 5
 DTYPE = "bfloat16"
 SAMPLING = {"temperature": 1.0, "max_tokens": TOKENS}
@@ -68,16 +65,7 @@ def vllm_pause(bench: BenchDevice) -> Results:
     if find_spec("vllm") is None:
         raise NotMeasured("vLLM is not installed in this environment")
     with TemporaryDirectory() as folder:
-        layers = min(max(1, bench.largest // LAYER_BYTES), MOST_LAYERS)
-        shape = LlamaConfig(
-            vocab_size=2048,
-            hidden_size=WIDTH,
-            intermediate_size=4 * WIDTH,
-            num_hidden_layers=layers,
-            num_attention_heads=16,
-            max_position_embeddings=PROMPT + TOKENS,
-        )
-        model = LlamaForCausalLM(shape).to(DTYPES[DTYPE])
+        model = random_llama(max(bench.largest, LAYER_BYTES), PROMPT + TOKENS)
         model.save_pretrained(folder)
         return asyncio.run(_measured(Path(folder), model, bench.device.partition(":")[0]))
 
@@ -165,4 +153,4 @@ async def _measured(folder: Path, model: Any, device: str) -> Results:
 
 
 def _prompt(number: int) -> Any:
-    return np.random.default_rng(number).integers(5, 2048, PROMPT).astype(np.int32)
+    return np.random.default_rng(number).integers(5, VOCABULARY, PROMPT).astype(np.int32)

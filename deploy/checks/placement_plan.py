@@ -12,6 +12,8 @@ from asyncrl.deploy.checks.memory_needs import MemoryNeed, Shape, needs
 from asyncrl.lanes.host_id import HostId
 
 JOINING = "<host that joins>"
+NO_WORKERS = ("copies of weights",)
+"""Needs that belong to no single worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,6 @@ def planned_workers(config: Config, shape: Shape) -> Iterator[PlannedWorker]:
             yield PlannedWorker(name, host, host if joins else here.fault_domain, device, need, count)
 
 
-NO_WORKERS = ("copies of weights",)
-"""Needs that belong to no single worker."""
-
-
 def _size(config: Config, name: str) -> tuple[int, int]:
     """Returns the workers of a service, and how many of them are one replica."""
     if name == "training":
@@ -89,7 +87,8 @@ def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
 def memory_problems(config: Config, shape: Shape, available: int) -> Iterator[Problem]:
     """Yields a problem when the services on the CPU of this host need more memory than it has, however little they
     sample, and for budgets that are too small. available: memory of this host."""
-    found = [each for each in planned_workers(config, shape) if each.device == "cpu" and _is_here(each, config)]
+    joined = config.fleet.joined
+    found = [each for each in planned_workers(config, shape) if each.device == "cpu" and each.need.name not in joined]
     total = sum(worker.least for worker in found)
     if total > available:
         largest = max(found, key=lambda worker: worker.need.least).need
@@ -100,7 +99,3 @@ def memory_problems(config: Config, shape: Shape, available: int) -> Iterator[Pr
         )
         yield Problem("", "", text)
     yield from budget_problems(config, shape)
-
-
-def _is_here(worker: PlannedWorker, config: Config) -> bool:
-    return worker.need.name not in config.fleet.joined

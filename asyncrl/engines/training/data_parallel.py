@@ -63,8 +63,7 @@ class DistributedRanks(Ranks):
         self.size = size
         self._waiting = waiting
         self._timeout = exchange
-        spread = device == "cuda" and torch.cuda.device_count() >= size
-        backend = "nccl" if spread or has_own_gpu else "gloo"
+        backend = backend_of(device, size, torch.cuda.device_count(), has_own_gpu=has_own_gpu)
         self._device = torch.device(own_device(device, rank, size) if backend == "nccl" else "cpu")
         if backend == "nccl":
             torch.cuda.set_device(self._device)
@@ -109,6 +108,12 @@ class DistributedRanks(Ranks):
         except RuntimeError as error:
             why = failed or f"could not exchange within {self._timeout:g} s, or one of them is gone"
             raise PeerLost(f"the {self.size} training ranks {why} (seen by rank {self.rank}: {error})") from error
+
+
+def backend_of(device: str, size: int, gpus: int, *, has_own_gpu: bool) -> str:
+    """Returns the backend of torch.distributed: NCCL where each rank has a GPU that no other rank has. gpus: those of
+    this host. has_own_gpu: `device` is one of a pool."""
+    return "nccl" if has_own_gpu or (device == "cuda" and gpus >= size) else "gloo"
 
 
 def own_device(device: str, rank: int, size: int) -> str:

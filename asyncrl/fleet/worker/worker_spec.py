@@ -36,9 +36,9 @@ class RunFacts:
     run: hex digits that name shared memory and sockets of this start only. run_dir, model_dir: absolute paths.
     checkpoint_dir: what the run resumes from, None at its first start. weights_arena: name of the shared memory for
     published weights. curve: public and secret key that workers share. caller: public key of the controller, where it
-    alone may call workers; "": they share its pair. heartbeat: seconds between heartbeats on every
-    connection, for peers on other hosts, whose death no local kernel reports. shared_rows: whether there is enough
-    shared memory for rows, which are sent as frames otherwise.
+    alone may call workers; "": they share its pair. heartbeat: seconds between heartbeats on every connection, for
+    peers on other hosts, whose death no local kernel reports. shared_rows: whether there is enough shared memory for
+    rows, which are sent as frames otherwise.
     """
 
     run: str
