@@ -74,6 +74,12 @@ def test_a_cache_that_the_engine_refuses_is_refused_before(
             assert str(raised.value) == f"generation.cache_gb: {found[0].text}"
 
 
+def test_a_run_is_refused_for_a_cache_that_is_too_small(model_folder: ModelFolder) -> None:
+    model = {"name": str(model_folder("llama"))}
+    (found,) = problems(config(model=model, generation={"cache_gb": 1e-6}), "generation.cache_gb")
+    assert not found.is_warning
+
+
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2"])
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "layers.0.mlp.up_proj"], ["q_proj", "nope"], ["norm"]])
 def test_targets_that_match_nothing_are_refused_as_the_engine_does(

@@ -1,4 +1,4 @@
-"""What uses the adapters of a run refuses a base model that was changed since."""
+"""Commands that use the adapters of a run refuse a base model that was changed since."""
 
 import shutil
 from collections.abc import Callable

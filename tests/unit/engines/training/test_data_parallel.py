@@ -20,7 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.training import data_parallel
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
+from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks, backend_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import StepOutcome, run_step, split_into_updates
 from asyncrl.errors import PeerLost, WeightsError
@@ -31,7 +31,7 @@ EXCHANGES = """
 import sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
+from asyncrl.engines.training.data_parallel import backend_of, DistributedRanks, Ranks
 rank = int(sys.argv[2])
 ranks = DistributedRanks(Path(sys.argv[1]), rank, 2, "cpu", nullcontext, 30.0, 30.0)
 print(ranks.sum(torch.tensor([1.0, rank])).tolist(), ranks.largest(torch.tensor([-rank, 5 * rank])).tolist())
@@ -123,6 +123,20 @@ def test_processes_exchange(tmp_path: Path) -> None:
     processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
     answers = [process.communicate(timeout=60)[0].splitlines() for process in processes]
     assert answers == [["[2.0, 1.0] [0, 5]", "[[1, 1, 1], [1, 1, 1]]"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "has_own_gpu", "backend"),
+    [
+        ("cpu", 0, False, "gloo"),
+        ("cuda", 2, False, "nccl"),
+        ("cuda", 1, False, "gloo"),
+        ("cuda:1", 2, False, "gloo"),
+        ("cuda:1", 2, True, "nccl"),
+    ],
+)
+def test_nccl_connects_ranks_that_share_no_gpu(device: str, gpus: int, has_own_gpu: bool, backend: str) -> None:
+    assert backend_of(device, 2, gpus, has_own_gpu=has_own_gpu) == backend
 
 
 @pytest.mark.timeout(20)  # Less than the 30 seconds of an exchange, more than joining takes on a busy machine.

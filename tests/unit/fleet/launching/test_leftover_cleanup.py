@@ -108,7 +108,7 @@ def test_a_sweeper_that_comes_late_takes_nothing_of_the_start_that_followed(star
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_files_of_weights_of_a_killed_start_are_gone_at_the_next(shared: bool, original: Path, tmp_path: Path) -> None:
-    """Those of others in the same folder stay, and the folder may be another one the next time."""
+    """Files of others in the same folder stay, and the next start may name another folder."""
     place = tmp_path / "shared" if shared else original / "weights"
     value = str(place) if shared else ""
     killed = new_start(RunDirectory(original), value)

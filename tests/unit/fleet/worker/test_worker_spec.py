@@ -1,7 +1,14 @@
+import asyncio
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
+from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.protocols.rank_layout import Layout
 
 
@@ -39,3 +46,25 @@ def test_a_worker_reads_its_own_device_where_its_service_has_several() -> None:
         section = own.training if service == "training" else own.generation
         assert section.device == device
         assert own.generation.replicas == 3
+
+
+class _Made(Exception):
+    """Ends the worker once its service was made."""
+
+
+async def test_a_service_finds_the_device_of_its_worker_in_its_config(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    def make(context: WorkerContext) -> NoReturn:
+        found.append(context.config.reference.device)
+        raise _Made
+
+    config = Config(model=ModelConfig(name="m"), task=TaskConfig(prompts="p"))
+    facts = RunFacts("feedbeef", tmp_path, tmp_path, 0, "none", config)
+    here = Addresses("inproc://control", "inproc://work", "inproc://data")
+    spec = WorkerSpec("reference", 1, 0, Layout(), "reference1.0-0-1", make, here, facts, devices=("cuda:1",))
+    wire = InprocWire()
+    with pytest.RaisesGroup(_Made):
+        await run_worker(spec, wire, asyncio.Event())
+    wire.close()
+    assert found == ["cuda:1"]

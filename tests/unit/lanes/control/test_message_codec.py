@@ -36,7 +36,7 @@ def row(group: int, member: int) -> RowRef:
 def test_arrays_are_checked_where_numpy_hides_them_behind_an_alias(
     scalar: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NumPy 2.5 does, which needs a newer Python than this may be."""
+    """NumPy 2.5 does so, and needs a newer Python than the one that runs this test may be."""
     of = TypeVar("of")
     alias = TypeAliasType("NDArray", np.ndarray[Any, np.dtype[of]], type_params=(of,))
     monkeypatch.setattr(field_checks, "NDArray", alias)

@@ -75,7 +75,7 @@ async def test_a_folder_that_is_removed_meanwhile_is_named_by_both_ends(tmp_path
 
 
 def with_other_shapes(whole: bytes) -> bytes:
-    """The same bytes, said to be tensors of one dimension."""
+    """Returns the same bytes with a header that makes them tensors of one dimension."""
     length = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:length])
     for name, each in header.items():
