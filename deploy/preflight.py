@@ -18,7 +18,7 @@ from asyncrl.deploy.checks.machine import available_memory, device_mistakes, fre
 from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, shape_of, shared_memory
 from asyncrl.deploy.checks.placement_plan import memory_problems
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
-from asyncrl.deploy.service_specs import service_specs, worker_count
+from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
@@ -81,12 +81,12 @@ def devices(config: Config) -> dict[str, str]:
     found: dict[str, str] = {}
     for spec in service_specs(config):
         pool = pools.get(names.get(spec.name, ""))
-        if spec.origin == "plain" or (pool is not None and spec.name in config.fleet.joined):
+        if spec.origin == "plain" or spec.name in config.fleet.joined:  # A host that joins says which devices it has.
             continue
         if pool is not None:
             found |= {f"pools.{pool.name}.devices[{at}]": device for at, device in enumerate(pool.devices)}
         elif spec.name != "evaluation":
-            found[f"{spec.name}.device"] = getattr(config, spec.name).device
+            found[f"{spec.name}.device"] = device_of(config, spec)
     return found
 
 

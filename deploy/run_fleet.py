@@ -16,11 +16,12 @@ from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
 from asyncrl.deploy.process.stop_signals import StopSignals
-from asyncrl.deploy.service_specs import service_specs
+from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError, Refused
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.launching.command_socket import open_commands
-from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
+from asyncrl.fleet.launching.join_places import Places
+from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.scaling import scale
 from asyncrl.fleet.weight_transport import transport_of
@@ -131,7 +132,7 @@ async def _join_point(
             key = keys.path / f"{spec.name}.key"
             command = f"{program()} serve {spec.name} --join {config.fleet.listen} --key {key}"
             pool = pools.get(names.get(spec.name, ""))
-            places[spec.name] = Places(spec.joined, packages, command, pool)
+            places[spec.name] = Places(spec.joined, packages, command, pool, device_of(config, spec))
     point = JoinPoint(
         listen_address(config),
         places,

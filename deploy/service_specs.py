@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncrl.config.schema import Config, Scorer
-from asyncrl.config.sections.device_pools import CPU, DevicePlace
+from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
 from asyncrl.config.service_placement import assignment
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
@@ -44,6 +44,12 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
     places = assignment(config)
     return [replace(spec, devices=_gpus(places.get(spec.name, ()))) for spec in specs]
+
+
+def device_of(config: Config, spec: ServiceSpec) -> Device:
+    """Returns the device that the config names for the workers of a service; the CPU for those without torch."""
+    name = "generation" if spec.name == "evaluation" else spec.name
+    return CPU if spec.origin == "plain" else Device(getattr(config, name).device)
 
 
 def _gpus(workers: Sequence[tuple[DevicePlace, ...]]) -> list[tuple[str, ...]]:

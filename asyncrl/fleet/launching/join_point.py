@@ -15,7 +15,7 @@ A host whose worker ended offers to run another one. A host that comes while all
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -23,8 +23,9 @@ from typing import Any
 import zmq
 
 from asyncrl.concurrency import running_beside
-from asyncrl.config.sections.device_pools import Device, DevicePool, Host
+from asyncrl.config.sections.device_pools import Device, Host
 from asyncrl.errors import ConfigError, FleetFailed, Refused
+from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
@@ -49,37 +50,6 @@ START_DEADLINE = 60.0
 
 FAREWELL = 2.0
 """Seconds for the order to leave to reach all hosts at the end of a run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """The workers of one service that join. needed: places that have to be taken before the run begins, and of which
-    one has to be taken again when all are lost. packages: whose versions have to agree. command: starts one. pool:
-    whose hosts may join, with its devices; None: any host may, without a device of its own."""
-
-    needed: int
-    packages: Collection[str]
-    command: str
-    pool: DevicePool | None = None
-
-    def objection(self, service: str, host: Host) -> str:
-        """Returns why a host may not run these workers, and what to do; "" if it may."""
-        if (pool := self.pool) is None:
-            return ""
-        if pool.hosts and host.name not in pool.hosts:
-            listed = ", ".join(pool.hosts)
-            return (
-                f"{service} workers run in pool {pool.name!r}, whose hosts are {listed}, and this is {host.name}: add "
-                f"it to the hosts of pools.{pool.name}, or join from one of them"
-            )
-        if lacking := host.lacks(pool.devices):
-            found = ", ".join(host.gpus) or "no GPU"
-            return (
-                f"{service} workers run in pool {pool.name!r}, whose hosts have {', '.join(pool.devices)}; host "
-                f"{host.name} has {found}, and lacks {', '.join(lacking)}: take a host that has them, or change "
-                f"pools.{pool.name}"
-            )
-        return ""
 
 
 class JoinedWorker:

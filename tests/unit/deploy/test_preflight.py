@@ -183,6 +183,13 @@ def test_shared_memory_that_runs_short_is_said_at_the_start_with_both_numbers(
     assert preflight_module.rows_fit(chosen, PACKAGED) == fits
 
 
+def test_devices_of_hosts_that_join_are_not_looked_for_here() -> None:
+    fleet = {"wire": "tcp", "listen": "tcp://127.0.0.1:7000", "joined": {"generation": 1}}
+    chosen = config(fleet=fleet, generation={"device": "cuda:7"})
+    assert devices(chosen) == {"training.device": "cpu"}
+    assert not [problem for problem in preflight(chosen) if "cuda:7" in str(problem)]
+
+
 def test_a_device_of_a_pool_that_is_not_here_is_refused_with_pool_and_services() -> None:
     pools = {"gpus": {"devices": ["cuda:6", "cuda:7"]}}
     pooled = config(pools=pools, training={"pool": "gpus"}, generation={"pool": "gpus"})

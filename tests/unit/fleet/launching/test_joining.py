@@ -10,7 +10,8 @@ from typing import cast
 import pytest
 
 from asyncrl.errors import ConfigError, FleetFailed, Refused
-from asyncrl.fleet.launching.join_point import JoinedWorker, JoinPoint, Places, open_join_point
+from asyncrl.fleet.launching.join_places import Places
+from asyncrl.fleet.launching.join_point import JoinedWorker, JoinPoint, open_join_point
 from asyncrl.fleet.launching.joining import joining_hello
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec

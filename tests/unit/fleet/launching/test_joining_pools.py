@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.config.sections.device_pools import Device, DevicePool
+from asyncrl.config.sections.device_pools import Device, DevicePool, Host
 from asyncrl.errors import ConfigError
 from tests.unit.fleet.launching.test_joining import ECHO, Site, place, playing
 
@@ -48,3 +48,20 @@ def test_a_host_outside_the_pool_or_without_its_devices_is_refused(host: str, gp
             await here.host(host, gpus=gpus)
 
     assert any(says in line for line in playing(play, IN_POOL))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "says"),
+    [
+        ("cuda", 0, "echo workers compute on cuda, and host h1 has no GPU"),
+        ("cuda:1", 1, "echo workers compute on cuda:1, and host h1 has cuda:0: take a host that has it"),
+        ("cuda", 1, ""),
+        ("cuda:1", 2, ""),
+        ("cpu", 0, ""),
+    ],
+)
+def test_without_a_pool_a_host_without_the_device_is_refused(device: str, gpus: int, says: str) -> None:
+    host = Host("h1", GPUS[:gpus])
+    found = replace(ECHO, device=Device(device)).objection("echo", host)
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
