@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,10 @@ def main(arguments: list[str]) -> int:
     if not 0 <= asked.drain <= LONGEST_DRAIN:
         raise ConfigError(f"--drain: {asked.drain:g} s is no time to drain; write 0 to {LONGEST_DRAIN:g}")
     address = join_address(asked.join, "--join")
+    if asked.check:
+        return asyncio.run(_check(asked, key, address))
     with _forks(asked.role) as forks:
-        asyncio.run(_serve(asked, key, address, asked.address or local_address_towards(address), forks))
+        asyncio.run(_serve(asked, key, asked.address or local_address_towards(address), forks))
     return 0
 
 
@@ -50,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=Path, default=default_cache(), help=text)
     text = f"Seconds in which a worker finishes what it has when this host is told to leave; default: {DRAIN:g}."
     parser.add_argument("--drain", type=float, default=DRAIN, help=text)
+    text = "Only ask, and end: with exit status 0 if the run answers, or if a worker of this host works or waits in it."
+    parser.add_argument("--check", choices=("run", "worker"), help=text)
     return parser
 
 
@@ -71,9 +76,22 @@ def _forks(role: str) -> "Iterator[Forks | None]":
         yield forks
 
 
-async def _serve(
-    asked: argparse.Namespace, key: "WorkerKey", address: str, own_address: str, forks: "Forks | None"
-) -> None:
+async def _check(asked: argparse.Namespace, key: "WorkerKey", address: str) -> int:
+    """Prints what this host does in the run; returns the exit status."""
+    from asyncrl.fleet.launching.join_inquiry import state_of_host
+    from asyncrl.fleet.launching.joining import HostState, installed_versions
+    from asyncrl.lanes.control.zmq_wire import ZmqWire
+    from asyncrl.lanes.host_id import HostId, gpus_of_host
+
+    host, gpus = HostId.here(), gpus_of_host(os.environ)
+    with closing(ZmqWire(key.keys)) as wire:
+        state = await state_of_host(wire, address, asked.role, key.proof, host, installed_versions(), gpus)
+    print(f"the run at {address} answers: {host.name} {state}")
+    return 0 if asked.check == "run" or state in (HostState.WORKS, HostState.WAITS) else 1
+
+
+async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, forks: "Forks | None") -> None:
+    from asyncrl.deploy.join_address import join_address
     from asyncrl.deploy.process.local_launcher import LocalLauncher
     from asyncrl.deploy.process.stop_signals import StopSignals
     from asyncrl.errors import Interrupted
@@ -96,9 +114,10 @@ async def _serve(
             await forks.prepare("torch")  # Once it has joined, a worker is to work within seconds.
         files = FileCache(asked.cache.absolute(), say)
         host = JoiningHost(
-            *(wire, address, asked.role, key.proof, launcher, stop, files),
+            *(wire, asked.join, asked.role, key.proof, launcher, stop, files),
             timeout=asked.timeout,
             say=say,
+            resolve=partial(asyncio.to_thread, partial(join_address, key="--join")),
             drain=asked.drain,
         )
         try:

@@ -88,13 +88,19 @@ def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model
     flags += ["--listen", address, "--fleet.joined", "{generation = 2}", "--generation.replicas", "2"]
     serve = ["serve", "generation", "--join", address, "--key", str(key)]
 
+    def check(what: str) -> int:
+        return finished([*CLI, *serve, "--check", what], timeout=20).returncode
+
     with program("run", "quickstart", *flags, output=shown) as run:
         wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
+        wait_until(lambda: check("run") == 0, "the run to answer")
+        assert check("worker") == 1, "no host has joined"
         with (
             program(*serve, output=tmp_path / "1.out") as killed,
             program(*serve, output=tmp_path / "2.out") as stays,
         ):
             wait_until(lambda: steps_in(shown) >= 3, shown.read_text)
+            assert check("worker") == 0
             workers = workers_of(run_dir)
             killed.kill()
             wait_until(lambda: bool(events(run_dir, "WorkerLost")), "the loss to be known", 20.0)
@@ -106,6 +112,7 @@ def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model
                 run.send_signal(signal.SIGINT)
                 assert run.wait(PATIENCE) == 0, shown.read_text()
                 assert (stays.wait(20), again.wait(20)) == (0, 0), "hosts leave at the end of the run"
+    assert check("run") == 75, "the run has ended"
     (lost,) = events(run_dir, "WorkerLost")
     assert lost.partition("-")[0] == events(run_dir, "WorkerStarted")[-1].partition("-")[0]
     assert "no sign of life comes from it" in shown.read_text()

@@ -30,6 +30,7 @@ from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
     SIGN_OF_LIFE,
+    HostState,
     installed_versions,
     joining_hello,
     version_problem,
@@ -110,6 +111,12 @@ class Offer:
     @property
     def is_free(self) -> bool:
         return self.is_ready and not self.is_leaving and self.worker is None
+
+    @property
+    def state(self) -> HostState:
+        if self.worker is not None and self.worker.started.is_set():
+            return HostState.WORKS
+        return HostState.WAITS if self.is_free else HostState.STARTS
 
     def order(self, order: JoinOrder) -> None:
         with suppress(asyncio.QueueFull):  # The host does not read, and is lost soon.
@@ -239,6 +246,8 @@ class JoinPoint:
         match call.method, call.args:
             case "join", (JoinRequest() as request,):
                 return self._orders(request)
+            case "state", (JoinRequest() as request,):
+                return self._state(request)
             case "ready", (str(agent),):
                 return self._ready(self._offer(agent))
             case "trees", (str(agent),):
@@ -277,6 +286,14 @@ class JoinPoint:
                 yield order
         finally:
             self._lose(request.agent, offer)
+
+    async def _state(self, request: JoinRequest) -> str:
+        """Returns the state of the host that asks, which need not have joined."""
+        if problem := self._objection(request):
+            raise Refused(problem)
+        host = HostId(request.machine, request.memory)
+        states = [each.state for each in self._offers.values() if each.service == request.service and each.host == host]
+        return max(states, key=list(HostState).index, default=HostState.ABSENT).value
 
     def _objection(self, request: JoinRequest) -> str:
         """Returns why this host may not run workers of this service, and what to do; "" if it may."""

@@ -1,6 +1,7 @@
 """Shared by both ends of joining: their hello, their heartbeats, and the packages whose versions have to agree."""
 
 from collections.abc import Collection, Mapping
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 
 from asyncrl import __version__
@@ -23,6 +24,15 @@ LONGEST_DRAIN = 3600.0
 
 COMPARED = ("asyncrl", "torch", "transformers", "vllm")
 """Packages that a worker may need in the version that the controller has: they decide what is sampled."""
+
+
+class HostState(StrEnum):
+    """Names the steps of a host in a run, in the order in which it gets there."""
+
+    ABSENT = "has not joined"
+    STARTS = "starts a worker"
+    WAITS = "waits for a free place"
+    WORKS = "runs a worker"
 
 
 def joining_hello(service: str, instance: str) -> Hello:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, cast
@@ -51,14 +51,19 @@ class _Left(Exception):
     """Leaves the connection, because this host was asked to."""
 
 
+async def _as_it_is(address: str) -> str:
+    return address
+
+
 @dataclass(eq=False)
 class JoiningHost:
     """Offers one worker at a time.
 
     address: where the run listens. service: whose worker it runs. proof: of its key. launcher: starts workers here.
     stop: set when this host is to leave. files: of controllers, on this host. timeout: seconds without a controller
-    after which it gives up. say: takes what a person should read. drain: seconds in which its worker may finish what it
-    has when this host is to leave.
+    after which it gives up. say: takes what a person should read. resolve: returns the address with the number of its
+    host, which may be another one at each try; raises ConfigError while there is none. drain: seconds in which its
+    worker may finish what it has when this host is to leave.
     """
 
     wire: Wire
@@ -71,6 +76,7 @@ class JoiningHost:
     _: KW_ONLY
     timeout: float
     say: Callable[[str], None]
+    resolve: Callable[[str], Awaitable[str]] = field(default=_as_it_is)
     drain: float = 0.0
     host: HostId = field(default_factory=HostId.here)
     versions: dict[str, str] = field(default_factory=installed_versions)
@@ -117,8 +123,12 @@ class JoiningHost:
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Client]:
         """Connects to the controller, under a name of its own."""
+        try:
+            address = await self.resolve(self.address)
+        except ConfigError as error:
+            raise PeerLost(str(error)) from error
         hello = joining_hello(self.service, secrets.token_hex(8))
-        client = Client(self.wire.connect(self.address), hello, f"the run at {self.address}", heartbeat=HEARTBEAT)
+        client = Client(self.wire.connect(address), hello, f"the run at {self.address}", heartbeat=HEARTBEAT)
         async with client:
             yield client
 
