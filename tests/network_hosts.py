@@ -1,5 +1,5 @@
-"""Hosts on this machine with a network of their own: each has namespaces for network, processes, names and file systems,
-its own /dev/shm and its own identity. A bridge in one more namespace connects them, and nothing leaves it.
+"""Hosts on this machine with a network of their own: each has namespaces for network, processes, names and mounts, its
+own /dev/shm and its own identity. A bridge in one more namespace connects them, and nothing leaves it.
 
     h1 10.77.0.1 ──veth──┐
     h2 10.77.0.2 ──veth──┼── bridge
@@ -22,14 +22,8 @@ from pathlib import Path
 LIMIT = 20.0
 """Seconds that one command may take, and that a killed process may take to end."""
 
-PROGRAMS = {
-    "ip": "iproute2",
-    "tc": "iproute2",
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "iptables": "iptables",
-}
-"""Debian's package of each program."""
+PACKAGES = {"iproute2": ["ip", "tc"], "util-linux": ["unshare", "nsenter"], "iptables": ["iptables"]}
+"""Programs that hosts need, by the package of Debian that has them."""
 
 FIRST_PROCESS = """\
 hostname "$0"
@@ -48,8 +42,8 @@ def why_no_hosts() -> str:
     """Returns why this machine can have no network hosts and how to change that, "" if it can."""
     if os.geteuid() != 0:
         return "network hosts need root"
-    if packages := sorted({package for name, package in PROGRAMS.items() if shutil.which(name) is None}):
-        return f"network hosts need more programs: apt-get install {' '.join(packages)}"
+    if absent := [package for package, programs in PACKAGES.items() if not all(map(shutil.which, programs))]:
+        return f"network hosts need more programs: apt-get install {' '.join(absent)}"
     probe = f"arl{secrets.token_hex(3)}"
     if not _succeeds("ip", "netns", "add", probe):
         return "this machine lets nobody make network namespaces"
@@ -166,7 +160,7 @@ class NetworkHosts:
         process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self._network(number)),
-                *"unshare --mount --pid --uts --ipc --fork --kill-child --mount-proc".split(),
+                *["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"],
                 *("bash", "-e", "-c", FIRST_PROCESS, f"h{number}", self.shared_memory, self._names, boot_id),
             ],
             stdin=subprocess.DEVNULL,
