@@ -372,11 +372,22 @@ class JoinOrder:
     text: str = ""
 
 
-PROTOCOL = 24
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """Controller -> host that asks whether it could join. objection: why not, "" if it may. versions: of the
+    controller's packages; packages: those that have to agree. ticket: for the parts that measure the connection."""
+
+    objection: str
+    versions: dict[str, str]
+    packages: list[str]
+    ticket: str
+
+
+PROTOCOL = 25
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
 _ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch, PackedRow)
-_JOINING = (JoinRequest, JoinOrder, ListedFile, FileTree, FilePart)
+_JOINING = (JoinRequest, JoinOrder, ListedFile, FileTree, FilePart, ProbeAnswer)
 WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS, *_JOINING)
 """The place of a type in this list is its tag on the wire."""

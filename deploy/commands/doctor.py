@@ -1,8 +1,9 @@
-"""`asyncrl doctor` checks what this machine can run, and what an experiment needs."""
+"""`asyncrl doctor` checks this machine, what an experiment needs, or whether workers of this host could join a run."""
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
@@ -23,17 +24,42 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    usage = "asyncrl doctor [-h] [NAME|FILE [--section.key value ...]]"
+    options, flags = _parser().parse_known_args(arguments)
+    if options.join is None:
+        command = shlex.join(["run", options.target or "quickstart", *flags])
+        return _print_all(checks(options.target, flags), lambda: command)
+    if flags or options.key is None:
+        raise ConfigError("with --join write the key of the workers: asyncrl doctor [ROLE] --join ADDRESS --key FILE")
+    from asyncrl.deploy.commands.inspecting.join_checks import join_checks
+    from asyncrl.fleet.launching.key_folder import WorkerKey
+
+    return _print_all(
+        join_checks(options.join, options.key, options.target or ""),
+        lambda: shlex.join(
+            ["serve", WorkerKey.read(options.key).role, "--join", options.join, "--key", str(options.key)]
+        ),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    usage = "asyncrl doctor [-h] [NAME|FILE [--section.key value ...]] | [ROLE] --join tcp://HOST:PORT --key FILE"
     epilog = "The exit status is 1 when a line begins with BAD; the line below it says how to repair that."
-    parser = argparse.ArgumentParser("asyncrl doctor", usage, __doc__, epilog)
-    parser.add_argument("target", nargs="?", metavar="NAME|FILE", help="Check the needs of this experiment too.")
-    options, flags = parser.parse_known_args(arguments)
+    parser = argparse.ArgumentParser("asyncrl doctor", usage, __doc__, epilog, allow_abbrev=False)
+    text = "Check the needs of this experiment too; with --join: the role that the key should have."
+    parser.add_argument("target", nargs="?", metavar="NAME|FILE|ROLE", help=text)
+    text = "Check only whether workers of this host could join the run that listens there."
+    parser.add_argument("--join", metavar="tcp://HOST:PORT", help=text)
+    parser.add_argument("--key", type=Path, metavar="FILE", help="Key of the workers that are to join.")
+    return parser
+
+
+def _print_all(found: Iterable[Check], command: Callable[[], str]) -> int:
+    """Prints the checks, and the command that they allow. Returns the exit status."""
     bad = 0
-    for found in checks(options.target, flags):
-        print(found, flush=True)
-        bad += found.status == "bad"
-    command = shlex.join(["run", options.target or "quickstart", *flags])
-    print(f"\n{bad} to repair" if bad else f"\nready: {program()} {command}")
+    for each in found:
+        print(each, flush=True)
+        bad += each.status == "bad"
+    print(f"\n{bad} to repair" if bad else f"\nready: {program()} {command()}")
     return 1 if bad else 0
 
 

@@ -9,13 +9,14 @@
     started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
     leaving(seconds) ────────────────────────>  retire ─────────────────────────>  drains the worker, then stop
     ended(reason), or silence ───────────────>  JoinedWorker.wait returns
+probe, clock, upload, download ──────────>  ProbePoint, for hosts that have not joined
 
 A host whose worker ended offers to run another one. A host that comes while all places are taken waits as a spare.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -35,6 +36,7 @@ from asyncrl.fleet.launching.joining import (
     joining_hello,
     version_problem,
 )
+from asyncrl.fleet.launching.probe_point import ProbePoint
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
@@ -158,6 +160,7 @@ class JoinPoint:
         self._waiting: dict[str, WorkerSpec] = {}
         self._complete: set[str] = set()
         self._changed = Wakeup()
+        self._probes = ProbePoint(self._objection, self._packages_of, self.versions)
 
     # ---- for the supervisor
 
@@ -262,6 +265,8 @@ class JoinPoint:
                 return self._ended(self._offer(agent), instance, reason)
             case "leaving", (str(agent), float(seconds)):
                 return self._leaving(self._offer(agent), seconds)
+            case "probe" | "clock" | "upload" | "download", _:
+                return self._probes.dispatch(call)
         raise Refused(f"{self.address} is where hosts join a run; it answers no {call.method!r} like this")
 
     def _offer(self, agent: str) -> Offer:
@@ -310,8 +315,11 @@ class JoinPoint:
         if problem := self.places[request.service].objection(request.service, host):
             return problem
         return version_problem(
-            self.places[request.service].packages, self.versions, request.versions, f"host {request.host}"
+            self._packages_of(request.service), self.versions, request.versions, f"host {request.host}"
         )
+
+    def _packages_of(self, service: str) -> Collection[str]:
+        return self.places[service].packages if service in self.places else ()
 
     async def _ready(self, offer: Offer) -> None:
         offer.is_ready = True
