@@ -20,6 +20,7 @@ COMMANDS = {
     "evaluate": "score a run's model, or any model, on held-out prompts",
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",
     "preferences": "fit a reward model to what people said in runs with live feedback",
+    "report": "write the curves, timeline and samples of a run as one HTML file, or compare runs",
     "audit": "check that a run trained each sample at most once and lost none",
     "graph": "print the services, endpoints, protocols and sockets of an experiment",
     "plan": "print where the workers of an experiment run and the memory that they need",
@@ -28,7 +29,10 @@ COMMANDS = {
     "doctor": "check what this machine can run, and what an experiment needs",
 }
 
-FOLDERS = {"monitor": "running", "scale": "running", "graph": "inspecting", "plan": "inspecting"}
+FOLDERS = {
+    **dict.fromkeys(("monitor", "scale"), "running"),
+    **dict.fromkeys(("graph", "plan", "report"), "inspecting"),
+}
 """Folders of commands that do not lie beside the others."""
 
 EXIT_CODES = {

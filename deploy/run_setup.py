@@ -40,6 +40,7 @@ from asyncrl.deploy.checks.memory_needs import shape_of
 from asyncrl.deploy.join_address import listen_address
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.fork_client import Forks, forks_of
+from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, run_fleet
 from asyncrl.deploy.service_specs import worker_count
@@ -127,6 +128,8 @@ async def run(request: RunRequest) -> RunDirectory:
             if not nothing_left(request, directory, plan):
                 async with progress_shown(request.display.progress) as progress:
                     await _train(request, directory, store, plan, rollback, signals, progress)
+            if request.config.telemetry.report and directory.metrics.exists():
+                await report_run(directory.path, request.display.say)
             request.display.say(await asyncio.to_thread(_closing_line, request, directory))
         if request.config.telemetry.trace:
             await asyncio.to_thread(merge_traces, directory.path)

@@ -322,6 +322,8 @@ class TelemetryConfig(Section):
     """Services that get the metrics besides metrics.jsonl."""
     trace: bool = True
     """Writes trace.json.gz, which opens in Perfetto."""
+    report: bool = True
+    """Writes report.html when the run ends: curves, timeline and samples in one file for a browser."""
 
 
 class Config(Section):

@@ -17,6 +17,7 @@ from asyncrl.engines.models.model_preparation import prepare
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import IMPORTED, ForkedProgram
 
+os.environ.setdefault("ASYNCRL_TELEMETRY__REPORT", "false")  # A report takes two seconds; test_start.py asks for one.
 PREPARATION = 180.0
 """Seconds that making a model may take."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -28,8 +29,9 @@ def block(language: str, containing: str) -> str:
     return str(found)
 
 
-def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+def run(*command: str, cwd: Path, **variables: str) -> str:
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -50,12 +52,20 @@ def python_run(project: Path, quickstart_model: Path) -> str:
     shutil.copytree(quickstart_model, directory.model)
     directory.run_id()
     (project / "script.py").write_text(block("python", "asyncrl.train("))
-    return run(sys.executable, "script.py", cwd=project)
+    return run(sys.executable, "script.py", cwd=project, ASYNCRL_TELEMETRY__REPORT="true")
 
 
 def test_the_python_example_runs_as_written(python_run: str) -> None:
     assert "is called in this process" in python_run
     assert re.search(r"^\d\.\d+ \w", python_run, re.MULTILINE)
+
+
+def test_a_run_leaves_its_report(python_run: str, project: Path) -> None:
+    assert "report: " in python_run
+    page = (project / "runs/from-python/report.html").read_text()
+    for chart in ("Reward", "Staleness of trained tokens", "What workers did", "Timeline of the last steps"):
+        assert f'"{chart}"' in page
+    assert '<th scope="row">audit</th><td>holds</td>' in page
 
 
 @pytest.mark.parametrize("number", range(6))

@@ -1,0 +1,220 @@
+"""Charts of numbers by step or time, of one run or of several beside one another."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bokeh.models import ColumnDataSource, HoverTool, Whisker
+from bokeh.palettes import Category10_10
+from bokeh.plotting import figure
+
+from asyncrl.deploy.report.run_record import RunRecord
+from asyncrl.telemetry.jsonl import Object
+
+MAX_POINTS = 1000
+"""Points of a line. More are averaged in bins, which bounds the size of the report."""
+STATE_COLOURS = {
+    "busy": "#2a9d55",
+    "starved": "#d0d3d8",
+    "blocked": "#e9a03b",
+    "sync": "#3b7dd8",
+    "overhead": "#9467bd",
+    "unaccounted": "#d62728",
+}
+"""Colour of each state of a worker's time."""
+TEXT_COLOUR = "#808895"
+"""Colour of text that is readable on a light and on a dark page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric of each run. across: what the horizontal axis counts: steps, minutes or device-hours."""
+
+    title: str
+    metrics: tuple[str, ...]
+    across: str = "step"
+    unit: str = ""
+
+
+CURVES = (
+    Curve("Reward", ("reward/mean",)),
+    Curve("Reward", ("reward/mean",), "minutes"),
+    Curve("Reward", ("reward/mean",), "device-hours"),
+    Curve("Staleness of trained tokens", ("staleness/mean", "staleness/max"), unit="versions"),
+    Curve("Length of completions", ("completions/length_mean",), unit="tokens"),
+    Curve("Trained tokens per second", ("perf/tokens_per_s",), "minutes", "tokens/s"),
+    Curve("Sampler against trainer: KL per token", ("mismatch/kl",), unit="nats"),
+    Curve("Effective sample size of the weights", ("mismatch/ess", "mismatch/sequence_ess"), unit="share"),
+    Curve("Entropy", ("policy/entropy",), unit="nats"),
+    Curve("Left out tokens", ("policy/clip_frac", "mask/stale_fraction", "mask/rejected_fraction"), unit="share"),
+    Curve("Gradient norm", ("grad_norm",)),
+)
+
+
+def curve_charts(runs: Sequence[RunRecord]) -> Iterator[Any]:
+    """Yields a chart for each curve of which a run has at least one number."""
+    for curve in CURVES:
+        lines = [line for run in runs for line in _lines(curve, run, several=len(runs) > 1)]
+        if lines:
+            yield _chart(curve, lines, runs)
+
+
+def _lines(curve: Curve, run: RunRecord, several: bool) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Yields the label and the coordinates of each metric that the run has."""
+    across = positions(run, curve.across)
+    for metric in curve.metrics:
+        points = [(x, step[metric]) for x, step in zip(across, run.steps, strict=True) if _is_number(step.get(metric))]
+        if points:
+            xs, ys = binned(points)
+            name = metric if len(curve.metrics) > 1 else ""
+            yield (f"{run.name} {name}".strip() if several else name), xs, ys
+
+
+def positions(run: RunRecord, across: str) -> list[float]:
+    """Returns where each step lies on an axis."""
+    match across:
+        case "step":
+            return [float(step["step"]) for step in run.steps]
+        case "minutes":
+            return [seconds / 60 for seconds in run.seconds]
+        case "device-hours":
+            return [seconds / 3600 * run.devices for seconds in run.seconds]
+    raise ValueError(f"{across!r} is no axis of a report")
+
+
+def binned(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Returns the coordinates of at most MAX_POINTS points, each the mean of as many points that follow each other."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    bins = [points[start : start + size] for start in range(0, len(points), size)]
+    return tuple([sum(each[axis] for each in part) / len(part) for part in bins] for axis in (0, 1))  # type: ignore[return-value]
+
+
+def _chart(curve: Curve, lines: list[tuple[str, list[float], list[float]]], runs: Sequence[RunRecord]) -> Any:
+    chart = plain_figure(curve.title, curve.across, curve.unit)
+    for colour, (label, xs, ys) in zip(_colours(len(lines)), lines, strict=True):
+        legend = {"legend_label": label} if label else {}
+        chart.line(xs, ys, color=colour, line_width=1.5, **legend)
+    if curve.metrics == ("reward/mean",) and curve.across == "step":
+        for colour, run in zip(_colours(len(lines)), runs, strict=False):
+            _add_evaluations(chart, run, colour)
+    if chart.legend:
+        style_legend(chart, "top_left")
+    return chart
+
+
+def _add_evaluations(chart: Any, run: RunRecord, colour: str) -> None:
+    """Adds the held-out reward of each evaluated version, with twice its standard error to both sides."""
+    if not run.evaluations:
+        return
+    found = run.evaluations
+    source = ColumnDataSource(
+        {
+            "version": [each["version"] for each in found],
+            "mean": [each["mean"] for each in found],
+            "low": [each["mean"] - 2 * (each["stderr"] or 0) for each in found],
+            "high": [each["mean"] + 2 * (each["stderr"] or 0) for each in found],
+        }
+    )
+    chart.scatter("version", "mean", source=source, size=7, color=colour, line_color="#888", legend_label="held out")
+    chart.add_layout(Whisker(base="version", lower="low", upper="high", source=source, line_color=colour))
+
+
+def staleness_histogram(run: RunRecord) -> Any | None:
+    """Returns a chart of the age of recorded samples when they were trained: by how many versions their first token,
+    the oldest, was behind the weights that step trained. It may be masked, so that its age exceeds the limit."""
+    ages = Counter(sample.step - 1 - sample.first for sample in run.samples if sample.trained)
+    if not ages:
+        return None
+    chart = plain_figure("Age of the first token of trained samples", "versions", "recorded samples")
+    chart.vbar(x=list(ages), top=list(ages.values()), width=0.8, color=Category10_10[0])
+    return chart
+
+
+def state_chart(run: RunRecord) -> Any | None:
+    """Returns a bar for each service, divided by what its workers did in the time of all steps."""
+    shares = {name: _mean_shares(run, name) for name in _services(run.steps)}
+    if not shares:
+        return None
+    names = list(shares)[::-1]
+    chart = plain_figure("What workers did", "share of the time", "", y_range=names, height=90 + 32 * len(names))
+    data = {"service": names} | {state: [shares[name].get(state, 0.0) for name in names] for state in STATE_COLOURS}
+    source = ColumnDataSource(data)
+    bars = chart.hbar_stack(
+        list(STATE_COLOURS),
+        y="service",
+        height=0.7,
+        color=list(STATE_COLOURS.values()),
+        source=source,
+        legend_label=list(STATE_COLOURS),
+    )
+    for state, bar in zip(STATE_COLOURS, bars, strict=True):
+        chart.add_tools(HoverTool(renderers=[bar], tooltips=f"@service: {state} @{{{state}}}{{0.0%}}"))
+    style_legend(chart, "center")
+    chart.add_layout(chart.legend[0], "below")
+    chart.legend.orientation = "horizontal"
+    return chart
+
+
+def _services(steps: Sequence[Object]) -> list[str]:
+    found = {key.split("/")[1]: None for step in steps for key in step if key.startswith("time/")}
+    return list(found)
+
+
+def _mean_shares(run: RunRecord, service: str) -> Mapping[str, float]:
+    """Returns the shares of the states, each step weighted by the time since the step before."""
+    begins = [0.0, *run.seconds[:-1]]
+    spans = [end - begin for begin, end in zip(begins, run.seconds, strict=True)]
+    weighted = {state: 0.0 for state in STATE_COLOURS}
+    total = 0.0
+    for step, span in zip(run.steps, spans, strict=True):
+        if step.get(f"time/{service}/busy") is not None:
+            total += span
+            for state in weighted:
+                weighted[state] += span * (step.get(f"time/{service}/{state}") or 0.0)
+    return {state: value / total for state, value in weighted.items()} if total else {}
+
+
+def plain_figure(title: str, across: str, upwards: str, height: int = 260, **settings: Any) -> Any:
+    """Returns an empty chart that is readable on a light and on a dark page."""
+    chart = figure(
+        title=title,
+        x_axis_label=across,
+        y_axis_label=upwards,
+        height=height,
+        sizing_mode="stretch_width",
+        tools="pan,box_zoom,xwheel_zoom,hover,reset",
+        toolbar_location="above",
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color="#888888",
+        **settings,
+    )
+    chart.toolbar.logo = None
+    chart.toolbar.active_drag = None  # A drag scrolls the page.
+    chart.grid.grid_line_color = "#888888"
+    chart.grid.grid_line_alpha = 0.25
+    for text in (chart.title, *chart.axis):
+        for name in ("text_color", "axis_label_text_color", "major_label_text_color"):
+            if hasattr(text, name):
+                setattr(text, name, TEXT_COLOUR)
+    return chart
+
+
+def style_legend(chart: Any, location: str) -> None:
+    """Makes a legend readable on any page; a click on a name hides its lines."""
+    chart.legend.location = location
+    chart.legend.background_fill_alpha = 0.0
+    chart.legend.border_line_alpha = 0.0
+    chart.legend.label_text_color = TEXT_COLOUR
+    chart.legend.label_text_font_size = "11px"
+    chart.legend.click_policy = "hide"
+
+
+def _colours(count: int) -> list[str]:
+    return [Category10_10[number % len(Category10_10)] for number in range(count)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,165 @@
+"""Writes the page: one HTML file that loads nothing, with charts, samples, evaluations, audit and configuration."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bokeh.embed import components
+from bokeh.resources import Resources
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from asyncrl.config.toml_writer import dump
+from asyncrl.deploy.report.curve_charts import curve_charts, staleness_histogram, state_chart
+from asyncrl.deploy.report.run_record import RunRecord
+from asyncrl.deploy.report.timeline_chart import timeline_chart
+from asyncrl.deploy.report.worker_trace import WorkerTrace, read_trace
+from asyncrl.telemetry.samples_file import SampleRecord
+
+SHOWN_SAMPLES = 120
+SHOWN_CHARACTERS = 2000
+"""Characters of a prompt or an answer; a longer one is cut in its middle."""
+TEMPLATE = "report.html.j2"
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A line of the table at the top: one text for each run."""
+
+    name: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownSample:
+    """A sample as the page shows it. tint: CSS colour of its advantage; behind: versions by which its first token was
+    behind the weights that it trained."""
+
+    record: SampleRecord
+    prompt: str
+    text: str
+    tint: str
+    behind: int
+
+
+def write_report(runs: Sequence[RunRecord], target: Path) -> None:
+    """Writes the report of one run, or the comparison of several. The file appears at once. Raises OSError."""
+    unfinished = target.with_name(f"{target.name}.part")
+    unfinished.write_text(report_html(runs), encoding="utf-8")
+    os.replace(unfinished, target)
+
+
+def report_html(runs: Sequence[RunRecord]) -> str:
+    charts: dict[str, Any] = {f"curve{number}": chart for number, chart in enumerate(curve_charts(runs))}
+    curves = list(charts)
+    trace = WorkerTrace([], [], 0)
+    if len(runs) == 1:
+        trace = read_trace(runs[0].path / "logs")
+        single = {"states": state_chart(runs[0]), "ages": staleness_histogram(runs[0])}
+        single["timeline"] = timeline_chart(trace) if trace.slices else None
+        charts |= {name: chart for name, chart in single.items() if chart is not None}
+    script, places = components(charts)
+    page: str = _template().render(
+        runs=runs,
+        curves=[places[name] for name in curves],
+        places=places,
+        script=script,
+        library=Resources(mode="inline", components=["bokeh"]).render_js(),
+        facts=list(facts(runs)),
+        trace=trace,
+        samples=shown_samples(runs[0]) if len(runs) == 1 else [],
+        configs=[dump(run.config) for run in runs],
+    )
+    return page
+
+
+@cache
+def _template() -> Any:
+    loader = PackageLoader("asyncrl.deploy", "report")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined).get_template(TEMPLATE)
+
+
+def facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
+    """Yields what the table at the top says of each run."""
+    yield Fact("run", tuple(run.name for run in runs))
+    yield Fact("experiment", tuple(f"{run.config.name}, {run.config.model.name}" for run in runs))
+    yield Fact("steps", tuple(f"{run.steps[-1]['step']:,}" for run in runs))
+    yield Fact("time trained", tuple(_duration(run.seconds[-1]) for run in runs))
+    yield Fact("devices", tuple(str(run.devices) for run in runs))
+    yield Fact("resumes", tuple(str(run.steps[-1]["incarnation"]) for run in runs))
+    yield Fact("reward, mean of the last tenth", tuple(_last_tenth(run, "reward/mean") for run in runs))
+    yield Fact("held out", tuple(_held_out(run) for run in runs))
+    yield Fact("trained tokens", tuple(f"{_total(run, 'tokens/trained'):,.0f}" for run in runs))
+    yield Fact("trained tokens per second", tuple(_rate(run) for run in runs))
+    yield Fact("staleness, mean of the last tenth", tuple(_last_tenth(run, "staleness/mean") for run in runs))
+    yield Fact("oldest trained token", tuple(f"{_largest(run, 'staleness/max'):.0f} versions" for run in runs))
+    yield Fact("staleness.limit", tuple(str(run.config.staleness.limit) for run in runs))
+    yield Fact("audit", tuple(_audit_result(run) for run in runs))
+
+
+def _audit_result(run: RunRecord) -> str:
+    if run.audit is None:
+        return "the journal cannot be read"
+    return "holds" if run.audit.ok else "FAILS"
+
+
+def _numbers(run: RunRecord, metric: str) -> list[float]:
+    return [step[metric] for step in run.steps if step.get(metric) is not None]
+
+
+def _last_tenth(run: RunRecord, metric: str) -> str:
+    found = _numbers(run, metric)
+    last = found[-max(1, len(found) // 10) :]
+    return f"{sum(last) / len(last):.3f}" if last else "-"
+
+
+def _total(run: RunRecord, metric: str) -> float:
+    return sum(_numbers(run, metric))
+
+
+def _largest(run: RunRecord, metric: str) -> float:
+    return max(_numbers(run, metric), default=0.0)
+
+
+def _rate(run: RunRecord) -> str:
+    return f"{_total(run, 'tokens/trained') / run.seconds[-1]:,.0f}" if run.seconds[-1] else "-"
+
+
+def _held_out(run: RunRecord) -> str:
+    if not run.evaluations:
+        return "-"
+    newest = run.evaluations[-1]
+    return f"{newest['mean']:.3f} ± {newest['stderr'] or 0:.3f} at version {newest['version']}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
+
+
+def shown_samples(run: RunRecord) -> list[ShownSample]:
+    """Returns samples evenly spread over the recorded ones, so that early and late steps are both there."""
+    records = run.samples
+    step = max(1, -(-len(records) // SHOWN_SAMPLES))
+    return [
+        ShownSample(each, _cut(each.prompt), _cut(each.text), _tint(each.advantage), each.step - 1 - each.first)
+        for each in records[::-1][::step]
+    ]
+
+
+def _cut(text: str) -> str:
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
+
+
+def _tint(advantage: float | None) -> str:
+    """Returns green for an advantage above 0 and red below it, full at 2."""
+    if not advantage:
+        return "transparent"
+    colour = "42,157,85" if advantage > 0 else "209,73,91"
+    return f"rgba({colour},{min(1.0, abs(advantage) / 2) * 0.6:.2f})"

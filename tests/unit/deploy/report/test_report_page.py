@@ -1,0 +1,118 @@
+"""The page of a report: its numbers, what it never loads, its size, and the command that writes it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy import cli
+from asyncrl.deploy.process.report_writer import report_run
+from asyncrl.deploy.report.curve_charts import binned, positions, staleness_histogram, state_chart
+from asyncrl.deploy.report.report_page import facts, report_html, shown_samples
+from asyncrl.deploy.report.run_record import read_run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from recorded_runs import SAMPLE, recorded_run, step
+
+EVALUATION = {"version": 0, "prompts": 8, "mean": 0.25, "stderr": None, "unscorable": 0, "seconds": 0.5}
+LIMIT = 5_000_000
+
+
+def test_the_table_says_what_the_metrics_say(tmp_path: Path) -> None:
+    lines = [step(n, 2.0 * n, **{"tokens/trained": 100.0, "staleness/max": float(n % 3)}) for n in range(1, 21)]
+    lines[-1]["reward/mean"] = lines[-2]["reward/mean"] = 0.75
+    run = read_run(recorded_run(tmp_path / "run", lines, evaluations=[EVALUATION]))
+    said = {fact.name: fact.texts[0] for fact in facts([run])}
+    assert said["steps"] == "20"
+    assert said["time trained"] == "40.0 s"
+    assert said["reward, mean of the last tenth"] == "0.750"
+    assert (said["trained tokens"], said["trained tokens per second"]) == ("2,000", "50")
+    assert said["oldest trained token"] == "2 versions"
+    assert said["held out"] == "0.250 ± 0.000 at version 0"
+    assert said["audit"] == "the journal cannot be read"
+
+
+def test_axes_count_minutes_and_hours_of_all_devices(tmp_path: Path) -> None:
+    sections = {"generation": {"device": "cuda:0"}, "training": {"device": "cuda:1"}}
+    run = read_run(recorded_run(tmp_path / "run", [step(1, 36.0), step(2, 72.0)], **sections))
+    assert positions(run, "minutes") == pytest.approx([0.6, 1.2])
+    assert positions(run, "device-hours") == pytest.approx([0.03, 0.06])  # Two GPUs, and the CPU of the reward worker.
+
+
+def test_long_lines_are_averaged_in_bins() -> None:
+    xs, ys = binned([(float(n), float(n % 2)) for n in range(4000)])
+    assert len(xs) == len(ys) == 1000
+    assert (xs[0], ys[0]) == (1.5, 0.5)
+    assert binned([(1.0, 2.0)]) == ([1.0], [2.0])
+
+
+def test_shares_are_weighted_by_the_time_of_their_steps(tmp_path: Path) -> None:
+    lines = [
+        step(1, 1.0, **{"time/training/busy": 1.0, "time/training/starved": 0.0}),
+        step(2, 4.0, **{"time/training/busy": 0.0, "time/training/starved": 1.0}),
+    ]
+    chart = state_chart(read_run(recorded_run(tmp_path / "run", lines)))
+    source = chart.renderers[0].data_source.data
+    assert (source["service"], source["busy"], source["starved"]) == (["training"], [0.25], [0.75])
+
+
+def test_ages_are_counted_against_the_weights_that_the_step_trained(tmp_path: Path) -> None:
+    samples = [replace(SAMPLE, step=3, first=2), replace(SAMPLE, step=3, first=0), replace(SAMPLE, step=3, trained=0)]
+    chart = staleness_histogram(read_run(recorded_run(tmp_path / "run", [step(3, 1.0)], samples)))
+    bars = chart.renderers[0].data_source.data
+    assert dict(zip(bars["x"], bars["top"], strict=True)) == {0: 1, 2: 1}
+
+
+def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
+    attack = "</script><script>alert(1)</script>"
+    samples = [replace(SAMPLE, text=attack, prompt=attack, finish="<b>")]
+    run = read_run(recorded_run(tmp_path / "run", [step(1, 1.0)], samples))
+    page = report_html([run])
+    assert attack not in page
+    assert page.count("&lt;/script&gt;&lt;script&gt;alert(1)") == 2
+
+
+def test_a_long_run_makes_a_page_below_five_megabytes_that_shows_early_and_late_samples(tmp_path: Path) -> None:
+    lines = [step(n, float(n), **{"time/training/busy": 1.0, "mismatch/kl": 0.1}) for n in range(1, 5001)]
+    samples = [replace(SAMPLE, step=n, text="word " * 1000) for n in range(1, 5001, 5)]
+    run = read_run(recorded_run(tmp_path / "run", lines, samples))
+    shown = shown_samples(run)
+    assert len(shown) <= 120
+    assert shown[0].record.step > 4900
+    assert shown[-1].record.step < 100
+    assert "[3000 characters]" in shown[0].text
+    assert len(report_html([run]).encode()) < LIMIT
+
+
+def test_the_command_writes_one_run_and_compares_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [str(recorded_run(tmp_path / name, [step(1, 1.0)])) for name in ("first", "second")]
+    assert cli.main(["report", runs[0]]) == 0
+    assert capsys.readouterr().out == f"the report is in {runs[0]}/report.html\n"
+    assert cli.main(["report", *runs]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>first and second</h1>" in page
+    assert cli.main(["report", *runs, "--to", str(tmp_path / "none" / "r.html")]) == 2
+    assert "cannot be written to" in capsys.readouterr().err
+
+
+async def test_a_run_says_where_its_report_is_or_why_there_is_none(tmp_path: Path) -> None:
+    run, said = recorded_run(tmp_path / "run", [step(1, 1.0)]), list[str]()
+    await report_run(run, said.append)
+    assert said == [f"report: {run / 'report.html'}"]
+    assert (run / "report.html").exists()
+    said.clear()
+    await report_run(tmp_path / "none", said.append)
+    assert len(said) == 1
+    assert said[0].startswith("the report could not be written:")
+    assert "holds no run" in said[0]
+    assert said[0].endswith(f"report {tmp_path / 'none'}`")
+
+
+async def test_a_report_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    await report_run(recorded_run(tmp_path / "run", [step(1, 1.0)]), said.append, deadline=0.01)
+    assert "it took longer than" in said[0]
