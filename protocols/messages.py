@@ -173,7 +173,8 @@ class Opening:
 @dataclass(frozen=True, slots=True)
 class SampleText:
     """One sample as text, for a person to read. turns: of an episode, its messages after the prompt ({"role",
-    "content"}), the policy's as "assistant"; turn_rewards: of the environment, for each of those."""
+    "content"}), the policy's as "assistant"; turn_rewards: of the environment, for each of those. token_ids,
+    token_logprobs, token_versions: of each sampled token, with the version of the weights that sampled it."""
 
     group: int
     member: int
@@ -181,6 +182,9 @@ class SampleText:
     text: str
     turns: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: tuple[float, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    token_logprobs: tuple[float, ...] = ()
+    token_versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
-from asyncrl.protocols.row_columns import restored_columns, trajectory_columns
+from asyncrl.protocols.row_columns import SPANS, restored_columns, sampled_places, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
@@ -47,7 +47,8 @@ SLACK_SHARE, SLACK = 1.5, 5.0
 JSON_BYTES = 6
 """Most bytes of JSON that one byte of text becomes."""
 
-SHOWN, SHOWN_OF_EPISODES = ("text", "prompt_ids"), ("transcript", "turn_rewards")
+SHOWN = ("text", "prompt_ids", "response_ids", "logprobs", "versions")
+SHOWN_OF_EPISODES = ("transcript", "turn_rewards", SPANS)
 """Columns of a sample that a person is shown."""
 
 COUNTERS = ("samples", "tokens", "aborted", "running", "waiting", "cache_used", "preemptions")
@@ -191,7 +192,17 @@ class GenerationService(Service, Generation):
 
     async def _text(self, row: RowRef, columns: Mapping[str, Array]) -> SampleText:
         prompt = await self.context.compute.run(self._engine.tokenizer.decode, columns["prompt_ids"])
-        text = SampleText(row.group, row.member, prompt, bytes(columns["text"]).decode())
+        ids = columns["response_ids"]
+        sampled = ids[sampled_places(columns[SPANS])] if SPANS in columns else ids
+        text = SampleText(
+            row.group,
+            row.member,
+            prompt,
+            bytes(columns["text"]).decode(),
+            token_ids=tuple(sampled.tolist()),
+            token_logprobs=tuple(round(value, 4) for value in columns["logprobs"].tolist()),
+            token_versions=tuple(columns["versions"].tolist()),
+        )
         if "transcript" not in columns:
             return text
         turns, rewards = json.loads(bytes(columns["transcript"])), tuple(columns["turn_rewards"].tolist())

@@ -317,7 +317,7 @@ class TelemetryConfig(Section):
     """Output of the run besides its checkpoints."""
 
     samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
-    """Number of samples of each step that are written to samples.jsonl."""
+    """Number of samples of each step that are written to samples.jsonl, in whole groups."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Services that get the metrics besides metrics.jsonl."""
     trace: bool = True

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import read_records
 
-T = TypeVar("T")
+TOKEN_FIELDS = ("token_ids", "token_logprobs", "token_versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,8 @@ class SampleRecord:
     first and last token; trained, masked: response tokens in the loss and left out, with the reason; rejected: tokens
     that a correction gave no weight; skipped: why the whole step trained nothing. advantage: None also when a critic
     gives each token its own. turns, turn_rewards: of an episode, the messages after its prompt ({"role", "content"}),
-    and what the environment gave for each of the policy's, whose role is "assistant"; the file lacks them elsewhere.
+    and what the environment gave for each of the policy's, whose role is "assistant". token_ids, token_logprobs,
+    token_versions: of each sampled token. The file lacks these five where they are empty.
     """
 
     step: int
@@ -44,10 +45,13 @@ class SampleRecord:
     skipped: str = ""
     turns: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that the file has."""
-        absent = () if self.turns else ("turns", "turn_rewards")
+        absent = {*(() if self.turns else ("turns", "turn_rewards")), *(() if self.token_ids else TOKEN_FIELDS)}
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
@@ -60,15 +64,22 @@ def sample_record(
     copied = {name: getattr(row, name) for name in of_row}
     copied |= {name: getattr(trained, name) for name in ("trained", "masked", "reason", "rejected")}
     copied |= {name: getattr(text, name) for name in ("prompt", "text", "turns")}
-    rewards = list(text.turn_rewards)
-    return SampleRecord(step=step, terms=terms, skipped=skipped, turn_rewards=rewards, **copied)
+    copied |= {name: list(getattr(text, name)) for name in ("turn_rewards", *TOKEN_FIELDS)}
+    return SampleRecord(step=step, terms=terms, skipped=skipped, **copied)
 
 
-def to_show(samples: Sequence[T], count: int | Literal["all"]) -> list[T]:
-    """Returns `count` of a step's samples, evenly spread; they are chosen by position, so without bias."""
-    if count == "all" or count >= len(samples):
-        return list(samples)
-    return [samples[index * len(samples) // count] for index in range(count)]
+def to_show(rows: Sequence[RowRef], count: int | Literal["all"]) -> list[RowRef]:
+    """Returns up to `count` of a step's samples: whole groups, so that siblings can be compared, evenly spread over the
+    step. They are chosen by position, so without bias. One group is cut where all of its samples are more than `count`.
+    """
+    if count == "all" or count >= len(rows):
+        return list(rows)
+    groups: dict[int, list[RowRef]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    by_group = list(groups.values())
+    whole = max(1, count // max(map(len, by_group)))
+    return [row for index in range(whole) for row in by_group[index * len(by_group) // whole]][:count]
 
 
 def read_samples(path: Path) -> list[SampleRecord]:

@@ -44,7 +44,7 @@ CURVES = (
     Curve("Reward", ("reward/mean",), "device-hours"),
     Curve("Staleness of trained tokens", ("staleness/mean", "staleness/max"), unit="versions"),
     Curve("Length of completions", ("completions/length_mean",), unit="tokens"),
-    Curve("Trained tokens per second", ("perf/tokens_per_s",), "minutes", "tokens/s"),
+    Curve("Trained tokens", ("perf/tokens_per_s",), "minutes", "tokens per second"),
     Curve("Sampler against trainer: KL per token", ("mismatch/kl",), unit="nats"),
     Curve("Effective sample size of the weights", ("mismatch/ess", "mismatch/sequence_ess"), unit="share"),
     Curve("Entropy", ("policy/entropy",), unit="nats"),

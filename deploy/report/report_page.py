@@ -14,13 +14,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from asyncrl.config.toml_writer import dump
 from asyncrl.deploy.report.curve_charts import curve_charts, staleness_histogram, state_chart
 from asyncrl.deploy.report.run_record import RunRecord
+from asyncrl.deploy.report.sample_tokens import ShownToken, shown_tokens, signed_colour, token_decoder
 from asyncrl.deploy.report.timeline_chart import timeline_chart
 from asyncrl.deploy.report.worker_trace import WorkerTrace, read_trace
+from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord
 
 SHOWN_SAMPLES = 120
 SHOWN_CHARACTERS = 2000
 """Characters of a prompt or an answer; a longer one is cut in its middle."""
+SHOWN_TOKENS = 8000
+"""Tokens with colours of their own, some 200 bytes each, which bounds the size of the report."""
 TEMPLATE = "report.html.j2"
 
 
@@ -35,13 +39,14 @@ class Fact:
 @dataclass(frozen=True, slots=True)
 class ShownSample:
     """A sample as the page shows it. tint: CSS colour of its advantage; behind: versions by which its first token was
-    behind the weights that it trained."""
+    behind the weights that it trained. tokens: none where the run recorded none, or after SHOWN_TOKENS."""
 
     record: SampleRecord
     prompt: str
     text: str
     tint: str
     behind: int
+    tokens: list[ShownToken]
 
 
 def write_report(runs: Sequence[RunRecord], target: Path) -> None:
@@ -141,13 +146,22 @@ def _duration(seconds: float) -> str:
 
 
 def shown_samples(run: RunRecord) -> list[ShownSample]:
-    """Returns samples evenly spread over the recorded ones, so that early and late steps are both there."""
-    records = run.samples
-    step = max(1, -(-len(records) // SHOWN_SAMPLES))
-    return [
-        ShownSample(each, _cut(each.prompt), _cut(each.text), _tint(each.advantage), each.step - 1 - each.first)
-        for each in records[::-1][::step]
-    ]
+    """Returns whole groups evenly spread over the recorded ones, so that early and late steps are both there."""
+    groups: dict[tuple[int, int], list[SampleRecord]] = {}
+    for record in run.samples[::-1]:
+        groups.setdefault((record.step, record.group), []).insert(0, record)
+    every = max(1, -(-len(run.samples) // SHOWN_SAMPLES))
+    decode = token_decoder([RunDirectory(run.path).model, Path(run.config.model.name)])
+    shown, tokens = [], 0
+    for group in list(groups.values())[::every]:
+        for record in group:
+            split = decode is not None and bool(record.token_ids) and tokens < SHOWN_TOKENS
+            parts = shown_tokens(record, decode, run.config) if decode and split else []
+            tokens += len(parts)
+            tint = signed_colour(record.advantage or 0.0, full=2.0)
+            behind = record.step - 1 - record.first
+            shown.append(ShownSample(record, _cut(record.prompt), _cut(record.text), tint, behind, parts))
+    return shown[:SHOWN_SAMPLES]
 
 
 def _cut(text: str) -> str:
@@ -155,11 +169,3 @@ def _cut(text: str) -> str:
         return text
     half = SHOWN_CHARACTERS // 2
     return f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
-
-
-def _tint(advantage: float | None) -> str:
-    """Returns green for an advantage above 0 and red below it, full at 2."""
-    if not advantage:
-        return "transparent"
-    colour = "42,157,85" if advantage > 0 else "209,73,91"
-    return f"rgba({colour},{min(1.0, abs(advantage) / 2) * 0.6:.2f})"

@@ -140,6 +140,10 @@ async def test_a_group_comes_back_as_rows_with_their_scalars(start: Start) -> No
         (found,) = await service.texts(refs[0])
         assert found.prompt == "go left 5"
         assert found.text.encode() == bytes(service.rows.read(refs[0].rows[0].places[0], ["text"])[0])
+        ids, logprobs = service.rows.read(refs[0].rows[0].places[0], ["response_ids", "logprobs"])
+        assert found.token_ids == tuple(ids.tolist())
+        assert found.token_logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert found.token_versions == (3,) * len(ids)
 
 
 async def test_released_rows_are_gone_and_their_texts_left_out(start: Start) -> None:

@@ -221,6 +221,8 @@ async def test_an_episode_is_shown_with_what_its_environment_said_last(
             assert [turn["content"] for turn in text.turns[1::2]] == [" no", " yes"]
             assert text.text == text.turns[2]["content"]
             assert text.turn_rewards == (0.0, 0.0)
+            tokens = next(row.tokens for row in rows if row.member == text.member)
+            assert len(text.token_ids) == len(text.token_logprobs) == len(text.token_versions) == tokens
 
 
 async def test_the_next_turn_is_the_same_at_another_worker(start: Start, environment: PlayedEnvironment) -> None:

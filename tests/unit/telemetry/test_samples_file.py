@@ -83,11 +83,32 @@ def test_a_try_that_trained_nothing_gives_way_to_the_next_one(tmp_path: Path) ->
     assert kept == [(1, ""), (2, ""), (2, ""), (3, "stale")]
 
 
-def test_the_samples_shown_are_spread_over_the_batch() -> None:
-    assert to_show(range(64), 8) == [0, 8, 16, 24, 32, 40, 48, 56]
-    assert to_show(range(3), 8) == [0, 1, 2]
-    assert to_show(range(3), "all") == [0, 1, 2]
-    assert to_show(range(3), 0) == []
+def rows(*groups: tuple[int, int]) -> list[RowRef]:
+    """Rows of groups, each with an id and a number of members."""
+    return [ROW._replace(group=group, member=member) for group, members in groups for member in range(members)]
+
+
+def test_whole_groups_are_shown_that_are_spread_over_the_batch() -> None:
+    batch = rows(*((group, 4) for group in range(16)))
+    shown = [(row.group, row.member) for row in to_show(batch, 8)]
+    assert shown == [(0, 0), (0, 1), (0, 2), (0, 3), (8, 0), (8, 1), (8, 2), (8, 3)]
+    assert [row.group for row in to_show(batch, 11)] == [row.group for row in to_show(batch, 8)]
+    assert [(row.group, row.member) for row in to_show(batch, 2)] == [(0, 0), (0, 1)]
+    assert [row.group for row in to_show(rows(*((group, 1) for group in range(64))), 8)] == list(range(0, 64, 8))
+    assert len(to_show(rows((0, 1), (1, 4), (2, 2)), 4)) == 1, "how many fit follows from the largest group"
+    assert to_show(batch, "all") == batch
+    assert to_show(batch[:3], 8) == batch[:3]
+    assert to_show(batch, 0) == []
+
+
+def test_tokens_of_a_sample_are_kept(tmp_path: Path) -> None:
+    text = SampleText(3, 1, "1+1?", "two", token_ids=(7, 9), token_logprobs=(-0.5, -1.0), token_versions=(6, 7))
+    record = sample_record(8, ROW, text, {}, TrainedSample(3, 1, 0, 2, 0))
+    write(tmp_path / "samples.jsonl", [record, RECORD])
+    assert read_samples(tmp_path / "samples.jsonl") == [record, RECORD]
+    first, second = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert (first["token_ids"], first["token_logprobs"], first["token_versions"]) == ([7, 9], [-0.5, -1.0], [6, 7])
+    assert set(first) - set(second) == {"token_ids", "token_logprobs", "token_versions"}
 
 
 @pytest.mark.parametrize(

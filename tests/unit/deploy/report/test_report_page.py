@@ -79,6 +79,7 @@ def test_a_long_run_makes_a_page_below_five_megabytes_that_shows_early_and_late_
     run = read_run(recorded_run(tmp_path / "run", lines, samples))
     shown = shown_samples(run)
     assert len(shown) <= 120
+    assert all(not each.tokens for each in shown), "this run has no tokenizer"
     assert shown[0].record.step > 4900
     assert shown[-1].record.step < 100
     assert "[3000 characters]" in shown[0].text

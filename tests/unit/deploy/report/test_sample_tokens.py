@@ -1,0 +1,78 @@
+"""The tokens of a sample: their text, what is masked of them, and their colours."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from asyncrl.deploy.report.report_page import report_html, shown_samples
+from asyncrl.deploy.report.run_record import read_run
+from asyncrl.deploy.report.sample_tokens import MAX_TOKENS, shown_tokens, signed_colour, token_decoder
+
+sys.path.insert(0, str(Path(__file__).parent))
+from recorded_runs import SAMPLE, recorded_run, step
+
+WORDS = ["\u2581two", "\u2581words", "<eos>", "</b>"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run whose tokenizer writes a space at the begin of each word, but not at the begin of a text."""
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    tokenizer.save(str(tmp_path / "run" / "model" / "tokenizer.json"))
+    tokens = replace(SAMPLE, step=5, token_ids=[0, 1, 2], token_logprobs=[-0.5, -5.0, 0.0], token_versions=[1, 2, 4])
+    return recorded_run(tmp_path / "run", [step(5, 1.0)], [tokens])
+
+
+def test_tokens_say_their_text_number_and_age_and_stale_ones_are_masked(run: Path) -> None:
+    record = read_run(run)
+    decode = token_decoder([run / "none", run / "model"])
+    assert decode is not None
+    first, second, third = shown_tokens(record.samples[0], decode, record.config)
+    assert "".join(token.text for token in (first, second, third)) == " two words<eos>"
+    assert [token.masked for token in (first, second, third)] == [True, False, False]
+    assert first.about == '" two" (0), log-prob -0.500, version 1, advantage +0.500, masked: too old'
+    assert second.by_logprob == "rgba(209,73,91,0.60)"
+    assert third.by_logprob == "transparent"
+    assert [token.by_age for token in (second, third)] == ["rgba(59,125,216,0.60)", "rgba(59,125,216,0.00)"]
+
+
+def test_no_token_is_too_old_where_all_are_admitted(run: Path) -> None:
+    record, decode = read_run(run), token_decoder([run / "model"])
+    assert decode is not None
+    staleness = record.config.staleness.model_copy(update={"policy": "admit"})
+    config = record.config.model_copy(update={"staleness": staleness})
+    assert not any(token.masked for token in shown_tokens(record.samples[0], decode, config))
+
+
+def test_the_middle_of_a_long_answer_is_left_out(run: Path) -> None:
+    record, decode = read_run(run), token_decoder([run / "model"])
+    assert decode is not None
+    many = replace(SAMPLE, token_ids=[1] * 1000, token_logprobs=[-1.0] * 1000, token_versions=[0] * 1000)
+    tokens = shown_tokens(many, decode, record.config)
+    assert len(tokens) == MAX_TOKENS + 1
+    assert tokens[MAX_TOKENS // 2].text == " [700 tokens] "
+
+
+def test_the_page_shows_tokens_as_text_and_whole_groups(run: Path) -> None:
+    record = read_run(run)
+    sample = replace(record.samples[0], token_ids=[3, 3, 3])
+    groups = [replace(sample, group=group, member=member) for group in range(60) for member in range(4)]
+    record = replace(record, samples=groups)
+    shown = shown_samples(record)
+    members = [each.record.member for each in shown]
+    assert members == [0, 1, 2, 3] * 30
+    page = report_html([record])
+    assert ">&lt;/b&gt;</span>" in page
+    assert page.count('class="token masked"') == 120
+
+
+def test_colours_grow_with_the_number_up_to_a_limit() -> None:
+    assert signed_colour(0.0, 2.0) == "transparent"
+    assert signed_colour(1.0, 2.0) == "rgba(42,157,85,0.30)"
+    assert signed_colour(-9.0, 2.0) == "rgba(209,73,91,0.60)"
