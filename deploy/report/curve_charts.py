@@ -68,7 +68,7 @@ def _lines(curve: Curve, run: RunRecord, several: bool) -> Iterator[tuple[str, l
         points = [(x, step[metric]) for x, step in zip(across, run.steps, strict=True) if _is_number(step.get(metric))]
         if points:
             xs, ys = binned(points)
-            name = metric if len(curve.metrics) > 1 else ""
+            name = metric.rpartition("/")[2] if len(curve.metrics) > 1 else ""
             yield (f"{run.name} {name}".strip() if several else name), xs, ys
 
 
@@ -100,7 +100,7 @@ def _chart(curve: Curve, lines: list[tuple[str, list[float], list[float]]], runs
         for colour, run in zip(_colours(len(lines)), runs, strict=False):
             _add_evaluations(chart, run, colour)
     if chart.legend:
-        style_legend(chart, "top_left")
+        legend_below(chart)
     return chart
 
 
@@ -151,9 +151,7 @@ def state_chart(run: RunRecord) -> Any | None:
     )
     for state, bar in zip(STATE_COLOURS, bars, strict=True):
         chart.add_tools(HoverTool(renderers=[bar], tooltips=f"@service: {state} @{{{state}}}{{0.0%}}"))
-    style_legend(chart, "center")
-    chart.add_layout(chart.legend[0], "below")
-    chart.legend.orientation = "horizontal"
+    legend_below(chart)
     return chart
 
 
@@ -176,7 +174,7 @@ def _mean_shares(run: RunRecord, service: str) -> Mapping[str, float]:
     return {state: value / total for state, value in weighted.items()} if total else {}
 
 
-def plain_figure(title: str, across: str, upwards: str, height: int = 260, **settings: Any) -> Any:
+def plain_figure(title: str, across: str, upwards: str, height: int = 290, **settings: Any) -> Any:
     """Returns an empty chart that is readable on a light and on a dark page."""
     chart = figure(
         title=title,
@@ -202,9 +200,11 @@ def plain_figure(title: str, across: str, upwards: str, height: int = 260, **set
     return chart
 
 
-def style_legend(chart: Any, location: str) -> None:
-    """Makes a legend readable on any page; a click on a name hides its lines."""
-    chart.legend.location = location
+def legend_below(chart: Any) -> None:
+    """Puts the legend where it covers no line; a click on a name hides its lines."""
+    chart.add_layout(chart.legend[0], "below")
+    chart.legend.location = "center"
+    chart.legend.ncols = 3
     chart.legend.background_fill_alpha = 0.0
     chart.legend.border_line_alpha = 0.0
     chart.legend.label_text_color = TEXT_COLOUR

@@ -6,7 +6,7 @@ from zlib import crc32
 from bokeh.models import ColumnDataSource, CrosshairTool, FixedTicker, HoverTool
 from bokeh.palettes import Category20_20
 
-from asyncrl.deploy.report.curve_charts import plain_figure, style_legend
+from asyncrl.deploy.report.curve_charts import legend_below, plain_figure
 from asyncrl.deploy.report.worker_trace import Slice, WorkerTrace
 
 ROW_PIXELS = 13
@@ -84,7 +84,7 @@ def _add_arrows(chart: Any, trace: WorkerTrace, heights: dict[tuple[str, int], i
                 legend_label=what,
             )
     if trace.arrows:
-        style_legend(chart, "top_left")
+        legend_below(chart)
 
 
 def _colour(each: Slice) -> str:

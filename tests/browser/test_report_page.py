@@ -23,7 +23,14 @@ DRAWN = "[...document.querySelectorAll('.bk-Figure')].every(each => each.getBoun
 
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
-    lines = [step(n, float(n), **{"time/training/busy": 0.5, "staleness/mean": 1.0}) for n in range(1, 30)]
+    lines = [
+        step(
+            n,
+            float(n),
+            **{"time/training/busy": 0.5, "staleness/mean": 1.0, "staleness/max": 2.0, "mask/stale_fraction": 0.0},
+        )
+        for n in range(1, 30)
+    ]
     samples = [replace(SAMPLE, step=n, text=f"<b>bold {n}</b>") for n in range(1, 30)]
     path = recorded_run(tmp_path / "run", lines, samples)
     fleet = TracedFleet(path / "logs")
@@ -42,7 +49,7 @@ async def test_charts_are_drawn_and_nothing_is_loaded(report: Path, tmp_path: Pa
         await tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         await tab.open(report.as_uri())
         await tab.until(f"{CHARTS} >= 6 && {DRAWN}")
-        assert await tab.value(f"{CHARTS}") == 7  # Reward on three axes, staleness, ages, states and the timeline.
+        assert await tab.value(f"{CHARTS}") == 8  # Reward on three axes, staleness, masks, ages, states, timeline.
         assert "<b>bold 29</b>" in await tab.text()
         assert await tab.value("document.documentElement.scrollWidth <= window.innerWidth")
         background = await tab.value("getComputedStyle(document.body).backgroundColor")
