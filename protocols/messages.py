@@ -112,7 +112,8 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class Health:
     """The health of a worker. doing: what each running call does; seconds: by state since start, see telemetry; wall,
-    cpu: seconds since start; memory: resident bytes of its process."""
+    cpu: seconds since start; memory: resident bytes of its process; version: of the weights in use, None where it has
+    none of the policy's; gpu: of its GPU, see gpu_use."""
 
     service: str
     replica: int
@@ -125,6 +126,8 @@ class Health:
     counters: dict[str, float] = field(default_factory=dict)
     cpu: float = 0.0
     memory: int = 0
+    version: int | None = None
+    gpu: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +390,7 @@ class ProbeAnswer:
     ticket: str
 
 
-PROTOCOL = 25
+PROTOCOL = 26
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

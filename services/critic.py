@@ -56,6 +56,7 @@ class CriticService(Service, Critic):
         for row, (values, updates) in zip(samples, results, strict=True):
             columns: dict[str, Array] = {target.values: values, target.valued_at: np.array([updates], np.int64)}
             places.append(self.keep(row.name, columns))
+        self.add_to_counters(samples=len(places), tokens=sum(len(values) for values, _ in results))
         return samples.with_places(places)
 
     async def release(self, samples: list[SampleName], oldest: int) -> None:

@@ -215,7 +215,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         try:
             with self.context.occupancy.computing():
                 played = await self._pool.play(Play(state.name, row, seed, said_in(transcript), sampled))
-            self.counters["answers"] += len(played.answers)
+            self.add_to_counters(answers=len(played.answers))
             self._check_replay(sample, transcript, played)
             goes_on = self._groups.get(sample.group, {}).get(sample.name) is state
         finally:

@@ -158,6 +158,11 @@ class GenerationService(Service, Generation):
             () if self._evaluates else (self.context.spec.instance,), self._engine.version, self._canary_distance
         )
 
+    @property
+    def weights_version(self) -> int | None:
+        engine: GenerationEngine | None = getattr(self, "_engine", None)  # `start` sets it; health comes earlier.
+        return None if engine is None or engine.version == NO_WEIGHTS else engine.version
+
     async def pause(self) -> Boundary:
         return Boundary(STEP, await self._engine.pause())
 
@@ -266,8 +271,7 @@ class GenerationService(Service, Generation):
         for completion in completions:
             if (stream := self._streams.pop(completion.request.key, None)) is not None:
                 stream.put_nowait(completion)
-                self.counters["samples"] += 1
-                self.counters["tokens"] += len(completion.tokens)
+                self.add_to_counters(samples=1, tokens=len(completion.tokens))
         load = self._engine.load()
         self.counters |= {"running": load.running, "waiting": load.waiting}
         self.counters |= {"cache_used": load.cache_used, "preemptions": load.preemptions}

@@ -36,6 +36,7 @@ class ReferenceService(Service, Reference):
     async def logprobs(self, samples: BatchRef) -> BatchRef:
         logprobs = await results_of_forward_passes(self.context, samples, self._forward)
         places = [self.keep(row.name, {COLUMN: own}) for row, own in zip(samples, logprobs, strict=True)]
+        self.add_to_counters(samples=len(places), tokens=sum(map(len, logprobs)))
         return samples.with_places(places)
 
     def _load(self) -> CausalModel:

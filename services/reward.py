@@ -97,8 +97,9 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
                 score = replace(score, place=self.keep(row_ref.name, {TOKEN_REWARDS: rewards}))
             scores.append(score)
             if score.error:
-                self.counters["failed"] = self.counters.get("failed", 0) + 1
+                self.add_to_counters(failed=1)
                 self.context.log.warning("reward failed", group=sample.group, member=sample.member, error=score.error)
+        self.add_to_counters(samples=len(scores))
         return scores
 
     async def start(self) -> None:

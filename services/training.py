@@ -100,6 +100,10 @@ class TrainingService(Service, Training):
                 step.work = self.context.tasks.create_task(work, name=f"step from version {cuts.version}")
             return await self._complete(step)
 
+    @property
+    def weights_version(self) -> int | None:
+        return self._version
+
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return await self._row_prefetch.prefetch(samples)
 
@@ -164,7 +168,7 @@ class TrainingService(Service, Training):
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
             run = await context.compute.run(self._begin, cuts, columns)
             while await context.compute.run(run.advance):
-                self.counters["micro_batches"] = self.counters.get("micro_batches", 0) + 1
+                self.add_to_counters(micro_batches=1)
             return run.outcome
         except PeerLost:
             await asyncio.sleep(DEATH_NOTICE)  # Reports the death of the other rank before the end of this one.
@@ -202,6 +206,7 @@ class TrainingService(Service, Training):
         self._version = version
         self._chain = chain(self._chain, outcome.trained)
         report = self._report(outcome)
+        self.add_to_counters(samples=len(report.samples), tokens=sum(sample.trained for sample in report.samples))
         self._step = None
         self._last_report = {step.digest: report}
         return report

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ SECONDS = 2.0
 class WorkerStatus:
     """One worker. name: such as generation0[1]. problem: why it takes no calls, else "". doing: its running calls.
     shares: of the time since the state before, by activity, such as busy and starved. cores: CPU-seconds a second since
-    then. memory: resident bytes. starts: how often it was started since the run began, or was resumed."""
+    then. memory: resident bytes. starts: how often it was started since the run began, or was resumed. counters: since
+    its start. rates: what it finished a second, such as samples and tokens. version: of the policy's weights that it
+    has, None where it has none. gpu: bytes `memory`, `total` and `own`, {} without a GPU. service: whose worker it is.
+    """
 
     name: str
     instance: str
@@ -30,6 +33,10 @@ class WorkerStatus:
     memory: int
     starts: int
     counters: Mapping[str, float]
+    rates: Mapping[str, float] = field(default_factory=dict)
+    version: int | None = None
+    gpu: Mapping[str, float] = field(default_factory=dict)
+    service: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,19 @@ def shares_between(before: Health | None, after: Health) -> dict[str, float]:
         return {state: spent / after.wall for state, spent in after.seconds.items()} if after.wall > 0 else {}
     wall = after.wall - before.wall
     return {state: (spent - before.seconds.get(state, 0.0)) / wall for state, spent in after.seconds.items()}
+
+
+FINISHED = ("samples", "tokens", "answers")
+"""Counters of what a worker finishes, which have rates."""
+
+
+def rates_between(before: Health | None, after: Health) -> dict[str, float]:
+    """Returns what a worker finished a second between two reports of one instance, or since its start."""
+    finished = {name: after.counters[name] for name in FINISHED if name in after.counters}
+    if before is None or before.instance != after.instance or after.wall <= before.wall:
+        return {name: count / after.wall for name, count in finished.items()} if after.wall > 0 else {}
+    wall = after.wall - before.wall
+    return {name: (count - before.counters.get(name, 0.0)) / wall for name, count in finished.items()}
 
 
 def cores_between(before: Health | None, after: Health) -> float:

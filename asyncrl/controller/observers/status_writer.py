@@ -20,6 +20,7 @@ from asyncrl.telemetry.run_status import (
     RunStatus,
     WorkerStatus,
     cores_between,
+    rates_between,
     shares_between,
     write_status,
 )
@@ -74,7 +75,8 @@ class StatusWriter:
         starts, problem = self._starts[worker.name], "" if worker.alive else worker.status
         newest = self.poller.newest.get(worker.name)
         if newest is None or newest.health.instance != worker.instance:
-            return WorkerStatus(worker.name, worker.instance, problem, (), 0, {}, 0.0, 0, starts, {})
+            unknown = WorkerStatus(worker.name, worker.instance, problem, (), 0, {}, 0.0, 0, starts, {})
+            return replace(unknown, service=worker.service)
         health, before = newest.health, self._before.get(worker.name)
         self._before[worker.name] = health
         return WorkerStatus(
@@ -88,4 +90,8 @@ class StatusWriter:
             health.memory,
             starts,
             health.counters,
+            rates_between(before, health),
+            health.version,
+            health.gpu,
+            worker.service,
         )

@@ -11,6 +11,7 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.gpu_use import gpu_use
 from asyncrl.fleet.worker.process_memory import resident_bytes
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_retention import RowRetention
@@ -95,6 +96,16 @@ class Service:
             self.rows.close()
 
     @property
+    def weights_version(self) -> int | None:
+        """Returns the version of the policy's weights that the service has, for health; None: it has none."""
+        return None
+
+    def add_to_counters(self, **added: float) -> None:
+        """Adds to counters, such as samples=8."""
+        for name, number in added.items():
+            self.counters[name] = self.counters.get(name, 0.0) + number
+
+    @property
     def queued(self) -> int:
         """Functions that wait for the compute thread, for health."""
         return max(0, self.context.compute.queued - 1)
@@ -123,6 +134,8 @@ class Service:
             counters=self.counters | ({} if self.rows is None else {"rows_refused": float(self.rows.refused)}),
             cpu=time.process_time(),
             memory=resident_bytes(),
+            version=self.weights_version,
+            gpu=gpu_use(self.context.spec.device),
         )
         return [own]
 

@@ -100,6 +100,12 @@ class WorkerSpec:
     def hello(self) -> Hello:
         return self.facts.hello(self.service, self.rank, self.instance)
 
+    @property
+    def device(self) -> str:
+        """Returns the device of the worker, as its specification or else the config says; "cpu" where neither does."""
+        section = getattr(self.facts.config, "generation" if self.service == "evaluation" else self.service, None)
+        return self.devices[0] if self.devices else getattr(section, "device", "cpu")
+
     def on_own_device(self) -> "WorkerSpec":
         """Returns the specification with the first of its devices as that of its service in the config."""
         name = "generation" if self.service == "evaluation" else self.service

@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
@@ -23,8 +23,11 @@ LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called old: a loaded machine is late by some of them."""
 LONGEST_LINE = 2**20
 """Bytes at the end of metrics.jsonl in which the newest line is searched for."""
-HEADINGS = ("worker", "busy", "starved", "blocked", "sync", "cores", "memory", "queue", "starts", "runs")
-SHARES = HEADINGS[1:5]
+SHARES = ("busy", "starved", "blocked", "sync")
+HEADINGS = ("worker", *SHARES, "cores", "memory", "queue", "starts")
+FURTHER = ("version", "samples per s", "tokens per s", "GPU memory")
+SHORTEST_RUNS = 12
+"""Columns of the screen that the calls of a worker need: with less, the further columns have a table of their own."""
 
 
 def main(arguments: list[str]) -> int:
@@ -90,7 +93,7 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) 
         for line in wrap(f"{worker.name}: {worker.problem}", width, subsequent_indent="  ")
     ]
     since = ["starts: since the run was resumed"] if status.incarnation else []
-    return Group(*lines, "", _table(status.workers, width), *since, *problems)
+    return Group(*lines, "", *_tables(status, width), *since, *problems)
 
 
 def _step(metrics: Mapping[str, Any], version: int, width: int) -> list[str]:
@@ -115,19 +118,40 @@ def filled(heading: str, items: Iterable[str], width: int) -> list[str]:
     return lines
 
 
-def _table(workers: Iterable[WorkerStatus], width: int) -> Table:
-    """Returns a row for each worker; the last column has the columns of the screen that the others leave."""
-    rows = [HEADINGS, *map(_cells, workers)]
-    left = width - sum(max(map(len, column)) + 1 for column in list(zip(*rows, strict=True))[:-1])
+def _tables(status: RunStatus, width: int) -> Iterator[Table | str]:
+    """Yields a row for each worker, in one table, or in two where the screen is narrow. Columns in which no worker has
+    anything are left out."""
+    cells, further = (
+        [HEADINGS, *map(_cells, status.workers)],
+        [FURTHER, *(_further(each, status) for each in status.workers)],
+    )
+    used = [column for column in zip(*further, strict=True) if any(cell != "-" for cell in column[1:])]
+    runs = ["runs", *map(_runs, status.workers)]
+    side_by_side = [*zip(*cells, strict=True), *used]
+    if width - _width(side_by_side) >= SHORTEST_RUNS:
+        yield _table(side_by_side, runs, width)
+        return
+    yield _table([*zip(*cells, strict=True)], runs, width)
+    if used:
+        yield ""
+        yield _table([next(zip(*cells, strict=True)), *used], [""] * len(runs), width)
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, column)) + 1 for column in columns)
+
+
+def _table(columns: Sequence[Sequence[str]], runs: Sequence[str], width: int) -> Table:
+    """Returns a table; its last column has the columns of the screen that the others leave."""
+    left = width - _width(columns)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
-    for *cells, runs in rows:
-        table.add_row(*cells, runs if len(runs) <= left else f"{runs[: left - 1]}…")
+    for *cells, last in zip(*columns, runs, strict=True):
+        table.add_row(*cells, last if len(last) <= left else f"{last[: left - 1]}…")
     return table
 
 
 def _cells(worker: WorkerStatus) -> tuple[str, ...]:
     shares = (f"{worker.shares[name]:.0%}" if name in worker.shares else "-" for name in SHARES)
-    runs = "; ".join(worker.doing[:2]) + (f" and {len(worker.doing) - 2} more" if len(worker.doing) > 2 else "")
     return (
         worker.name,
         *shares,
@@ -135,5 +159,20 @@ def _cells(worker: WorkerStatus) -> tuple[str, ...]:
         f"{worker.memory / 1e9:.3g} GB" if worker.memory else "-",
         f"{worker.queued}",
         f"{worker.starts}",
-        "down" if worker.problem else runs,
     )
+
+
+def _further(worker: WorkerStatus, status: RunStatus) -> tuple[str, ...]:
+    behind = 0 if worker.version is None else status.version - worker.version
+    rates = (f"{worker.rates[name]:,.4g}" if name in worker.rates else "-" for name in ("samples", "tokens"))
+    gpu = worker.gpu
+    return (
+        "-" if worker.version is None else f"{worker.version}{f' (-{behind})' if behind > 0 else ''}",
+        *rates,
+        f"{gpu['own'] / 1e9:.3g} of {gpu['total'] / 1e9:.3g} GB" if gpu else "-",
+    )
+
+
+def _runs(worker: WorkerStatus) -> str:
+    runs = "; ".join(worker.doing[:2]) + (f" and {len(worker.doing) - 2} more" if len(worker.doing) > 2 else "")
+    return "down" if worker.problem else runs

@@ -73,7 +73,9 @@ def sampled(service: CriticService, count: int = 6, first_group: int = 0) -> Bat
 
 
 async def values_of(service: CriticService, refs: BatchRef) -> list[np.ndarray]:
+    before = service.counters.get("tokens", 0)
     judged = await service.values(refs)
+    assert service.counters["tokens"] - before == sum(ref.tokens for ref in refs)
     return [service.rows.read(ref.place_of("values"), ["values"])[0] for ref in judged]
 
 

@@ -258,6 +258,7 @@ async def test_a_hung_engine_is_found_within_the_deadline(start: Start) -> None:
 async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
     async with start() as service:
         first = arena.publish(0)
+        assert (await service.health())[0].version is None
         using = await service.use_weights(first)
         assert (using.readers, using.version) == ((service.context.spec.instance,), 0)
         arena.leases.using(using.readers[0], 0)
@@ -270,6 +271,9 @@ async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
         await service.resume()
         rows = BatchRef.join(await running).rows
         assert len(rows) == 24
+        (health,) = await service.health()
+        assert health.version == 1
+        assert (health.counters["samples"], health.counters["tokens"]) == (24, sum(row.tokens for row in rows))
         assert sum(row.last == 1 for row in rows) == 24 - finished
         assert sum(row.first == 0 and row.last == 1 for row in rows) == sampling
         assert (await service.use_weights(first)).version == 1

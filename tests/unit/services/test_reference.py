@@ -71,6 +71,11 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Pat
         refs = samples(service)
         answer = await service.logprobs(refs)
         assert [ref.places[0] for ref in answer] == [ref.places[0] for ref in refs]
+        (health,) = await service.health()
+        assert (health.version, health.counters) == (
+            None,
+            {"samples": 6, "tokens": sum(ref.tokens for ref in refs), "rows_refused": 0},
+        )
         for ref, values in zip(answer, found(service, answer), strict=True):
             assert values.dtype == np.float32
             assert len(values) == ref.tokens

@@ -145,8 +145,9 @@ async def test_the_run_goes_on_where_the_config_says_so(
         score = await bench.score(text)
         assert score.reward == expected
         assert f"{mine}:fussy on member 0 of group 4: it " in score.error
-        assert bench.service.counters == {"failed": 1}
+        assert bench.service.counters["failed"] == 1
         assert (await bench.score("fine")).reward == 5.0
+        assert bench.service.counters == {"failed": 1, "samples": 2}
 
 
 def costs(*functions: Any, **cost: Any) -> Config:

@@ -105,6 +105,8 @@ async def test_a_step_publishes_the_next_version_and_reports_it(tmp_path: Path, 
         assert [(s.group, s.trained, s.masked) for s in report.samples] == [(4, 3, 0), (7, 3, 0)]
         assert report.published == await service.published()
         assert await published_weight(service) == 2.0
+        (health,) = await service.health()
+        assert (health.version, health.counters["samples"], health.counters["tokens"]) == (1, 2, 6)
 
 
 async def test_the_chain_is_that_of_the_samples_of_every_step(tmp_path: Path, serving: Serving) -> None:

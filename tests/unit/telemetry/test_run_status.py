@@ -13,13 +13,15 @@ from asyncrl.telemetry.run_status import (
     RunStatus,
     WorkerStatus,
     cores_between,
+    rates_between,
     read_status,
     shares_between,
     write_status,
 )
 
-EARLIER = Health("generation", 0, 0, "a", (), 0, {"busy": 3.0, "starved": 1.0}, 4.0, cpu=2.0)
-LATER = replace(EARLIER, seconds={"busy": 4.0, "starved": 4.0}, wall=8.0, cpu=3.0)
+COUNTED = {"tokens": 40.0, "running": 3.0}
+EARLIER = Health("generation", 0, 0, "a", (), 0, {"busy": 3.0, "starved": 1.0}, 4.0, COUNTED, cpu=2.0)
+LATER = replace(EARLIER, seconds={"busy": 4.0, "starved": 4.0}, wall=8.0, counters={"tokens": 240.0}, cpu=3.0)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -42,24 +44,26 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "shares", "cores"),
+    ("before", "shares", "cores", "tokens"),
     [
-        (EARLIER, {"busy": 0.25, "starved": 0.75}, 0.25),
-        (None, {"busy": 0.5, "starved": 0.5}, 3 / 8),
-        (replace(EARLIER, instance="killed meanwhile"), {"busy": 0.5, "starved": 0.5}, 3 / 8),
-        (LATER, {"busy": 0.5, "starved": 0.5}, 3 / 8),
+        (EARLIER, {"busy": 0.25, "starved": 0.75}, 0.25, 50.0),
+        (None, {"busy": 0.5, "starved": 0.5}, 3 / 8, 30.0),
+        (replace(EARLIER, instance="killed meanwhile"), {"busy": 0.5, "starved": 0.5}, 3 / 8, 30.0),
+        (LATER, {"busy": 0.5, "starved": 0.5}, 3 / 8, 30.0),
+        (replace(EARLIER, counters={}), {"busy": 0.25, "starved": 0.75}, 0.25, 60.0),
     ],
 )
 def test_shares_are_of_the_time_between_two_reports(
-    before: Health | None, shares: dict[str, float], cores: float
+    before: Health | None, shares: dict[str, float], cores: float, tokens: float
 ) -> None:
     assert shares_between(before, LATER) == shares
     assert cores_between(before, LATER) == cores
+    assert rates_between(before, LATER) == {"tokens": tokens}
 
 
 def test_a_worker_that_just_began_has_no_shares() -> None:
     begun = replace(EARLIER, wall=0.0, seconds={"busy": 0.0})
-    assert (shares_between(None, begun), cores_between(None, begun)) == ({}, 0.0)
+    assert (shares_between(None, begun), cores_between(None, begun), rates_between(None, begun)) == ({}, 0.0, {})
 
 
 def test_memory_grows_with_what_a_process_holds() -> None:

@@ -21,13 +21,16 @@ class Poller:
     """One worker of generation, which can die."""
 
     def __init__(self) -> None:
-        self.worker = SimpleNamespace(name="generation0[0]", instance="a", alive=True, status="")
+        self.worker = SimpleNamespace(name="generation0[0]", service="generation", instance="a", alive=True, status="")
         self.workers = (self.worker,)
         self.newest: dict[str, HealthAnswer] = {}
 
     async def poll(self) -> list[Health]:
         if self.worker.alive:
-            health = Health("generation", 0, 0, self.worker.instance, ("generate",), 2, {"busy": 1.0}, 2.0, memory=5)
+            health = Health(
+                *("generation", 0, 0, self.worker.instance, ("generate",), 2, {"busy": 1.0}, 2.0, {"tokens": 6.0}),
+                *(0.5, 5, 3, {"memory": 7.0}),
+            )
             self.newest[self.worker.name] = HealthAnswer(health, 0.0)
         return []
 
@@ -55,6 +58,8 @@ async def test_a_worker_that_dies_is_shown_with_its_reason_and_its_next_start(tm
     assert status.samples == {"running": 3, "trained": 90, "dropped": 5}, "those before the resume too"
     (worker,) = status.workers
     assert (worker.problem, worker.shares, worker.memory, worker.queued, worker.starts) == ("", {"busy": 0.5}, 5, 2, 1)
+    assert (worker.service, worker.version, worker.gpu) == ("generation", 3, {"memory": 7.0})
+    assert (worker.rates, worker.counters) == ({"tokens": 3.0}, {"tokens": 6.0})
     poller.worker.alive, poller.worker.status = False, "killed by SIGKILL; starts again"
     (worker,) = (await written(writer)).workers
     assert (worker.problem, worker.starts) == ("killed by SIGKILL; starts again", 1)

@@ -15,7 +15,10 @@ from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status
 
 WORKERS = (
-    WorkerStatus("generation0[0]", "a", "", ("x", "y", "z"), 3, {"busy": 0.5}, 0.93, 512 * 10**6, 2, {}),
+    WorkerStatus(
+        *("generation0[0]", "a", "", ("x", "y", "z"), 3, {"busy": 0.5}, 0.93, 512 * 10**6, 2, {}),
+        *({"samples": 12.34, "tokens": 1234.5}, 5, {"own": 20e9, "memory": 30e9, "total": 80e9}, "generation"),
+    ),
     WorkerStatus("reward0[0]", "b", "killed by SIGKILL", (), 0, {}, 0.0, 0, 1, {}),
 )
 
@@ -39,8 +42,8 @@ def test_it_shows_workers_and_the_newest_step(
     assert first == "version 7 of 25 steps"
     assert second == "samples: 1,234 running  5 ready"
     assert third.split() == ["step", "7:", "reward", "0.700"]
-    cells = ["generation0[0]", "50%", "-", "-", "-", "0.93", "0.512", "GB", "3", "2", "x;", "y", "and", "1", "more"]
-    assert generation.split() == cells
+    cells = ["generation0[0]", "50%", "-", "-", "-", "0.93", "0.512", "GB", "3", "2", "5", "(-2)", "12.34", "1,234"]
+    assert generation.split() == [*cells, "20", "of", "80", "GB", "x;", "y", "and", "1", "more"]
     assert reward.split()[-1] == "down"
     assert problem.rstrip() == "reward0[0]: killed by SIGKILL"
 
@@ -48,7 +51,8 @@ def test_it_shows_workers_and_the_newest_step(
 WIDE = WorkerStatus(
     *("environment10[0]", "a", "killed by SIGKILL; it is started again in 3.5 s, the fourth time in a minute, as its"),
     *(("generate for 12.0 s", "generate for 7.0 s"), 1234, dict.fromkeys(("busy", "starved", "blocked", "sync"), 1.0)),
-    *(12.34, 512 * 10**9, 10, {}),
+    *(12.34, 512 * 10**9, 10, {}, {"samples": 1234.5, "tokens": 1234567.0}, 99_999),
+    *({"own": 120e9, "memory": 130e9, "total": 141.4e9}, "environment"),
 )
 NUMBERS = {metric: -123.456 for metric, *_ in SHOWN}
 
@@ -64,7 +68,10 @@ def test_no_line_is_longer_than_a_terminal_of_80_columns(working: WorkerStatus) 
     wide.print(view(status, {"step": 123_457, **NUMBERS}, 2e9, 80))
     lines = wide.file.getvalue().count("\n")  # type: ignore[attr-defined]
     assert printed.count("\n") == lines, f"a line was wrapped:\n{printed}"
-    for expected in ("1,234,567 dropped", "gradient -1.2e+02", " 12.34 512 GB 1234 ", "since the run was resumed"):
+    for expected in (
+        *("1,234,567 dropped", "gradient -1.2e+02", " 12.34 512 GB 1234 ", "since the run was resumed"),
+        *("99999 (-23457) 1,234         1.235e+06    120 of 141 GB",),
+    ):
         assert expected in printed
 
 
