@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, source_files
-from asyncrl.config.service_placement import pool_names, pools_of
+from asyncrl.config.service_placement import ONE_WORKER, pool_names, pools_of
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
@@ -147,9 +147,13 @@ async def _join_point(
 
 
 def offered_files(service: str, facts: RunFacts, scorers: Mapping[str, Path]) -> Iterator[OfferedFiles]:
-    """Yields the files that a worker of a service reads."""
-    yield OfferedFiles(facts.run_dir, "run", ("config.toml",))
-    whole = service in ("generation", "evaluation", "reference")
+    """Yields the files that a worker of a service reads. Trainer and critics write into the run directory as it is of
+    this start, which another folder with the same config is not."""
+    if service in ONE_WORKER:
+        yield OfferedFiles(facts.run_dir, "shared", ("config.toml", RunDirectory(facts.run_dir).start.name))
+    else:
+        yield OfferedFiles(facts.run_dir, "run", ("config.toml",))
+    whole = service in ("generation", "evaluation", "reference", *ONE_WORKER)
     yield OfferedFiles(facts.model_dir, "folder", left_out=() if whole else WEIGHT_FILES)
     if service == "generation":
         yield OfferedFiles(facts.run_dir / "logs", "files", (LONGEST,))

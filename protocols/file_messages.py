@@ -15,8 +15,9 @@ class ListedFile:
 @dataclass(frozen=True, slots=True)
 class FileTree:
     """Files of one folder of the controller. path: of the folder there. use: "folder" (workers read the folder),
-    "files" (they read files by their paths), "module" (they import them by a name, so they have to be there) or "run"
-    (the run directory, where they write logs; the files tell whether it is the same)."""
+    "files" (they read files by their paths), "module" (they import them by a name, so they have to be there), "run"
+    (the run directory, where they write logs; the files tell whether it is the same) or "shared" (the run directory,
+    where they write checkpoints, so it has to be there)."""
 
     path: str
     use: str

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 COMPUTING = ("training", "critic", "cost_critic", "generation", "reference", "reward", "cost")
 """Sections with a device, in the order in which they choose from a pool: who cannot be restarted chooses first."""
 
+ONE_WORKER = ("training", "critic", "cost_critic")
+"""Services that may join without replicas: they write checkpoints into the run directory, which their host has to see.
+"""
+
 
 def joining_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong about workers that join."""
@@ -27,14 +31,17 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
             text = f"no {service} workers may join; those of this experiment that may are {known}"
             yield Problem("fleet.joined", "", text)
         elif needed > replicas[service]:
+            text = f"{needed} {service} workers are to join, and there are {replicas[service]}"
             key = f"{'evaluate' if service == 'evaluation' else service}.replicas"
-            text = f"{needed} {service} workers are to join, and there are {replicas[service]}: raise {key}"
-            yield Problem("fleet.joined", "", text, (key,))
+            if service in ONE_WORKER:
+                yield Problem("fleet.joined", "", f"{text}: write {service} = 1")
+            else:
+                yield Problem("fleet.joined", "", f"{text}: raise {key}", (key,))
     if fleet.joined and fleet.wire != "tcp":
         text = 'workers that join reach the others over a network: write fleet.wire = "tcp"'
         yield Problem("fleet.wire", "", text, ("fleet.joined",))
-    if not {"generation", "evaluation"}.isdisjoint(fleet.joined) and config.generation.engine == "vllm":
-        text = "vLLM takes new weights from the shared memory of the trainer's host: its workers cannot join yet"
+    if not {"training", "generation", "evaluation"}.isdisjoint(fleet.joined) and config.generation.engine == "vllm":
+        text = "vLLM takes new weights from the shared memory of the trainer's host: neither of the two can join yet"
         yield Problem("fleet.joined", "", text, ("generation.engine",))
     if "reward" in fleet.joined and config.feedback.asks:
         text = "the reward worker serves the page on which people rate, on the host of the controller: it cannot join"
@@ -42,15 +49,19 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
 
 
 def _replicas(config: "Config") -> dict[str, int]:
-    """Returns the services of an experiment whose workers may join, with their replicas. Trainer and critics write
-    checkpoints into the run directory, and stay with the controller."""
+    """Returns the services of an experiment whose workers may join, with their replicas. Several ranks of the trainer
+    meet at a file, and stay with the controller."""
     found = {"generation": config.generation.replicas, "reward": config.reward.replicas}
+    if config.training.layout_dp == 1:
+        found["training"] = 1
+    if config.algorithm.advantage == "gae":
+        found["critic"] = 1
     if config.evaluate.prompts:
         found["evaluation"] = config.evaluate.replicas
     if config.reference_by_service:
         found["reference"] = config.reference.replicas
     if config.algorithm.constraint == "lagrangian":
-        found["cost"] = config.cost.replicas
+        found |= {"cost": config.cost.replicas, "cost_critic": 1}
     if config.environment.use:
         found["environment"] = config.environment.replicas
     return found

@@ -11,11 +11,11 @@ ANY_HOST = HostId("any host that joins")
 
 
 def transport_of(config: Config) -> TransportChoice:
-    """Chooses the transport of a run. The trainer runs on the host of the controller; generation workers that join may
+    """Chooses the transport of a run. Workers that do not join run on the host of the controller; those that join may
     be on any host, and on others than their predecessors."""
     trainer, generator = (
         WorkerPlace.here(numbered(device)) for device in (config.training.device, config.generation.device)
     )
-    if not {"generation", "evaluation"}.isdisjoint(config.fleet.joined):
+    if not {"training", "generation", "evaluation"}.isdisjoint(config.fleet.joined):
         generator = replace(generator, host=ANY_HOST)
     return choose_transport(config.weights.transport, trainer, generator, in_process=config.fleet.wire == "inproc")

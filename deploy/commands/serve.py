@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from asyncrl.deploy.process.fork_client import Forks
     from asyncrl.fleet.launching.key_folder import WorkerKey
 
-WITH_TORCH = ("generation", "evaluation", "reference")
+WITH_TORCH = ("generation", "evaluation", "reference", "training", "critic", "cost_critic")
 """Roles for which a process imports torch ahead, from which workers are forked."""
 
 DRAIN = 20.0

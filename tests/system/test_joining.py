@@ -81,6 +81,31 @@ def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model
     assert audit(run_dir).ok
 
 
+def test_a_trainer_that_joins_trains_and_its_death_ends_the_run_until_a_resume(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
+    key, again = run_dir / "join_keys" / "training.key", tmp_path / "again.out"
+    flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
+    flags += ["--listen", address, "--fleet.joined", "{training = 1}"]
+    serve = ["serve", "training", "--join", address, "--key", str(key)]
+    with program("run", "quickstart", *flags, output=shown) as run:
+        wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
+        with program(*serve, output=tmp_path / "1.out") as trainer:
+            wait_until(lambda: steps_in(shown) >= 60, shown.read_text)
+            trainer.kill()
+            assert run.wait(PATIENCE) == 75, shown.read_text()
+    saved = {int(path.name) for path in (run_dir / "checkpoints").iterdir()}
+    assert saved, "the trainer saved checkpoints where the controller finds them"
+    with program("run", "quickstart", *flags, output=again) as run, program(*serve, output=tmp_path / "2.out") as other:
+        wait_until(lambda: steps_in(again) >= 3, again.read_text)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(PATIENCE) == 0, again.read_text()
+        assert other.wait(20) == 0, (tmp_path / "2.out").read_text()
+    assert f"step {max(saved) + 1}/" in again.read_text()
+    assert audit(run_dir).ok
+
+
 def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model: Path, tmp_path: Path) -> None:
     run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
     key = run_dir / "join_keys" / "generation.key"

@@ -17,6 +17,7 @@ def config(joined: dict[str, int], **fleet: Any) -> Config:
 
 def test_new_weights_reach_generation_that_joins_over_a_network() -> None:
     assert transport_of(config({"generation": 1}, **LISTENS)).name == "tcp"
+    assert transport_of(config({"training": 1}, **LISTENS)).name == "tcp"
     assert transport_of(config({"reward": 1}, **LISTENS)).name == "shm"
 
 
@@ -27,8 +28,8 @@ def test_new_weights_reach_generation_that_joins_over_a_network() -> None:
         ({}, LISTENS, "write both or none"),
         ({"generation": 1}, {**LISTENS, "wire": "ipc"}, 'write fleet.wire = "tcp"'),
         ({"generation": 2}, LISTENS, "2 generation workers are to join, and there are 1: raise generation.replicas"),
-        ({"training": 1}, LISTENS, "no training workers may join; those .* are evaluation, generation, reward"),
-        ({"cost": 1}, LISTENS, "no cost workers may join"),
+        ({"training": 2}, LISTENS, "2 training workers are to join, and there are 1: write training = 1"),
+        ({"cost": 1}, LISTENS, "no cost workers may join; those .* are evaluation, generation, reward, training"),
     ],
 )
 def test_what_cannot_join_is_refused(joined: dict[str, int], fleet: dict[str, Any], why: str) -> None:

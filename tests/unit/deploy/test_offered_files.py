@@ -36,6 +36,15 @@ def test_a_generator_reads_the_model_and_the_prompts_that_it_checks(facts: RunFa
     }
 
 
+@pytest.mark.parametrize("service", ["training", "critic", "cost_critic"])
+def test_who_writes_checkpoints_has_to_see_the_run_directory_of_this_start(facts: RunFacts, service: str) -> None:
+    (facts.run_dir / "run.start").write_text("ab")
+    assert names(list(offered_files(service, facts, {}))) == {
+        "shared run": ["config.toml", "run.start"],
+        "folder model": ["model.safetensors", "tokenizer.json"],
+    }
+
+
 @pytest.mark.parametrize("by_file", [True, False])
 def test_a_reward_worker_reads_the_tokenizer_and_code_of_the_user(
     facts: RunFacts, by_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,8 +72,14 @@ class FileCache:
 
     async def _place(self, tree: FileTree, fetch: FetchPart) -> Path:
         seen = await asyncio.to_thread(self._holds, Path(tree.path), tree)
-        if seen and (tree.use != "run" or os.access(Path(tree.path, "logs"), os.W_OK)):
+        if seen and (tree.use not in ("run", "shared") or os.access(Path(tree.path, "logs"), os.W_OK)):
             return Path(tree.path)
+        if tree.use == "shared":
+            lacks = "cannot write into" if seen else "does not see"
+            raise ConfigError(
+                f"this host {lacks} {tree.path}, the run directory, where the worker keeps checkpoints. Mount that "
+                "folder here under the same path, or let this service stay with the controller"
+            )
         if tree.use == "module":
             names = ", ".join(file.name for file in tree.files)
             raise ConfigError(

@@ -185,6 +185,21 @@ async def test_the_logs_of_a_run_that_is_not_seen_are_kept_here(copy: Copy, tmp_
     assert f"logs of workers are kept here, in {folder}/logs" in copy.said[-1]
 
 
+async def test_who_writes_checkpoints_needs_the_run_directory_itself(copy: Copy, tmp_path: Path) -> None:
+    offered = [OfferedFiles(tmp_path / "model", "shared", ("config.json",))]
+    copy.server._offered = {"generation": offered}
+    (tmp_path / "model" / "logs").mkdir()
+    seen = await FileCache(copy.cache, copy.said.append).bring(await copy.server.trees("generation"), never)
+    assert seen == {str(tmp_path / "model"): str(tmp_path / "model")}
+    with pytest.raises(ConfigError, match=r"does not see /elsewhere.*, the run directory.*Mount that folder here"):
+        await copy.bring()
+    assert not (copy.cache / "runs").exists()
+
+
+async def never(digest: str, offset: int) -> FilePart:
+    raise AssertionError("nothing is copied")
+
+
 def test_the_longest_path_that_fits_is_replaced() -> None:
     places = {"/run": "/here/run", "/run/model": "/here/model", "/c/r.py": "/here/r.py"}
     value = {"a": ["/run/logs/x", "/run/model", "/runs", 1], "use": "trl:/c/r.py:f", "b": {"c": "/run"}}
