@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
-from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost
+from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
@@ -193,9 +193,14 @@ class Supervisor:
         return [slot for slot in self._slots if slot.worker.service == service]
 
     def add(self, slot: WorkerSlot) -> None:
-        """Keeps one more worker alive, while `run` goes on."""
+        """Keeps one more worker alive, while `run` goes on. Raises Refused when it ends already."""
+        work = self._keep_alive(slot)
+        try:
+            self._tasks.create_task(work, name=f"supervision of {slot.worker.name}")
+        except RuntimeError as ending:
+            work.close()
+            raise Refused(f"the run is ending, and starts no {slot.worker.name} any more") from ending
         self._slots.append(slot)
-        self._tasks.create_task(self._keep_alive(slot), name=f"supervision of {slot.worker.name}")
 
     def park(self, slot: WorkerSlot, seconds: float) -> None:
         """Ends the instance of a worker as `retire` does, and starts no other one until it is wanted."""

@@ -129,8 +129,8 @@ class InprocListener:
 class InprocWire:
     """A namespace of addresses `inproc://NAME`; wires are independent of each other."""
 
-    def __init__(self, make_pipe: Callable[[str], Pipe[Any]] = Pipe) -> None:
-        self._make_pipe = make_pipe
+    def __init__(self, make_listener: Callable[[str], InprocListener] = InprocListener) -> None:
+        self._make_listener = make_listener
         self._listeners: dict[str, InprocListener] = {}
         self._forget_closed_at = FEW_LISTENERS
         self._peers = 0
@@ -140,7 +140,7 @@ class InprocWire:
             if len(self._listeners) >= self._forget_closed_at:
                 self._listeners = {name: each for name, each in self._listeners.items() if not each.inbox.closed}
                 self._forget_closed_at = 2 * len(self._listeners) + FEW_LISTENERS
-            self._listeners[address] = InprocListener(address, self._make_pipe)
+            self._listeners[address] = self._make_listener(address)
         return self._listeners[address]
 
     def connect(self, address: str) -> InprocCaller:

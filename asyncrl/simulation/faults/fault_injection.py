@@ -81,19 +81,19 @@ class FaultInjection:
 
     def hides_hang_up(self) -> bool:
         """Returns whether the peer does not learn that a link broke, because the whole host is gone."""
-        return self._trial.remote and self._chance.random() < 0.5
+        return self._trial.remote and not self._trial.joined and self._chance.random() < 0.5
 
     def _expect_end(self, address: str) -> None:
         """Expects that the link to a worker, and the worker, end after a message was lost or came twice. A broken link
         between two workers ends too, but nothing checks that."""
         instance, _, lane = address.removeprefix("inproc://").rpartition(".")
-        if lane != "data":
+        if lane != "data" and instance:
             self.loop.call_later(BROKEN_LINK_DEADLINE, self._check_ended, instance, self.life, self.skipped)
 
     def _check_ended(self, instance: str, life: "ControllerLife", skipped: float) -> None:
-        stalled = any(fault.kind == "stall" for fault in self.injected)
+        stalled = any(fault.kind in ("stall", "partition", "one-way") for fault in self.injected)
         timely = skipped == self.skipped and not stalled
-        if timely and life is self.life and not life.over and life.launcher.runs(instance):
+        if timely and life is self.life and not life.over and life.runs(instance):
             self._truth.report(
                 f"{instance} still runs {BROKEN_LINK_DEADLINE:g} s after a message to or from it was lost or came twice"
             )
@@ -108,9 +108,9 @@ class FaultInjection:
             return
         match fault.kind:
             case "kill":
-                life.launcher.kill_one(fault.target)
-            case "host":
-                life.launcher.kill_host(fault.target)
+                life.kill_one(fault.target)
+            case "host" | "partition" | "one-way" | "leave" | "spot" | "join" | "scale":
+                life.change_hosts(fault)
             case "controller":
                 life.kill(power_cut=fault.power)
             case "stall":

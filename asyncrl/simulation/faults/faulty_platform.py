@@ -5,6 +5,7 @@ any await; writes are slow, and a power cut tears records.
 """
 
 import asyncio
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from asyncrl.fleet.launching.launcher import InprocWorker
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocCaller, InprocListener, InprocWire, Pipe
-from asyncrl.lanes.control.wire import HIGH_WATER
+from asyncrl.lanes.control.wire import HIGH_WATER, Frames
 from asyncrl.lanes.host_id import HostId
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.fakes.virtual_clock_and_log import quiet
 from asyncrl.simulation.faults.fault_injection import FaultInjection
+from asyncrl.simulation.faults.host_network import HostNetwork
 from asyncrl.simulation.faults.trial_plan import Fault
 
 P = ParamSpec("P")
@@ -33,12 +35,18 @@ SLOW_WRITES = 20
 
 
 class FaultyPipe(Pipe[Any]):
-    """Delivers items after their latency; those of one sender stay in order unless a fault reorders them."""
+    """Delivers items after their latency; those of one sender stay in order unless a fault reorders them.
 
-    def __init__(self, name: str, faults: FaultInjection, cut: Callable[[str, bytes], None]) -> None:
+    peer: the caller that takes what is put here, b"" where the listener does. end_known_at: when the other end learns
+    that the pipe was closed.
+    """
+
+    def __init__(self, name: str, faults: FaultInjection, wire: "FaultyWire") -> None:
         super().__init__(name)
+        self.peer = b""
+        self.end_known_at = 0.0
         self._faults = faults
-        self._cut = cut
+        self._wire = wire
         self._on_their_way: dict[bytes, deque[tuple[float, Any]]] = {}
         self._travelling = 0
 
@@ -56,12 +64,13 @@ class FaultyPipe(Pipe[Any]):
             case Fault("lose"):
                 pass
             case Fault("cut") if peer:
-                self._cut(self.name, peer)
+                self._wire.cut(self.name, peer)
             case Fault("cut"):
                 self.close()
             case Fault("overtake"):
                 self._travelling += 1
-                asyncio.get_running_loop().call_later(fault.seconds, self._arrive, item)
+                at = max(now(), self._wire.passes_at(self.name, peer, self.peer)) + fault.seconds
+                asyncio.get_running_loop().call_at(at, self._arrive, item)
             case Fault("delay"):
                 self._send(peer, item, fault.seconds)
             case Fault("repeat"):
@@ -71,7 +80,7 @@ class FaultyPipe(Pipe[Any]):
 
     def _send(self, peer: bytes, item: Any, delay: float) -> None:
         way = self._on_their_way.setdefault(peer, deque())
-        at = now() + self._faults.latency(self.name) + delay
+        at = max(now() + self._faults.latency(self.name) + delay, self._wire.passes_at(self.name, peer, self.peer))
         if way:
             at = max(at, way[-1][0])
         self._travelling += 1
@@ -90,26 +99,73 @@ class FaultyPipe(Pipe[Any]):
             self._items.append(item)
             self._arrived.wake()
 
+    def close(self) -> None:
+        if not self.closed and self.peer:
+            self.end_known_at = self._wire.end_known_at(self.name, self.peer, to_caller=False)
+        super().close()
+
     def hang_up(self) -> None:
-        if not self._faults.hides_hang_up():
-            asyncio.get_running_loop().call_later(self._faults.latency(self.name), self.close)
+        at = self._wire.end_known_at(self.name, self.peer, to_caller=True)
+        if at < math.inf and not self._faults.hides_hang_up():
+            asyncio.get_running_loop().call_at(max(at, now() + self._faults.latency(self.name)), self.close)
+
+
+class FaultyListener(InprocListener):
+    """Learns that a caller has closed its connection when the network says so; what it sends until then is lost."""
+
+    def caller(self, peer: bytes) -> InprocCaller:
+        unknown = {peer: caller for peer, caller in self._callers.items() if _is_unknown(caller)}
+        made = super().caller(peer)
+        self._callers |= unknown
+        if isinstance(made.replies, FaultyPipe):
+            made.replies.peer = peer
+        return made
+
+    def offer(self, peer: bytes, frames: Frames) -> bool:
+        return _is_unknown(self._callers.get(peer)) or super().offer(peer, frames)
+
+
+def _is_unknown(caller: InprocCaller | None) -> bool:
+    """Returns whether a caller has closed its connection, and its listener does not know yet."""
+    replies = caller.replies if caller is not None else None
+    return isinstance(replies, FaultyPipe) and replies.closed and now() < replies.end_known_at
 
 
 class FaultyWire(InprocWire):
-    """Connects one fleet through faulty pipes."""
+    """Connects the processes of a trial through faulty pipes. network: between their hosts."""
 
     def __init__(self, faults: FaultInjection) -> None:
-        super().__init__(lambda name: FaultyPipe(name, faults, self._cut))
+        super().__init__(lambda name: FaultyListener(name, lambda name: FaultyPipe(name, faults, self)))
+        self.network = HostNetwork()
+        self._hosts: dict[str | bytes, str] = {}
 
-    def _cut(self, address: str, peer: bytes) -> None:
+    def cut(self, address: str, peer: bytes) -> None:
         self._listeners[address].cut(peer)
+
+    def note_host(self, endpoint: str | bytes, host: str) -> None:
+        """Notes the host of a listener, by its address, or of a caller."""
+        self._hosts[endpoint] = host
+
+    def passes_at(self, address: str, sender: bytes, receiver: bytes) -> float:
+        """Returns when a message that is sent now may arrive. sender, receiver: the caller, and b"" for the listener
+        at this address."""
+        source, target = self._hosts.get(sender or address, ""), self._hosts.get(receiver or address, "")
+        return self.network.passes_at(source, target)
+
+    def end_known_at(self, address: str, peer: bytes, *, to_caller: bool) -> float:
+        """Returns when a caller, or its listener, learns that the other one has closed their connection now."""
+        caller, listener = self._hosts.get(peer, ""), self._hosts.get(address, "")
+        ends = (listener, caller) if to_caller else (caller, listener)
+        return self.network.end_known_at(*ends)
 
 
 @dataclass(slots=True)
 class ProcessWire:
-    """Makes the connections of one process, so that all of them are lost when the process dies."""
+    """Makes the connections of one process, so that all of them are lost when the process dies. host: where it runs,
+    in a trial with a network."""
 
-    wire: InprocWire
+    wire: FaultyWire
+    host: str = ""
     _closed: bool = False
     _callers: list[InprocCaller] = field(default_factory=list)
     _listening: list[str] = field(default_factory=list)
@@ -117,12 +173,14 @@ class ProcessWire:
     def connect(self, address: str) -> InprocCaller:
         self._callers = [caller for caller in self._callers if not caller.replies.closed]
         self._callers.append(self.wire.connect(address))
+        self.wire.note_host(self._callers[-1].peer, self.host)
         if self._closed:
             self._callers[-1].close()
         return self._callers[-1]
 
     def listen(self, address: str) -> InprocListener:
         self._listening.append(address)
+        self.wire.note_host(address, self.host)
         return self.wire.listen(address)
 
     def close(self) -> None:
@@ -139,6 +197,7 @@ class FaultyProcess(InprocWorker):
 
     def __init__(self, spec: WorkerSpec, wire: ProcessWire, host: HostId, *, deaf: bool, notice: float) -> None:
         super().__init__(spec, lambda stop: run_worker(spec, wire, stop, quiet), wire.close, host)
+        self.labels = {}  # No process id: the size of a message would depend on it.
         self._deaf = deaf
         self._notice = notice
         self._killed = False
@@ -173,11 +232,22 @@ class FaultyProcess(InprocWorker):
 
 
 class FaultyLauncher:
-    """Starts and kills workers on so many hosts. on_end: is called with the instance of each worker that ends."""
+    """Starts and kills workers on so many hosts. on_end: is called with the instance of each worker that ends. base:
+    the one host of all these workers, in a trial with a network."""
 
-    def __init__(self, wire: FaultyWire, seed: str, hosts: int, *, remote: bool, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        wire: FaultyWire,
+        seed: str,
+        hosts: int,
+        *,
+        remote: bool,
+        on_end: Callable[[str], None],
+        base: str = "",
+    ) -> None:
         self._wire = wire
         self._hosts = hosts
+        self._base = base
         self._remote = remote
         self._on_end = on_end
         self._chance = random.Random(seed)
@@ -193,7 +263,7 @@ class FaultyLauncher:
         late = self._remote and self._chance.random() < 0.3
         process = FaultyProcess(
             spec,
-            ProcessWire(self._wire),
+            ProcessWire(self._wire, self._base),
             HostId(self._host_of(spec)),
             deaf=self._chance.random() < 0.2,
             notice=self._chance.uniform(0, LATE_NOTICE) if late else 0.0,
@@ -218,6 +288,8 @@ class FaultyLauncher:
 
     def _host_of(self, spec: WorkerSpec) -> str:
         """Returns the host of a worker: replicas take the hosts in turn, and the trainer has one of its own."""
+        if self._base:
+            return self._base
         return "trainer" if spec.service == "training" else f"host{spec.replica % self._hosts}"
 
     def kill_host(self, service: str) -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 
 from asyncrl.concurrency import root_cause
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
-from asyncrl.simulation.faults.trial_plan import Trial, draw_episodes, draw_trial
+from asyncrl.simulation.faults.trial_plan import Trial, draw_episodes, draw_joined, draw_trial
 from asyncrl.simulation.faults.trial_shrinking import kind_of, shrink
 
 CPU_LIMIT = 60.0
@@ -26,9 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="simulate", description=main.__doc__)
     parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="number of trials (default 1000)")
     parser.add_argument("--start", type=int, default=0, metavar="S", help="the first seed (default 0)")
-    parser.add_argument("--episodes", action="store_true", help="draw trials whose samples are episodes of turns")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--episodes", action="store_true", help="draw trials whose samples are episodes of turns")
+    kind.add_argument("--hosts", action="store_true", help="draw trials on machines that join, leave and are cut off")
     options = parser.parse_args(arguments)
-    draw = draw_episodes if options.episodes else draw_trial
+    draw = draw_episodes if options.episodes else draw_joined if options.hosts else draw_trial
     began, digest, messages, seen = time.monotonic(), sha256(), 0, Counter[str]()
     for trials in range(1, options.seeds + 1):
         seed = options.start + trials - 1

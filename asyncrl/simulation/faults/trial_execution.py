@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import random
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -13,17 +14,21 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import AttemptStarted, Trained
-from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored
+from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone
 from asyncrl.controller.training_run import WorkerEvents
-from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost
+from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
-from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.fleet.launching.join_point import open_join_point
+from asyncrl.fleet.scaling import scale
+from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.service_contracts import Environment, Generation, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
 from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
-from asyncrl.simulation.faults.trial_plan import Trial
+from asyncrl.simulation.faults.host_network import ANY
+from asyncrl.simulation.faults.trial_hosts import TrialHosts
+from asyncrl.simulation.faults.trial_plan import BASE, MEMBERSHIP, Fault, Trial
 from asyncrl.simulation.faults.trial_services import (
     GroundTruth,
     TicketReward,
@@ -53,13 +58,19 @@ class TrialRun:
     version: of the last step. digest: hash of all events and messages. lives: how often a controller was started.
     poisoned: groups dropped as poison. restarted: attempts that failed. most_isolated: groups that ran alone at one
     time. truncated: samples that ended as `length`. preempted: how often a host was lost to a preemption. ends: how
-    each life ended.
+    each life ended. alive: workers of each service that took calls when the last step ended. wire: connects all
+    processes. hosts: machines whose workers join; None without.
     """
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self.truth = GroundTruth(trial, random.Random(f"rows {trial.seed}"))
         self.faults = FaultInjection(trial, self.truth)
+        self.wire = FaultyWire(self.faults)
+        self.hosts: TrialHosts | None = None
+        if trial.joined:
+            seed = f"hosts {trial.seed}"
+            self.hosts = TrialHosts(self.wire, trial.joining, seed, self.truth.ended, self.truth.report)
         self.events = sha256()
         self.names = itertools.count(1)
         self.tickets = itertools.count(1)
@@ -72,23 +83,37 @@ class TrialRun:
         self.most_isolated = 0
         self.truncated = 0
         self.ends: list[str] = []
+        self.alive: dict[str, int] = {}
 
     async def run(self) -> None:
         """Raises TrialViolation, or the error of a controller that no fault explains."""
         before, chance = asyncio.all_tasks(), random.Random(f"disk {self.trial.seed}")
         disk = SlowDisk()
+        if self.hosts is not None:
+            for number in range(self.trial.hosts):
+                self.hosts.boot(f"host{number}")
         while True:
             self.lives += 1
-            life = await self._live(disk, before)
+            life = await self._live(disk)
+            if self.hosts is None:
+                self._check_left(before)
             if life.power_cut is None:
                 break
             disk = disk.after_failure(life.power_cut, chance)
             assert self.lives <= len(self.faults.injected) + 1, f"too many deaths: {self.ends}"
+        if self.hosts is not None:
+            await self.hosts.end()
+        self._check_left(before)
+        self._check_isolation()
         self._check_history(disk)
         self.events.update(self.faults.digest.digest())
         self.digest = self.events.hexdigest()[:32]
 
-    async def _live(self, disk: SlowDisk, before: set[asyncio.Task[Any]]) -> "ControllerLife":
+    def _check_left(self, before: set[asyncio.Task[Any]]) -> None:
+        left = [task.get_name() for task in asyncio.all_tasks() - before]
+        assert not left, f"tasks are left: {left}"
+
+    async def _live(self, disk: SlowDisk) -> "ControllerLife":
         injected = len(self.faults.injected)
         life = ControllerLife(self, disk)
         self.faults.begin(life)
@@ -99,11 +124,19 @@ class TrialRun:
         if not life.task.done():
             raise TrialViolation(f"the run did not end: {self.faults.loop.pending()}")
         await life.clean_up()
-        left = [task.get_name() for task in asyncio.all_tasks() - before]
-        assert not left, f"tasks are left: {left}"
         life.explain_end(len(self.faults.injected) > injected)
         self.ends.append(life.end)
         return life
+
+    def _check_isolation(self) -> None:
+        """Checks that no group ran alone where one host was lost, once: the deaths there are one event."""
+        losses = [fault for fault in self.faults.injected if fault.kind not in ("leave", "join", "scale")]
+        of_one_host = all(
+            fault.kind in ("host", "partition", "one-way") and {fault.target, fault.peer} != {BASE, ANY}
+            for fault in losses
+        )
+        if of_one_host and len(losses) <= 1 and not self.trial.poison:
+            assert not self.most_isolated, f"a group ran alone although one host was lost, once: {losses}"
 
     def check_truth(self) -> None:
         if self.truth.violation:
@@ -131,15 +164,18 @@ class ControllerLife(ResumableRun):
     def __init__(self, run: TrialRun, disk: SlowDisk) -> None:
         disk.skip = run.faults.skip
         super().__init__(run.trial, disk, run.check_truth)
-        wire = FaultyWire(run.faults)
         self.disk = disk
         self.over = False
         self.end = "finished"
         self.power_cut: bool | None = None
         self._run = run
-        self._wire = ProcessWire(wire)
-        seed = f"processes {run.trial.seed} {run.lives}"
-        self.launcher = FaultyLauncher(wire, seed, run.trial.hosts, remote=run.trial.remote, on_end=run.truth.ended)
+        base = BASE if run.hosts is not None else ""
+        self._wire = ProcessWire(run.wire, base)
+        self._fleet: RunningFleet | None = None
+        seed, trial = f"processes {run.trial.seed} {run.lives}", run.trial
+        self.launcher = FaultyLauncher(
+            *(run.wire, seed, trial.hosts), remote=trial.remote, on_end=run.truth.ended, base=base
+        )
         self.task = asyncio.get_running_loop().create_task(self._live(), name="controller")
 
     def kill(self, *, power_cut: bool) -> None:
@@ -165,8 +201,11 @@ class ControllerLife(ResumableRun):
             raise TrialViolation("the controller was cancelled although no fault killed it")
         if (error := self.task.exception()) is None:
             return
+        kinds = {fault.kind for fault in self._run.faults.injected}
+        if self._run.hosts is not None and kinds.issubset(MEMBERSHIP):
+            raise error
         # Faults may cost so much time that a deadline of the trainer, or of a start, ends the run.
-        lost_time = any(fault.kind in ("jump", "disk", "stall", "lose") for fault in self._run.faults.injected)
+        lost_time = any(kind in ("jump", "disk", "stall", "lose") for kind in kinds)
         if isinstance(error, DeadlineExceeded) or isinstance(error.__cause__, DeadlineExceeded):
             explained = lost_time
         else:
@@ -189,27 +228,57 @@ class ControllerLife(ResumableRun):
             checkpoint_dir=Path(self.plan.directory) if self.plan else None,
             heartbeat=HEARTBEAT if self._run.trial.remote else None,
         )
-        platform = Platform(
-            self._wire,
-            lambda _: self.launcher,
-            lambda: f"{next(run.names):08x}",
-            lambda _: None,
-        )
-        async with fleet_on(platform, self._specs(), facts, report=lambda _: None, resume="the same") as fleet:
+        async with AsyncExitStack() as scope:
+            specs, point = list(self._specs()), None
+            if run.hosts is not None:
+                point = await scope.enter_async_context(open_join_point(run.hosts.join_point(specs), self._wire))
+            platform = Platform(
+                self._wire,
+                lambda spec: point if point is not None and spec.joined else self.launcher,
+                lambda: f"{next(run.names):08x}",
+                lambda _: None,
+            )
+            running = fleet_on(platform, specs, facts, report=lambda _: None, resume="the same")
+            fleet = await scope.enter_async_context(running)
+            if point is not None:
+                point.retire = fleet.supervisor.retire
             await self._train(fleet)
 
-    def _specs(self) -> list[ServiceSpec]:
+    def _specs(self) -> Iterator[ServiceSpec]:
         trial, truth = self._run.trial, self._run.truth
-        specs = [
-            ServiceSpec("generation", Generation, partial(TrialGeneration, truth, self.disk), trial.generators),
-            ServiceSpec("reward", TicketReward, partial(TrialReward, truth), trial.scorers),
-            ServiceSpec("training", Training, partial(TrialTraining, truth, self.disk)),
-        ]
+        sizes = {"generation": trial.generators, "reward": trial.scorers}
+        joined = {service: sizes[service] for service in trial.joining}
+        generation: Implementation = partial(TrialGeneration, truth, self.disk)
+        reward: Implementation = partial(TrialReward, truth)
+        if self._run.hosts is not None:  # An order to start a worker is text.
+            self._run.hosts.factories = {"generation": generation, "reward": reward}
+            generation, reward = "generation", "reward"
+        yield ServiceSpec("generation", Generation, generation, trial.generators, joined=joined.get("generation", 0))
+        yield ServiceSpec("reward", TicketReward, reward, trial.scorers, joined=joined.get("reward", 0))
+        yield ServiceSpec("training", Training, partial(TrialTraining, truth, self.disk))
         if trial.turns:
-            specs.append(ServiceSpec("environment", Environment, partial(TrialEnvironment, truth)))
+            yield ServiceSpec("environment", Environment, partial(TrialEnvironment, truth))
         if trial.reference:
-            specs.append(ServiceSpec("reference", Reference, partial(TrialReference, truth)))
-        return specs
+            yield ServiceSpec("reference", Reference, partial(TrialReference, truth))
+
+    def runs(self, instance: str) -> bool:
+        return self.launcher.runs(instance) or (self._run.hosts is not None and self._run.hosts.runs(instance))
+
+    def kill_one(self, service: str) -> None:
+        if (hosts := self._run.hosts) is not None and service in self._run.trial.joining:
+            hosts.kill_one(service)
+        else:
+            self.launcher.kill_one(service)
+
+    def change_hosts(self, fault: Fault) -> None:
+        """Injects a fault of whole hosts, or changes how many workers run."""
+        if fault.kind == "scale" and self._fleet is not None:
+            with suppress(Refused):  # The run is ending.
+                scale(self._fleet, fault.target, fault.count)
+        elif self._run.hosts is not None:
+            self._run.hosts.change(fault)
+        elif fault.kind == "host":
+            self.launcher.kill_host(fault.target)
 
     async def _train(self, fleet: RunningFleet) -> None:
         self._fleet = fleet
@@ -243,10 +312,14 @@ class ControllerLife(ResumableRun):
             return
         if isinstance(event, GroupPoisoned):
             self._check_poison(event)
+        assert self._fleet is not None, "set before the controller begins"
         isolated = len(self._fleet.fault_domains.isolated)
         self._run.most_isolated = max(self._run.most_isolated, isolated)
         self._run.restarted += isinstance(event, AttemptStarted)
         self._run.truncated += isinstance(event, SampleScored) and event.sample.finish == "length"
+        if isinstance(event, StepDone):
+            workers = self._fleet.workers.items()
+            self._run.alive = {service: sum(each.alive for each in replicas) for service, replicas in workers}
         self._run.events.update(f"{asyncio.get_running_loop().time()!r} {event!r}\n".encode())
         if isinstance(event, GroupFinished) and not event.poison:
             self._fleet.supervisor.progressed()

@@ -16,6 +16,12 @@ Kind = Literal[
     "stall",
     "kill",
     "host",
+    "partition",
+    "one-way",
+    "leave",
+    "join",
+    "spot",
+    "scale",
     "hang",
     "row",
     "stuck",
@@ -25,6 +31,8 @@ Kind = Literal[
 ]
 Shape = Literal["constant", "bimodal", "lognormal"]
 
+BASE = "base"
+"""The host of the controller, and of the workers that it starts itself, where others join."""
 TOKEN_TIME = 0.1
 TOKENS = 10
 """Tokens of a usual completion."""
@@ -37,7 +45,11 @@ class Fault:
     This very message is lost (lose), arrives twice (repeat), arrives `seconds` late and after those behind it
     (overtake), holds up all behind it (delay), or breaks its link (cut).
     stall: no message of service `target` passes for `seconds`. kill: a worker of `target` dies, `turns` turns of the
-    event loop later. host: all workers on the host of a worker of `target` die. hang: a worker of `target` finishes
+    event loop later. host: all workers on the host of a worker of `target` die; a machine that joined is back `seconds`
+    later. partition: no message passes between the hosts `target` and `peer` for `seconds` ("": all others); one-way:
+    none from the first to the second. leave: the machine `target` is asked to leave, and its workers have `seconds`.
+    join: a machine comes for a worker of `target`. spot: one comes again and again, for `seconds`, and leaves with a
+    notice of `count` seconds. scale: `count` workers of `target` are to run. hang: a worker of `target` finishes
     nothing any more, and answers as if it worked. row: a row of `target` is freed. stuck: a reader of weights does not
     answer for `seconds`. jump: the clock jumps. disk: each of the next writes takes `seconds`. controller: it dies,
     with `power` in a power cut.
@@ -49,6 +61,8 @@ class Fault:
     turns: int = 0
     seconds: float = 0.0
     power: bool = False
+    peer: str = ""
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,8 @@ class Trial(RunShape):
     kill every worker that samples them. greedy: the algorithm is ReMax. tokens: of a usual completion. deadline: of a
     sample, in seconds in a slot. judges: calls that one reward worker scores at a time; 0: all of them. preemptions:
     how often the first host is lost, once a minute. turns: most turns of an episode; 0: samples are single answers.
+    joined: generators and scorers run on machines that join, one of each service on each of `hosts`; the others are
+    spares.
     """
 
     generators: int = 1
@@ -81,6 +97,12 @@ class Trial(RunShape):
     judges: int = 0
     preemptions: int = 0
     turns: int = 0
+    joined: bool = False
+
+    @property
+    def joining(self) -> tuple[str, ...]:
+        """Returns the services whose workers join."""
+        return ("generation", "reward") if self.joined else ()
 
     @property
     def all_slots(self) -> int:
@@ -150,6 +172,50 @@ def draw_episodes(seed: int) -> Trial:
         for _ in range(2)
     ]
     return replace(trial, turns=chance.randint(2, 4), faults=(*trial.faults, *more))
+
+
+MEMBERSHIP: tuple[Kind, ...] = ("partition", "one-way", "leave", "join", "spot", "scale", "host")
+"""Faults of machines that joined, and of the network between them: none of them ends a run."""
+
+
+def draw_joined(seed: int) -> Trial:
+    """Draws a trial whose generators and scorers run on machines that join, leave, die and are cut off."""
+    chance, trial = random.Random(f"joined {seed}"), draw_trial(seed)
+    hosts = chance.randint(2, 4)
+    others = tuple(fault for fault in trial.faults if fault.kind not in MEMBERSHIP)[: chance.choice((0, 0, 1, 2))]
+    machines = tuple(_machine_fault(chance, hosts) for _ in range(chance.randint(1, 5)))
+    return replace(
+        trial,
+        joined=True,
+        remote=True,
+        hosts=hosts,
+        generators=chance.randint(1, min(3, hosts)),
+        scorers=chance.randint(1, 2),
+        steps=chance.randint(4, 10),
+        tokens=chance.choice((TOKENS, TOKENS, 5 * TOKENS)),
+        step_time=chance.choice((0.5, 2.0, 8.0)),
+        need_signal=False,
+        faults=(*others, *machines),
+    )
+
+
+def _machine_fault(chance: random.Random, hosts: int) -> Fault:
+    kind, at = chance.choice(MEMBERSHIP), int(10 ** chance.uniform(1.5, 3.2))
+    host, service = f"host{chance.randrange(hosts)}", chance.choice(("generation", "generation", "reward"))
+    seconds = chance.choice((1.0, 10.0, 60.0))
+    match kind:
+        case "partition" | "one-way":
+            ends = [host, chance.choice(("", BASE, BASE, f"host{chance.randrange(hosts)}"))]
+            chance.shuffle(ends)
+            return Fault(kind, at, ends[0], seconds=seconds, peer=ends[1])
+        case "leave":
+            return Fault(kind, at, host, seconds=chance.choice((0.0, 2.0, 20.0)))
+        case "spot":
+            return Fault(kind, at, service, seconds=seconds, count=chance.choice((0, 0, 5)))
+        case "scale":
+            return Fault(kind, at, service, count=chance.randint(1, hosts))
+        case _:
+            return Fault(kind, at, service, chance.choice((0, 1, 2, 3, 5, 8)), seconds=seconds)
 
 
 DEATHS: tuple[Kind, ...] = ("cut", "kill", "kill", "kill", "host", "host", "controller")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.weights.leases import slot_of
+from asyncrl.lanes.weights.transports.copied_versions import CopiedVersions
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import PromptGroup, Published, Using
@@ -171,7 +172,7 @@ class TrialGeneration(TrialService, FakeGeneration):
             self.truth.stuck_seconds = 0.0  # The next reader is not stuck.
         await asyncio.sleep(self._stuck_until - now)
         using = await super().use_weights(published)
-        if using.readers:
+        if using.readers and not self.truth.trial.joined:  # A reader on another host has a copy.
             self.truth.reading[self.instance] = self.version
         return using
 
@@ -242,6 +243,12 @@ class TrialTraining(TrialService, FakeTraining):
             slot_patience=SLOT_PATIENCE,
             context=context,
         )
+
+    def restore(self, version: int, chain: bytes) -> None:
+        super().restore(version, chain)
+        if self.truth.trial.joined:
+            self._leases = CopiedVersions()
+            self._leases.end_write(version)
 
     async def start(self) -> None:
         if self.context.facts.checkpoint_dir is not None:

@@ -54,6 +54,7 @@ class Scene:
     fleet: RunningFleet
     hosts: Hosts
     said: list[str]
+    supervision: "asyncio.Task[None]"
 
     def alive(self) -> list[str]:
         return [worker.name for worker in self.fleet.workers["generation"] if worker.alive]
@@ -71,7 +72,7 @@ def playing(play: Callable[[Scene], Awaitable[None]]) -> None:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(fleet.supervisor.run())
             await fleet.supervisor.all_started.wait()
-            await play(Scene(fleet, hosts, said))
+            await play(Scene(fleet, hosts, said, running))
             running.cancel()
 
     virtual_loop.run(main())
@@ -155,6 +156,18 @@ def test_what_cannot_be_is_refused_and_changes_nothing(service: str, count: int,
         with pytest.raises(Refused, match=why):
             scale(scene.fleet, service, count)
         assert scene.listed() == ["generation0.0"]
+
+    playing(play)
+
+
+def test_a_run_that_is_ending_starts_no_more_workers() -> None:
+    async def play(scene: Scene) -> None:
+        for process in scene.hosts.processes.values():
+            process.ignores = ("stop",)
+        scene.supervision.cancel()
+        await asyncio.sleep(1)
+        with pytest.raises(Refused, match=r"the run is ending, and starts no generation1\.0 any more"):
+            scale(scene.fleet, "generation", 2)
 
     playing(play)
 

@@ -1,0 +1,76 @@
+"""Fleets whose workers join from other machines hold every invariant while those come, leave, die and are cut off."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
+from asyncrl.simulation.faults.trial_plan import BASE, MEMBERSHIP, Fault, Trial, draw_joined
+from tests.named_seed import named_seed
+
+SEEDS, PART = 100, 50
+FLEET = Trial(joined=True, remote=True, hosts=3, generators=2, groups=2, members=3, steps=12, tokens=30)
+"""Two generators and a scorer on three machines; the third one is a spare for both, and a sample takes 3 s."""
+
+
+def time_of(outcome: TrialRun) -> float:
+    return outcome.faults.loop.time()
+
+
+@pytest.mark.parametrize("start", range(0, SEEDS, PART))
+def test_random_trials_with_machines_hold_every_invariant(start: int) -> None:
+    seen = Counter[str]()
+    for seed in range(start, start + PART):
+        with named_seed(seed, f". Shrink it: scripts/simulate --hosts --start {seed}"):
+            outcome = run_trial(draw_joined(seed))
+        seen.update(fault.kind for fault in outcome.faults.injected)
+        seen["restarted"] += outcome.restarted
+    rare = {what: seen[what] for what in (*MEMBERSHIP, "restarted") if seen[what] < 5}
+    assert not rare, f"these happened too seldom to count as tested: {rare}"
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    assert run_trial(draw_joined(3)).digest == run_trial(draw_joined(3)).digest
+
+
+@pytest.mark.parametrize("at", [200, 260, 320, 380])
+@pytest.mark.parametrize("kind", ["host", "partition", "one-way"])
+def test_a_machine_that_is_lost_costs_attempts_and_its_spare_goes_on(kind: str, at: int) -> None:
+    fault = (
+        Fault("host", at, "generation", seconds=600.0) if kind == "host" else Fault(kind, at, "host0", seconds=600.0)
+    )  # type: ignore[arg-type]
+    outcome = run_trial(replace(FLEET, faults=(fault,)))
+    assert outcome.ends == ["finished"]
+    assert (outcome.poisoned, outcome.most_isolated) == ([], 0)
+    assert time_of(outcome) < time_of(run_trial(FLEET)) + 30.0
+
+
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+def test_a_partition_that_ends_before_three_heartbeats_costs_no_attempt(seconds: float) -> None:
+    """Heartbeats between controller and worker come every 4 s; those of joining every 2 s, so 10 s end the machine."""
+    outcome = run_trial(replace(FLEET, faults=(Fault("partition", 300, "host0", seconds=seconds, peer=BASE),)))
+    assert (outcome.restarted == 0) == (seconds < 6)
+
+
+@pytest.mark.parametrize("at", [200, 260, 320, 380])
+def test_a_machine_that_leaves_with_enough_time_loses_no_attempt(at: int) -> None:
+    outcome = run_trial(replace(FLEET, faults=(Fault("leave", at, "host0", seconds=120.0),)))
+    assert (outcome.restarted, outcome.ends) == (0, ["finished"])
+
+
+@pytest.mark.parametrize("counts", [(3,), (1,), (3, 1, 2), (1, 3, 1)])
+def test_as_many_workers_run_as_were_asked_for_and_no_attempt_is_lost(counts: tuple[int, ...]) -> None:
+    faults = tuple(Fault("scale", 150 + 100 * number, "generation", count=count) for number, count in enumerate(counts))
+    outcome = run_trial(replace(FLEET, steps=20, faults=faults))
+    assert outcome.restarted == 0
+    assert outcome.alive["generation"] == counts[-1]
+
+
+def test_spot_machines_add_to_what_was_scaled_and_their_loss_blames_nobody() -> None:
+    spot = Fault("spot", 150, "generation", seconds=15.0)
+    more = Fault("scale", 140, "generation", count=4)
+    outcome = run_trial(replace(FLEET, steps=30, groups=4, slots=1, faults=(more, spot)))
+    alone = run_trial(replace(FLEET, steps=30, groups=4, slots=1))
+    assert (outcome.poisoned, outcome.ends) == ([], ["finished"])
+    assert time_of(outcome) < time_of(alone)
