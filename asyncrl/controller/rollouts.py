@@ -4,7 +4,7 @@ A group is the unit of retry. When a worker dies, the rows that it owned are los
 trained yet are sampled again in a new attempt, with the same seeds; an episode goes on after the last turn that its
 environment answered. A group that fails again and again, also where it
 runs alone, is dropped as poison (crash_attribution.py). An attempt that the death of a worker ended is no failure of
-the group.
+the group, nor is one that ended because a worker cannot reach another one: the network between them is at fault.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from asyncrl.concurrency import root_cause
 from asyncrl.config.schema import Config
 from asyncrl.controller.crash_attribution import CrashAttribution, Death
 from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
-from asyncrl.controller.observers.events import GroupPoisoned, Prompt
+from asyncrl.controller.observers.events import GroupPoisoned, Prompt, Warned
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
 from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, LostRows, Retryable
 from asyncrl.fleet.fleet import FaultDomains
@@ -74,7 +74,8 @@ class Rollouts:
         self.running: dict[int, asyncio.Task[None]] = {}
         self._scopes: dict[int, asyncio.Timeout] = {}
         self._overtaken = set[int]()
-        self._late = set[int]()  # Their worker made no progress: it is killed, and what counts is its death.
+        self._excused = set[int]()  # Their attempt ended for a reason that is not theirs.
+        self._reported_owners: deque[str] = deque(maxlen=REMEMBERED_DEAD)
         self._again: dict[int, None] = {}
         self._stopped = False
         self._dead: deque[str] = deque(maxlen=REMEMBERED_DEAD)
@@ -169,9 +170,9 @@ class Rollouts:
             failure = await self._try(group)
         finally:
             self.fault_domains.isolated.pop(group, None)
-        if failure and crashes.count == deaths and group not in self._late:
+        if failure and crashes.count == deaths and group not in self._excused:
             crashes.record_failure(group, alone=alone)
-        self._late.discard(group)
+        self._excused.discard(group)
         return failure
 
     def unfinished(self, group: int) -> bool:
@@ -192,8 +193,8 @@ class Rollouts:
                 await self.roll_out(self._attempt(group))
         except* (Retryable, TimeoutError) as failures:
             failure = str(cause := root_cause(failures))
-            if isinstance(cause, DeadlineExceeded):
-                self._late.add(group)
+            if self._is_excused(group, cause):
+                self._excused.add(group)
         finally:
             del self._scopes[group]
         if group in self._overtaken:
@@ -205,6 +206,20 @@ class Rollouts:
         if not failure and self._gate.awaits(group):
             return "the attempt ended without the reward of a greedy answer"
         return failure
+
+    def _is_excused(self, group: int, cause: BaseException) -> bool:
+        """Returns whether an attempt ended for a reason that is not the group's: its worker made no progress, so that
+        it is killed and its death counts, or a worker cannot reach the owner of a row."""
+        if not isinstance(cause, LostRows):
+            return isinstance(cause, DeadlineExceeded)
+        owners = {owner for owner, slot in cause.places if slot == ALL_SLOTS}
+        again = self._gate.group(group).attempt > 0
+        for owner in owners.difference(self._reported_owners) if again else ():
+            if owner.rpartition("#")[2] not in self._dead:
+                self._reported_owners.append(owner)
+                text = f"group {group} begins again, not by its own fault: a worker cannot reach another one: {cause}"
+                self.tracker.observe(Warned(f"{text}. Look at the network between their hosts, if this goes on"))
+        return bool(owners)
 
     def _attempt(self, group: int) -> Attempt:
         prompt, row = self.prompts(group)

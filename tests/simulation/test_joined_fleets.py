@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
-from asyncrl.simulation.faults.trial_plan import BASE, MEMBERSHIP, Fault, Trial, draw_joined
+from asyncrl.simulation.faults.trial_plan import BASE, MEMBERSHIP, Fault, Kind, Trial, draw_joined
 from tests.named_seed import named_seed
 
 SEEDS, PART = 100, 50
@@ -36,10 +36,8 @@ def test_the_same_seed_gives_the_same_history() -> None:
 
 @pytest.mark.parametrize("at", [200, 260, 320, 380])
 @pytest.mark.parametrize("kind", ["host", "partition", "one-way"])
-def test_a_machine_that_is_lost_costs_attempts_and_its_spare_goes_on(kind: str, at: int) -> None:
-    fault = (
-        Fault("host", at, "generation", seconds=600.0) if kind == "host" else Fault(kind, at, "host0", seconds=600.0)
-    )  # type: ignore[arg-type]
+def test_a_machine_that_is_lost_costs_attempts_and_its_spare_goes_on(kind: Kind, at: int) -> None:
+    fault = Fault(kind, at, "generation" if kind == "host" else "host0", seconds=600.0)
     outcome = run_trial(replace(FLEET, faults=(fault,)))
     assert outcome.ends == ["finished"]
     assert (outcome.poisoned, outcome.most_isolated) == ([], 0)
@@ -65,6 +63,17 @@ def test_as_many_workers_run_as_were_asked_for_and_no_attempt_is_lost(counts: tu
     outcome = run_trial(replace(FLEET, steps=20, faults=faults))
     assert outcome.restarted == 0
     assert outcome.alive["generation"] == counts[-1]
+
+
+@pytest.mark.parametrize("kind", ["partition", "one-way"])
+def test_machines_that_cannot_reach_each_other_blame_no_group(kind: Kind) -> None:
+    """The only scorer cannot read what one of two generators makes, whose groups begin again until they come to the
+    other one."""
+    ends = ("host0", "host1") if kind == "partition" else ("host1", "host0")
+    cut = Fault(kind, 154, ends[0], seconds=150.0, peer=ends[1])
+    outcome = run_trial(replace(FLEET, hosts=2, slots=2, steps=16, faults=(cut,)))
+    assert (outcome.poisoned, outcome.most_isolated, outcome.ends) == ([], 0, ["finished"])
+    assert any("cannot reach" in text and "Look at the network" in text for text in outcome.warnings)
 
 
 def test_spot_machines_add_to_what_was_scaled_and_their_loss_blames_nobody() -> None:

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import AttemptStarted, Trained
-from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone
+from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone, Warned
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
@@ -58,8 +58,8 @@ class TrialRun:
     version: of the last step. digest: hash of all events and messages. lives: how often a controller was started.
     poisoned: groups dropped as poison. restarted: attempts that failed. most_isolated: groups that ran alone at one
     time. truncated: samples that ended as `length`. preempted: how often a host was lost to a preemption. ends: how
-    each life ended. alive: workers of each service that took calls when the last step ended. wire: connects all
-    processes. hosts: machines whose workers join; None without.
+    each life ended. warnings: for a person. alive: workers of each service that took calls when the last step
+    ended. wire: connects all processes. hosts: machines whose workers join; None without.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -83,6 +83,7 @@ class TrialRun:
         self.most_isolated = 0
         self.truncated = 0
         self.ends: list[str] = []
+        self.warnings: list[str] = []
         self.alive: dict[str, int] = {}
 
     async def run(self) -> None:
@@ -317,6 +318,8 @@ class ControllerLife(ResumableRun):
         self._run.most_isolated = max(self._run.most_isolated, isolated)
         self._run.restarted += isinstance(event, AttemptStarted)
         self._run.truncated += isinstance(event, SampleScored) and event.sample.finish == "length"
+        if isinstance(event, Warned):
+            self._run.warnings.append(event.text)
         if isinstance(event, StepDone):
             workers = self._fleet.workers.items()
             self._run.alive = {service: sum(each.alive for each in replicas) for service, replicas in workers}

@@ -25,7 +25,7 @@ from asyncrl.simulation.faults.trial_plan import Fault
 JOIN_ADDRESS = "inproc://join-point"
 JOIN_DEADLINE = 300.0
 """Seconds until the needed workers have joined: far longer than any machine is away."""
-PATIENCE = 1e6
+TIMEOUT = 1e6
 """Seconds without a controller after which a machine gives up: longer than any trial."""
 BACK_AFTER = 20.0
 """Seconds after which a machine that left, or a spot machine, comes again."""
@@ -124,7 +124,7 @@ class TrialHosts:
         joining = JoiningHost(
             *(wire, JOIN_ADDRESS, service, service, launcher, asyncio.Event()),
             FileCache(Path("/nowhere"), lambda _: None),
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             say=lambda _: None,
             host=machine.host,
             versions=VERSIONS,
