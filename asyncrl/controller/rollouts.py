@@ -213,7 +213,7 @@ class Rollouts:
         if not isinstance(cause, LostRows):
             return isinstance(cause, DeadlineExceeded)
         owners = {owner for owner, slot in cause.places if slot == ALL_SLOTS}
-        again = self._gate.group(group).attempt > 0
+        again = not self._gate.finished(group) and self._gate.group(group).attempt > 0
         for owner in owners.difference(self._reported_owners) if again else ():
             if owner.rpartition("#")[2] not in self._dead:
                 self._reported_owners.append(owner)

@@ -76,6 +76,12 @@ def test_machines_that_cannot_reach_each_other_blame_no_group(kind: Kind) -> Non
     assert any("cannot reach" in text and "Look at the network" in text for text in outcome.warnings)
 
 
+def test_an_answer_that_loses_its_rows_after_its_group_was_finished_is_no_error() -> None:
+    """The greedy answer of a group may still be under way when all else of it is dropped."""
+    outcome = run_trial(draw_joined(27022))
+    assert outcome.version >= outcome.trial.steps
+
+
 def test_spot_machines_add_to_what_was_scaled_and_their_loss_blames_nobody() -> None:
     spot = Fault("spot", 150, "generation", seconds=15.0)
     more = Fault("scale", 140, "generation", count=4)
