@@ -5,6 +5,7 @@ files match their digests and the journal still begins with the bytes that the c
 """
 
 import json
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -330,8 +331,8 @@ def resume(store: Store, plan: ResumePlan, restored: tuple[Cut, ...] = ()) -> Jo
 
 
 def newest_model(run_dir: Path) -> tuple[Path, int]:
-    """Returns `model/` of the newest checkpoint whose files are intact, and its version; no journal is read. Raises
-    ConfigError when there is no checkpoint, and JournalError when none is intact."""
+    """Returns `model/` of the newest checkpoint whose files are intact, and its version; no journal is read. Newer ones
+    are reported on standard error. Raises ConfigError when there is no checkpoint, JournalError when none is intact."""
     store = CheckpointFolders(run_dir)
     refused = []
     for version in reversed(versions(store)):
@@ -340,6 +341,7 @@ def newest_model(run_dir: Path) -> tuple[Path, int]:
         except JournalError as error:
             refused.append(f"checkpoint {version}: {error}")
         else:
+            sys.stderr.writelines(f"asyncrl: {each}; an older one is used\n" for each in refused)
             return Path(store.path(str(version))) / "model", version
     if not refused:
         raise ConfigError(f"{run_dir} has no checkpoint yet")

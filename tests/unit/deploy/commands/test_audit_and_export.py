@@ -152,6 +152,18 @@ def test_export_of_a_damaged_checkpoint_is_refused(
     assert not (tmp_path / "model").exists()
 
 
+def test_a_damaged_checkpoint_that_is_passed_over_is_named(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer = shutil.copytree(run_dir / "checkpoints" / "0", run_dir / "checkpoints" / "7")
+    damage(newer / "model" / "model.safetensors")
+    assert cli.main(["export", str(run_dir), str(tmp_path / "model")]) == 0
+    said = capsys.readouterr()
+    assert "version 0 is in" in said.out
+    assert said.err.startswith("asyncrl: checkpoint 7: ")
+    assert said.err.endswith("; an older one is used\n")
+
+
 def test_export_to_where_nothing_can_be_made(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(run_dir), "/proc/model"]) == 2
     assert "/proc/model cannot be written: " in capsys.readouterr().err
