@@ -15,9 +15,14 @@ BENCHMARKS = {
     "codecs": ("transfer_speed.weight_codecs", "wire codecs of weights: bytes, CPU time beside copying"),
     "transfers": ("transfer_speed.weight_transfers", "weights to another process, beside bare and encrypted sockets"),
     "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates, encodings"),
-    "scale": ("scale.benchmark", "CPU time of the controller a sample, by samples in flight, workers and ranks"),
+    "scale": (
+        "overhead.scale.benchmark",
+        "CPU time of the controller a sample, by samples in flight, workers and ranks",
+    ),
     "sandbox": ("overhead.sandbox_throughput", "sandboxed programs a second, beside bare starts of the interpreter"),
     "episodes": ("overhead.episode_throughput", "episodes a second in children, beside the class in one loop"),
+    "overlap": ("overlap.run_overlap", "of finished runs: busy shares, overlap, the bottleneck and its key"),
+    "why": ("overlap.slowest_step", "of a finished run: what made its slowest step slow"),
     "policies": (
         "learning.staleness_policies",
         "policies on the virtual clock: live tokens, idle trainer, masked samples",

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from asyncrl.bench.scale.sample_events import MEMBERS, row_of
+from asyncrl.bench.overhead.scale.sample_events import MEMBERS, row_of
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, number, table
-from asyncrl.bench.scale.call_events import credit, generate_and_release, route, step_call
-from asyncrl.bench.scale.fleet_events import controller_all_in
-from asyncrl.bench.scale.journal_events import audit_and_resume
-from asyncrl.bench.scale.sample_events import memory, release_at_owner, sample_events
+from asyncrl.bench.overhead.scale.call_events import credit, generate_and_release, route, step_call
+from asyncrl.bench.overhead.scale.fleet_events import controller_all_in
+from asyncrl.bench.overhead.scale.journal_events import audit_and_resume
+from asyncrl.bench.overhead.scale.sample_events import memory, release_at_owner, sample_events
 
 IN_FLIGHT = (1_024, 10_240, 102_400)
 WORKERS = (8, 64, 1_000)

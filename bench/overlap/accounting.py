@@ -1,0 +1,160 @@
+"""Computes from what a run recorded how much its services overlapped.
+
+    busy_i            share of the time in which workers of service i computed, weighted over steps by their length
+    E                 max busy_i: 1 where the slowest service never waited
+    C                 seconds from the begin of a group's generation until the weights that it trained are in use
+    bound efficiency  max(slowest service, C / (limit + 1)) / step: what of the step the staleness limit explains too
+                      (Little's law: at most limit + 1 batches are on their way at one time)
+    overlap fraction  time in which both generation and training ran, over that in which the rarer of the two did
+
+The first tenth of the steps is left out as warm-up. Evaluation is no stage of a step, and is listed only.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from asyncrl.deploy.report.run_record import RunRecord
+from asyncrl.deploy.report.worker_trace import NEW_WEIGHTS, STEP, Arrow, Slice, WorkerTrace
+from asyncrl.errors import ConfigError
+from asyncrl.telemetry.jsonl import Object
+from asyncrl.telemetry.state_clock import STATES
+
+ACCOUNTED = (*STATES, "unaccounted")
+LEAST_STEPS = 5
+"""Steps after the warm-up below which shares are not reported."""
+ROUNDING = 1e-3
+"""By how much the shares of a worker may differ from 1 in sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The accounting of one run.
+
+    name: of the run. shares: of each service, by state. step: mean seconds of a step. steps: how many were counted.
+    tokens: trained a second. devices: of the run. limit: of staleness. cycle: C in seconds, and `both_ran` the overlap
+    fraction; None without a trace. traced: seconds of the trace, at the end of the run.
+    """
+
+    name: str
+    shares: dict[str, dict[str, float]]
+    step: float
+    steps: int
+    tokens: float
+    devices: int
+    limit: int
+    cycle: float | None
+    both_ran: float | None
+    traced: float
+
+    @property
+    def stages(self) -> dict[str, float]:
+        """Returns the share of the time in which each stage of a step was busy."""
+        return {service: each["busy"] for service, each in self.shares.items() if service != "evaluation"}
+
+    @property
+    def slowest(self) -> str:
+        """Returns the stage that is busy for the largest share."""
+        return max(self.stages, key=self.stages.__getitem__)
+
+    @property
+    def efficiency(self) -> float:
+        return self.stages[self.slowest]
+
+    @property
+    def bound_efficiency(self) -> float | None:
+        if self.cycle is None:
+            return None
+        return min(1.0, max(self.efficiency * self.step, self.cycle / (self.limit + 1)) / self.step)
+
+    @property
+    def goodput(self) -> float:
+        """Returns trained tokens a second and device."""
+        return self.tokens / self.devices
+
+
+def overlap_of(run: RunRecord, trace: WorkerTrace) -> Overlap:
+    """Computes the accounting. Raises ConfigError for a run with too few steps, or with shares that do not add up."""
+    first = max(1, len(run.steps) // 10)
+    steps, seconds = run.steps[first:], run.seconds
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(
+            f"{run.path} trained {len(run.steps)} steps; shares say something from {LEAST_STEPS + 1} steps on"
+        )
+    lengths = [end - begin for begin, end in zip(seconds[first - 1 :], seconds[first:], strict=False)]
+    total = sum(lengths)
+    slices = trace.slices
+    return Overlap(
+        name=run.name,
+        shares={service: shares_of(steps, lengths, service, run.name) for service in services_of(steps)},
+        step=total / len(steps),
+        steps=len(steps),
+        tokens=sum(step.get("tokens/trained") or 0.0 for step in steps) / total,
+        devices=run.devices,
+        limit=run.config.staleness.limit,
+        cycle=cycle_seconds(trace.arrows),
+        both_ran=overlap_fraction(slices),
+        traced=slices[-1].end - slices[0].begin if slices else 0.0,
+    )
+
+
+def services_of(steps: Iterable[Object]) -> list[str]:
+    """Returns the services whose time the steps account for."""
+    return list({key.split("/")[1]: None for step in steps for key in step if key.startswith("time/")})
+
+
+def shares_of(steps: Sequence[Object], lengths: Sequence[float], service: str, run: str) -> dict[str, float]:
+    """Returns the shares of the states of a service, each step weighted by its length. Raises ConfigError when they do
+    not add up to 1."""
+    there = [(step, length) for step, length in zip(steps, lengths, strict=True) if f"time/{service}/busy" in step]
+    total = sum(length for _, length in there)
+    shares = {
+        state: sum(length * (step.get(f"time/{service}/{state}") or 0.0) for step, length in there) / total
+        for state in ACCOUNTED
+    }
+    if abs(sum(shares.values()) - 1.0) > ROUNDING:
+        raise ConfigError(
+            f"{run}: the states of {service} add up to {sum(shares.values()):.4f} of the time, not 1: its metrics were "
+            "written by another version of asyncrl"
+        )
+    return shares
+
+
+def cycle_seconds(arrows: Sequence[Arrow]) -> float | None:
+    """Returns the mean time from the begin of a group's generation until the weights of its step are in use; None where
+    the trace holds no whole cycle."""
+    in_use: dict[Slice, float] = {}
+    for arrow in arrows:
+        if arrow.what == "weights":
+            in_use[arrow.begin] = min(arrow.end.end, in_use.get(arrow.begin, arrow.end.end))
+    cycles = [
+        in_use[arrow.end] - arrow.begin.begin
+        for arrow in arrows
+        if arrow.what == "samples" and arrow.end.name == STEP and arrow.end in in_use
+    ]
+    return fmean(cycles) if cycles else None
+
+
+def overlap_fraction(slices: Sequence[Slice]) -> float | None:
+    """Returns the share of the time with the rarer of generation and training in which both ran."""
+    generated = _merged(each for each in slices if each.worker.startswith("generation") and each.name != NEW_WEIGHTS)
+    trained = _merged(each for each in slices if each.worker.startswith("training") and each.name == STEP)
+    if not generated or not trained:
+        return None
+    common = sum(max(0.0, min(one[1], other[1]) - max(one[0], other[0])) for one in generated for other in trained)
+    return common / min(_length(generated), _length(trained))
+
+
+def _merged(slices: Iterable[Slice]) -> list[tuple[float, float]]:
+    """Returns the time that slices cover, as intervals that do not touch."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted((each.begin, each.end) for each in slices):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in intervals)

@@ -1,0 +1,68 @@
+"""`asyncrl-bench overlap RUN_DIR...` says how much the services of finished runs overlapped, and what held them up; of
+several runs it compares each with the first."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from asyncrl.bench.measurements import table
+from asyncrl.bench.overlap.accounting import ACCOUNTED, Overlap, overlap_of
+from asyncrl.bench.overlap.bottleneck import bottleneck
+from asyncrl.deploy.report.run_record import read_run
+from asyncrl.deploy.report.worker_trace import read_trace
+from asyncrl.errors import ConfigError
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser("asyncrl-bench overlap", description=__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Name run directories.")
+    asked = parser.parse_args(arguments)
+    try:
+        found = [overlap_of(read_run(path), read_trace(path / "logs")) for path in asked.runs]
+    except ConfigError as error:
+        print(f"asyncrl-bench: {error}", file=sys.stderr)
+        sys.exit(2)
+    for overlap in found:
+        print("\n".join([*described(overlap), ""]))
+    if len(found) > 1:
+        print(compared(found))
+
+
+def described(overlap: Overlap) -> Iterator[str]:
+    """Yields the lines about one run."""
+    yield f"{overlap.name}: {overlap.steps} steps of {overlap.step:.3f} s after the warm-up, limit {overlap.limit}"
+    rows = [
+        [service, *(f"{shares[state]:.1%}" for state in ACCOUNTED), f"{1 - shares['busy']:.1%}"]
+        for service, shares in overlap.shares.items()
+    ]
+    yield table(["service", *ACCOUNTED, "bubble"], rows)
+    yield f"overlap efficiency {overlap.efficiency:.3f} (step over slowest stage {1 / overlap.efficiency:.2f})"
+    if overlap.cycle is not None and overlap.bound_efficiency is not None:
+        yield (
+            f"bound efficiency {overlap.bound_efficiency:.3f}: a cycle takes {overlap.cycle:.3f} s "
+            f"(of the last {overlap.traced:.1f} s, which the trace holds)"
+        )
+    if overlap.both_ran is not None:
+        yield f"overlap fraction {overlap.both_ran:.3f} of generation and training, in the same seconds"
+    yield f"goodput {overlap.goodput:,.0f} trained tokens a second and device, on {overlap.devices}"
+    yield bottleneck(overlap)
+
+
+def compared(found: Sequence[Overlap]) -> str:
+    """Returns a table of the runs, with ratios over the first."""
+    first = found[0]
+    rows = [
+        [
+            each.name,
+            f"{each.step:.3f}",
+            f"{first.step / each.step:.2f}",
+            f"{each.tokens:,.0f}",
+            f"{each.tokens / first.tokens:.2f}" if first.tokens else "-",
+            f"{each.efficiency:.3f}",
+            each.slowest,
+        ]
+        for each in found
+    ]
+    head = ["run", "s a step", "speed-up", "tokens/s", "ratio", "efficiency", "slowest stage"]
+    return f"speed-up and ratio over {first.name}, on whatever ran beside them:\n{table(head, rows)}"
