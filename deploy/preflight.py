@@ -28,6 +28,7 @@ from asyncrl.fleet.scaling import MOST_WORKERS
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
 from asyncrl.tasks.source_problems import prompt_problems
+from asyncrl.telemetry.exporters.scrape_address import scrape_problems
 from asyncrl.telemetry.sinks import sink_problems
 
 NOWHERE: Mapping[str, str] = {}
@@ -64,6 +65,7 @@ def _problems(
     yield from damaged or model_problems(config, Path(config.model.name).expanduser())
     yield from vllm_problems(config)
     yield from sink_problems(config.telemetry.sinks)
+    yield from scrape_problems(config.telemetry)
     yield from prompt_problems(config)
     yield from (_named_by_pool(problem, config) for problem in device_mistakes(devices(config)))
     yield from gpu_package_problems(devices(config))

@@ -125,6 +125,9 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     if config.feedback.asks:
         for module in ("starlette", "uvicorn"):
             yield ("feedback.ask", config.feedback.ask, module, install_extra("serve"))
+    if config.telemetry.prometheus:
+        for module in ("prometheus_client", "uvicorn"):
+            yield ("telemetry.prometheus", config.telemetry.prometheus, module, install_extra("prometheus"))
     if config.generation.engine == "vllm":
         yield ("generation.engine", "vllm", "vllm", _install_vllm())
     if (kind := config.environment.use.partition(":")[0]) in ("gymnasium", "mcp", "textarena"):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from math import isclose
 from typing import TYPE_CHECKING
 
-from asyncrl.config.feedback_rules import feedback_problems
 from asyncrl.config.model_and_weights_rules import model_problems, weights_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.algorithm_config import (
@@ -17,6 +16,7 @@ from asyncrl.config.sections.algorithm_config import (
     has_dual_clip,
 )
 from asyncrl.config.service_placement import joining_problems, pool_problems
+from asyncrl.config.serving_rules import feedback_problems, telemetry_problems
 from asyncrl.config.toml_writer import value_text
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*_unread_bounds(config), *_inherited_bounds(a), *_unread_sections(config))
     yield from (*_learning_rate_rules(config), *_environment_rules(config))
     yield from (*model_problems(config), *weights_problems(config), *joining_problems(config))
-    yield from pool_problems(config)
+    yield from (*pool_problems(config), *telemetry_problems(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:

@@ -15,6 +15,7 @@ from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
 from asyncrl.config.sections.pools_config import PoolConfig
+from asyncrl.config.sections.telemetry_config import TelemetryConfig
 from asyncrl.config.sections.weights_config import WeightsConfig
 from asyncrl.config.service_placement import place_services
 
@@ -311,19 +312,6 @@ class EvaluateConfig(Section):
     """Number of generation workers of the evaluation, each with its own copy of the model."""
     pool: str = ""
     """Pool of these workers, a table of `pools`; default: that of generation."""
-
-
-class TelemetryConfig(Section):
-    """Output of the run besides its checkpoints."""
-
-    samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
-    """Number of samples of each step that are written to samples.jsonl, in whole groups."""
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Services that get the metrics besides metrics.jsonl."""
-    trace: bool = True
-    """Writes trace.json.gz, which opens in Perfetto."""
-    report: bool = True
-    """Writes report.html when the run ends: curves, timeline and samples in one file for a browser."""
 
 
 class Config(Section):

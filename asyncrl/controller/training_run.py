@@ -6,9 +6,10 @@ workers ──> WorkerEvents ──> Controller
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.algorithm_interface import Algorithm
@@ -37,7 +38,12 @@ from asyncrl.tasks import Draw
 from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_status import RunStatus
+from asyncrl.telemetry.samples_file import SampleRecord
 from asyncrl.telemetry.sinks import open_sinks
+
+if TYPE_CHECKING:
+    from asyncrl.telemetry.exporters.prometheus import PrometheusExporter
 
 STOP_TIMEOUT = 6.0
 """Seconds that Ctrl-C leaves the running iteration, so that all of it, checkpoint included, ends within ten."""
@@ -154,6 +160,7 @@ class TrainingRun:
         self.progress.in_flight = lambda: gate.in_flight
         self._evaluations = self._evaluation_schedule() if self.questions.held_out else None
         self._shown = ShownRows()
+        self._exporter: PrometheusExporter | None = None
         self._recorder = self._open_recorder()
         self._controller = self._make_controller()
 
@@ -263,7 +270,7 @@ class TrainingRun:
             self.running.health_poller.poll,
             config.telemetry.samples_per_step,
             self.state.incarnation,
-            self.display.step,
+            self._show,
             open_sinks(config.telemetry.sinks, directory.path, config.name, settings, self.display.say),
             self._shown,
         )
@@ -271,8 +278,31 @@ class TrainingRun:
     def _status_writer(self) -> StatusWriter:
         state = self.state
         return StatusWriter(
-            state.directory.status, state.gate, state.journal, self.running.health_poller, self.config.steps
+            state.directory.status,
+            state.gate,
+            state.journal,
+            self.running.health_poller,
+            self.config.steps,
+            self._publish,
         )
+
+    def _publish(self, status: RunStatus) -> None:
+        if self._exporter is not None:
+            self._exporter.take_status(status)
+
+    def _show(self, metrics: Mapping[str, float], sample: SampleRecord | None) -> None:
+        self.display.step(metrics, sample)
+        if self._exporter is not None:
+            self._exporter.take_step(metrics)
+
+    def _open_exporter(self) -> "PrometheusExporter":
+        from asyncrl.telemetry.exporters.prometheus import PrometheusExporter
+
+        telemetry = self.config.telemetry
+        exporter = PrometheusExporter(telemetry.prometheus, telemetry.prometheus_token)
+        host = telemetry.prometheus.rpartition(":")[0]
+        self.display.say(f"metrics for Prometheus: http://{host}:{exporter.port}/metrics")
+        return exporter
 
     @asynccontextmanager
     async def _observers(self) -> AsyncIterator[None]:
@@ -282,6 +312,9 @@ class TrainingRun:
             "worker events": WorkerEvents(self.running, self._controller).follow(),
             "state of the run": self._status_writer().run(),
         }
+        if self.config.telemetry.prometheus:
+            self._exporter = self._open_exporter()
+            beside["metrics endpoint"] = self._exporter.run()
         if self._evaluations is not None:
             self._evaluations.ask(await self._fleet.training.published())
             beside["evaluation"] = self._evaluations.run()

@@ -29,13 +29,14 @@ from asyncrl.telemetry.run_status import (
 @dataclass
 class StatusWriter:
     """Writes to `path`. journal: has the samples that ended, those before a resume too. steps: of the whole run. now:
-    returns Unix time in seconds."""
+    returns Unix time in seconds. publish: takes each state too."""
 
     path: Path
     gate: Gate
     journal: Journal
     poller: HealthPoller
     steps: int
+    publish: Callable[[RunStatus], None] = lambda status: None
     now: Callable[[], float] = time.time
     _before: dict[str, Health] = field(default_factory=dict)
     _instances: dict[str, str] = field(default_factory=dict)
@@ -53,7 +54,9 @@ class StatusWriter:
 
     async def write(self) -> None:
         await self.poller.poll()
-        await to_its_end(self._replace(self.status()))  # Or the last state, written meanwhile, would be overwritten.
+        status = self.status()
+        self.publish(status)
+        await to_its_end(self._replace(status))  # Or the last state, written meanwhile, would be overwritten.
 
     async def _replace(self, status: RunStatus) -> None:
         with suppress(OSError):  # Where the disk is full, the journal ends the run and says so.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from asyncrl.deploy.commands import doctor
 from asyncrl.deploy.preflight import devices, model_problems, preflight
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.tasks import source_problems
 from asyncrl.telemetry.display import open_display
 
@@ -114,6 +116,22 @@ def test_a_page_at_an_address_of_another_machine_is_refused(tmp_path: Path) -> N
     (problem,) = found.pop("203.0.113.7")
     assert problem.startswith("feedback.host: 203.0.113.7:0 cannot be listened at: ")
     assert found == {"127.0.0.2": [], "localhost": []}
+
+
+def test_an_address_of_metrics_that_is_taken_or_has_no_token_is_known_before_a_start(tmp_path: Path) -> None:
+    with closing(bound_socket("127.0.0.1", 0, "a test")) as held:
+        held.listen()
+        taken, found = f"127.0.0.1:{held.getsockname()[1]}", []
+        for telemetry in (
+            {"prometheus": taken},
+            {"prometheus": "127.0.0.1:0", "prometheus_token": str(tmp_path / "none")},
+            {"prometheus": "127.0.0.1:0"},
+        ):
+            chosen = config(reward={"functions": ["exact_match"]}, telemetry=telemetry)
+            found.append([str(each) for each in preflight(chosen) if each.key.startswith("telemetry")])
+    assert [len(each) for each in found] == [1, 1, 0]
+    assert f"telemetry.prometheus: {taken} cannot be listened at" in found[0][0]
+    assert "telemetry.prometheus_token: " in found[1][0]
 
 
 def test_an_old_name_of_a_task_in_a_run_directory_is_named_with_its_line(

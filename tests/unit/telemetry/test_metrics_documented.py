@@ -16,7 +16,8 @@ from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 from asyncrl.telemetry.state_clock import STATES
 
 ROOT = Path(__file__).parents[3]
-ALGORITHM, _, EVALUATIONS = (ROOT / "docs/metrics.md").read_text().partition("## Evaluations")
+ALGORITHM, _, AFTER = (ROOT / "docs/metrics.md").read_text().partition("## Evaluations")
+EVALUATIONS = AFTER.partition("## Prometheus")[0]
 ROWS = [line.strip("|").split(" | ") for line in ALGORITHM.splitlines() if line.startswith("| `")]
 DOCUMENTED = [row[0].strip(" `") for row in ROWS]
 FOLDERS = ("asyncrl", "protocols", "services", "deploy")

@@ -40,7 +40,7 @@ def writer_of(path: Path, poller: Poller) -> StatusWriter:
     journal: Any = SimpleNamespace(
         ledger=SimpleNamespace(trained=90, dropped=Counter({"stale": 2, "poison": 3}), incarnation=1)
     )
-    return StatusWriter(path, gate, journal, poller, 25, lambda: 100.0)  # type: ignore[arg-type]
+    return StatusWriter(path, gate, journal, poller, 25, now=lambda: 100.0)  # type: ignore[arg-type]
 
 
 async def written(writer: StatusWriter) -> RunStatus:

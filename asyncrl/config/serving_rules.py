@@ -1,5 +1,6 @@
-"""Rules about the section `[feedback]`."""
+"""Rules about what a run serves: the page of live feedback, and metrics."""
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HOST_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\[\]:/\s]+):(\d+)")
 SHARE_OF_CALL = 0.9
 """Share of fleet.call_deadline that a sample may wait for a person; the rest is for scoring it."""
 
@@ -38,6 +40,28 @@ def feedback_problems(config: "Config") -> Iterator[Problem]:
     if section.host not in LOOPBACK:
         text = "whoever reaches this address can read key and answers on their way: use a tunnel to 127.0.0.1"
         yield Problem("feedback.host", "", text, is_warning=True)
+
+
+def telemetry_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what is wrong with the address of metrics, and warns of one that others can listen to."""
+    section = config.telemetry
+    if not section.prometheus:
+        if section.prometheus_token:
+            text = "nothing reads it without an address: remove it, or write telemetry.prometheus"
+            yield Problem("telemetry.prometheus_token", "", text, ("telemetry.prometheus",), is_warning=True)
+        return
+    found = HOST_PORT.fullmatch(section.prometheus)
+    if not found or int(found[2]) > 65535:
+        text = f"{section.prometheus!r} is no address: write HOST:PORT, such as 127.0.0.1:9400"
+        yield Problem("telemetry.prometheus", "", text)
+    elif found[1].strip("[]") not in LOOPBACK:
+        if not section.prometheus_token:
+            text = """other hosts reach this address, and everybody there would read the metrics: write
+                telemetry.prometheus_token, a file with a token, or 127.0.0.1 and use a tunnel"""
+            yield Problem("telemetry.prometheus", "", " ".join(text.split()), ("telemetry.prometheus_token",))
+        else:
+            text = "whoever reaches this address can read token and metrics on their way: use a tunnel to 127.0.0.1"
+            yield Problem("telemetry.prometheus", "", text, is_warning=True)
 
 
 def _pick_problems(config: "Config") -> Iterator[Problem]:

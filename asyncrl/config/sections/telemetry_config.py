@@ -1,0 +1,25 @@
+"""The section `[telemetry]`."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from asyncrl.config.sections.algorithm_config import Section
+
+
+class TelemetryConfig(Section):
+    """Output of the run besides its checkpoints."""
+
+    samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
+    """Number of samples of each step that are written to samples.jsonl, in whole groups."""
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Services that get the metrics besides metrics.jsonl."""
+    trace: bool = True
+    """Writes trace.json.gz, which opens in Perfetto."""
+    report: bool = True
+    """Writes report.html when the run ends: curves, timeline and samples in one file for a browser."""
+    prometheus: str = ""
+    """Address HOST:PORT at which the controller serves its metrics to Prometheus, such as 127.0.0.1:9400. Empty: it
+    serves none."""
+    prometheus_token: str = ""
+    """File with a token that scrapes have to send as a bearer. An address that other hosts reach needs one."""

@@ -1,0 +1,1 @@
+"""Sends what a run measures to monitoring systems, each an optional extra."""
