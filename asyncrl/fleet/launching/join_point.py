@@ -27,6 +27,7 @@ from asyncrl.concurrency import running_beside
 from asyncrl.config.sections.device_pools import Device, Host
 from asyncrl.errors import ConfigError, FleetFailed, Refused
 from asyncrl.fleet.launching.join_places import Places
+from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, on_one_machine
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
@@ -44,96 +45,11 @@ from asyncrl.lanes.data.files.file_server import FileServer
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import Call, JoinOrder, JoinRequest
 
-MAX_ORDERS = 64
-"""Orders that wait for a host: one start and three ways to end it for each worker, so sixteen workers of a host that
-does not read, which its heartbeats find out long before."""
-
 START_DEADLINE = 60.0
 """Seconds until a host has started the process of a worker; loading a model comes later."""
 
 FAREWELL = 2.0
 """Seconds for the order to leave to reach all hosts at the end of a run."""
-
-
-class JoinedWorker:
-    """A worker on a host that joined."""
-
-    def __init__(self, spec: WorkerSpec, offer: "Offer") -> None:
-        self.spec = spec
-        self.host = offer.host
-        self.labels: Mapping[str, int | str] = {}
-        self.offer = offer
-        self.started = asyncio.Event()
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def has_left(self) -> bool:
-        return self.offer.is_leaving
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.done()
-
-    def end(self, reason: str) -> None:
-        """Takes how the worker ended, once: its host reports it, and may be lost after that."""
-        if not self._ended.done():
-            self._ended.set_result(reason)
-            self.started.set()
-
-    async def wait(self) -> str:
-        return await asyncio.shield(self._ended)
-
-    def stop(self) -> None:
-        self._order("stop")
-
-    def terminate(self) -> None:
-        self._order("terminate")
-
-    def kill(self) -> None:
-        self._order("kill")
-
-    def _order(self, kind: str) -> None:
-        if not self._ended.done():
-            self.offer.order(JoinOrder(kind, self.spec.instance))
-
-
-class Offer:
-    """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
-    is_leaving: it was asked to leave, and takes no other worker. devices: of its worker, in a pool of GPUs."""
-
-    def __init__(self, request: JoinRequest) -> None:
-        self.service = request.service
-        self.host = HostId(request.machine, request.memory, request.host)
-        self.devices: tuple[str, ...] = ()
-        self.worker: JoinedWorker | None = None
-        self.is_ready = False
-        self.is_leaving = False
-        self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
-
-    @property
-    def is_free(self) -> bool:
-        return self.is_ready and not self.is_leaving and self.worker is None
-
-    @property
-    def state(self) -> HostState:
-        if self.worker is not None and self.worker.started.is_set():
-            return HostState.WORKS
-        return HostState.WAITS if self.is_free else HostState.STARTS
-
-    def order(self, order: JoinOrder) -> None:
-        with suppress(asyncio.QueueFull):  # The host does not read, and is lost soon.
-            self.orders.put_nowait(order)
-
-    def start(self, spec: WorkerSpec, devices: tuple[str, ...]) -> JoinedWorker:
-        self.devices = devices
-        spec = replace(spec, devices=devices)
-        self.worker = JoinedWorker(spec, self)
-        self.order(JoinOrder("start", spec.instance, spec.to_json()))
-        return self.worker
-
-
-def _on_one_machine(one: Offer, other: Offer) -> bool:
-    return one.host.fault_domain == other.host.fault_domain
 
 
 @dataclass(eq=False)
@@ -220,7 +136,7 @@ class JoinPoint:
         pool = self.places[offer.service].pool
         if pool is None or not pool.has_gpus:
             return ()
-        same = [each for each in self._offers.values() if each.worker and _on_one_machine(each, offer)]
+        same = [each for each in self._offers.values() if each.worker and on_one_machine(each, offer)]
         taken = {device for each in same if each.service == offer.service for device in each.devices}
         users = Counter(device for each in same for device in each.devices)
         return tuple(sorted((each for each in pool.devices if each not in taken), key=users.__getitem__))
@@ -288,9 +204,17 @@ class JoinPoint:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(SIGN_OF_LIFE):
                         order = await offer.orders.get()
+                self._check_key(request, offer)
                 yield order
         finally:
             self._lose(request.agent, offer)
+
+    def _check_key(self, request: JoinRequest, offer: Offer) -> None:
+        """Raises Refused, which ends the host's worker, when its key was revoked after it joined."""
+        if self.role_of(request.proof) != offer.service:
+            offer.is_revoked = True
+            self.report(f"the key of {offer.host.name} was revoked; its {offer.service} worker ends")
+            raise Refused(f"the key of {offer.host.name} was revoked: make another one with `asyncrl admit`")
 
     async def _state(self, request: JoinRequest) -> str:
         """Returns the state of the host that asks, which need not have joined."""
@@ -360,7 +284,9 @@ class JoinPoint:
         del self._offers[agent]
         if offer.worker is not None:
             how = "it left" if offer.is_leaving else "no sign of life comes from it any more"
-            offer.worker.end(f"its host {offer.host.name} is gone: {how}")
+            offer.worker.end(
+                f"its host {offer.host.name} is gone: {'its key was revoked' if offer.is_revoked else how}"
+            )
             offer.worker = None
         self._changed.wake()
 

@@ -9,15 +9,16 @@ import hmac
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import CurveKeys
 
-CONTROLLER = "controller.key"
+CONTROLLER, ADMITTED = "controller.key", ".admitted"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -53,11 +54,49 @@ class Admitted:
     proof: str
 
 
+class Admissions:
+    """The admitted keys of a folder as they are now; files are read again only after one came, changed or went."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: tuple[tuple[str, int, int], ...] = ()
+        self._found: tuple[Admitted, ...] = ()
+
+    def current(self) -> tuple[Admitted, ...]:
+        """Returns them by name. One that is being written counts once it is whole."""
+        paths = sorted(self._folder.glob(f"*{ADMITTED}"))
+        seen = tuple((path.name, status.st_mtime_ns, status.st_size) for path, status in _statuses(paths))
+        if seen != self._seen:
+            self._found = tuple(each for path in paths if (each := _admitted(path)) is not None)
+            self._seen = seen
+        return self._found
+
+    def public_keys(self) -> list[str]:
+        return [each.public for each in self.current()]
+
+
+def _statuses(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    for path in paths:
+        with suppress(FileNotFoundError):  # It was revoked just now.
+            yield path, path.stat()
+
+
+def _admitted(path: Path) -> Admitted | None:
+    try:
+        return Admitted(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class KeyFolder:
     """The keys of one controller. path: a folder that exists."""
 
     path: Path
+    _admissions: Admissions = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_admissions", Admissions(self.path))
 
     @classmethod
     def made(cls, path: Path) -> "KeyFolder":
@@ -69,20 +108,19 @@ class KeyFolder:
         return cls(path)
 
     def controller_keys(self) -> CurveKeys:
-        """Returns the pair of the controller, with the public keys that it accepts. Raises ConfigError when there is no
-        pair, or no key was admitted."""
-        fields, admitted = _read(self.path / CONTROLLER), self._admitted()
-        if not admitted:
+        """Returns the pair of the controller, which accepts itself and, at each handshake, the keys that are admitted
+        then. Raises ConfigError when there is no pair, or no key was admitted."""
+        fields = _read(self.path / CONTROLLER)
+        if not self._admissions.current():
             raise ConfigError(f"{self.path} admits no key: `asyncrl admit {self.path} ROLE` makes one")
-        keys = CurveKeys(fields["public"], fields["secret"])
-        return replace(keys, admitted=tuple(each.public for each in admitted.values()))
+        return CurveKeys(fields["public"], fields["secret"], admitted_now=self._admissions.public_keys)
 
     def key_of(self, role: str, name: str = "") -> Path:
         """Returns the key of workers of a role; makes it and admits it where it is missing. name: role by default."""
         name = name or role
         if not PLAIN_NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name of a key: write letters, digits, - and _")
-        path, admission = self.path / f"{name}.key", self.path / f"{name}.admitted"
+        path, admission = self.path / f"{name}.key", self.path / f"{name}{ADMITTED}"
         if path.exists():
             if not admission.exists():
                 raise ConfigError(f"{path} was revoked: delete it to make another one of that name")
@@ -95,10 +133,7 @@ class KeyFolder:
 
     def role_of(self, proof: str) -> str:
         """Returns the role whose workers have this proof now; "" for a key that was revoked."""
-        return next((each.role for each in self._admitted().values() if hmac.compare_digest(each.proof, proof)), "")
-
-    def _admitted(self) -> dict[str, Admitted]:
-        return {path.stem: Admitted(**_read(path)) for path in sorted(self.path.glob("*.admitted"))}
+        return next((each.role for each in self._admissions.current() if hmac.compare_digest(each.proof, proof)), "")
 
 
 def _proof(secret: str) -> str:

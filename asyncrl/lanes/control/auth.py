@@ -7,7 +7,7 @@ send message parts without end, all of which ZeroMQ keeps until the last one com
 
 import asyncio
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Self
@@ -30,7 +30,8 @@ class CurveKeys:
     """A key pair in Z85. Without the secret key there is no connection.
 
     server: public key of the listeners that a caller trusts. admitted: public keys of the callers that a listener
-    accepts. Both are the own one by default. admitted_at: other public keys for single addresses on TCP.
+    accepts. Both are the own one by default. admitted_at: other public keys for single addresses on TCP. admitted_now:
+    returns those that are accepted besides at the moment of a handshake.
     """
 
     public: str
@@ -38,6 +39,7 @@ class CurveKeys:
     server: str = ""
     admitted: tuple[str, ...] = ()
     admitted_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    admitted_now: Callable[[], Iterable[str]] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def fresh(cls) -> Self:
@@ -84,6 +86,7 @@ class Authenticator:
         self.refused = 0
         self._admitted = {ZAP_DOMAIN: _decoded(keys.admitted or (keys.public,))}
         self._admitted |= {_domain_at(address): _decoded(callers) for address, callers in keys.admitted_at.items()}
+        self._admitted_now = keys.admitted_now
         self._password = keys.password
         self._socket: Any = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -110,9 +113,14 @@ class Authenticator:
 
     def _has_keys(self, domain: bytes, mechanism: bytes, credentials: list[bytes]) -> bool:
         if mechanism == b"CURVE":
-            return len(credentials) == 1 and credentials[0] in self._admitted[domain]
+            return len(credentials) == 1 and self._is_admitted(domain, credentials[0])
         user, password = credentials if mechanism == b"PLAIN" and len(credentials) == 2 else (b"", b"")
         return user == USER and hmac.compare_digest(password, self._password)
+
+    def _is_admitted(self, domain: bytes, public: bytes) -> bool:
+        if public in self._admitted[domain]:
+            return True
+        return self._admitted_now is not None and domain == ZAP_DOMAIN and public in _decoded(self._admitted_now())
 
     def close(self) -> None:
         if self._next_pass is not None:

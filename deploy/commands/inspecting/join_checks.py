@@ -114,7 +114,7 @@ def _failed(number: str, key: WorkerKey, key_file: Path, why: str) -> Check:
     if KEY_REFUSED in why:
         remedy = (
             f"copy the key that the run at {number} wrote under its join_keys, or that `{program()} admit FOLDER "
-            f"{key.role}` wrote for this controller before the run started"
+            f"{key.role}` wrote for this controller; one whose .admitted was deleted is revoked"
         )
         return Check("key", "bad", f"{number} does not accept {key_file}", remedy)
     if "another protocol" in why:

@@ -77,7 +77,7 @@ async def test_a_revoked_key_other_versions_and_a_service_that_does_not_join(
         assert "BAD   joining             the controller has torch 0.1" in text
         key.with_suffix(".admitted").unlink()
         assert await doctor("--join", address, "--key", str(key)) == 1
-        assert "is not admitted, or no more" in capsys.readouterr().out
+        assert f"does not accept {key}" in capsys.readouterr().out
         assert await doctor("--join", address, "--key", str(keys.key_of("reward"))) == 1
         assert "this run starts its reward workers itself; echo workers join it" in capsys.readouterr().out
 

@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl.errors import ConfigError, FleetFailed, Refused
 from asyncrl.fleet.launching.join_places import Places
-from asyncrl.fleet.launching.join_point import JoinedWorker, JoinPoint, open_join_point
+from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
+from asyncrl.fleet.launching.joined_worker import JoinedWorker
 from asyncrl.fleet.launching.joining import joining_hello
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec

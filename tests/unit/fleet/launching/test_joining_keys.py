@@ -112,3 +112,47 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"cannot listen at {address} .*another program listens there"):
             async with open_join_point(join_point(address, keys), wire):
                 pass
+
+
+async def test_a_key_that_is_made_while_a_run_goes_on_joins_at_once(address: str, tmp_path: Path) -> None:
+    keys = KeyFolder.made(tmp_path)
+    keys.key_of("echo")
+    with closing(ZmqWire(keys.controller_keys())) as here:
+        async with open_join_point(join_point(address, keys), here) as point:
+            key = WorkerKey.read(KeyFolder(tmp_path).key_of("echo", "late"))
+            with closing(ZmqWire(key.keys)) as there:
+                joining = host(there, address, key)
+                task = asyncio.create_task(joining.serve())
+                async with asyncio.timeout(20):
+                    worker = await point.spawn(spec_of("echo0.0-0-a"))
+                    worker.kill()
+                    await worker.wait()
+                    joining.stop.set()
+                    await task
+
+
+async def test_a_revoked_key_ends_what_runs_with_it_and_opens_no_connection(address: str, tmp_path: Path) -> None:
+    keys, said = KeyFolder.made(tmp_path), list[str]()
+    key, other = (WorkerKey.read(keys.key_of("echo", name)) for name in ("rented", "own"))
+    with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
+        point = replace(join_point(address, keys), report=said.append)
+        async with open_join_point(point, here), asyncio.timeout(20):
+            joining = host(there, address, key)
+            task = asyncio.create_task(joining.serve())
+            worker = await point.spawn(spec_of("echo0.0-0-a"))
+            (tmp_path / "rented.admitted").unlink()
+            assert await worker.wait() == "its host h1 is gone: its key was revoked"
+            assert worker.has_left, "which is no death"
+            with pytest.raises(ConfigError, match="the key of h1 was revoked"):
+                await task
+            assert isinstance(joining.launcher, FakeLauncher)
+            assert [process.dead for process in joining.launcher.workers] == [True]
+            assert said[-1] == "the key of h1 was revoked; its echo worker ends"
+            with pytest.raises(ConfigError, match="does not accept the key of this host"):
+                await host(there, address, key).serve()
+            with closing(ZmqWire(other.keys)) as again:
+                rejoined = host(again, address, other)
+                task = asyncio.create_task(rejoined.serve())
+                await point.spawn(spec_of("echo0.0-0-b"))
+                rejoined.stop.set()
+                await task

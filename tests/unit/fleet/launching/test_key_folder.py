@@ -21,7 +21,8 @@ def test_callers_and_listener_know_each_other(tmp_path: Path) -> None:
     folder = KeyFolder.made(tmp_path)
     callers = [WorkerKey.read(folder.key_of(role)).keys for role in ("generation", "reward")]
     listener = KeyFolder.made(tmp_path).controller_keys()
-    assert {*listener.admitted} == {each.public for each in callers}
+    assert listener.admitted_now is not None
+    assert {*listener.admitted_now()} == {each.public for each in callers}
     assert {each.server for each in callers} == {listener.public}
     assert listener.secret not in repr(listener)
 
@@ -32,9 +33,26 @@ def test_a_key_whose_admission_is_deleted_joins_no_more(tmp_path: Path) -> None:
     folder.key_of("generation")
     (tmp_path / "rented.admitted").unlink()
     assert folder.role_of(key.proof) == ""
-    assert key.keys.public not in folder.controller_keys().admitted
+    listener = folder.controller_keys()
+    assert listener.admitted_now is not None
+    assert key.keys.public not in listener.admitted_now()
     with pytest.raises(ConfigError, match="was revoked"):
         folder.key_of("generation", "rented")
+
+
+def test_an_admission_counts_from_when_it_is_whole(tmp_path: Path) -> None:
+    folder = KeyFolder.made(tmp_path)
+    folder.key_of("reward")
+    listener = folder.controller_keys()
+    late = WorkerKey.read(KeyFolder(tmp_path).key_of("generation", "late"))
+    admission = tmp_path / "late.admitted"
+    whole = admission.read_text()
+    admission.write_text(whole[:20])
+    assert listener.admitted_now is not None
+    assert late.keys.public not in listener.admitted_now()
+    admission.write_text(whole)
+    assert late.keys.public in listener.admitted_now()
+    assert folder.role_of(late.proof) == "generation"
 
 
 def test_files_that_are_no_keys_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""A host that joined, from the controller's side: what it offers, and the worker that runs there."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from asyncrl.fleet.launching.joining import HostState
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
+from asyncrl.lanes.host_id import HostId
+from asyncrl.protocols.messages import JoinOrder, JoinRequest
+
+MAX_ORDERS = 64
+"""Orders that wait for a host: one start and three ways to end it for each worker, so sixteen workers of a host that
+does not read, which its heartbeats find out long before."""
+
+
+class JoinedWorker:
+    """A worker on a host that joined."""
+
+    def __init__(self, spec: WorkerSpec, offer: "Offer") -> None:
+        self.spec = spec
+        self.host = offer.host
+        self.labels: Mapping[str, int | str] = {}
+        self.offer = offer
+        self.started = asyncio.Event()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_left(self) -> bool:
+        return self.offer.is_leaving or self.offer.is_revoked
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
+
+    def end(self, reason: str) -> None:
+        """Takes how the worker ended, once: its host reports it, and may be lost after that."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
+            self.started.set()
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._ended)
+
+    def stop(self) -> None:
+        self._order("stop")
+
+    def terminate(self) -> None:
+        self._order("terminate")
+
+    def kill(self) -> None:
+        self._order("kill")
+
+    def _order(self, kind: str) -> None:
+        if not self._ended.done():
+            self.offer.order(JoinOrder(kind, self.spec.instance))
+
+
+class Offer:
+    """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
+    is_leaving: it was asked to leave, and takes no other worker. is_revoked: its key is admitted no more. devices: of
+    its worker, in a pool of GPUs."""
+
+    def __init__(self, request: JoinRequest) -> None:
+        self.service = request.service
+        self.host = HostId(request.machine, request.memory, request.host)
+        self.devices: tuple[str, ...] = ()
+        self.worker: JoinedWorker | None = None
+        self.is_ready = False
+        self.is_leaving = False
+        self.is_revoked = False
+        self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
+
+    @property
+    def is_free(self) -> bool:
+        return self.is_ready and not self.is_leaving and self.worker is None
+
+    @property
+    def state(self) -> HostState:
+        if self.worker is not None and self.worker.started.is_set():
+            return HostState.WORKS
+        return HostState.WAITS if self.is_free else HostState.STARTS
+
+    def order(self, order: JoinOrder) -> None:
+        with suppress(asyncio.QueueFull):  # The host does not read, and is lost soon.
+            self.orders.put_nowait(order)
+
+    def start(self, spec: WorkerSpec, devices: tuple[str, ...]) -> JoinedWorker:
+        self.devices = devices
+        spec = replace(spec, devices=devices)
+        self.worker = JoinedWorker(spec, self)
+        self.order(JoinOrder("start", spec.instance, spec.to_json()))
+        return self.worker
+
+
+def on_one_machine(one: Offer, other: Offer) -> bool:
+    return one.host.fault_domain == other.host.fault_domain
