@@ -28,10 +28,7 @@ class PromptRow(dict[str, Any]):
             return row
         if not isinstance(row, PackedRow):
             return cls(row)
-        plain = msgpack.unpackb(row.data, raw=False, strict_map_key=True)
-        if not isinstance(plain, dict):
-            raise ValueError(f"the row of a prompt is a map of columns, not {plain!r:.100}")
-        found = cls(plain)
+        found = cls(msgpack.unpackb(row.data, raw=False, strict_map_key=True))
         found.__dict__["packed"] = row
         return found
 
