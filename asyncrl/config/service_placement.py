@@ -21,6 +21,9 @@ ONE_WORKER = ("training", "critic", "cost_critic")
 def joining_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong about workers that join."""
     fleet, replicas = config.fleet, _replicas(config)
+    for service in fleet.ray_resources.keys() - replicas.keys():
+        text = f"no {service} workers may join; those of this experiment that may are {', '.join(sorted(replicas))}"
+        yield Problem("fleet.ray_resources", "", text)
     if bool(fleet.listen) != bool(fleet.joined):
         missing, present = ("fleet.joined", "fleet.listen") if fleet.listen else ("fleet.listen", "fleet.joined")
         text = "fleet.listen is where workers join, and fleet.joined says which: write both or none"
@@ -46,6 +49,15 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
     if "reward" in fleet.joined and config.feedback.asks:
         text = "the reward worker serves the page on which people rate, on the host of the controller: it cannot join"
         yield Problem("fleet.joined", "", text, ("feedback.ask",))
+
+
+def joinable(config: "Config") -> dict[str, int]:
+    """Returns the services whose workers can run on any host as the config is, with their replicas. Trainer and critics
+    need the run directory, so they are among them only where `fleet.joined` says so."""
+    stay = set(ONE_WORKER) - config.fleet.joined.keys()
+    stay |= {"generation", "evaluation"} if config.generation.engine == "vllm" else set()
+    stay |= {"reward"} if config.feedback.asks else set()
+    return {service: count for service, count in _replicas(config).items() if service not in stay}
 
 
 def _replicas(config: "Config") -> dict[str, int]:

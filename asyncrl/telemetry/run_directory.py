@@ -75,7 +75,7 @@ def open_run_directory(path: Path) -> RunDirectory:
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
         entries = {entry.name for entry in directory.path.iterdir()}
-        if not (entries <= {"logs", "run.lock"} or entries & set(RUN_FILES)):
+        if not (entries <= {"logs", "run.lock", "join_keys"} or entries & set(RUN_FILES)):
             raise ConfigError(f"{path} is not empty and holds no run of asyncrl; name another with --run-dir")
         directory.logs.mkdir(exist_ok=True)
     except OSError as error:

@@ -5,8 +5,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
                        resumes it: the same command again is all it takes
   --accept-changes     resume although keys changed that change what is learned
   --listen ADDRESS     short for --fleet.wire tcp --fleet.listen tcp://HOST:PORT, where workers of fleet.joined join
+  --on ray             start the workers that may join on a Ray cluster, and one on this machine if there is none
+  --address ADDRESS    HOST:PORT of that cluster; default: the one of this Ray job, or RAY_ADDRESS
   --print-config       print the whole config, with the place each value came from, and stop
   --restarts N         short for --fleet.restarts: start again by itself when the trainer or this process dies
   --section.key value  any key; a list takes the flag several times or a TOML list
@@ -46,7 +48,8 @@ Start = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
 @dataclass(frozen=True, slots=True)
 class RunCommand:
     """The parsed command. target: config.toml of `run_dir` where the command names no experiment. flags: set config
-    keys; restarts: those that set `fleet.restarts`."""
+    keys; restarts: those that set `fleet.restarts`. cluster: "ray", or ""; address: of the cluster. listen: where
+    workers join."""
 
     target: str | Path
     run_dir: Path | None
@@ -54,6 +57,9 @@ class RunCommand:
     print_config: bool
     flags: list[str]
     restarts: list[str]
+    cluster: str = ""
+    address: str = ""
+    listen: str = ""
 
 
 def main(arguments: list[str]) -> int:
@@ -81,7 +87,8 @@ def main(arguments: list[str]) -> int:
                 named = ["--run-dir", str(run_dir)] if request.run_dir is None else []
                 again = [argument for argument in arguments if argument != ACCEPT]  # What changed is taken over once.
                 command = f"{program()} {shlex.join(['run', *again, *named])}"
-                return train(loaded, run_dir, request.accept_changes, command, forks)
+                with _on_cluster(request, loaded, run_dir) as placed:
+                    return train(placed, run_dir, request.accept_changes, command, forks)
             if forks is not None:
                 forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
@@ -94,9 +101,15 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     parser.add_argument(ACCEPT, action="store_true")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--listen", default="")
+    parser.add_argument("--on", default="")
+    parser.add_argument("--address", default="")
     parser.add_argument("--restarts", "--fleet.restarts", nargs="?", const="", action="append", default=[])
     named = [argument for argument in arguments[:1] if not argument.startswith("-")]
     asked, flags = parser.parse_known_args(arguments[len(named) :])
+    if asked.on not in ("", "ray"):
+        raise ConfigError(f"--on: there is no {asked.on!r}; write --on ray")
+    if asked.address and not asked.on:
+        raise ConfigError("--address is that of a Ray cluster: write --on ray too")
     if asked.run_dir == "":
         raise ConfigError("--run-dir needs a directory")
     if not named and asked.run_dir is None:
@@ -109,20 +122,39 @@ def parse(arguments: Sequence[str]) -> RunCommand:
         raise ConfigError(f"{run_dir} holds no run to resume; name an experiment to start one there")
     restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
     listens = [f"--fleet.listen={asked.listen}", "--fleet.wire=tcp"] if asked.listen else []
-    return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, [*flags, *listens], restarts)
+    flags += listens
+    cluster = (asked.on, asked.address, asked.listen)
+    return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, flags, restarts, *cluster)
 
 
 def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:
     """Returns the arguments for a process that is started again after it died, without `--restarts`."""
     target = [request.target] if isinstance(request.target, str) else []
     accept = [ACCEPT] if request.accept_changes else []
+    accept += ["--on", request.cluster] if request.cluster else []
+    accept += ["--address", request.address] if request.address else []
     return [*target, *request.flags, *accept, "--run-dir", str(run_dir), "--fleet.restarts=0"]
 
 
-def _load(request: RunCommand) -> "Loaded":
+@contextmanager
+def _on_cluster(request: RunCommand, loaded: "Loaded", run_dir: Path) -> "Iterator[Loaded]":
+    """Starts workers on a cluster if the command asks for one; yields the config with which they join."""
+    if not request.cluster:
+        yield loaded
+        return
+    from asyncrl.deploy.clusters.ray_hosts import ray_hosts
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    with ray_hosts(loaded.config, run_dir, address=request.address, listen=request.listen, say=say) as flags:
+        yield _load(request, flags)
+
+
+def _load(request: RunCommand, more: Sequence[str] = ()) -> "Loaded":
     from asyncrl.config.sources import load
 
-    loaded = load(request.target, [*request.flags, *request.restarts])
+    loaded = load(request.target, [*request.flags, *request.restarts, *more])
     if isinstance(request.target, Path):
         _refuse_python_objects(request.target.parent, loaded.config)
     if not loaded.config.is_scored:

@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import os
 import secrets
+import stat
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -20,6 +22,12 @@ WITH_TORCH = ("generation", "evaluation", "reference", "training", "critic", "co
 DRAIN = 20.0
 """Seconds that a worker drains: it has ended before the 30 s are over that spot machines and Kubernetes give."""
 
+STANDARD_INPUT = Path("-")
+KEY_HELP = (
+    "Key of the role, from the run or `asyncrl admit`. -: the key is one line on standard input, a pipe, at whose end "
+    "this host leaves."
+)
+
 
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
@@ -28,7 +36,7 @@ def main(arguments: list[str]) -> int:
     from asyncrl.fleet.launching.joining import LONGEST_DRAIN
     from asyncrl.fleet.launching.key_folder import WorkerKey
 
-    key = WorkerKey.read(asked.key)
+    key = WorkerKey.read(asked.key) if asked.key != STANDARD_INPUT else _key_from_input()
     if key.role != asked.role:
         raise ConfigError(f"{asked.key} is a key of {key.role} workers, not of {asked.role} workers")
     if not 0 <= asked.drain <= LONGEST_DRAIN:
@@ -41,16 +49,28 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _key_from_input() -> "WorkerKey":
+    """Reads one line, and nothing behind it: the end of the input comes later, and has this host leave."""
+    from asyncrl.errors import ConfigError
+    from asyncrl.fleet.launching.key_folder import WorkerKey
+
+    if stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode):
+        raise ConfigError("--key -: standard input is a file, not a pipe: name the file with --key FILE")
+    return WorkerKey.parse(sys.stdin.buffer.readline().decode(errors="replace"), "the line on standard input")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("asyncrl serve", description=__doc__)
     parser.add_argument("role", help="Service whose worker may run here, such as generation.")
     parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="Where the run listens.")
-    parser.add_argument("--key", required=True, type=Path, help="Key of the role, from the run or `asyncrl admit`.")
+    parser.add_argument("--key", required=True, type=Path, help=KEY_HELP)
     parser.add_argument("--address", default="", help="Address of this host that others reach; default: towards HOST.")
     text = "Seconds to wait for a run that is not there, yet or any more; default: 60."
     parser.add_argument("--timeout", type=float, default=60.0, help=text)
     text = "Folder for files that this host does not see; default: ~/.cache/asyncrl."
     parser.add_argument("--cache", type=Path, default=default_cache(), help=text)
+    text = "Folder whose `logs` has the logs of workers that do not see the run directory; default: one in the cache."
+    parser.add_argument("--logs", type=Path, help=text)
     text = f"Seconds in which a worker finishes what it has when this host is told to leave; default: {DRAIN:g}."
     parser.add_argument("--drain", type=float, default=DRAIN, help=text)
     text = "Only ask, and end: with exit status 0 if the run answers, or if a worker of this host works or waits in it."
@@ -66,8 +86,6 @@ def default_cache() -> Path:
 @contextmanager
 def _forks(role: str) -> "Iterator[Forks | None]":
     """Begins to import what workers of the role need, before one is wanted."""
-    import sys
-
     from asyncrl.deploy.process.fork_client import Forks
     from asyncrl.deploy.process.worker_environment import worker_environment
 
@@ -110,9 +128,11 @@ async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, 
         signals.ending_in_order(stop.set),
     ):
         signals.hurry = launcher.hurry
+        if asked.key == STANDARD_INPUT:
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _leave_at_end, stop)
         if forks is not None:
             await forks.prepare("torch")  # Once it has joined, a worker is to work within seconds.
-        files = FileCache(asked.cache.absolute(), say)
+        files = FileCache(asked.cache.absolute(), say, asked.logs.absolute() if asked.logs else None)
         host = JoiningHost(
             *(wire, asked.join, asked.role, key.proof, launcher, stop, files),
             timeout=asked.timeout,
@@ -126,3 +146,10 @@ async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, 
             if not signals.abandoned:
                 raise
             raise Interrupted("left at once; what the worker had begins again on other hosts") from None
+
+
+def _leave_at_end(stop: asyncio.Event) -> None:
+    """Has this host leave once its standard input has ended, with the process that holds its other end."""
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        stop.set()

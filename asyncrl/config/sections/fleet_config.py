@@ -24,6 +24,10 @@ class FleetConfig(Section):
     join_keys: str = ""
     """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, which the run
     makes when it listens on the loopback interface."""
+    ray_resources: dict[str, dict[str, PositiveFloat]] = Field(default={})
+    """Resources that a worker of a service asks of a Ray cluster, with `asyncrl run NAME --on ray`; for instance
+    {generation = {CPU = 4, GPU = 1, rented = 1}}, with names of the cluster. Default: one CPU, and one GPU where the
+    service's device is cuda."""
     call_deadline: PositiveFloat = 600.0
     """Seconds without any answer or progress of a worker after which its calls are given up and it is started again.
     Calls that wait for their turn at a worker that makes progress are not late."""

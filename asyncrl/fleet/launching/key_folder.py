@@ -37,12 +37,20 @@ class WorkerKey:
     @classmethod
     def read(cls, path: Path) -> "WorkerKey":
         """Reads NAME.key. Raises ConfigError when there is no such file, or another one."""
-        fields = _read(path)
+        return cls._of(_read(path), str(path))
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> "WorkerKey":
+        """Reads the content of NAME.key. source: names it in errors. Raises ConfigError for something else."""
+        return cls._of(_parsed(text, source), source)
+
+    @classmethod
+    def _of(cls, fields: Mapping[str, str], source: str) -> "WorkerKey":
         try:
             return cls(fields["role"], CurveKeys(fields["public"], fields["secret"], server=fields["controller"]))
         except KeyError as missing:
             advice = "name the key that `asyncrl admit` wrote, or the run under its join_keys"
-            raise ConfigError(f"{path} is no key of a worker, it has no {missing}: {advice}") from missing
+            raise ConfigError(f"{source} is no key of a worker, it has no {missing}: {advice}") from missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +150,19 @@ def _proof(secret: str) -> str:
 
 def _read(path: Path) -> dict[str, str]:
     try:
-        fields: dict[str, str] = json.loads(path.read_text())
+        return _parsed(path.read_text(), str(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _parsed(text: str, source: str) -> dict[str, str]:
+    """Parses a key; an error quotes nothing of it."""
+    try:
+        fields = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is no key: {error}") from error
+        raise ConfigError(f"{source} is no key: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{source} is no key: it is no JSON object")
     return fields
 
 

@@ -37,11 +37,13 @@ SPARE_BYTES = 64 << 20
 
 
 class FileCache:
-    """Files of controllers on this host. folder: where copies are kept. say: takes what a person should read."""
+    """Files of controllers on this host. folder: where copies are kept. say: takes what a person should read. run: for
+    the logs of workers of a run whose directory is not seen here; None: below `folder`."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None], run: Path | None = None) -> None:
         self.folder = folder
         self._say = say
+        self._run = run
         self._digests = FileDigests(folder / "digests.json")
 
     async def bring(self, trees: Sequence[FileTree], fetch: FetchPart) -> dict[str, str]:
@@ -93,7 +95,7 @@ class FileCache:
             return await self._copied(self.folder / digest, tree, fetch)
 
     def _run_folder(self, tree: FileTree) -> Path:
-        folder = self.folder / "runs" / tree_digest(tree.files)[:16]
+        folder = self._run or self.folder / "runs" / tree_digest(tree.files)[:16]
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self._say(f"logs of workers are kept here, in {folder / 'logs'}: {tree.path} is not seen or written")
         return folder

@@ -1,0 +1,1 @@
+"""Starts the hosts of a run on machines that somebody else schedules."""

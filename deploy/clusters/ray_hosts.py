@@ -1,0 +1,180 @@
+"""Places the workers that join a run on a Ray cluster.
+
+asyncrl run --on ray ──> placement group: a bundle for each worker
+                    └──> NodeHost actors, one in each bundle ──> `asyncrl serve` ──> joins the run at fleet.listen
+node or actor dies ───> Ray moves the bundle and starts the actor again ──────────> joins again
+
+Calls, rows and weights take the run's own lanes. Ray carries the key of a role, as an argument of its actors, since it
+writes environment variables of a runtime environment into the logs of every node; and logs, at the end.
+"""
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.deploy.clusters.node_host import NodeHost
+from asyncrl.deploy.clusters.ray_cluster import ray_cluster
+from asyncrl.deploy.clusters.ray_placement import RayPlace, bundles, places_of
+from asyncrl.deploy.join_address import KEYS
+from asyncrl.errors import FleetFailed
+from asyncrl.fleet.launching.key_folder import KeyFolder
+from asyncrl.lanes.bound_socket import bound_socket
+
+LAST_LOGS = 10.0
+"""Seconds for all actors to hand over their logs; those that died have nothing any more."""
+
+ROOM_AT_ONCE = 5.0
+"""Seconds in which a cluster with room places all workers; one without may start nodes."""
+
+Say = Callable[[str], None]
+
+
+@contextmanager
+def ray_hosts(config: Config, run_dir: Path, *, address: str, listen: str, say: Say) -> Iterator[list[str]]:
+    """Starts hosts on a Ray cluster, and ends them with the block; yields the flags with which the run has them join.
+
+    address: of the cluster; "": the one of this Ray job, or else one that is started on this machine. listen: where the
+    run is to listen; "": at a free port of this node.
+
+    Raises:
+        ConfigError: Ray is not installed, the cluster cannot be used, or a host of a pool is no node of it.
+        FleetFailed: the cluster has no room for the workers, or their actors do not start.
+    """
+    places = places_of(config)
+    with _keys(config, places, run_dir.absolute()) as keys, ray_cluster(address, places, say) as ray:
+        listen = listen or _free_address(_own_address(ray))
+        with _placed(ray, places, config.fleet.join_deadline, say) as group:
+            run = secrets.token_hex(4)
+            starts = _Starts(ray, group, keys, listen, config.fleet.join_deadline, run)
+            actors = [starts.start(number, place) for number, place in enumerate(places)]
+            try:
+                _await_start(ray, places, actors, config.fleet.join_deadline, say)
+                yield _flags(config, places, listen, keys)
+            finally:
+                _keep_logs(ray, places, actors, run_dir / "logs")
+                for actor in actors:
+                    ray.kill(actor)
+
+
+@contextmanager
+def _keys(config: Config, places: Sequence[RayPlace], run_dir: Path) -> Iterator[KeyFolder]:
+    """Yields the folder of keys that the config names, if this machine has it, or else that of the run; makes keys for
+    each service that may join. Removes those of a run that was refused."""
+    named = Path(config.fleet.join_keys) if config.fleet.join_keys else None
+    folder = KeyFolder.made(named if named is not None and named.is_dir() else run_dir / KEYS)
+    for place in places:
+        folder.key_of(place.service)
+    try:
+        yield folder
+    finally:
+        if not (run_dir / "journal").exists():
+            shutil.rmtree(run_dir / KEYS, ignore_errors=True)
+
+
+def _flags(config: Config, places: Sequence[RayPlace], listen: str, keys: KeyFolder) -> list[str]:
+    """Returns config flags. All workers that were placed are waited for, unless `fleet.joined` says how many."""
+    services = dict.fromkeys(place.service for place in places)
+    count = {service: sum(place.service == service for place in places) for service in services}
+    joined = ", ".join(f"{service} = {config.fleet.joined.get(service, count[service])}" for service in count)
+    return [
+        "--fleet.wire=tcp",
+        f"--fleet.listen={listen}",
+        f"--fleet.join_keys={keys.path}",
+        f"--fleet.joined={{{joined}}}",
+    ]
+
+
+def _own_address(ray: Any) -> str:
+    """Returns the address of this node by which the cluster knows it."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
+
+
+def _free_address(ip: str) -> str:
+    with closing(bound_socket(ip, 0, "the run, for workers that join")) as socket:
+        return f"tcp://{ip}:{socket.getsockname()[1]}"
+
+
+@contextmanager
+def _placed(ray: Any, places: Sequence[RayPlace], deadline: float, say: Say) -> Iterator[Any]:
+    """Reserves a bundle for each place, on different nodes as far as there are; raises FleetFailed without room."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group(bundles(places, ray.nodes()), strategy="SPREAD")
+    try:
+        if not group.wait(min(ROOM_AT_ONCE, deadline)):
+            wanted = ", ".join(f"{place.name} {_amounts(place.resources)}" for place in places)
+            free = _amounts(ray.available_resources())
+            lack = f"the Ray cluster has no room for {wanted}: free are {free}"
+            say(f"{lack}; waiting for it until {deadline:g} s are over (fleet.join_deadline)")
+            if not group.wait(max(0.0, deadline - ROOM_AT_ONCE)):
+                raise FleetFailed(f"{lack}, for {deadline:g} s. Add nodes, or ask for less in fleet.ray_resources")
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _amounts(resources: Any) -> str:
+    """Returns amounts such as {CPU = 1}, without what Ray adds of itself."""
+    own = {name: amount for name, amount in resources.items() if ":" not in name and "memory" not in name}
+    return "{" + ", ".join(f"{name} = {amount:g}" for name, amount in own.items()) + "}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Starts:
+    """Starts the actor of each place. run: sets the names of its folders on a node apart."""
+
+    ray: Any
+    group: Any
+    keys: KeyFolder
+    listen: str
+    deadline: float
+    run: str
+
+    def start(self, number: int, place: RayPlace) -> Any:
+        """Returns the actor in the bundle of this number."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        command = ["-m", "asyncrl.deploy.cli", "serve", place.service, "--join", self.listen, "--key", "-"]
+        # A host whose actor is gone has no resources of Ray any more, and so no time to drain.
+        command += ["--timeout", str(self.deadline), "--drain", "0"]
+        variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if place.sees_all_gpus else {}
+        actor = self.ray.remote(NodeHost).options(
+            num_cpus=place.resources.get("CPU", 0.0),
+            num_gpus=place.resources.get("GPU", 0.0),
+            resources={name: amount for name, amount in place.resources.items() if name not in ("CPU", "GPU")},
+            max_restarts=-1,
+            runtime_env={"env_vars": variables},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number),
+        )
+        return actor.remote(command, self.keys.key_of(place.service).read_text(), f"asyncrl-{self.run}-{place.name}")
+
+
+def _await_start(ray: Any, places: Sequence[RayPlace], actors: Sequence[Any], deadline: float, say: Say) -> None:
+    try:
+        nodes = ray.get([actor.node.remote() for actor in actors], timeout=deadline)
+    except ray.exceptions.RayError as error:
+        advice = "asyncrl has to be installed for the Python of each node"
+        raise FleetFailed(f"workers did not start on the Ray cluster: {error} ({advice})") from error
+    say("placed by Ray: " + ", ".join(f"{place.name} on {node}" for place, node in zip(places, nodes, strict=True)))
+
+
+def _keep_logs(ray: Any, places: Sequence[RayPlace], actors: Sequence[Any], folder: Path) -> None:
+    """Writes what the actors that live have logged into the run's logs; a run that was refused has none."""
+    if not folder.is_dir():
+        return
+    named = zip(places, actors, strict=True)
+    reports = [actor.logs.remote(f"ray-{place.name}.out") for place, actor in named]
+    done, _ = ray.wait(reports, num_returns=len(reports), timeout=LAST_LOGS)
+    for report in done:
+        try:
+            logs = ray.get(report, timeout=LAST_LOGS)
+        except ray.exceptions.RayError:  # The actor is dead, and what it said with it.
+            continue
+        for name, content in logs.items():
+            (folder / Path(name).name).write_bytes(content)

@@ -1,0 +1,49 @@
+"""asyncrl serve: the key that it reads from a pipe."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy import cli
+from asyncrl.fleet.launching.key_folder import KeyFolder
+
+SERVE = ["serve", "reward", "--join", "tcp://127.0.0.1:7000", "--key", "-"]
+
+
+def served_with(text: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    reads, writes = os.pipe()
+    os.write(writes, text.encode())
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        return cli.main(SERVE)
+
+
+def test_a_key_of_another_role_is_refused_from_a_pipe_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = KeyFolder.made(tmp_path).key_of("generation").read_text()
+    assert served_with(" ".join(key.split()) + "\n", monkeypatch) == 2
+    assert "- is a key of generation workers, not of reward workers" in capsys.readouterr().err
+
+
+def test_what_is_no_key_is_refused_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("{secret\n", '["secret"]\n', "", '{"secret": "s"}\n'):
+        assert served_with(text, monkeypatch) == 2
+        said = capsys.readouterr().err
+        assert "the line on standard input is no key" in said
+        assert "secret\n" not in said
+        assert '"s"' not in said
+
+
+def test_a_file_as_standard_input_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with KeyFolder.made(tmp_path).key_of("reward").open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert cli.main(SERVE) == 2
+    assert "--key -: standard input is a file, not a pipe: name the file with --key FILE" in capsys.readouterr().err
