@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.launching.key_folder import KeyFolder
+from asyncrl.fleet.launching.run_watch import MONITOR
 
 ADDRESS = re.compile(r"tcp://([^/:]+):(\d+)")
 KEYS = "join_keys"
@@ -51,8 +52,8 @@ def join_keys(config: Config, run_dir: Path) -> KeyFolder:
     if config.fleet.join_keys:
         return KeyFolder(Path(config.fleet.join_keys))
     folder = KeyFolder.made(run_dir / KEYS)
-    for service in config.fleet.joined:
-        folder.key_of(service)
+    for role in (*config.fleet.joined, MONITOR):
+        folder.key_of(role)
     return folder
 
 

@@ -22,6 +22,7 @@ from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.launching.command_socket import open_commands
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
+from asyncrl.fleet.launching.run_watch import RunWatch
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.scaling import scale
 from asyncrl.fleet.weight_transport import transport_of
@@ -140,6 +141,7 @@ async def _join_point(
         deadline=config.fleet.join_deadline,
         report=display.say,
         files=FileServer(offered),
+        watch=RunWatch(RunDirectory(facts.run_dir), keys.role_of).watch,
     )
     with closing(ZmqWire(keys.controller_keys())) as wire:
         async with open_join_point(point, wire):

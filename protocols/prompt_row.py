@@ -28,7 +28,10 @@ class PromptRow(dict[str, Any]):
             return row
         if not isinstance(row, PackedRow):
             return cls(row)
-        found = cls(msgpack.unpackb(row.data, raw=False, strict_map_key=True))
+        plain = msgpack.unpackb(row.data, raw=False, strict_map_key=True)
+        if not isinstance(plain, dict):
+            raise ValueError(f"the row of a prompt is a map of columns, not {plain!r:.100}")
+        found = cls(plain)
         found.__dict__["packed"] = row
         return found
 

@@ -63,14 +63,26 @@ def write_status(path: Path, status: RunStatus) -> None:
 def read_status(path: Path) -> RunStatus | None:
     """Returns the newest state; None where none was written. Raises ConfigError when the file holds something else."""
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
-        workers = tuple(WorkerStatus(**{**worker, "doing": tuple(worker["doing"])}) for worker in fields.pop("workers"))
-        return RunStatus(**fields, workers=workers)
+        return parse_status(path.read_text(), str(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except UnicodeDecodeError as error:
+        raise _damaged(str(path), error) from error
+
+
+def parse_status(text: str, where: str) -> RunStatus:
+    """Returns the state in a text. where: names its place in errors. Raises ConfigError when the text holds something
+    else."""
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        workers = tuple(WorkerStatus(**{**worker, "doing": tuple(worker["doing"])}) for worker in fields.pop("workers"))
+        return RunStatus(**fields, workers=workers)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        text = f"{path} is damaged ({error!r:.80}); a run that goes on replaces it within {SECONDS:g} s"
-        raise ConfigError(text) from error
+        raise _damaged(where, error) from error
+
+
+def _damaged(where: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{where} is damaged ({error!r:.80}); a run that goes on replaces it within {SECONDS:g} s")
 
 
 def shares_between(before: Health | None, after: Health) -> dict[str, float]:

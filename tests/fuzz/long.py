@@ -1,24 +1,26 @@
-"""The long mode of the fuzzer, guided by coverage: `python long.py TARGET INPUTS CORPUS`; scripts/fuzz runs it.
+"""The long mode of the fuzzer: `python long.py TARGET INPUTS CORPUS`; scripts/fuzz runs it.
 
-Ends with status 0 when all inputs were refused or taken. Otherwise libFuzzer leaves the input in a file `crash-*`,
-`timeout-*` or `oom-*` of the working directory and says so.
+It is guided by coverage where atheris can, and otherwise changes seeds at random. Ends with status 0 when all inputs
+were refused or taken; else the input is in a file `crash-*`, `timeout-*` or `oom-*` of the working directory.
 """
 
 import os
+import random
 import sys
+from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 
-import atheris
-
-TOGETHER = Path(__file__).parent
 SECONDS, MEGABYTES, LONGEST = 20, 1024, 4096
 """Of one input, of the process, and bytes of one input."""
 
 
 def main(name: str, inputs: str, corpus: str) -> None:
-    sys.path.insert(0, str(TOGETHER))
-    with atheris.instrument_imports(include=["asyncrl", "targets", "msgpack"]):
-        from targets import TARGETS
+    """Runs a target guided by coverage."""
+    import atheris
+
+    with atheris.instrument_imports(include=["asyncrl", "tests", "msgpack"]):
+        from tests.fuzz.all_targets import TARGETS
     target = TARGETS[name]()
     for number, seed in enumerate(target.seeds):
         Path(corpus, f"seed{number}").write_bytes(seed)
@@ -28,9 +30,41 @@ def main(name: str, inputs: str, corpus: str) -> None:
     atheris.Fuzz()
 
 
+def unguided(name: str, inputs: str) -> None:
+    """Runs a target with seeds that are changed at random."""
+    from tests.fuzz.all_targets import TARGETS
+
+    chance, before = random.Random(name), _resident()
+    with closing(TARGETS[name]()) as target:
+        for _ in range(int(inputs)):
+            data = changed(chance.choice(target.seeds), chance)
+            try:
+                target(data)
+            except BaseException:
+                Path(f"crash-{sha256(data).hexdigest()[:16]}").write_bytes(data)
+                raise
+    sys.stderr.write(f"{name}: {before} MB before\nstat::number_of_executed_units: {inputs}\n")
+    sys.stderr.write(f"stat::peak_rss_mb: {_resident()}\n")
+
+
+def changed(seed: bytes, chance: random.Random) -> bytes:
+    """Returns a seed with up to five pieces overwritten, inserted, cut out or repeated."""
+    data = bytearray(seed)
+    for _ in range(chance.randint(1, 5)):
+        at, length = chance.randint(0, len(data)), chance.randint(0, 16)
+        piece = chance.choice((chance.randbytes(length), bytes(data[at : at + length]), b"\xff" * length, b""))
+        data[at : at + chance.choice((0, len(piece), length))] = piece
+    return bytes(data[:LONGEST])
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    from tests.fuzz.unguided import UNGUIDED
+
+    if sys.argv[1] in UNGUIDED:
+        unguided(*sys.argv[1:3])
+    else:
+        main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Some thousands of inputs for each reader of strange bytes; `scripts/fuzz --inputs N` takes as many as wanted."""
+"""Hundreds of inputs for each reader of strange bytes; `scripts/fuzz --inputs N` takes as many as wanted."""
 
 import gc
 from collections.abc import Iterator
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from asyncrl.children.pipe_messages import packed
 from asyncrl.controller.journal.journal import FRAME, encode
 from asyncrl.lanes.data.row_server import FETCH
+from asyncrl.protocols.file_messages import FileTree, ListedFile
 from asyncrl.protocols.messages import Call
-from tests.fuzz.targets import RECORDS, TARGETS, framed, frames_of, joined
+from tests.fuzz.all_targets import TARGETS
+from tests.fuzz.targets import RECORDS, framed, frames_of, joined
 
 HERE = Path(__file__).parent
 INPUTS = 500
@@ -55,6 +57,12 @@ FOUND: list[tuple[str, bytes]] = [
     # The data lane copied as many rows as it was asked for, each time the same one.
     ("worker", b"\3" + joined([frames_of(Call(0, FETCH, ([0] * 2000, [1] * 2000, ["number"], ["number"]), 1.0))])),
     ("worker", b"\3" + joined([frames_of(Call(0, FETCH, (1, None), 1.0))])),
+    # Names that no file can have, and sizes, were errors of Python at the host that copies.
+    ("files", joined([frames_of(FileTree("/elsewhere", "folder", (ListedFile("model\0", 1, "ab"),)))])),
+    ("files", joined([frames_of(FileTree("/else\0where", "folder", (ListedFile("model", 1, "ab"),)))])),
+    ("files", joined([frames_of(FileTree("/elsewhere", "folder", (ListedFile(".", 0, "ab"),)))])),
+    # A row that is no map was a TypeError.
+    ("rows", b"\0"),
 ]
 
 

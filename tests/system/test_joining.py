@@ -66,6 +66,10 @@ def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model
             scaled = finished([*CLI, "scale", str(run_dir), "generation=2"], timeout=PATIENCE)
             assert scaled.stdout == "generation has places for 2 workers; generation1.0 may join\n", scaled.stderr
             wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 2, shown.read_text)
+            watch = ["monitor", address, "--once", "--key", str(run_dir / "join_keys" / "monitor.key")]
+            watched = finished([*CLI, *watch], timeout=PATIENCE)
+            assert "generation0.0" in watched.stdout, watched.stderr
+            assert "tokens per s" in watched.stdout
             reached = steps_in(shown)
             wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
             leaves.send_signal(signal.SIGTERM)

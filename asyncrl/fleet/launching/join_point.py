@@ -9,6 +9,7 @@
     started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
     leaving(seconds) ────────────────────────>  retire ─────────────────────────>  drains the worker, then stop
     ended(reason), or silence ───────────────>  JoinedWorker.wait returns
+watch ───────────────────────────────────>  RunWatch, for people who look on
 probe, clock, upload, download ──────────>  ProbePoint, for hosts that have not joined
 
 A host whose worker ended offers to run another one. A host that comes while all places are taken waits as a spare.
@@ -58,7 +59,8 @@ class JoinPoint:
 
     address: where hosts join. places: by service. role_of: returns the role of a key from its proof, "" for one that is
     not admitted. deadline: seconds until the needed places of a service are taken. report: takes what a person should
-    read. files: which hosts may read. retire: drains an instance for so many seconds, and returns whether it runs.
+    read. files: which hosts may read. watch: returns the state of the run for a proof. retire: drains an instance for
+    so many seconds, and returns whether it runs.
     """
 
     address: str
@@ -69,6 +71,7 @@ class JoinPoint:
     report: Callable[[str], None]
     versions: Mapping[str, str] = field(default_factory=installed_versions)
     files: FileServer = field(default_factory=lambda: FileServer({}))
+    watch: Callable[[str], Awaitable[Any]] | None = None
     retire: Callable[[str, float], bool] = lambda instance, seconds: False
 
     def __post_init__(self) -> None:
@@ -181,6 +184,8 @@ class JoinPoint:
                 return self._ended(self._offer(agent), instance, reason)
             case "leaving", (str(agent), float(seconds)):
                 return self._leaving(self._offer(agent), seconds)
+            case "watch", (str(proof),) if self.watch is not None:
+                return self.watch(proof)
             case "probe" | "clock" | "upload" | "download", _:
                 return self._probes.dispatch(call)
         raise Refused(f"{self.address} is where hosts join a run; it answers no {call.method!r} like this")

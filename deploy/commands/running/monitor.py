@@ -1,8 +1,7 @@
 """`asyncrl monitor` shows what a running run does: each worker's state, load and restarts, and the last step."""
 
 import argparse
-import json
-import time
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,15 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.errors import ConfigError
+from asyncrl.deploy.commands.running.watched_runs import looking_at
 from asyncrl.telemetry.display import shown, skipped
-from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus, read_status
+from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus
 
 LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called old: a loaded machine is late by some of them."""
-LONGEST_LINE = 2**20
-"""Bytes at the end of metrics.jsonl in which the newest line is searched for."""
 SHARES = ("busy", "starved", "blocked", "sync")
 HEADINGS = ("worker", *SHARES, "cores", "memory", "queue", "starts")
 FURTHER = ("version", "samples per s", "tokens per s", "GPU memory")
@@ -32,45 +28,32 @@ SHORTEST_RUNS = 12
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("asyncrl monitor", description=__doc__)
-    parser.add_argument("run", type=Path, help="Name the directory of a run on this machine; Ctrl-C ends the view.")
+    text = "Name the directory of a run, or tcp://HOST:PORT where it listens; Ctrl-C ends the view."
+    parser.add_argument("run", metavar="RUN_DIR|ADDRESS", help=text)
     parser.add_argument("--once", action="store_true", help="Print the newest state and end.")
+    text = "Key of the role monitor, for an address: `asyncrl admit FOLDER monitor` makes one."
+    parser.add_argument("--key", type=Path, metavar="FILE", help=text)
     asked = parser.parse_args(arguments)
-    directory = RunDirectory(asked.run)
-    status = _needed(directory)
     console = Console()
-    if asked.once or not console.is_terminal:
-        console.print(view(status, newest_metrics(directory.metrics), time.time(), console.width))
-        return 0
-    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        while not status.ended:
-            live.update(view(status, newest_metrics(directory.metrics), time.time(), console.width), refresh=True)
-            time.sleep(SECONDS)
-            status = _needed(directory)
-        live.update(view(status, newest_metrics(directory.metrics), time.time(), console.width), refresh=True)
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_follow(asked.run, asked.key, console, once=asked.once or not console.is_terminal))
     return 0
 
 
-def _needed(directory: RunDirectory) -> RunStatus:
-    if (status := read_status(directory.status)) is None:
-        raise ConfigError(
-            f"{directory.status} does not exist: name the directory of a run that has begun to train, which a run "
-            "prints first"
-        )
-    return status
-
-
-def newest_metrics(path: Path) -> Mapping[str, Any]:
-    """Returns the metrics of the last step, {} before the first one."""
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LONGEST_LINE))
-        complete = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-    try:
-        metrics: dict[str, Any] = json.loads(complete) if complete else {}
-    except ValueError as error:
-        raise ConfigError(f"the last line of {path} is damaged: {error}") from error
-    return metrics
+async def _follow(run: str, key: Path | None, console: Console, *, once: bool) -> None:
+    """Shows a run until it ends, or once."""
+    async with looking_at(run, key) as look:
+        seen = await look()
+        if once:
+            console.print(view(*seen, console.width))
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(view(*seen, console.width), refresh=True)
+                if seen.status.ended:
+                    return
+                await asyncio.sleep(SECONDS)
+                seen = await look()
 
 
 def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) -> Group:

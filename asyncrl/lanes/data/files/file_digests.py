@@ -44,8 +44,12 @@ def tree_digest(files: Iterable[ListedFile]) -> str:
 
 
 def check_names(tree: FileTree) -> None:
-    """Raises WireError for a name that leads out of its folder."""
+    """Raises WireError for a name that leads out of its folder, and for what no file can have."""
+    if "\0" in tree.path:
+        raise WireError(f"{tree.path!r} is no path of a folder")
     for file in tree.files:
         path = PurePosixPath(file.name)
-        if not file.name or path.is_absolute() or ".." in path.parts:
+        if file.size < 0:
+            raise WireError(f"{tree.path} lists {file.name!r} with {file.size} bytes")
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in file.name:
             raise WireError(f"{tree.path} lists a file {file.name!r}, which is not in that folder")

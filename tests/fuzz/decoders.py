@@ -1,0 +1,130 @@
+"""All modules that turn bytes or text into values: the targets that feed them, or why they need none."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+CALLS = {
+    "json": ("load", "loads"),
+    "msgpack": ("unpackb", "Unpacker"),
+    "marshal": ("load", "loads"),
+    "pickle": ("load", "loads"),
+    "tomllib": ("load", "loads"),
+    "np": ("frombuffer", "load", "fromfile"),
+    "int": ("from_bytes",),
+    "torch": ("load", "frombuffer"),
+}
+"""Functions that decode, by the name before the dot."""
+METHODS = ("unpack", "unpack_from", "validate_json", "model_validate", "model_validate_json")
+"""Methods of any object that decode."""
+
+FUZZED: dict[str, tuple[str, ...]] = {
+    "children/pipe_messages.py": ("reward",),
+    "controller/journal/checkpoints.py": ("manifest",),
+    "controller/journal/journal.py": ("journal", "records"),
+    "environments/adapters/openenv_client.py": ("environment",),
+    "environments/agents/chat_requests.py": ("chat",),
+    "environments/tools/json_calls.py": ("tools",),
+    "lanes/control/message_codec.py": ("codec", "worker", "controller", "joining"),
+    "lanes/control/zmq_wire.py": ("port",),
+    "lanes/data/row_file.py": ("row-file",),
+    "lanes/weights/codec/fp8_blocks.py": ("weights",),
+    "protocols/prompt_row.py": ("rows",),
+    "rewards/feedback/web.py": ("feedback",),
+    "rewards/judge_calls/chat_endpoint.py": ("judge",),
+    "rewards/judge_calls/score_reader.py": ("judge",),
+}
+OWN = "a file of asyncrl"
+RUN = "a file of the run, which its user alone writes"
+USER = "a file that the user names"
+MODEL = "a file of the user's model"
+PARENT = "a pipe or socket between processes of one user, of which neither runs code of others"
+INSIDE = "runs inside a sandbox, where an error fails the case"
+VIEW = "a view of memory that this process filled, or of a segment whose layout was checked"
+PROVEN = "from the controller, which the handshake proves"
+
+UNFUZZED: dict[str, str] = {
+    "children/code/code_runner.py": "what asyncrl's own checker prints; it compiles sources and runs none",
+    "children/code/source_checker.py": INSIDE,
+    "children/sandbox/inside/examiner.py": INSIDE,
+    "children/sandbox/inside/first_process.py": INSIDE,
+    "children/sandbox/inside/program_server.py": INSIDE,
+    "config/install_hints.py": OWN,
+    "config/sections/algorithm_config.py": OWN,
+    "config/sources/keys.py": OWN,
+    "config/sources/layers.py": USER,
+    "config/sources/value_validation.py": USER,
+    "controller/saved_rows.py": RUN,
+    "deploy/checks/memory_needs.py": MODEL,
+    "deploy/checks/weight_checks.py": MODEL,
+    "deploy/commands/running/monitor.py": RUN,
+    "deploy/feedback_address.py": RUN,
+    "deploy/process/fork_client.py": PARENT,
+    "deploy/process/fork_server.py": PARENT,
+    "deploy/report/worker_trace.py": RUN,
+    "engines/generation/forward/kv_cache.py": VIEW,
+    "engines/generation/trajectory.py": "the transcript of the worker itself",
+    "engines/generation/vllm/arena_weights.py": OWN,
+    "engines/generation/vllm/option_problems.py": MODEL,
+    "engines/generation/vllm/vllm_generation.py": MODEL,
+    "engines/lora/peft_folder.py": MODEL,
+    "engines/models/model_folder.py": MODEL,
+    "engines/models/model_preparation.py": PARENT,
+    "engines/models/row_length.py": MODEL,
+    "engines/models/scoring_models.py": MODEL,
+    "engines/models/weights_digest.py": MODEL,
+    "engines/training/batch/pretraining_batch.py": USER,
+    "engines/training/trainer_checkpoint.py": RUN,
+    "environments/agents/verifiers_rollout.py": OWN,
+    "environments/episode_server.py": PARENT,
+    "environments/transcript.py": "a column of a row, which a generator wrote as JSON",
+    "fleet/launching/command_socket.py": RUN,
+    "fleet/launching/joining_host.py": PROVEN,
+    "fleet/launching/key_folder.py": USER,
+    "fleet/worker/worker_spec.py": PROVEN,
+    "lanes/data/files/file_digests.py": "a cache of the user",
+    "lanes/data/row_store.py": VIEW,
+    "lanes/weights/arena.py": VIEW,
+    "lanes/weights/slot_memory.py": VIEW,
+    "lanes/weights/transports/cuda/device_arena.py": VIEW,
+    "lanes/weights/transports/stream_receiver.py": VIEW,
+    "lanes/weights/transports/weight_stream.py": VIEW,
+    "protocols/seeds.py": "a digest that was just computed",
+    "rewards/execution/child_server.py": PARENT,
+    "services/generation.py": "a column of a row, which an environment wrote as JSON",
+    "services/reward.py": "a column of a row, which a generator wrote as JSON",
+    "tasks/builtin/dialogue.py": USER,
+    "tasks/builtin/guess_agent.py": "an example, which runs contained",
+    "tasks/human_eval.py": USER,
+    "tasks/prompt_draw.py": "a digest that was just computed",
+    "tasks/prompt_sources.py": USER,
+    "telemetry/jsonl.py": RUN,
+    "telemetry/metrics_file.py": OWN,
+    "telemetry/run_status.py": RUN,
+    "telemetry/source_copies.py": RUN,
+}
+ROOMS = ("asyncrl", "deploy", "services", "protocols")
+
+
+def decoding_modules(root: Path) -> Iterator[str]:
+    """Yields the modules of the package that decode, relative to it."""
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            name = path.relative_to(root / "asyncrl" if room == "asyncrl" else root).as_posix()
+            if room == "asyncrl" and name.split("/")[0] in ("deploy", "services", "protocols", "bench"):
+                continue  # Links to the rooms beside it.
+            if decodes(path.read_text(encoding="utf-8")):
+                yield name
+
+
+def decodes(source: str) -> bool:
+    """Returns whether a module calls a function that decodes."""
+    return any(isinstance(node, ast.Call) and _is_decoding(node.func) for node in ast.walk(ast.parse(source)))
+
+
+def _is_decoding(function: ast.expr) -> bool:
+    if not isinstance(function, ast.Attribute):
+        return False
+    if isinstance(function.value, ast.Name) and function.attr in CALLS.get(function.value.id, ()):
+        return True
+    return function.attr in METHODS
