@@ -239,10 +239,12 @@ class Supervisor:
             await asyncio.sleep(slot.deaths.pause)
 
     async def _spawn(self, slot: WorkerSlot) -> LaunchedWorker | None:
-        """Has the next instance started; returns None when it is not wanted any more."""
+        """Has the next instance started; returns None when it is not wanted any more, or another one has to be."""
         try:
             async with asyncio.timeout(None) as slot.spawning:
                 return await slot.launcher.spawn(slot.make_spec())
+        except PeerLost:
+            return None  # The launcher said why.
         except TimeoutError:
             if slot.wanted.is_set():
                 raise

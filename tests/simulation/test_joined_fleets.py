@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,21 @@ def test_a_machine_that_leaves_with_enough_time_loses_no_attempt(at: int) -> Non
     assert (outcome.restarted, outcome.ends) == (0, ["finished"])
 
 
+def test_machines_that_leave_one_after_another_isolate_no_group() -> None:
+    """The only group in flight loses each of its attempts, which nothing caused but the wish of its host."""
+    leaves = tuple(Fault("leave", 150 + 60 * number, f"host{number}") for number in range(3))
+    shape: dict[str, Any] = {"groups": 1, "limit": 0, "generators": 1, "tokens": 60, "steps": 6}
+    outcome = run_trial(replace(FLEET, faults=leaves, **shape))
+    assert outcome.restarted > 1
+    assert (outcome.most_isolated, outcome.ends) == (0, ["finished"])
+
+
+def test_a_machine_that_comes_late_takes_a_place_that_waits() -> None:
+    more, late = Fault("scale", 150, "generation", count=4), Fault("join", 200, "generation")
+    assert run_trial(replace(FLEET, steps=20, faults=(more,))).alive["generation"] == 3
+    assert run_trial(replace(FLEET, steps=20, faults=(more, late))).alive["generation"] == 4
+
+
 @pytest.mark.parametrize("counts", [(3,), (1,), (3, 1, 2), (1, 3, 1)])
 def test_as_many_workers_run_as_were_asked_for_and_no_attempt_is_lost(counts: tuple[int, ...]) -> None:
     faults = tuple(Fault("scale", 150 + 100 * number, "generation", count=count) for number, count in enumerate(counts))
@@ -74,6 +90,21 @@ def test_machines_that_cannot_reach_each_other_blame_no_group(kind: Kind) -> Non
     outcome = run_trial(replace(FLEET, hosts=2, slots=2, steps=16, faults=(cut,)))
     assert (outcome.poisoned, outcome.most_isolated, outcome.ends) == ([], 0, ["finished"])
     assert any("cannot reach" in text and "Look at the network" in text for text in outcome.warnings)
+
+
+def test_a_worker_whose_start_was_not_reported_is_started_elsewhere_under_another_name() -> None:
+    """The first machine starts it, and its report does not arrive: names of instances are used once."""
+    silent, more = Fault("one-way", 200, "host2", seconds=60.0, peer=BASE), Fault("scale", 201, "generation", count=3)
+    outcome = run_trial(replace(FLEET, hosts=4, steps=20, faults=(silent, more)))
+    assert outcome.alive["generation"] == 3
+
+
+def test_a_machine_that_was_given_up_while_it_fetched_files_joins_again() -> None:
+    """Its messages come late, 10 s after it seemed to be gone; a refusal would have ended it for good."""
+    smallest: dict[str, Any] = {"groups": 1, "limit": 0, "slots": 1, "cut_at": None, "steps": 1, "reward_time": 0.0}
+    silent = Fault("one-way", 37, "host1", seconds=10.0)
+    trial = Trial(**smallest, generators=3, hosts=3, remote=True, latency=0.001, faults=(silent,), joined=True)
+    assert run_trial(replace(trial, seed=50985)).ends == ["finished"]
 
 
 def test_an_answer_that_loses_its_rows_after_its_group_was_finished_is_no_error() -> None:

@@ -26,7 +26,7 @@ import zmq
 
 from asyncrl.concurrency import running_beside
 from asyncrl.config.sections.device_pools import Device, Host
-from asyncrl.errors import ConfigError, FleetFailed, Refused
+from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, on_one_machine
 from asyncrl.fleet.launching.joining import (
@@ -85,24 +85,25 @@ class JoinPoint:
 
     async def spawn(self, spec: WorkerSpec) -> JoinedWorker:
         """Starts the worker on a host that offers it; waits for one. Raises FleetFailed when a needed place of the
-        service was not taken in time."""
-        while True:
-            offer = await self._free_offer(spec)
-            worker = offer.start(spec, self._free_devices(offer)[:1])
-            try:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(START_DEADLINE):
-                        await worker.started.wait()
-            except asyncio.CancelledError:
-                worker.kill()
-                raise
-            if worker.started.is_set() and not worker.has_ended:
-                self._note_complete(spec.service)
-                return worker
-            why = (await worker.wait()) if worker.has_ended else f"nothing came within {START_DEADLINE:g} s"
-            self.report(f"{worker.host.name} did not start {spec.instance}: {why}")
-            worker.offer.is_leaving = True
-            worker.offer.order(JoinOrder("leave"))
+        service was not taken in time, and PeerLost when the host did not start it: it may do so later, so that no other
+        host may start this instance."""
+        offer = await self._free_offer(spec)
+        worker = offer.start(spec, self._free_devices(offer)[:1])
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(START_DEADLINE):
+                    await worker.started.wait()
+        except asyncio.CancelledError:
+            worker.kill()
+            raise
+        if worker.started.is_set() and not worker.has_ended:
+            self._note_complete(spec.service)
+            return worker
+        why = (await worker.wait()) if worker.has_ended else f"nothing came within {START_DEADLINE:g} s"
+        worker.offer.is_leaving = True
+        worker.offer.order(JoinOrder("leave"))
+        self.report(problem := f"{worker.host.name} did not start {spec.instance}: {why}")
+        raise PeerLost(problem)
 
     def clean_up(self, spec: WorkerSpec) -> None:
         """The host that ran the worker removes what it left, or is gone with it."""
@@ -191,8 +192,8 @@ class JoinPoint:
         raise Refused(f"{self.address} is where hosts join a run; it answers no {call.method!r} like this")
 
     def _offer(self, agent: str) -> Offer:
-        if agent not in self._offers:
-            raise Refused(f"{agent} is no host that joined")
+        if agent not in self._offers:  # It fell silent, and was given up: it joins again.
+            raise PeerLost(f"{agent} is no host that joined, or no more")
         return self._offers[agent]
 
     async def _orders(self, request: JoinRequest) -> AsyncIterator[JoinOrder]:

@@ -51,7 +51,8 @@ class Launcher(Protocol):
     """Starts workers."""
 
     async def spawn(self, spec: WorkerSpec) -> LaunchedWorker:
-        """Starts a worker, and chooses where it listens. When it is cancelled, nothing is left running."""
+        """Starts a worker, and chooses where it listens. When it is cancelled, nothing is left running. Raises PeerLost
+        where another instance has to be tried."""
 
     def clean_up(self, spec: WorkerSpec) -> None:
         """Removes what a dead instance left: shared memory and socket files."""

@@ -28,7 +28,7 @@ from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
 from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
 from asyncrl.simulation.faults.host_network import ANY
 from asyncrl.simulation.faults.trial_hosts import TrialHosts
-from asyncrl.simulation.faults.trial_plan import BASE, MEMBERSHIP, Fault, Trial
+from asyncrl.simulation.faults.trial_plan import BASE, ENOUGH, MEMBERSHIP, Fault, Trial
 from asyncrl.simulation.faults.trial_services import (
     GroundTruth,
     TicketReward,
@@ -106,6 +106,7 @@ class TrialRun:
             await self.hosts.end()
         self._check_left(before)
         self._check_isolation()
+        self._check_drains()
         self._check_history(disk)
         self.events.update(self.faults.digest.digest())
         self.digest = self.events.hexdigest()[:32]
@@ -138,6 +139,15 @@ class TrialRun:
         )
         if of_one_host and len(losses) <= 1 and not self.trial.poison:
             assert not self.most_isolated, f"a group ran alone although one host was lost, once: {losses}"
+
+    def _check_drains(self) -> None:
+        """Checks that no attempt failed where workers only came, or left with enough time and not the last ones: rows
+        that wait for a batch keep a worker from its end, and without another one there is no batch."""
+        kinds = [fault.kind for fault in self.faults.injected]
+        leaving = [fault.seconds for fault in self.faults.injected if fault.kind == "leave"]
+        stay = not leaving or len(leaving) + kinds.count("scale") < self.trial.generators
+        if stay and {*kinds}.issubset(("join", "scale", "leave")) and min(leaving, default=ENOUGH) == ENOUGH:
+            assert self.trial.poison or not self.restarted, f"{self.restarted} attempts failed although all had time"
 
     def check_truth(self) -> None:
         if self.truth.violation:

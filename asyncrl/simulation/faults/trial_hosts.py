@@ -74,6 +74,9 @@ class MachineLauncher:
     async def spawn(self, spec: WorkerSpec) -> FaultyProcess:
         if others := [process.spec.instance for process in self.processes if process.runs]:
             self.hosts.report(f"{spec.instance} is started on {self.host.name} while {others} still run there")
+        if spec.instance in self.hosts.started:
+            self.hosts.report(f"{spec.instance} is started a second time, on {self.host.name}")
+        self.hosts.started.add(spec.instance)
         factory = self.hosts.factories[spec.service]
         spec = replace(spec, addresses=Addresses.inproc(spec.instance), implementation=factory)
         wire, deaf = ProcessWire(self.hosts.wire, self.host.name), self.hosts.chance.random() < 0.2
@@ -104,6 +107,7 @@ class TrialHosts:
         self.chance = random.Random(seed)
         self.on_end = on_end
         self.report = report
+        self.started: set[str] = set()
         self._services = services
         self._machines: dict[str, JoiningMachine] = {}
         self._gone: list[JoiningMachine] = []

@@ -178,16 +178,21 @@ MEMBERSHIP: tuple[Kind, ...] = ("partition", "one-way", "leave", "join", "spot",
 """Faults of machines that joined, and of the network between them: none of them ends a run."""
 
 
+ENOUGH = 120.0
+"""Seconds in which every worker finishes what it has."""
+
+
 def draw_joined(seed: int) -> Trial:
     """Draws a trial whose generators and scorers run on machines that join, leave, die and are cut off."""
     chance, trial = random.Random(f"joined {seed}"), draw_trial(seed)
     hosts = chance.randint(2, 4)
-    others = tuple(fault for fault in trial.faults if fault.kind not in MEMBERSHIP)[: chance.choice((0, 0, 1, 2))]
-    machines = tuple(_machine_fault(chance, hosts) for _ in range(chance.randint(1, 5)))
+    others = tuple(fault for fault in trial.faults if fault.kind not in MEMBERSHIP)[: chance.choice((0, 0, 0, 1, 2))]
+    machines = tuple(_machine_fault(chance, hosts) for _ in range(chance.choice((1, 1, 2, 3, 5))))
     return replace(
         trial,
         joined=True,
         remote=True,
+        groups=chance.randint(1, 3),
         hosts=hosts,
         generators=chance.randint(1, min(3, hosts)),
         scorers=chance.randint(1, 2),
@@ -209,7 +214,7 @@ def _machine_fault(chance: random.Random, hosts: int) -> Fault:
             chance.shuffle(ends)
             return Fault(kind, at, ends[0], seconds=seconds, peer=ends[1])
         case "leave":
-            return Fault(kind, at, host, seconds=chance.choice((0.0, 2.0, 20.0)))
+            return Fault(kind, at, host, seconds=chance.choice((0.0, 2.0, 20.0, ENOUGH)))
         case "spot":
             return Fault(kind, at, service, seconds=seconds, count=chance.choice((0, 0, 5)))
         case "scale":

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from asyncrl.errors import ConfigError, FleetFailed, Refused
+from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.launching.joined_worker import JoinedWorker
@@ -356,7 +356,9 @@ def test_a_host_that_cannot_start_a_worker_is_left_out() -> None:
         with pytest.raises(OSError, match="no more processes"):
             await task
         here.host("h2")
-        assert (await spawn).host.name == "h2"
+        with pytest.raises(PeerLost, match="h1 did not start echo0"):
+            await spawn
+        assert (await here.point.spawn(place(0, "b"))).host.name == "h2"
 
     assert any(line.startswith("h1 did not start echo0.0-0-a: its host h1 is gone") for line in playing(play))
 
