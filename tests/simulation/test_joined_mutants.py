@@ -10,7 +10,8 @@ from asyncrl.controller.crash_attribution import CrashAttribution, Death
 from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed
-from asyncrl.fleet.launching.join_point import JoinPoint, Offer
+from asyncrl.fleet.launching.join_point import JoinPoint
+from asyncrl.fleet.launching.joined_worker import Offer
 from asyncrl.fleet.launching.joining_host import _JoinedHost
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerLost
 from asyncrl.fleet.replicas import Replicas
