@@ -57,7 +57,7 @@ UNFUZZED: dict[str, str] = {
     "controller/saved_rows.py": RUN,
     "deploy/checks/memory_needs.py": MODEL,
     "deploy/checks/weight_checks.py": MODEL,
-    "deploy/commands/running/monitor.py": RUN,
+    "deploy/commands/running/watched_runs.py": PROVEN,
     "deploy/feedback_address.py": RUN,
     "deploy/process/fork_client.py": PARENT,
     "deploy/process/fork_server.py": PARENT,
