@@ -15,8 +15,10 @@ from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
-from asyncrl.deploy.checks.memory_needs import SharedMemoryNeed, longest_token_of, shape_of, shared_memory
+from asyncrl.deploy.checks.model_shape import shape_of
 from asyncrl.deploy.checks.placement_plan import memory_problems
+from asyncrl.deploy.checks.row_lengths import measured_lengths
+from asyncrl.deploy.checks.shared_memory_needs import SharedMemoryNeed, longest_token_of, shared_memory
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
@@ -148,8 +150,14 @@ def _memory_problems(config: Config, model: str) -> Iterator[Problem]:
 
 
 def _shared_memory_need(config: Config, model: str) -> SharedMemoryNeed:
-    shape = shape_of(model)
-    return SharedMemoryNeed(0, 0, 0) if shape is None else shared_memory(config, shape, longest_token_of(model))
+    """Returns the need of the longest rows that the config allows; where those do not fit, prompts are counted."""
+    if (shape := shape_of(model)) is None:
+        return SharedMemoryNeed(0, 0, 0)
+    longest_token = longest_token_of(model)
+    need = shared_memory(config, shape, longest_token)
+    if need.weights + need.worst_rows <= free_shared_memory():
+        return need
+    return shared_memory(config, shape, longest_token, measured_lengths(config, model))
 
 
 def rows_fit(config: Config, model: Path) -> bool:

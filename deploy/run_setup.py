@@ -36,7 +36,7 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import Questions, RunState, TrainingRun
-from asyncrl.deploy.checks.memory_needs import shape_of
+from asyncrl.deploy.checks.model_shape import shape_of
 from asyncrl.deploy.join_address import listen_address
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.fork_client import Forks, forks_of

@@ -56,7 +56,7 @@ def write_longest(path: Path, sources: Mapping[str, Prompts]) -> None:
     """Writes one JSON object a line: {where, prompt}. sources: prompts by their name in messages."""
     with path.open("w", encoding="utf-8") as lines:
         for source, prompts in sources.items():
-            for number in _worth_counting(prompts):
+            for number in longest_rows(prompts):
                 line = {"where": f"{source}, row {number}", "prompt": prompts.row(number).prompt}
                 lines.write(json.dumps(line, default=str) + "\n")
 
@@ -77,7 +77,7 @@ def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], r
         raise TaskError(f"{where}: {room.mistake(tokens)}{others}")
 
 
-def _worth_counting(prompts: Prompts) -> list[int]:
+def longest_rows(prompts: Prompts) -> list[int]:
     """Returns the rows of the longest prompts, and of the first prompt of each shape of conversation."""
     sizes: list[tuple[int, int]] = []
     shapes: dict[tuple[tuple[str, bool], ...], int] = {}

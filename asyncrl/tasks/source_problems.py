@@ -66,11 +66,18 @@ def _check_tests(prompts: Prompts, columns: Collection[str]) -> None:
                 raise TaskError(f"{prompts.source}, row {number}: {error}") from None
 
 
+def is_read_ahead(spec: str) -> bool:
+    """Returns whether this is a file of prompts whose rows are read before a run starts."""
+    file = Path(spec).expanduser()
+    kind = file.suffix.lower()
+    return kind in READERS and kind != ".parquet" and file.is_file() and file.stat().st_size <= READ_AHEAD
+
+
 def _problem(key: str, spec: str, read: Callable[[], object], columns: Collection[str]) -> Problem | None:
     kind, colon, _ = spec.partition(":")
     file = Path(spec).expanduser()
     if file.suffix.lower() in READERS:
-        if file.is_file() and (file.suffix.lower() == ".parquet" or file.stat().st_size > READ_AHEAD):
+        if file.is_file() and not is_read_ahead(spec):
             return None
     elif colon:
         return None if kind in PACKAGES else source_problem(spec, key)

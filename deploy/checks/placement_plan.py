@@ -8,7 +8,9 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import assignment, pool_key, pool_names, pools_of
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.deploy.checks.memory_needs import MemoryNeed, Shape, needs
+from asyncrl.deploy.checks.memory_needs import MemoryNeed, needs
+from asyncrl.deploy.checks.model_shape import Shape
+from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.lanes.host_id import HostId
 
 JOINING = "<host that joins>"
@@ -34,14 +36,18 @@ class PlannedWorker:
         return self.need.bytes // self.share
 
     @property
+    def likely(self) -> int:
+        return self.need.expected // self.share
+
+    @property
     def least(self) -> int:
         return self.need.least // self.share
 
 
-def planned_workers(config: Config, shape: Shape) -> Iterator[PlannedWorker]:
+def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = None) -> Iterator[PlannedWorker]:
     """Yields the workers that need memory, in the order of `needs`."""
     here, found = HostId.here(), assignment(config)
-    for need in needs(config, shape):
+    for need in needs(config, shape, lengths):
         count, ranks = _size(config, need.name)
         places = found.get(need.name, ())
         for number in range(count):

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.memory_needs import FLOAT, Shape, shape_of
+from asyncrl.deploy.checks.model_shape import FLOAT, Shape, shape_of
 from asyncrl.engines.generation.forward.cache_size import ITEM_BYTES, blocks_within, engine_slots
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
 from asyncrl.engines.lora.target_layers import adapted_names

@@ -133,7 +133,10 @@ def _weights_check(config: "Config") -> Check:
 
 
 def _memory_checks(config: "Config") -> Iterator[Check]:
-    from asyncrl.deploy.checks.memory_needs import longest_token_of, needs, shape_of, shared_memory
+    from asyncrl.deploy.checks.memory_needs import needs
+    from asyncrl.deploy.checks.model_shape import shape_of
+    from asyncrl.deploy.checks.row_lengths import measured_lengths
+    from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
 
     shape = shape_of(config.model.name)
     if shape is None:
@@ -141,13 +144,15 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
         yield Check("model", "note", config.model.name, remedy)
         return
     yield Check("model", "ok", f"{config.model.name}, about {shape.parameters / 1e6:.1f}M parameters")
-    found = needs(config, shape)
+    lengths = measured_lengths(config, config.model.name)
+    yield Check("prompts", "ok", str(lengths))
+    found = needs(config, shape, lengths)
     for need in found:
-        yield Check(need.name, "ok", f"about {size_text(need.bytes)}: {need.doc}")
+        yield Check(need.name, "ok", f"about {size_text(need.expected)}, at most {size_text(need.bytes)}: {need.doc}")
     total, available = sum(need.bytes for need in found if need.device == "cpu"), available_memory()
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
-    text = f"about {size_text(total)} of {size_text(available)} available"
+    text = f"at most {size_text(total)} of {size_text(available)} available"
     yield check("services on the CPU", total <= available, text, remedy)
-    shared = shared_memory(config, shape, longest_token_of(config.model.name))
-    rows = f"rows up to {size_text(shared.rows)}, {size_text(shared.worst_rows)} at worst"
+    shared = shared_memory(config, shape, longest_token_of(config.model.name), lengths)
+    rows = f"rows about {size_text(shared.likely_rows)}, at most {size_text(shared.rows)}"
     yield Check("shared memory", "ok", f"weights {size_text(shared.weights)}, {rows}")  # `preflight` says what lacks.

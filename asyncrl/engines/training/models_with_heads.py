@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier, vocabulary_size
 from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
-from asyncrl.engines.training.batch.shared_prompts import sharing_width
+from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.errors import ConfigError
 

@@ -58,9 +58,21 @@ def bytes_of_row(columns: Mapping[str, tuple[np.dtype[Any], int]]) -> int:
 
 def bytes_of_rows(rows: int, row_bytes: int, stores: int = 1) -> int:
     """Returns the shared memory that so many rows take, each of this size, spread over stores that could hold all."""
-    heap = rows * range_bytes(row_bytes)
-    growth = min(max(heap // stores // GROWTH, LEAST_GROWTH), MOST_GROWTH)
-    return heap + stores * (_heap_start(rows) + growth // 2)
+    return stores * (_heap_start(rows) + _grown(-(-rows // stores) * range_bytes(row_bytes)))
+
+
+def _grown(needed: int) -> int:
+    """Returns the size of a heap that grew, step by step, until it held so many bytes."""
+    size = 0
+    while size < needed:
+        step = _growth(size)
+        size += step if step < MOST_GROWTH else -(-(needed - size) // step) * step
+    return size
+
+
+def _growth(size: int) -> int:
+    """Returns by how much a heap of this size grows."""
+    return min(max(size // GROWTH // UNIT * UNIT, LEAST_GROWTH), MOST_GROWTH)
 
 
 def _aligned(size: int) -> int:
@@ -265,8 +277,7 @@ class RowStore(RowTable):
         room = self.segment.size - end
         if room < least:
             raise ArenaFull(f"{self.address} has no addresses left for rows: {self._heap.used} bytes are in use")
-        usual = min(max(self._heap.size // GROWTH // UNIT * UNIT, LEAST_GROWTH), MOST_GROWTH)
-        size = min(max(usual, least), room)
+        size = min(max(_growth(self._heap.size), least), room)
         try:
             self.segment.grow(end + size)
         except ArenaFull:

@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
-    from asyncrl.deploy.checks.memory_needs import Shape
+    from asyncrl.deploy.checks.model_shape import Shape
     from asyncrl.deploy.checks.placement_plan import PlannedWorker
 
 USAGE = f"""\
 usage: asyncrl plan NAME|FILE [--section.key value ...]
 
 {__doc__}
-Bytes are estimates of the most. The exit status is 1 when something does not fit; its line names what to change.
-Nothing is started."""
+Bytes are those of prompts of the mean length, and the most. Prompts are counted where they and the model are on this
+machine; else they count as task.max_prompt_tokens. The exit status is 1 when something does not
+fit; its line names what to change. Nothing is started."""
 
 
 def main(arguments: list[str]) -> int:
@@ -21,7 +22,7 @@ def main(arguments: list[str]) -> int:
         print(USAGE)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     from asyncrl.config.sources import load
-    from asyncrl.deploy.checks.memory_needs import shape_of
+    from asyncrl.deploy.checks.model_shape import shape_of
     from asyncrl.deploy.preflight import memory_of_run
     from asyncrl.errors import ConfigError
 
@@ -40,18 +41,23 @@ def main(arguments: list[str]) -> int:
 def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     """Yields the lines to print."""
     from asyncrl.deploy.checks.machine import size_text
-    from asyncrl.deploy.checks.memory_needs import longest_token_of, shared_memory
     from asyncrl.deploy.checks.placement_plan import planned_workers
+    from asyncrl.deploy.checks.row_lengths import measured_lengths
+    from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
 
-    workers = list(planned_workers(config, shape))
+    lengths = measured_lengths(config, config.model.name)
+    workers = list(planned_workers(config, shape, lengths))
     yield f"{config.name}: {config.model.name}, about {shape.parameters / 1e6:.1f}M parameters"
+    yield str(lengths)
     yield f"{'worker':<18}{'host':<20}{'device':<14}{'fails with':<38}bytes"
     for worker in workers:
         parts = ", ".join(f"{what} {size_text(size)}" for what, size in worker.need.parts.items() if size)
-        what = f"{size_text(worker.bytes)}" + (f": {parts}" if parts else "")
+        sizes = dict.fromkeys((size_text(worker.likely), size_text(worker.bytes)))
+        what = " to ".join(sizes) + (f": {parts}" if parts else "")
         yield f"{worker.name:<18}{worker.host:<20}{worker.device:<14}{worker.domain:<38}{what}"
-    need = shared_memory(config, shape, longest_token_of(config.model.name))
-    rows = f"rows up to {size_text(need.rows)}, {size_text(need.worst_rows)} at worst"
+    need = shared_memory(config, shape, longest_token_of(config.model.name), lengths)
+    sizes = dict.fromkeys(size_text(size) for size in (need.likely_rows, need.rows, need.worst_rows))
+    rows = "rows " + " to ".join(sizes)
     yield f"/dev/shm          weights {size_text(need.weights)}, {rows}"
     for (host, device), size in _totals(workers).items():
         yield f"{host} {device}: {size_text(size)}"

@@ -8,30 +8,17 @@ from those of separate rows in their last bits.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl.engines.training.batch.sharing_cost import pass_cost
 from asyncrl.engines.training.batch.train_rows import Ids
 
 Block: TypeAlias = list[int]
 """Indices of the samples of one prompt."""
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of transformers that take a mask of their own and compute each token from what the mask lets it see."""
-ATTENTION_COST = 1 / 6
-"""Cost of a pair of query and key, in tokens times the width of a model: 4 x width operations in each layer, where the
-linear maps of a token take 24 x width^2."""
-
-
-def sharing_width(config: Any) -> int:
-    """Returns the width of the hidden states of a model whose rows may share prompts; 0 for any other model."""
-    layers = set(getattr(config, "layer_types", None) or ("full_attention",))
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    plain = config.model_type in FAMILIES and layers == {"full_attention"} and not sliding
-    return int(config.hidden_size) if plain else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +52,8 @@ def share_prompts(prompts: Sequence[Ids], responses: Sequence[Ids], width: int) 
     sizes = [len(prompts[block[0]]) + sum(len(inputs[index]) for index in block) for block in blocks.values()]
     rows, length = _rows_of_blocks(list(blocks.values()), sizes), max(sizes)
     longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, inputs, strict=True))
-    shared, separate = _cost(len(rows), length, width), _cost(len(prompts), longest, 2 * width)
+    shared, separate = pass_cost(len(rows), length, width), pass_cost(len(prompts), longest, 2 * width)
     return _lay_out(rows, length, prompts, inputs) if shared < separate else None
-
-
-def _cost(rows: int, length: int, width: int) -> float:
-    """Returns the cost of a pass, in tokens. Twice the width stands for plain causal attention, which computes half of
-    the pairs."""
-    return rows * length * (1 + ATTENTION_COST * length / width)
 
 
 def _rows_of_blocks(blocks: Sequence[Block], sizes: Sequence[int]) -> list[list[Block]]:

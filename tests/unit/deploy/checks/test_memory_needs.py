@@ -8,21 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks import memory_needs
 from asyncrl.deploy.checks.memory_needs import (
     BYTES_PER_SAMPLED,
     CHUNK,
-    PACKAGED,
+    GPU_PROCESS_BYTES,
     PROCESS_BYTES,
-    TEXT_BYTES_PER_TOKEN,
     MemoryNeed,
+    needs,
+)
+from asyncrl.deploy.checks.model_shape import PACKAGED, Shape, shape_of
+from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
+from asyncrl.deploy.checks.shared_memory_needs import (
+    TEXT_BYTES_PER_TOKEN,
     SharedMemoryNeed,
     longest_token_of,
-    needs,
-    shape_of,
     shared_memory,
 )
 from asyncrl.engines.generation.scheduling import block_tables
@@ -56,6 +59,7 @@ def test_a_model_folder_tells_its_shape(tmp_path: Path) -> None:
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
         "tie_word_embeddings": True,
+        "model_type": "llama",
     }
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert shape_of(str(tmp_path)) == SMOLLM2
@@ -91,13 +95,11 @@ def test_a_critic_takes_what_a_trainer_does_but_for_logits_and_weights_to_publis
 def test_models_that_judge_are_counted(tmp_path: Path) -> None:
     """A frozen one by its weights, as large as the policy where it cannot be looked at; a cost critic as a critic."""
     weights = SMOLLM2.parameters * 4
-    assert need("reward", reward={"model": "someone/theirs"}) - need("reward") == weights
+    assert need("reward", reward={"model": "someone/theirs"}) == PROCESS_BYTES + weights
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads")
     small = dict(zip(sizes, (50, 32, 2, 48, 4), strict=True))
     (tmp_path / "config.json").write_text(json.dumps(small))
-    assert (
-        need("reward", reward={"model": str(tmp_path)}) - need("reward") == memory_needs.Shape.of(small).parameters * 4
-    )
+    assert need("reward", reward={"model": str(tmp_path)}) - PROCESS_BYTES == Shape.of(small).parameters * 4
     safe = {"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "someone/theirs", "limit": 1}}
     found = {each.name: each for each in needs(config(**safe), SMOLLM2)}
     assert (found["cost"].least, found["cost"].device) == (weights, "cpu")
@@ -130,9 +132,9 @@ def test_vllm_makes_its_cache_at_the_start() -> None:
         return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
 
     weights, cache = SMOLLM2.parameters * 4, (12 * 5 + 1) * 128 * SMOLLM2.cache_bytes_per_token
-    assert (need().least, need().bytes) == (weights + cache, 2 * PROCESS_BYTES + weights + cache)
+    assert (need().least, need().bytes) == (weights + cache, 2 * GPU_PROCESS_BYTES + weights + cache)
     assert need(kv_cache_memory_bytes=1000).least == weights + 1000
-    assert need(layout_tp=2).bytes == need().bytes + PROCESS_BYTES
+    assert need(layout_tp=2).bytes == need().bytes + GPU_PROCESS_BYTES
 
 
 # ---- shared memory ---------------------------------------------------------------------------------------------------
@@ -251,3 +253,44 @@ def test_a_reference_takes_no_memory_beside_adapters_unless_a_critic_reads_it() 
     assert "reference" in names(algorithm={"preset": "ppo", **kl}, model=LORA)
     rows = [shared_memory(config(algorithm=kl, **more), SMOLLM2).rows for more in ({}, {"model": LORA})]
     assert rows[0] > rows[1]
+
+
+# ---- lengths of prompts ----------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_counted_where_they_and_the_model_are_here(tmp_path: Path) -> None:
+    """Rows of 2 and of 40 letters, with a tokenizer of letters; a template puts three letters around each message."""
+    letters = {"<eos>": 0, **{letter: number for number, letter in enumerate("abc<>|", 1)}}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}|>{% endfor %}")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a" * (40 if row % 2 else 2)}) + "\n" for row in range(10)))
+    task = {"prompts": str(path)}
+    assert measured_lengths(config(task=task), str(tmp_path)) == RowLengths(21, 40, 20)
+    assert measured_lengths(config(task=task | {"max_prompt_tokens": 30}), str(tmp_path)).longest == 30
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "abc"}]}))
+    assert measured_lengths(config(task=task), str(tmp_path)) == RowLengths(6, 6, 2)
+    assert measured_lengths(config(task=task), "someone/theirs") == RowLengths(512, 512)
+    assert measured_lengths(config(task={"prompts": "mine.py:prompts"}), str(tmp_path)) == RowLengths(512, 512)
+    assert measured_lengths(config(task={"prompts": str(tmp_path / "none.jsonl")}), str(tmp_path)).rows == 0
+
+
+def test_held_out_prompts_count_among_the_longest() -> None:
+    def lengths(**evaluate: str) -> RowLengths:
+        reverse = "asyncrl.tasks.builtin.reverse"
+        return measured_lengths(config(task={"prompts": f"{reverse}:training"}, evaluate=evaluate), "warmed:reverse")
+
+    assert (lengths().mean, lengths().longest) == (6, 6)
+    assert lengths(prompts="asyncrl.tasks.builtin.chant:held_out").longest > 6
+    assert lengths(prompts="mine.py:held_out") == RowLengths(512, 512)
+
+
+def test_short_prompts_take_less_than_the_config_allows() -> None:
+    chosen, short = config(), RowLengths(20, 60, 100)
+    found, allowed = shared_memory(chosen, SMOLLM2, lengths=short), shared_memory(chosen, SMOLLM2)
+    assert found.likely_rows < found.rows < allowed.likely_rows == allowed.rows
+    for each, most in zip(needs(chosen, SMOLLM2, short), needs(chosen, SMOLLM2), strict=True):
+        assert each.expected <= each.bytes <= most.bytes
+        assert each.least == most.least, "what is refused does not depend on prompts"

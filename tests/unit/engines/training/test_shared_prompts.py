@@ -12,7 +12,8 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qw
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.micro_batches import pad_rows
-from asyncrl.engines.training.batch.shared_prompts import FAMILIES, share_prompts, sharing_width
+from asyncrl.engines.training.batch.shared_prompts import share_prompts
+from asyncrl.engines.training.batch.sharing_cost import FAMILIES, sharing_width
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, load_value_model
 from asyncrl.engines.training.optimizer import Optimizer

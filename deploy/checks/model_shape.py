@@ -1,0 +1,90 @@
+"""Reads the numbers of a model that decide how much memory it takes, from its config.json or by its name."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.engines.training.batch.sharing_cost import sharing_width
+
+FLOAT = 4
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32.
+    linear: inputs and outputs of each linear layer of one decoder layer, by name. sharing_width: width of a model whose
+    samples of one prompt train in one row; 0 for any other."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    parameters: int
+    cache_bytes_per_token: int
+    linear: tuple[tuple[str, int, int], ...]
+    sharing_width: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Computes them from a model folder's config.json; raises KeyError for another kind of model."""
+        vocabulary, hidden, layers = (int(config[key]) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
+        heads = int(config["num_attention_heads"])
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        queries, keys, inner = heads * head_dim, kv_heads * head_dim, int(config["intermediate_size"])
+        attention = (("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys))
+        mlp = (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden))
+        linear = (*attention, ("o_proj", queries, hidden), *mlp)
+        layer = sum(inputs * outputs for _, inputs, outputs in linear) + 2 * hidden
+        embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        parameters = embeddings + layers * layer + hidden
+        shared = sharing_width(SimpleNamespace(**{"model_type": "", **config}))
+        return cls(vocabulary, hidden, layers, parameters, 2 * layers * keys * FLOAT, linear, shared)
+
+    def width(self, name: str) -> int:
+        """Returns the outputs of a linear layer of one decoder layer."""
+        return next(outputs for each, _, outputs in self.linear if each == name)
+
+    def adapters(self, lora: LoraConfig) -> int:
+        """Returns the parameters of the adapters."""
+        chosen = self.adapted(lora)
+        sizes = (inputs + outputs for name, inputs, outputs in self.linear if name in chosen)
+        return self.layers * lora.rank * sum(sizes)
+
+    def adapted(self, lora: LoraConfig) -> set[str]:
+        """Returns the layers with adapters. A target that is not the plain name of a layer counts as all."""
+        known = {name for name, _, _ in self.linear}
+        return known if set(lora.targets) - known else set(lora.targets)
+
+
+LLAMA = {"tie_word_embeddings": True, "model_type": "llama"}
+
+
+def _tied(vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int) -> Shape:
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return Shape.of({**sizes, **attention, "intermediate_size": intermediate, **LLAMA})
+
+
+PACKAGED = {"pypi:smollm2": _tied(49152, 576, 30, 1536, heads=9, kv_heads=3)}
+SMALL = _tied(101, 96, 3, 256, heads=4, kv_heads=4)
+"""About the shape of models that `warmed:` makes; a Python process needs much more memory."""
+
+
+def shape_of(model: str) -> Shape | None:
+    """Returns the shape of a model that is on this machine or comes with a package; None before a download."""
+    if model in PACKAGED:
+        return PACKAGED[model]
+    if model.startswith("warmed:"):
+        return SMALL
+    described = Path(model).expanduser() / "config.json"
+    if not described.is_file():
+        return None
+    try:
+        return Shape.of(json.loads(described.read_text()))
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,102 @@
+"""Counts the tokens of an experiment's prompts before a run, where that needs no code of the user and no download."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.models.model_preparation import demonstrations_of
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks import held_out_prompts, training_prompts
+from asyncrl.tasks.prompt_lengths import longest_rows
+from asyncrl.tasks.prompt_rows import Messages, Prompts
+from asyncrl.tasks.source_problems import is_read_ahead
+
+SPREAD = 256
+"""Rows of a source, evenly spread, whose tokens are counted for the mean."""
+BUILTIN = "asyncrl.tasks.builtin."
+Count = Callable[[Messages], int]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLengths:
+    """Tokens of prompts: the mean, and the longest. rows: how many were counted; 0: the config's bound stands for
+    both."""
+
+    mean: int
+    longest: int
+    rows: int = 0
+
+    @classmethod
+    def allowed(cls, config: Config) -> Self:
+        """Returns the most that the config allows."""
+        return cls(config.task.max_prompt_tokens, config.task.max_prompt_tokens)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"prompts count {self.longest} tokens, as task.max_prompt_tokens allows: they are read in the run"
+        return f"prompts have {self.mean} tokens in the mean and at most {self.longest}, by {self.rows} rows"
+
+
+def measured_lengths(config: Config, model: str) -> RowLengths:
+    """Counts tokens of training and held-out prompts; returns what the config allows where that is not possible."""
+    allowed = RowLengths.allowed(config)
+    sources = {config.task.prompts: training_prompts, config.evaluate.prompts: held_out_prompts}
+    sources.pop("", None)
+    if config.environment.use or not all(spec.startswith(BUILTIN) or is_read_ahead(spec) for spec in sources):
+        return allowed  # Environments make prompts too.
+    try:
+        count = _counter(model)
+        found = [_counted(prompts, count) for read in sources.values() if (prompts := read(config)) is not None]
+    except (TaskError, ConfigError, TemplateError, OSError, ValueError, LookupError, TypeError):
+        return allowed  # The checks of prompts and model say what is wrong with them.
+    bound, rows = allowed.longest, sum(each.rows for each in found)
+    return RowLengths(min(bound, found[0].mean), min(bound, max(each.longest for each in found)), rows)
+
+
+def _counted(prompts: Prompts, count: Count) -> RowLengths:
+    """Counts tokens of rows that are evenly spread, and of those with the most characters."""
+    number = min(len(prompts), SPREAD)
+    spread = [count(prompts.row(place * len(prompts) // number).prompt) for place in range(number)]
+    longest = [count(prompts.row(row).prompt) for row in longest_rows(prompts)]
+    return RowLengths(-(-sum(spread) // number), max(*spread, *longest), number + len(longest))
+
+
+def _counter(model: str) -> Count:
+    """Returns what counts the tokens of a prompt for a model that is on this machine or that `warmed:` makes."""
+    source, _, task = model.partition(":")
+    if source == "warmed" and ":" not in task:  # One token for a word or a character.
+        pattern = re.compile("|".join([*map(re.escape, demonstrations_of(task).words), r"[\s\S]"]))
+        return lambda prompt: len(pattern.findall(_text(prompt, None)))
+    from tokenizers import Tokenizer
+
+    folder = Path(model).expanduser()
+    tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    template = _template(folder)
+    return lambda prompt: len(tokenizer.encode(_text(prompt, template)).ids)
+
+
+def _template(folder: Path) -> str | None:
+    """Returns the chat template of a model folder, if it has one."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    described = folder / "tokenizer_config.json"
+    found = json.loads(described.read_text(encoding="utf-8")).get("chat_template") if described.is_file() else None
+    return found if isinstance(found, str) else None
+
+
+def _text(prompt: Messages, template: str | None) -> str:
+    """Renders a prompt, of messages by the template."""
+    if isinstance(prompt, str):
+        return prompt
+    if template is None:
+        return "".join(str(message["content"]) for message in prompt)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    values: dict[str, Any] = {"messages": prompt, "add_generation_prompt": True, "bos_token": ""}
+    return environment.from_string(template).render(values)

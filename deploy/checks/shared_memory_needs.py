@@ -1,0 +1,87 @@
+"""Estimates what a run takes of shared memory: versions of the weights, and rows."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.memory_needs import critic_count, version_bytes
+from asyncrl.deploy.checks.model_shape import Shape
+from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.fleet.weight_transport import transport_of
+from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
+from asyncrl.lanes.weights.leases import SLOTS
+from asyncrl.protocols.row_columns import (
+    episode_columns,
+    reference_columns,
+    sample_columns,
+    token_reward_columns,
+    value_columns,
+)
+from asyncrl.rewards.execution.token_rewards import stores_token_rewards
+
+TEXT_BYTES_PER_TOKEN = 4
+"""Text of a sampled token, in bytes: usual tokenizers need 3 to 5 bytes of code, English or Chinese for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryNeed:
+    """Bytes in /dev/shm. weights: two versions, taken at the start. rows: of all samples that may be in flight, each
+    with the longest prompt and answer; memory is taken as they come. worst_rows: the same if each token of text were
+    the longest one. likely_rows: the same with the mean prompt."""
+
+    weights: int
+    rows: int
+    worst_rows: int
+    likely_rows: int = 0
+
+
+def shared_memory(
+    config: Config, shape: Shape, longest_token: int = TEXT_BYTES_PER_TOKEN, lengths: RowLengths | None = None
+) -> SharedMemoryNeed:
+    """Returns what a run takes of shared memory. longest_token: bytes of text. lengths: of prompts, by default the most
+    that the config allows."""
+    lengths = lengths or RowLengths.allowed(config)
+    weights = SLOTS * version_bytes(config, shape) if transport_of(config).name == "shm" else 0
+    if config.fleet.wire != "ipc":
+        return SharedMemoryNeed(weights, 0, 0)
+    rows, worst_rows = (_rows(config, lengths.longest, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
+    likely = _rows(config, lengths.mean, TEXT_BYTES_PER_TOKEN)
+    return SharedMemoryNeed(weights, rows, max(rows, worst_rows), likely)
+
+
+def _rows(config: Config, prompt: int, text: int) -> int:
+    """Returns the bytes of all rows in flight, with so many tokens of each prompt, and bytes of text for each sampled
+    token."""
+    gate, response = GateConfig.of(config), config.response_tokens
+    sample = bytes_of_row(sample_columns(prompt, response, text * response))
+    total = bytes_of_rows(gate.kept, sample, config.generation.replicas)
+    if config.environment.use:
+        total += bytes_of_rows(gate.kept, _episode_bytes(config, prompt, text), config.environment.replicas)
+    if stores_token_rewards(config):
+        total += bytes_of_rows(gate.kept, bytes_of_row(token_reward_columns(response)), config.reward.replicas)
+    if config.reference_by_service:
+        total += bytes_of_rows(gate.kept, bytes_of_row(reference_columns(response)), config.reference.replicas)
+    total += critic_count(config) * bytes_of_rows(gate.kept, bytes_of_row(value_columns("values", "at", response)))
+    if config.evaluate.prompts:
+        total += bytes_of_rows(max(config.generation.slots, config.evaluate.samples), sample)
+    return total
+
+
+def _episode_bytes(config: Config, prompt: int, text: int) -> int:
+    """Returns the bytes of the row of an episode, with so many bytes of text for each token of it."""
+    section = config.environment
+    answer, transcript = text * config.generation.max_new_tokens, text * section.max_tokens
+    return bytes_of_row(episode_columns(prompt, section.max_tokens, answer, section.max_turns, transcript))
+
+
+def longest_token_of(model: str) -> int:
+    """Returns the most bytes of text that a token of the model may have, as its tokenizer.json says, or the usual
+    number where there is none."""
+    path = Path(model).expanduser() / "tokenizer.json"
+    try:
+        vocabulary = json.loads(path.read_text())["model"]["vocab"]
+        return 1 + max(len((token if isinstance(token, str) else token[0]).encode()) for token in vocabulary)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return TEXT_BYTES_PER_TOKEN

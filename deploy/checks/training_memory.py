@@ -1,0 +1,98 @@
+"""Estimates the most bytes that a forward and a backward pass take beside weights, gradients and moments.
+
+Counted in the values that torch keeps of a decoder-only transformer with gated feed-forward layers, for each token and
+layer, where `model`, `queries`, `keys` and `inner` are widths:
+
+    two norms: input, normalized, output     6 model, 4 where the norm is frozen
+    attention: queries, keys, values, output 2 queries + 2 keys
+    feed-forward: gate, activation, up, product  4 inner
+    while a layer is computed backward       3 inner + model
+    head, for each sampled token of a chunk  3 vocabulary
+"""
+
+from dataclasses import dataclass
+
+from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.model_shape import BYTES, FLOAT, Shape
+from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.engines.training.batch.sharing_cost import pass_cost
+
+NORMS, FROZEN_NORMS = 6, 4
+HEAD_COPIES = 3
+"""Logits, their log-softmax, and the gradient or the probabilities."""
+OUTSIDE = 3
+"""Hidden states outside of layers: embedded tokens, the last norm, and its gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One micro-batch. tokens: with padding. sampled: those that logits are computed of. mask: bytes of the attention
+    mask of one layer, where samples share their prompt."""
+
+    tokens: int
+    sampled: int
+    mask: int = 0
+
+
+def largest_pass(config: Config, lengths: RowLengths, ranks: int = 1) -> ForwardPass:
+    """Returns the largest micro-batch that these prompts may need, none of them shared. The shortest prompts leave
+    room for most sampled tokens; those of the mean length count."""
+    response = config.response_tokens
+    samples, budget = _samples(config, ranks), config.training.micro_batch_tokens
+    if config.task.pretrain:
+        return ForwardPass(budget, budget)
+    tokens = min(budget, samples * (lengths.longest + response))
+    return ForwardPass(tokens, min(tokens, response * min(samples, -(-tokens // (lengths.mean + response)))))
+
+
+def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 1) -> ForwardPass:
+    """Returns the micro-batch of samples with prompts of the mean length and the longest answers."""
+    largest, response, members = largest_pass(config, lengths, ranks), config.response_tokens, _members(config)
+    prompt = lengths.mean
+    count = min(_samples(config, ranks), config.training.micro_batch_tokens // (prompt + response))
+    if count < 2 or config.environment.use or config.task.pretrain:
+        return largest
+    length, rows = prompt + response - 1, -(-count // members)
+    shared = prompt + min(members, count) * (response - 1)
+    width = shape.sharing_width
+    if members > 1 and width and pass_cost(rows, shared, width) < pass_cost(count, length, 2 * width):
+        return ForwardPass(rows * shared, count * response, rows * shared * shared * FLOAT)
+    return ForwardPass(count * length, count * response)
+
+
+def _members(config: Config) -> int:
+    return config.task.samples_per_prompt
+
+
+def _samples(config: Config, ranks: int) -> int:
+    """Returns the samples that a rank trains at most in one update."""
+    return -(-config.task.prompts_per_step * _members(config) // ranks)
+
+
+def pass_bytes(config: Config, shape: Shape, size: ForwardPass, *, lora: bool = False, head: bool = True) -> int:
+    """Returns the most bytes that the pass takes at one moment. lora: only adapters are trained. head: logits are
+    computed, as the policy does."""
+    training = config.training
+    narrow, casts = BYTES[training.precision], 2 if training.precision == "bfloat16" else 0
+    hidden, inner, adapters = shape.hidden, shape.width("gate_proj"), 0
+    if lora and config.model.lora is not None:
+        adapters = config.model.lora.rank * len(shape.adapted(config.model.lora))
+    norms = FLOAT * (FROZEN_NORMS if lora else NORMS) * hidden
+    inside = narrow * (2 * shape.width("q_proj") + 2 * shape.width("k_proj") + 4 * inner + adapters)
+    layer = size.tokens * (norms + inside + casts * hidden) + size.mask
+    backward = size.tokens * FLOAT * (3 * inner + hidden)
+    output = size.tokens * FLOAT * OUTSIDE * hidden + (_head_bytes(config, shape, size, lora=lora) if head else 0)
+    total = casts * shape.parameters  # Rounded weights are kept until the backward pass is over.
+    if training.gradient_checkpointing:
+        kept = size.tokens * FLOAT * hidden * shape.layers
+        return total + kept + max(layer + backward, output)
+    return total + shape.layers * layer + max(backward, output)
+
+
+def _head_bytes(config: Config, shape: Shape, size: ForwardPass, *, lora: bool) -> int:
+    """Returns the bytes of the logits of one chunk. The head of several chunks is computed once more backward, with a
+    gradient of its weights for each chunk."""
+    chunk = config.training.logits_chunk
+    several = size.sampled > chunk and not lora
+    again = shape.vocabulary * shape.hidden * FLOAT if several else 0
+    return HEAD_COPIES * min(chunk, size.sampled) * shape.vocabulary * FLOAT + again

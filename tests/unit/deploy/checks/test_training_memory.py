@@ -1,0 +1,131 @@
+"""What is predicted of a trainer's and a critic's memory is what torch allocates in a step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.memory_needs import needs
+from asyncrl.deploy.checks.model_shape import shape_of
+from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.critic_trainer import CriticTrainer
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.training_step import run_step
+
+WITHIN = 0.15
+GROUPS, MEMBERS, PROMPT, RESPONSE = 4, 4, 24, 24
+WIDTHS = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_folder(**config) -> folder of a model with random weights, whose tokenizer knows all of its vocabulary."""
+
+    def make(vocabulary: int = 600, **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        options = {**WIDTHS, **HEADS, "max_position_embeddings": 128, "tie_word_embeddings": True, **changes}
+        AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=vocabulary, **options)).save_pretrained(folder)
+        words = {"<eos>": 0, **{f"w{number}": number for number in range(1, vocabulary)}}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def rows(*, shared: bool) -> list[TrainRow]:
+    draw, made = np.random.default_rng(0), []
+    for group in range(GROUPS):
+        prompt = draw.integers(0, 50, PROMPT)
+        for member in range(MEMBERS):
+            values = {
+                "prompt_ids": prompt if shared else draw.integers(0, 50, PROMPT),
+                "response_ids": draw.integers(0, 50, RESPONSE),
+                "logprobs": np.full(RESPONSE, -4, np.float32),
+                "values": draw.normal(0, 0.3, RESPONSE).astype(np.float32),
+                "versions": np.full(RESPONSE, 5),
+            }
+            made.append(TrainRow(group=group, member=member, attempt=0, incarnation=1, advantage=1.0, **values))
+    return made
+
+
+def config(training: dict[str, Any] | None = None, **sections: Any) -> Config:
+    values: dict[str, Any] = {
+        "model": {"name": "m", **sections.pop("model", {})},
+        "task": {"prompts": "p", "prompts_per_step": GROUPS, "samples_per_prompt": MEMBERS},
+        "generation": {"max_new_tokens": RESPONSE},
+        "training": {"micro_batch_tokens": 8 * (PROMPT + RESPONSE), **(training or {})},
+    }
+    return Config.model_validate(values | sections)
+
+
+def most_allocated(function: Callable[[], object]) -> int:
+    """Returns the most bytes that torch had at one moment beyond those it had before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    events = (each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]")
+    sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
+    return int(max(np.cumsum(sizes)))
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def check(chosen: Config, folder: Path, name: str, trainer: Any, *, shared: bool) -> None:
+    """Compares all parts with a second step, which finds the moments of the first."""
+    shape = shape_of(str(folder))
+    assert shape is not None
+    (need,) = [each for each in needs(chosen, shape, RowLengths(PROMPT, PROMPT, 1)) if each.name == name]
+    given = rows(shared=shared)
+    run_step(trainer, given, 1, 5)
+    most = most_allocated(lambda: run_step(trainer, given, 1, 5))
+    learnt = bytes_of(trainer.optimizer.parameters)
+    state = [each[key] for each in trainer.optimizer.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    found = {"weights": bytes_of(trainer.model.whole.parameters()), "gradients": learnt, "optimizer": bytes_of(state)}
+    for part, size in found.items():
+        assert need.parts[part] == pytest.approx(size, rel=0.02), part
+    predicted = need.expected if shared else need.bytes
+    assert predicted - need.parts["process"] == pytest.approx(most + found["weights"] + found["optimizer"], rel=WITHIN)
+    activations = predicted - sum(size for part, size in need.parts.items() if part != "activations")
+    assert activations == pytest.approx(most - learnt, rel=WITHIN)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "wide": ({"intermediate_size": 512, "num_hidden_layers": 2}, {}),
+    "deep": ({"num_hidden_layers": 8}, {}),
+    "many heads": ({"head_dim": 64, "num_key_value_heads": 4}, {}),
+    "vocabulary": ({"vocabulary": 8000}, {}),
+    "chunks": ({"vocabulary": 8000}, {"training": {"logits_chunk": 48}}),
+    "checkpointing": ({"num_hidden_layers": 8}, {"training": {"gradient_checkpointing": True}}),
+    "bfloat16": ({}, {"training": {"precision": "bfloat16"}}),
+    "adapters": ({}, {"model": {"lora": {"rank": 8}}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_trainer_takes_what_is_predicted(case: str, make_folder: Callable[..., Path]) -> None:
+    torch.manual_seed(0)
+    changes, sections = CASES[case]
+    folder, chosen = make_folder(**changes), config(**sections)
+    check(chosen, folder, "training", PolicyTrainer(chosen, folder), shared=False)
+
+
+def test_samples_that_share_their_prompt_take_what_is_predicted(make_folder: Callable[..., Path]) -> None:
+    folder, chosen = make_folder(), config()
+    check(chosen, folder, "training", PolicyTrainer(chosen, folder), shared=True)
+
+
+def test_a_critic_takes_what_is_predicted(make_folder: Callable[..., Path]) -> None:
+    folder, chosen = make_folder(), config(algorithm={"preset": "ppo"})
+    check(chosen, folder, "critic", CriticTrainer(chosen, folder), shared=False)
