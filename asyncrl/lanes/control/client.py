@@ -200,7 +200,7 @@ class Client:
             self._cancel_abandoned()
 
     def _cancel_abandoned(self) -> None:
-        """Sends Cancel for calls given up, whose credit then returns; tried again later when the queue is full."""
+        """Sends Cancel for calls given up, whose credit then returns; when the queue is full, the next call does."""
         try:
             while self._abandoned and not self.lost.is_set() and self._sequence.offer(Cancel(self._abandoned[0])):
                 self._abandoned.popleft()
@@ -220,8 +220,6 @@ class Client:
         self._check()
         self._handle(self._sequence.accept(frames))
         self.silence = None
-        if self._abandoned:
-            self._cancel_abandoned()
 
     def _handle(self, message: Any) -> None:
         match message:

@@ -313,8 +313,6 @@ def _is_large(frames: list[Frame]) -> bool:
 def _widen(window: asyncio.BoundedSemaphore, items: int) -> None:
     """Adds the places that the consumer of a stream granted."""
     try:
-        if items < 1:
-            raise ValueError
         for _ in range(items):
             window.release()
     except ValueError:

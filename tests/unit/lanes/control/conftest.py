@@ -48,6 +48,10 @@ class Worker:
             self.cancelled.append("hang")
             raise
 
+    async def hang_after_one(self) -> AsyncIterator[int]:
+        yield 1
+        await asyncio.Event().wait()
+
     async def count(self, items: int) -> AsyncIterator[int]:
         try:
             for item in range(items):

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
+from asyncrl.lanes.control import zmq_wire
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, Caller, Frames
 from asyncrl.lanes.control.zmq_wire import ZmqWire
@@ -286,3 +288,26 @@ async def test_a_small_message_is_one_frame(wire: ZmqWire) -> None:
         _, frames = await receive(listener)
     assert len(frames) == 1
     assert sequence(caller).accept(frames) == Ping(7)
+
+
+async def test_an_edge_that_was_missed_costs_one_period_of_the_watchdog(
+    wire: ZmqWire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file descriptor is edge-triggered, and some call may have consumed the edge."""
+    monkeypatch.setattr(zmq_wire, "WATCHDOG_SECONDS", 0.05)
+    listener = wire.listen(f"ipc://{tmp_path}/w")
+    caller = wire.connect(listener.address)
+    asyncio.get_running_loop().remove_reader(listener._socket.fileno())
+    arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    pumping = asyncio.ensure_future(listener.pump(arrived.set_result))
+    await asyncio.sleep(0)
+    caller.offer([b"one"])
+    async with asyncio.timeout(5):
+        assert (await arrived)[1] == [b"one"]
+    pumping.cancel()
+    caller.close()
+    listener.close()
+
+
+def test_the_sockets_of_one_process_reach_hundreds_of_workers(wire: ZmqWire) -> None:
+    assert wire._context.get(zmq.MAX_SOCKETS) >= 3 * 3 * 1000, "three sockets a caller, three callers a worker"

@@ -16,6 +16,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.data.row_fetcher import CHUNKS_AT_ONCE
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_server import ROWS_PER_FETCH, serve_rows
 from asyncrl.lanes.data.row_store import RowStore
@@ -234,3 +235,29 @@ async def test_the_loop_goes_on_while_many_rows_are_joined_and_their_owner_may_e
         go_on.set()
         assert values(await reading) == [0] * 200
     assert threads[0] != threading.get_ident() == threads[1]
+
+
+async def test_a_reader_waits_for_a_bounded_number_of_chunks_at_once(fleet: Fleet) -> None:
+    """More would only share the network, and wait longer within their deadline."""
+    waiting: list[int] = []
+    go_on = asyncio.Event()
+
+    def held_up(number: int, dispatch: Callable[[Call], Any]) -> Callable[[Call], Any]:
+        async def answer(call: Call) -> Any:
+            waiting.append(number)
+            if len(waiting) == CHUNKS_AT_ONCE:
+                asyncio.get_running_loop().call_later(0.05, go_on.set)
+            if not go_on.is_set():
+                await go_on.wait()
+                first.append(len(waiting))
+            return await dispatch(call)
+
+        return answer
+
+    first: list[int] = []
+    fleet.answer = held_up
+    refs = fleet.add("inproc" if isinstance(fleet.wire, InprocWire) else "ipc", 2 * CHUNKS_AT_ONCE)
+    async with fleet.reader() as reader:
+        rows = await reader.read(refs, ["tokens"])
+    assert len(rows) == len(waiting) == 2 * CHUNKS_AT_ONCE
+    assert first[0] == CHUNKS_AT_ONCE
