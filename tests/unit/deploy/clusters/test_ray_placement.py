@@ -33,8 +33,8 @@ def test_fleet_joined_and_ray_resources_say_which_workers_and_what_they_ask() ->
     asked = {"generation": {"CPU": 4.0, "rented": 1.0}}
     places = places_of(config(fleet={**LISTENS, "joined": {"generation": 1}, "ray_resources": asked}))
     assert places == [RayPlace("generation", "generation0", {"CPU": 4.0, "rented": 1.0})]
-    with pytest.raises(ValidationError, match=r"fleet.ray_resources: no training workers may join; those"):
-        config(fleet={"ray_resources": {"training": {"CPU": 1.0}}})
+    with pytest.raises(ValidationError, match=r"fleet.ray_resources: no cost workers may join; those"):
+        config(fleet={"ray_resources": {"cost": {"CPU": 1.0}}})
 
 
 def test_vllm_stays_with_the_controller() -> None:
