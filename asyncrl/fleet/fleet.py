@@ -28,7 +28,8 @@ from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnec
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.supervisor import RunningInstance, Supervisor, WorkerSlot
-from asyncrl.fleet.worker.run_keys import controller_keys
+from asyncrl.fleet.worker.lane_access import Introductions
+from asyncrl.fleet.worker.run_keys import controller_keys, pair_of_instance
 from asyncrl.fleet.worker.worker_spec import NOT_BOUND, Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire, WireByScheme
@@ -168,7 +169,14 @@ class RunningFleet:
         self.specs = {spec.name: spec for spec in specs}
         slots = [self._slot(spec, worker) for spec in specs for worker in self.workers[spec.name]]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
-        connect = partial(WorkerConnection, wire=platform.wire, hello=hello, start_deadline=config.start_deadline)
+        self.introductions = Introductions()
+        connect = partial(
+            WorkerConnection,
+            wire=platform.wire,
+            hello=hello,
+            start_deadline=config.start_deadline,
+            introductions=self.introductions,
+        )
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
 
     def _slot(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSlot:
@@ -324,6 +332,7 @@ async def fleet_on(
         async with asyncio.TaskGroup() as tasks:
             running.health_poller = poller = HealthPoller(running.workers, round_seconds(seconds), tasks)
             supervision = tasks.create_task(running.supervisor.run(), name="supervisor")
+            watches.append(tasks.create_task(running.introductions.keep_current(), name="callers of workers"))
             try:
                 await running.supervisor.all_started.wait()
                 stalls = watch_for_stalls(poller, seconds, running.emit, lambda: running.describe_algorithm())
@@ -367,4 +376,5 @@ def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, pla
         options=dict(spec.options),
         origin=spec.origin,
         devices=spec.devices[number] if spec.devices else (),
+        curve=None if spec.here else pair_of_instance(facts),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
 from asyncrl.errors import DeadlineExceeded, PeerLost
+from asyncrl.fleet.worker.lane_access import Introductions
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client, Silence
 from asyncrl.lanes.control.wire import Wire
@@ -35,16 +36,24 @@ class WorkerConnection:
     """The controller's connection to one instance: a client for each lane, which are lost together.
 
     `async with connection:` greets the instance and waits until it takes calls, each for at most `start_deadline`
-    seconds. It raises PeerLost, Refused, DeadlineExceeded, and what the worker raised while it started.
+    seconds. It raises PeerLost, Refused, DeadlineExceeded, and what the worker raised while it started. Meanwhile other
+    workers admit the instance, and are told when it is gone.
     lost: set when a client lost its connection, with the reason in `reason`.
     """
 
-    def __init__(self, spec: WorkerSpec, wire: Wire, hello: Hello, start_deadline: float) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        wire: Wire,
+        hello: Hello,
+        start_deadline: float,
+        introductions: Introductions | None = None,
+    ) -> None:
         self.lost = asyncio.Event()
         self.reason = ""
         self.channels: Mapping[Lane, Client] = {
             lane: Client(
-                wire.connect(getattr(spec.addresses, lane.value)),
+                wire.connect(spec.reached_at(lane.value)),
                 hello,
                 f"{spec.service}{spec.replica}[{spec.rank}]",
                 instance=spec.instance,
@@ -53,6 +62,8 @@ class WorkerConnection:
             )
             for lane in Lane
         }
+        self._spec = spec
+        self._introductions = introductions or Introductions()
         self._start_deadline = start_deadline
         self._tasks = asyncio.TaskGroup()
         self._watches: list[asyncio.Task[None]] = []
@@ -65,10 +76,12 @@ class WorkerConnection:
                 await client.open(self._tasks, self._start_deadline)
                 self._watches.append(self._tasks.create_task(self._watch(client), name=f"watch of {client.peer}"))
             await self.channels[Lane.CONTROL].call("started", (), self._start_deadline)
+            await self._introductions.add(self._spec, self.channels[Lane.CONTROL])
             undo.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._introductions.remove(self._spec.instance)
         for watch in self._watches:
             watch.cancel()
         for client in self.channels.values():

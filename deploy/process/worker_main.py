@@ -18,7 +18,7 @@ from typing import NoReturn
 from asyncrl.concurrency import unwrap
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
-from asyncrl.fleet.worker.run_keys import worker_keys
+from asyncrl.fleet.worker.run_keys import admit_on, worker_keys
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.inproc_wire import InprocWire
@@ -77,11 +77,12 @@ def rename(name: str, command: str) -> None:
 async def _run(spec: WorkerSpec) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     threading.Thread(target=_watch_stdin, args=(loop, stop), name="stdin", daemon=True).start()
-    wire = WireByScheme(InprocWire(), ZmqWire(worker_keys(spec)))
+    network = ZmqWire(worker_keys(spec))
+    wire = WireByScheme(InprocWire(), network)
     try:
         load_implementation(spec.implementation)
         with gc_frozen():
-            await run_worker(spec, wire, stop)
+            await run_worker(spec, wire, stop, admit=admit_on(network, spec))
     finally:
         wire.close()
 

@@ -61,6 +61,8 @@ FOUND: list[tuple[str, bytes]] = [
     ("files", joined([frames_of(FileTree("/elsewhere", "folder", (ListedFile("model\0", 1, "ab"),)))])),
     ("files", joined([frames_of(FileTree("/else\0where", "folder", (ListedFile("model", 1, "ab"),)))])),
     ("files", joined([frames_of(FileTree("/elsewhere", "folder", (ListedFile(".", 0, "ab"),)))])),
+    # A header Retry-After that ends with a separator was no number, and an error of Python.
+    ("judge", b"5\x1f"),
     # A row that is no map was a TypeError.
     ("rows", b"\0"),
 ]

@@ -16,10 +16,11 @@ A host whose worker ended offers to run another one. A host that comes while all
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -48,6 +49,9 @@ from asyncrl.protocols.messages import Call, JoinOrder, JoinRequest
 
 START_DEADLINE = 60.0
 """Seconds until a host has started the process of a worker; loading a model comes later."""
+
+WORKER_ADDRESS = re.compile(r"tcp://[\w.-]+:\d{1,5}|inproc://[\w.-]+")
+"""Addresses to which the controller connects; a host may name none of another kind."""
 
 FAREWELL = 2.0
 """Seconds for the order to leave to reach all hosts at the end of a run."""
@@ -263,6 +267,8 @@ class JoinPoint:
         self.report(text)
 
     async def _started(self, offer: Offer, addresses: Addresses, labels: dict[str, Any]) -> None:
+        if wrong := [each for each in astuple(addresses) if not WORKER_ADDRESS.fullmatch(each)]:
+            raise Refused(f"{offer.host.name} names {wrong[0]!r:.100}, which is no address of a worker")
         if offer.worker is not None:
             offer.worker.spec = replace(offer.worker.spec, addresses=addresses)
             offer.worker.labels = {str(name): value for name, value in labels.items() if isinstance(value, int | str)}

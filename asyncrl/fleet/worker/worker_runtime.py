@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 from structlog.typing import FilteringBoundLogger
 
+from asyncrl.errors import Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.dispatcher import Dispatcher
+from asyncrl.fleet.worker.lane_access import ADMIT
+from asyncrl.fleet.worker.run_keys import Admit
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
-from asyncrl.lanes.control.server import Server
+from asyncrl.lanes.control.server import Dispatch, Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_server import serve_rows
@@ -54,9 +57,14 @@ class _Finished(Exception):
 
 
 async def run_worker(
-    spec: WorkerSpec, wire: Wire, stop: asyncio.Event, open_instruments: OpenInstruments = instruments
+    spec: WorkerSpec,
+    wire: Wire,
+    stop: asyncio.Event,
+    open_instruments: OpenInstruments = instruments,
+    admit: Admit = lambda callers: None,
 ) -> None:
-    """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise."""
+    """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise. admit: has the
+    listeners of this worker accept other callers."""
     spec = spec.on_own_device()
     make_service = load_implementation(spec.implementation)
     try:
@@ -69,7 +77,7 @@ async def run_worker(
                 context = WorkerContext(spec, reader, compute, clock, compute.occupancy, tracer, log, tasks, rows)
                 service = make_service(context)
                 try:
-                    await _serve(spec, wire, service, tasks, stop)
+                    await _serve(spec, wire, service, tasks, stop, admit)
                 finally:
                     await service.stop()
                 raise _Finished
@@ -77,12 +85,13 @@ async def run_worker(
         pass
 
 
-async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.TaskGroup, stop: asyncio.Event) -> None:
+async def _serve(
+    spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.TaskGroup, stop: asyncio.Event, admit: Admit
+) -> None:
     listeners = {lane: wire.listen(getattr(spec.addresses, lane.value)) for lane in Lane}
     beat = spec.facts.heartbeat
-    control = Server(
-        listeners[Lane.CONTROL], Dispatcher(service, Lane.CONTROL), spec.hello, queued=False, heartbeat=beat
-    )
+    answer = _with_admission(Dispatcher(service, Lane.CONTROL), admit)
+    control = Server(listeners[Lane.CONTROL], answer, spec.hello, queued=False, heartbeat=beat)
     work = Server(
         listeners[Lane.WORK],
         Dispatcher(service, Lane.WORK),
@@ -99,10 +108,21 @@ async def _serve(spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.
     await asyncio.wait([starting, *serving])
 
 
+def _with_admission(dispatch: Dispatch, admit: Admit) -> Dispatch:
+    """Returns what runs the calls of the control lane: those of the service, and lists of callers to admit."""
+
+    async def take(callers: object) -> None:
+        if not isinstance(callers, dict):
+            raise Refused(f"{ADMIT} takes the callers of each lane, not {callers!r:.100}")
+        admit(callers)
+
+    return lambda call: take(*call.args[:1] or (None,)) if call.method == ADMIT else dispatch(call)
+
+
 def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, row_bytes: int) -> RowStore:
     """Opens the rows of this worker: in shared memory when it has room and the socket is for readers on this host."""
     data = spec.addresses.data
-    owner = f"{data}#{spec.instance}"
+    owner = f"{spec.reached_at('data')}#{spec.instance}"
     if data.startswith("ipc://") and spec.facts.shared_rows:
         name = segment_name(spec.facts.run, spec.facts.incarnation, spec.instance, "rows")
         store = open_rows(name, slots, row_bytes, owner)

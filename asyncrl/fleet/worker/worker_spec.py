@@ -13,6 +13,7 @@ from asyncrl import __version__
 from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import COMPUTING
 from asyncrl.errors import ConfigError
+from asyncrl.lanes.control.auth import with_key
 from asyncrl.protocols.messages import PROTOCOL, Hello
 from asyncrl.protocols.rank_layout import Layout
 
@@ -35,10 +36,10 @@ class RunFacts:
 
     run: hex digits that name shared memory and sockets of this start only. run_dir, model_dir: absolute paths.
     checkpoint_dir: what the run resumes from, None at its first start. weights_arena: name of the shared memory for
-    published weights. curve: public and secret key that workers share. caller: public key of the controller, where it
-    alone may call workers; "": they share its pair. heartbeat: seconds between heartbeats on every connection, for
-    peers on other hosts, whose death no local kernel reports. shared_rows: whether there is enough shared memory for
-    rows, which are sent as frames otherwise.
+    published weights. curve: public and secret key that all processes share, None on TCP. caller: public key of the
+    controller on TCP, where each worker has a pair of its own; "": they share that one. heartbeat: seconds between
+    heartbeats on every connection, for peers on other hosts, whose death no local kernel reports. shared_rows: whether
+    there is enough shared memory for rows, which are sent as frames otherwise.
     """
 
     run: str
@@ -48,7 +49,7 @@ class RunFacts:
     weights_arena: str
     config: Config
     checkpoint_dir: Path | None = None
-    curve: tuple[str, str] | None = None
+    curve: tuple[str, str] | None = field(default=None, repr=False)
     caller: str = ""
     heartbeat: float | None = None
     shared_rows: bool = True
@@ -81,7 +82,8 @@ class WorkerSpec:
 
     implementation: "module:Class"; for a worker inside this process also a callable that makes the service from its
     context. options: plain values for this service. origin: what its process is forked from. devices: that this worker
-    alone of its service has; none: what the config says.
+    alone of its service has; none: what the config says. curve: public and secret key of this instance alone; None:
+    those that workers share.
     """
 
     service: str
@@ -95,10 +97,16 @@ class WorkerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     origin: Origin = "plain"
     devices: tuple[str, ...] = ()
+    curve: tuple[str, str] | None = field(default=None, repr=False)
 
     @property
     def hello(self) -> Hello:
         return self.facts.hello(self.service, self.rank, self.instance)
+
+    def reached_at(self, lane: str) -> str:
+        """Returns the address at which others reach a lane, with the public key of the instance where it has one."""
+        address: str = getattr(self.addresses, lane)
+        return address if self.curve is None else with_key(address, self.curve[0])
 
     @property
     def device(self) -> str:

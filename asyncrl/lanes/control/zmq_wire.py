@@ -7,13 +7,23 @@ receive until there is nothing, read EVENTS after each send, and once a second i
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
 
 from asyncrl.errors import ConfigError, PeerLost
-from asyncrl.lanes.control.auth import ENCRYPTED, KEY_REFUSED, Authenticator, CurveKeys
+from asyncrl.lanes.control.auth import (
+    ENCRYPTED,
+    KEY_REFUSED,
+    ZAP_DOMAIN,
+    Authenticator,
+    CurveKeys,
+    domain_at,
+    split_key,
+    with_key,
+)
 from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, LIMIT_BYTES, ZERO_COPY_BYTES, Frame, Frames, Wakeup
 
 WATCHDOG_SECONDS = 1.0
@@ -173,10 +183,10 @@ class ZmqCaller(_ZmqEndpoint):
         self._monitor.linger = 0
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
         try:
-            socket.connect(address)
-        except zmq.ZMQError:
+            socket.connect(split_key(address)[0])
+        except zmq.ZMQError as error:
             self.close()
-            raise
+            raise PeerLost(f"{address!r:.100} is no address that can be connected to: {error}") from error
         self._read_monitor()
 
     def _read_monitor(self) -> None:
@@ -199,7 +209,14 @@ class ZmqCaller(_ZmqEndpoint):
 
 
 class ZmqListener(_ZmqEndpoint):
-    """A ROUTER that raises when a peer is gone, and waits when it does not read, instead of dropping messages."""
+    """A ROUTER that raises when a peer is gone, and waits when it does not read, instead of dropping messages.
+
+    is_admitted: whether the peer with a user id may still send; None: all may. Messages of others are refused, which
+    counts: ZeroMQ closes no connection of a single peer.
+    """
+
+    is_admitted: Callable[[str], bool] | None = None
+    refused_messages = 0
 
     def offer(self, peer: bytes, frames: Frames) -> bool:
         try:
@@ -211,7 +228,22 @@ class ZmqListener(_ZmqEndpoint):
 
     def _receive(self) -> tuple[bytes, list[Frame]]:
         """Returns the sender, which ROUTER puts into the first frame, and the other frames."""
-        return _recv(self._socket, _NOBLOCK), super()._receive()
+        if self.is_admitted is None:
+            return _recv(self._socket, _NOBLOCK), super()._receive()
+        while True:
+            sender = _recv(self._socket, _NOBLOCK, False)
+            frames = super()._receive()
+            if self.is_admitted(_user_of(sender)):
+                return sender.bytes, frames
+            self.refused_messages += 1
+
+
+def _user_of(frame: zmq.Frame) -> str:
+    """Returns the user id that authentication gave to the sender of a frame, "" for none."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
 
 
 class ZmqWire:
@@ -228,6 +260,7 @@ class ZmqWire:
         self._keys = keys
         self._authenticator: Authenticator | None = None
         self._endpoints: list[ZmqCaller | ZmqListener] = []
+        self._domains: dict[ZmqListener, bytes] = {}
 
     def connect(self, address: str) -> ZmqCaller:
         keys = self._keys_for(address)
@@ -249,7 +282,29 @@ class ZmqWire:
         except zmq.ZMQError:
             socket.close(linger=0)
             raise
-        return self._register(ZmqListener(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)))
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if keys is not None and keys.in_addresses and address.startswith(ENCRYPTED):
+            bound = with_key(bound, keys.public)
+        listener = self._register(ZmqListener(socket, bound))
+        if keys is not None:
+            self._domains = {other: domain for other, domain in self._domains.items() if not other.closed}
+            self._domains[listener] = keys.domain_of(address)
+            self._refuse_former_callers()
+        return listener
+
+    def admit(self, callers: Iterable[str], address: str = "") -> None:
+        """Replaces the public keys that may call: at an address as `listen` takes it, or wherever no others are named.
+        Whoever is connected with another key is refused from now on."""
+        assert self._authenticator is not None, "`listen` comes first"
+        self._authenticator.admit(domain_at(address) if address else ZAP_DOMAIN, callers)
+        self._refuse_former_callers()
+
+    def _refuse_former_callers(self) -> None:
+        """Has those listeners look at who sends a message that may have callers which are admitted no more."""
+        assert self._authenticator is not None, "there are listeners with keys"
+        for listener, domain in self._domains.items():
+            if domain in self._authenticator.narrowed:
+                listener.is_admitted = partial(self._authenticator.admits, domain)
 
     def _socket(self, kind: int) -> RawSocket:
         socket = self._context.socket(kind)

@@ -151,8 +151,8 @@ def _seconds_asked(header: str | None) -> float:
     """Returns the seconds of a header Retry-After, a number or a date; 0 where there is none that can be read."""
     if header is None:
         return 0.0
-    if header.strip().isdecimal():
-        return float(header)
+    if (number := header.strip()).isdecimal():
+        return float(number)
     try:
         return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
     except (TypeError, ValueError):

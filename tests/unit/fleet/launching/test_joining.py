@@ -38,7 +38,8 @@ class FakeLauncher:
     cleaned_up: list[str] = field(default_factory=list)
 
     async def spawn(self, spec: WorkerSpec) -> FakeProcess:
-        worker = FakeProcess(replace(spec, addresses=Addresses(f"tcp://{self.host.name}:1", "w", "d")))
+        addresses = Addresses(*(f"tcp://{self.host.name or 'host'}:{port}" for port in (1, 2, 3)))
+        worker = FakeProcess(replace(spec, addresses=addresses))
         worker.labels = {"pid": 12}
         self.workers.append(worker)
         return worker
@@ -119,6 +120,19 @@ async def test_inproc_takes_the_first_of_two_listeners_only() -> None:
         with pytest.raises(ConfigError, match=f"cannot listen at {ADDRESS}"):
             async with open_join_point(here.point, here.wire):
                 pass
+
+
+@pytest.mark.parametrize("wrong", ["ipc:///run/other", "tcp://h1:1?ab", "nonsense", "tcp://h1:1 "])
+def test_an_address_to_which_the_controller_would_not_connect_is_refused(wrong: str) -> None:
+    async def play(here: Site) -> None:
+        here.host("h1")
+        worker = await here.point.spawn(place(0))
+        worker.started.clear()
+        with pytest.raises(Refused, match="no address of a worker"):
+            await here.point._started(worker.offer, Addresses("tcp://h1:1", "tcp://h1:2", wrong), {})
+        assert not worker.started.is_set()
+
+    playing(play)
 
 
 def test_a_worker_runs_on_the_host_that_joins_and_is_ended_there() -> None:

@@ -1,22 +1,43 @@
-"""On TCP only the controller calls workers; workers reach each other's rows, and nothing else of each other."""
+"""On TCP each worker has a key pair of its own, and reaches what its role needs of others, and nothing else."""
 
+import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import closing, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from asyncrl.concurrency import running_beside
 from asyncrl.config.sources import load
-from asyncrl.errors import PeerLost
-from asyncrl.fleet.worker.run_keys import controller_keys, worker_keys
+from asyncrl.errors import DeadlineExceeded, PeerLost
+from asyncrl.fleet.worker.lane_access import ADMIT, Introductions
+from asyncrl.fleet.worker.run_keys import admit_on, controller_keys, pair_of_instance, weights_address, worker_keys
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
-from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.auth import CurveKeys, split_key, with_key
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from tests.unit.fleet.fake_workers import FACTS, spec_of
+
+MAKE_ROWS = ("generation", "evaluation", "environment", "reference", "critic", "cost_critic", "reward", "cost")
+ROLES = ("training", *MAKE_ROWS)
+OF_SAMPLES = ("generation", "evaluation", "environment")
+READS = {
+    "training": MAKE_ROWS,
+    "critic": MAKE_ROWS,
+    "cost_critic": MAKE_ROWS,
+    "generation": OF_SAMPLES,
+    "evaluation": OF_SAMPLES,
+    "environment": OF_SAMPLES,
+    "reward": OF_SAMPLES,
+    "cost": OF_SAMPLES,
+    "reference": OF_SAMPLES,
+}
+"""Role -> roles whose rows it reads, written down here once more."""
+TAKES_WEIGHTS = ("generation", "evaluation")
+SENDS_WEIGHTS = ("training", "generation", "evaluation")
 
 
 def facts_on(wire: str) -> RunFacts:
@@ -35,54 +56,147 @@ def free_addresses() -> Addresses:
     return found
 
 
-@pytest.fixture
-async def run() -> AsyncIterator[tuple[CurveKeys, WorkerSpec]]:
-    """The keys of the controller, and a worker that listens on all lanes."""
-    keys, facts = controller_keys(facts_on("tcp"))
-    spec = replace(spec_of("training0.0-0-a"), facts=facts, addresses=free_addresses())
-    assert keys is not None
+def spec_on_tcp(role: str, facts: RunFacts) -> WorkerSpec:
+    spec = spec_of(f"{role}0.0-0-a")
+    return replace(spec, service=role, facts=facts, addresses=free_addresses(), curve=pair_of_instance(facts))
 
+
+@dataclass
+class Running:
+    """A worker that answers on each of its lanes. at: their addresses, as others know them. told: set whenever it takes
+    a list of callers."""
+
+    spec: WorkerSpec
+    wire: ZmqWire
+    at: Mapping[str, str]
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
+        """Takes the call of its controller."""
+        assert method == ADMIT
+        admit_on(self.wire, self.spec)(*args)
+        self.told.set()
+
+
+@asynccontextmanager
+async def running(spec: WorkerSpec) -> AsyncIterator[Running]:
     async def answer() -> str:
         return "done"
 
     with closing(ZmqWire(worker_keys(spec))) as wire:
-        addresses = (spec.addresses.control, spec.addresses.work, spec.addresses.data)
-        servers = [Server(wire.listen(address), lambda call: answer(), spec.hello) for address in addresses]
-        async with running_beside({server.listener.address: server.serve() for server in servers}):
-            yield keys, spec
+        here = spec.addresses
+        listens = {
+            "control": here.control,
+            "work": here.work,
+            "data": here.data,
+            "weights": weights_address(spec),
+        }
+        servers = {lane: Server(wire.listen(each), lambda call: answer(), spec.hello) for lane, each in listens.items()}
+        async with running_beside({lane: server.serve() for lane, server in servers.items()}):
+            yield Running(spec, wire, {lane: server.listener.address for lane, server in servers.items()})
 
 
-async def reached(keys: CurveKeys | None, spec: WorkerSpec) -> list[str]:
-    """The lanes on which a holder of these keys is answered."""
+async def reached(wire: ZmqWire, owner: Running) -> list[str]:
+    """Returns the lanes on which a holder of the keys of this wire is answered."""
     found = []
-    with closing(ZmqWire(keys)) as wire:
-        for lane in ("control", "work", "data"):
-            with suppress(PeerLost):
-                async with Client(wire.connect(getattr(spec.addresses, lane)), spec.hello, "the trainer") as client:
-                    assert await client.call("step", (), 5.0) == "done"
-                    found.append(lane)
+    for lane, address in owner.at.items():
+        with suppress(PeerLost):
+            async with Client(wire.connect(address), owner.spec.hello, "a worker") as client:
+                assert await client.call("step", (), 5.0) == "done"
+                found.append(lane)
     return found
 
 
-async def test_the_controller_calls_a_worker_on_all_lanes(run: tuple[CurveKeys, WorkerSpec]) -> None:
-    keys, spec = run
-    assert await reached(keys, spec) == ["control", "work", "data"]
+async def test_the_controller_calls_a_worker_on_all_lanes() -> None:
+    keys, facts = controller_keys(facts_on("tcp"))
+    async with running(spec_on_tcp("training", facts)) as trainer:
+        with closing(ZmqWire(keys)) as wire:
+            assert await reached(wire, trainer) == ["control", "work", "data", "weights"]
 
 
-async def test_a_worker_reaches_the_rows_of_another_one_and_calls_nothing(run: tuple[CurveKeys, WorkerSpec]) -> None:
-    _, spec = run
-    other = WorkerSpec.from_json(replace(spec, service="reward", addresses=free_addresses()).to_json())
-    assert await reached(worker_keys(other), spec) == ["data"]
+async def test_each_role_reaches_what_it_needs_of_each_other_and_nothing_else() -> None:
+    _, facts = controller_keys(facts_on("tcp"))
+    introductions = Introductions()
+    async with AsyncExitStack() as scope:
+        workers = [await scope.enter_async_context(running(spec_on_tcp(role, facts))) for role in ROLES]
+        for worker in workers:
+            await introductions.add(worker.spec, worker)
+        for reader in workers:
+            for owner in workers:
+                role, of = reader.spec.service, owner.spec.service
+                expected = ["data"] if of in READS[role] else []
+                expected += ["weights"] if role in TAKES_WEIGHTS and of in SENDS_WEIGHTS else []
+                assert await reached(reader.wire, owner) == expected, f"{role} of {of}"
 
 
-async def test_the_secret_of_the_controller_is_in_no_specification(run: tuple[CurveKeys, WorkerSpec]) -> None:
-    keys, spec = run
-    assert keys.public in spec.to_json()
-    assert keys.secret not in spec.to_json()
+async def test_a_worker_that_is_gone_is_refused_also_where_it_is_connected() -> None:
+    keys, facts = controller_keys(facts_on("tcp"))
+    introductions = Introductions()
+    async with AsyncExitStack() as scope:
+        owner = await scope.enter_async_context(running(spec_on_tcp("generation", facts)))
+        leaving, staying = [
+            await scope.enter_async_context(running(spec_on_tcp(role, facts))) for role in ("training", "reward")
+        ]
+        for worker in (owner, leaving, staying):
+            await introductions.add(worker.spec, worker)
+        clients = [
+            await scope.enter_async_context(Client(each.wire.connect(owner.at["data"]), each.spec.hello, "the rows"))
+            for each in (leaving, staying)
+        ]
+        for client in clients:
+            assert await client.call("fetch", (), 5.0) == "done"
+        async with running_beside({"callers": introductions.keep_current()}):
+            owner.told.clear()
+            introductions.remove(leaving.spec.instance)
+            async with asyncio.timeout(5):
+                await owner.told.wait()
+        with pytest.raises(DeadlineExceeded):
+            await clients[0].call("fetch", (), 0.3)
+        assert await clients[1].call("fetch", (), 5.0) == "done"
+        assert await reached(leaving.wire, owner) == []
+        with closing(ZmqWire(keys)) as wire:
+            assert "data" in await reached(wire, owner)
+
+
+async def test_nobody_answers_in_the_place_of_another_worker() -> None:
+    """A worker that took over an address has another key than the address names."""
+    _, facts = controller_keys(facts_on("tcp"))
+    true, reader = spec_on_tcp("generation", facts), spec_on_tcp("training", facts)
+    false = replace(true, curve=pair_of_instance(facts))
+    assert true.curve is not None
+    async with running(false) as impostor, running(reader) as trainer:
+        introductions = Introductions()
+        for worker in (impostor, trainer):
+            await introductions.add(worker.spec, worker)
+        assert await reached(trainer.wire, impostor) == ["data"]
+        impostor.at = {"data": with_key(true.addresses.data, true.curve[0])}
+        assert await reached(trainer.wire, impostor) == []
+
+
+async def test_no_worker_gets_the_secret_of_another_process() -> None:
+    shared = facts_on("tcp")
+    keys, facts = controller_keys(shared)
+    specs = [spec_on_tcp("reward", facts) for _ in range(2)]
+    assert keys is not None
+    assert shared.curve is not None
+    secrets = [keys.secret, shared.curve[1], *(spec.curve[1] for spec in specs if spec.curve)]
+    assert len({*secrets}) == 4
+    for number, spec in enumerate(specs):
+        assert [secret in spec.to_json() for secret in secrets] == [False, False, number == 0, number == 1]
+        assert not any(secret in repr(spec) for secret in secrets)
+
+
+def test_an_address_names_its_key_and_what_is_none_is_refused() -> None:
+    public = CurveKeys.fresh().public
+    assert split_key(with_key("tcp://10.0.0.1:7", public)) == ("tcp://10.0.0.1:7", public)
+    assert split_key("tcp://10.0.0.1:7") == ("tcp://10.0.0.1:7", "")
+    with pytest.raises(PeerLost, match="no public key"):
+        split_key("tcp://10.0.0.1:7?abc")
 
 
 def test_processes_on_ipc_share_a_pair() -> None:
     facts = facts_on("ipc")
     keys, same = controller_keys(facts)
     assert same == facts
+    assert pair_of_instance(facts) is None
     assert keys == worker_keys(replace(spec_of("training0.0-0-a"), facts=facts))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import LostRows, Refused
+from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.server import Server
@@ -132,6 +133,15 @@ async def test_a_column_that_a_row_does_not_have_is_named(owners: Owners, reader
         with pytest.raises(KeyError, match="no column 'values'"):
             await reader.read(BatchRef((ref(0, store.put(row(1, 4))),)), ["values"])
     store.close()
+
+
+@pytest.mark.parametrize("owner", ["nonsense", "tcp://h1", "tcp://127.0.0.1:1?00"])
+async def test_rows_at_an_impossible_address_are_lost(owner: str, tmp_path: Path) -> None:
+    wire = ZmqWire(CurveKeys.fresh())
+    async with RowReader(wire, hello("training", "training0.0"), directory=tmp_path) as reader:
+        with pytest.raises(LostRows, match="is gone"):
+            await reader.read(BatchRef((ref(0, Place(f"{owner}#x", 0, 1, ("tokens",))),)), ["tokens"])
+    wire.close()
 
 
 async def test_rows_of_an_owner_that_is_gone_are_lost(
