@@ -1,6 +1,7 @@
 """The files of a run directory, and the checks before a run uses it."""
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from asyncrl.errors import ConfigError, TaskError
 
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/(?=[^/])")
+"""An address such as s3://bucket/run, of which pathlib keeps one slash."""
 RUN_FILES = ("config.toml", "journal", "run.id")
 WRITTEN = (
     *("", "logs", "checkpoints", "config.toml", "journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"),
@@ -70,7 +73,8 @@ class RunDirectory:
 
 def open_run_directory(path: Path) -> RunDirectory:
     """Opens the directory at `path`, and makes it when it does not exist. Raises ConfigError when it is not empty and
-    holds no run, or cannot be written."""
+    holds no run, or cannot be written, or is an address."""
+    refuse_address(path)
     directory = RunDirectory(path.resolve() if ".." in path.parts else path.absolute())
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -87,6 +91,16 @@ def open_run_directory(path: Path) -> RunDirectory:
                 f"cp -r it and name the copy with --run-dir"
             )
     return directory
+
+
+def refuse_address(path: Path) -> None:
+    """Raises ConfigError for the address of a store of objects, which pathlib takes for a folder that is called s3:."""
+    if (scheme := ADDRESS.match(str(path))) is not None:
+        raise ConfigError(
+            f"{scheme[0]}/{str(path)[scheme.end() :]} is an address, and a run directory is a folder: its journal is "
+            "appended to and its checkpoints are renamed, which a store of objects does not do; name a folder, and "
+            "copy it there when the run has ended"
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
 from asyncrl.errors import ConfigError, Interrupted
+from asyncrl.telemetry.run_directory import new_run_directory, refuse_address
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -79,7 +80,6 @@ def main(arguments: list[str]) -> int:
     with early_forks() as forks:  # They import while this process reads the config, and imports what it needs itself.
         loaded = _load(request)
         config = loaded.config
-        from asyncrl.telemetry.run_directory import new_run_directory
 
         fresh = new_run_directory(Path("runs"), f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
         with fresh if request.run_dir is None else nullcontext(request.run_dir) as run_dir:
@@ -115,6 +115,8 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     if not named and asked.run_dir is None:
         raise ConfigError(f"name an experiment (`{program()} run quickstart`), a TOML file, or a --run-dir to resume")
     run_dir = None if asked.run_dir is None else Path(asked.run_dir)
+    if run_dir is not None:
+        refuse_address(run_dir)
     target = named[0] if named or run_dir is None else run_dir / "config.toml"
     if isinstance(target, Path) and not target.is_file():
         if (target.parent / "journal").exists():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.deploy import cli
 from asyncrl.errors import AsyncrlError, ConfigError, TaskError
 from asyncrl.telemetry.run_directory import DirectoryRollback, new_run_directory, open_run_directory
 
@@ -100,3 +101,25 @@ def test_what_fails_later_or_otherwise_stays(tmp_path: Path) -> None:
     with pytest.raises(AsyncrlError):
         failing_run(tmp_path / "fault", AsyncrlError("ours"))
     assert contents(tmp_path / "begun").keys() == contents(tmp_path / "fault").keys() != set()
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/runs/a", "https://host/run"])
+def test_an_address_is_no_run_directory(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{address} is an address, and a run directory is a folder"):
+        open_run_directory(Path(address))
+    assert not list(tmp_path.iterdir()), "no folder is made by that name"
+
+
+@pytest.mark.parametrize("command", [["run", "quickstart"], ["run"]])
+def test_a_run_at_an_address_is_refused_before_anything_is_made(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*command, "--run-dir", "s3://bucket/run"]) == 2
+    assert "s3://bucket/run is an address" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_with_a_colon_are_run_directories(tmp_path: Path) -> None:
+    assert open_run_directory(tmp_path / "at 12:30" / "run").path.is_dir()
