@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, source_files
 from asyncrl.config.service_placement import ONE_WORKER, pool_names, pools_of
+from asyncrl.controller.observers.worker_profile import WorkerProfiles
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
@@ -91,16 +92,21 @@ def _commands(running: RunningFleet, launcher: LocalLauncher, display: Display) 
     """Takes commands beside the sockets of workers, or where workers join."""
     listens = running.facts.config.fleet.listen
     address = f"tcp://{launcher.host}:*" if listens else f"ipc://{launcher.sockets}/controller.commands"
-    return open_commands(RunDirectory(running.facts.run_dir).commands, address, partial(_command, running, display))
+    directory = RunDirectory(running.facts.run_dir)
+    profiles = WorkerProfiles(running.health_poller, directory.profiles)
+    return open_commands(directory.commands, address, partial(_command, running, profiles, display))
 
 
-async def _command(running: RunningFleet, display: Display, call: Call) -> str:
+async def _command(running: RunningFleet, profiles: WorkerProfiles, display: Display, call: Call) -> str:
     """Runs a command of a person to the run. Raises Refused."""
     match call.method, call.args:
         case "scale", (str(service), int(count)):
             done = scale(running, service, count)
             display.say(done)
             return done
+        case "profile", (str(wanted), float(seconds)):
+            display.say(f"recording a profile of {wanted} for {seconds:g} s")
+            return await profiles.record(wanted, seconds)
     raise Refused(f"this run takes no command {call.method!r} like this; both have to be of the same asyncrl")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, Place, RowRef, SampleName
-from asyncrl.protocols.file_messages import FilePart, FileTree, ListedFile
+from asyncrl.protocols.join_messages import FilePart, FileTree, JoinOrder, JoinRequest, ListedFile, ProbeAnswer
 from asyncrl.protocols.prompt_row import PackedRow
 
 
@@ -354,47 +354,21 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinRequest:
-    """Host -> controller: an offer to run one worker of a service. agent: names the offer, and is used once. machine,
-    memory, host: the identity of the host. versions: of installed packages. proof: of the key's secret. gpus: names of
-    those that the host has."""
+class Profile:
+    """A trace of a worker's torch operators. trace: gzipped, in the Chrome trace format. recorded: seconds in it.
+    operators, kernels: name, calls and seconds of their own, the longest first, on the CPU and on a GPU."""
 
-    service: str
-    agent: str
-    machine: str
-    memory: str
-    host: str
-    versions: dict[str, str]
-    proof: str
-    gpus: list[str] = field(default_factory=list)
+    trace: bytes
+    recorded: float
+    operators: list[tuple[str, int, float]]
+    kernels: list[tuple[str, int, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinOrder:
-    """Controller -> host: what to do. kind: "fetch" (look for the files that the worker reads), "start" (text: its
-    specification), "stop", "terminate", "kill", "wait" (a sign of life) or "leave" (the run has ended)."""
-
-    kind: str
-    instance: str = ""
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeAnswer:
-    """Controller -> host that asks whether it could join. objection: why not, "" if it may. versions: of the
-    controller's packages; packages: those that have to agree. ticket: for the parts that measure the connection."""
-
-    objection: str
-    versions: dict[str, str]
-    packages: list[str]
-    ticket: str
-
-
-PROTOCOL = 26
+PROTOCOL = 27
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
 _ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch, PackedRow)
-_JOINING = (JoinRequest, JoinOrder, ListedFile, FileTree, FilePart, ProbeAnswer)
+_JOINING = (JoinRequest, JoinOrder, ListedFile, FileTree, FilePart, ProbeAnswer, Profile)
 WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS, *_JOINING)
 """The place of a type in this list is its tag on the wire."""

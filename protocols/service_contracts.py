@@ -25,6 +25,7 @@ from asyncrl.protocols.messages import (
     Checkpointed,
     Health,
     Opening,
+    Profile,
     PromptGroup,
     Published,
     SampleText,
@@ -112,6 +113,12 @@ class Contract:
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def health(self) -> list[Health]:
         """Returns for each worker what it is doing now, and how its time was spent so far."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def profile(self, seconds: float) -> list[Profile]:
+        """Records the torch operators of each worker for so many seconds. Raises Refused where it computes without
+        torch."""
         raise NotImplementedError
 
     @endpoint(TO_HOLDERS, lane=Lane.CONTROL, idempotent=Idempotent.PURE, frees=True)

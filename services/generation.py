@@ -163,6 +163,11 @@ class GenerationService(Service, Generation):
         engine: GenerationEngine | None = getattr(self, "_engine", None)  # `start` sets it; health comes earlier.
         return None if engine is None or engine.version == NO_WEIGHTS else engine.version
 
+    @property
+    def unprofiled_because(self) -> str:
+        vllm = self.context.config.generation.engine == "vllm"
+        return "vLLM computes in processes of its own" if vllm else super().unprofiled_because
+
     async def pause(self) -> Boundary:
         return Boundary(STEP, await self._engine.pause())
 

@@ -166,7 +166,7 @@ async def watch_queues(poller: HealthPoller, seconds: float, emit: Callable[[Cal
         await asyncio.sleep(seconds / CHECKS)
         now = loop.time()
         for worker in poller.workers:
-            calls = [call for call in worker.outstanding.values() if call.method != "health"]
+            calls = [call for call in worker.outstanding.values() if call.method not in ("health", "profile")]
             if not worker.alive or len(calls) < 2 or now - reported.get(worker.service, -seconds) < seconds:
                 continue
             oldest = min(calls, key=lambda call: call.since)

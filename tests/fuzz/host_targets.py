@@ -26,8 +26,8 @@ from asyncrl.lanes.data.files.file_cache import FileCache
 from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import RowFileWriter, store_again
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Place
-from asyncrl.protocols.file_messages import FilePart, FileTree, ListedFile
-from asyncrl.protocols.messages import Call, JoinRequest
+from asyncrl.protocols.join_messages import FilePart, FileTree, JoinRequest, ListedFile
+from asyncrl.protocols.messages import Call
 from tests.fuzz.targets import CALLER, PATIENCE, ROW, WORKER, Looping, Worker, frames_of, joined, split
 
 JOIN = JoinRequest("generation", "agent", "m", "m", "h1", {"asyncrl": "0.1"}, "proof", ["cuda:0"])

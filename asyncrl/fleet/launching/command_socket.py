@@ -24,7 +24,7 @@ from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import Call
 
 DEADLINE = 10.0
-"""Seconds for an answer: a command starts what it wants and does not wait for its end."""
+"""Seconds for an answer of a command that starts what it wants and does not wait for its end."""
 
 Commands = Callable[[Call], Awaitable[str]]
 """Runs a command; returns what a person should read. Raises Refused for one that cannot be."""
@@ -54,7 +54,7 @@ async def open_commands(file: Path, address: str, commands: Commands) -> AsyncIt
                 _remove(file)
 
 
-async def send_command(file: Path, method: str, *args: Any) -> str:
+async def send_command(file: Path, method: str, *args: Any, deadline: float = DEADLINE) -> str:
     """Sends a command to the run that wrote this file; returns its answer. Raises ConfigError when no run answers, or
     refuses."""
     found = _read(file)
@@ -63,7 +63,7 @@ async def send_command(file: Path, method: str, *args: Any) -> str:
         client = Client(wire.connect(found.address), hello, f"the run in {file.parent}", heartbeat=HEARTBEAT)
         try:
             async with client:
-                answer: str = await client.call(method, args, DEADLINE)
+                answer: str = await client.call(method, args, deadline)
                 return answer
         except Refused as refused:
             raise ConfigError(str(refused)) from refused

@@ -8,7 +8,7 @@ from asyncrl.fleet.launching.joining import HEARTBEAT, HostState, joining_hello
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.messages import JoinRequest
+from asyncrl.protocols.join_messages import JoinRequest
 
 DEADLINE = 5.0
 """Seconds for the answer, which takes some milliseconds once the run is reached."""

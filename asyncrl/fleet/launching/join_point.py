@@ -45,7 +45,8 @@ from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
 from asyncrl.lanes.data.files.file_server import FileServer
 from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.messages import Call, JoinOrder, JoinRequest
+from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
+from asyncrl.protocols.messages import Call
 
 START_DEADLINE = 60.0
 """Seconds until a host has started the process of a worker; loading a model comes later."""

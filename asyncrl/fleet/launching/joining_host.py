@@ -23,7 +23,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wakeup, Wire
 from asyncrl.lanes.data.files.file_cache import FileCache, relocated
 from asyncrl.lanes.host_id import HostId, gpus_of_host
-from asyncrl.protocols.messages import JoinOrder, JoinRequest
+from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
 
 CALL_DEADLINE = 10.0
 """Seconds for the controller to take a report, which it does between two messages."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import Refused
-from asyncrl.protocols.messages import Call, JoinRequest, ProbeAnswer
+from asyncrl.protocols.join_messages import JoinRequest, ProbeAnswer
+from asyncrl.protocols.messages import Call
 
 TURN = 5.0
 """Seconds from the begin of a probe to that of the next one."""

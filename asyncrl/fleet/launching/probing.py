@@ -15,7 +15,7 @@ from asyncrl.fleet.launching.joining import HEARTBEAT, joining_hello
 from asyncrl.fleet.launching.probe_point import PART_BYTES, PROBE_BYTES, TURN
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.protocols.messages import JoinRequest, ProbeAnswer
+from asyncrl.protocols.join_messages import JoinRequest, ProbeAnswer
 
 CALL_DEADLINE = 10.0
 """Seconds for one answer, also of a part behind others at 1 Mbit/s."""

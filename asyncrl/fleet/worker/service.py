@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, ClassVar
 from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
+from asyncrl.errors import Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.gpu_use import gpu_use
 from asyncrl.fleet.worker.process_memory import resident_bytes
+from asyncrl.fleet.worker.torch_profile import record_profile
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Place, SampleName
-from asyncrl.protocols.messages import Health
+from asyncrl.protocols.messages import Health, Profile
 from asyncrl.protocols.service_contracts import EndpointSpec
 from asyncrl.telemetry.state_clock import STATES, Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
@@ -138,6 +140,16 @@ class Service:
             gpu=gpu_use(self.context.spec.device),
         )
         return [own]
+
+    @property
+    def unprofiled_because(self) -> str:
+        """Returns why torch's profiler sees nothing of this service; "" where it does."""
+        return "it computes without torch" if self.context.spec.origin == "plain" else ""
+
+    async def profile(self, seconds: float) -> list[Profile]:
+        if why := self.unprofiled_because:
+            raise Refused(f"torch's profiler sees nothing of {self.context.spec.instance}: {why}")
+        return [await record_profile(self.context.compute, seconds)]
 
     async def release(self, samples: list[SampleName], oldest: int) -> None:
         if self.rows is not None:

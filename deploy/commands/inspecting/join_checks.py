@@ -18,7 +18,7 @@ from asyncrl.fleet.launching.probing import Bandwidth, Clock, Probe, probe
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.host_id import HostId, gpus_of_host
-from asyncrl.protocols.messages import JoinRequest
+from asyncrl.protocols.join_messages import JoinRequest
 
 CONNECT_DEADLINE = 5.0
 """Seconds for TCP to connect, and for the listener to greet."""

@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.deploy.commands.running.watched_runs import looking_at
+from asyncrl.errors import ConfigError
 from asyncrl.telemetry.display import shown, skipped
+from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus
 
 LATE = 10 * SECONDS
@@ -33,11 +35,30 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--once", action="store_true", help="Print the newest state and end.")
     text = "Key of the role monitor, for an address: `asyncrl admit FOLDER monitor` makes one."
     parser.add_argument("--key", type=Path, metavar="FILE", help=text)
+    text = "Record the torch operators of a service, or of one of its workers, and print what took longest."
+    parser.add_argument("--profile", metavar="SERVICE", help=text)
+    text = "Seconds that --profile records, 1 to 600; default: 60."
+    parser.add_argument("--duration", type=float, default=60.0, help=text)
     asked = parser.parse_args(arguments)
+    if asked.profile is not None:
+        print(_profile(asked.run, asked.profile, asked.duration))
+        return 0
     console = Console()
     with suppress(KeyboardInterrupt):
         asyncio.run(_follow(asked.run, asked.key, console, once=asked.once or not console.is_terminal))
     return 0
+
+
+def _profile(run: str, wanted: str, seconds: float) -> str:
+    """Has a run record a profile; returns its summary."""
+    from asyncrl.controller.observers.worker_profile import MARGIN
+    from asyncrl.fleet.launching.command_socket import DEADLINE, send_command
+
+    if run.startswith("tcp://"):
+        raise ConfigError(f"--profile: name the run directory on the host of its controller, and not {run}")
+    commands = RunDirectory(Path(run).absolute()).commands
+    deadline = seconds + MARGIN + DEADLINE
+    return asyncio.run(send_command(commands, "profile", wanted, float(seconds), deadline=deadline))
 
 
 async def _follow(run: str, key: Path | None, console: Console, *, once: bool) -> None:

@@ -30,6 +30,7 @@ DIGESTS = {
     24: "8e0f6ee107e94ed9",
     25: "5c19c504b11faf34",
     26: "9048ad32f759a7b0",
+    27: "60f9e279c28cacd2",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -21,7 +21,7 @@ from asyncrl.concurrency import gather
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.lanes.data.files.file_digests import FileDigests, check_names, tree_digest
 from asyncrl.lanes.data.files.file_server import PART_BYTES
-from asyncrl.protocols.file_messages import FilePart, FileTree, ListedFile
+from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
 
 FetchPart = Callable[[str, int], Awaitable[FilePart]]
 """Returns the bytes of a file, given its digest, at an offset."""

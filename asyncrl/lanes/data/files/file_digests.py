@@ -7,7 +7,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 
 from asyncrl.errors import WireError
-from asyncrl.protocols.file_messages import FileTree, ListedFile
+from asyncrl.protocols.join_messages import FileTree, ListedFile
 
 
 class FileDigests:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.errors import Refused
 from asyncrl.lanes.data.files.file_digests import FileDigests
-from asyncrl.protocols.file_messages import FilePart, FileTree, ListedFile
+from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
 
 PART_BYTES = 1 << 20
 """Bytes of one part: 0.8 s at 10 Mbit/s, and a thousandth of a second on the controller."""

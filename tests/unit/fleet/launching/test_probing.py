@@ -8,7 +8,8 @@ import pytest
 from asyncrl.errors import Refused
 from asyncrl.fleet.launching.probe_point import PART_BYTES, PROBE_BYTES, TURN, ProbePoint
 from asyncrl.fleet.launching.probing import ROUND_TRIPS, WINDOW, measure_bandwidth, measure_clock, probe
-from asyncrl.protocols.messages import Call, JoinRequest
+from asyncrl.protocols.join_messages import JoinRequest
+from asyncrl.protocols.messages import Call
 from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.launching.test_joining import ADDRESS, VERSIONS, site
 

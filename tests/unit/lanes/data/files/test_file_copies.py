@@ -14,7 +14,7 @@ import pytest
 from asyncrl.errors import ConfigError, PeerLost, Refused, WireError
 from asyncrl.lanes.data.files.file_cache import FileCache, relocated
 from asyncrl.lanes.data.files.file_server import PART_BYTES, FileServer, OfferedFiles
-from asyncrl.protocols.file_messages import FilePart, FileTree, ListedFile
+from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
 
 BIG = os.urandom(6 * PART_BYTES + 17)
 

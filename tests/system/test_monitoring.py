@@ -1,6 +1,8 @@
-"""Prometheus scrapes the quickstart while it trains."""
+"""The quickstart is watched while it trains: Prometheus scrapes it, and workers record profiles."""
 
+import gzip
 import signal
+import subprocess
 import sys
 import urllib.request
 from contextlib import closing, suppress
@@ -14,7 +16,8 @@ from asyncrl.telemetry.exporters.exported_metrics import EXPORTED
 from asyncrl.telemetry.metrics_file import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_joining import program, steps_in
+from programs import finished
+from test_joining import CLI, program, steps_in
 from watching import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
@@ -22,7 +25,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mar
 WORKERS = {"generation0.0": "generation", "reward0.0": "reward", "training0.0": "training"}
 
 
-def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
+def scrape(port: int) -> "Found":
     """Returns the samples by metric, {} before anything is served."""
     with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = text_string_to_metric_families(answer.read().decode())
@@ -30,24 +33,43 @@ def scrape(port: int) -> dict[str, list[tuple[dict[str, str], float]]]:
     return {}
 
 
-def test_metrics_of_a_run_that_goes_on_are_scraped(quickstart_model: Path, tmp_path: Path) -> None:
+Found = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def test_a_run_that_goes_on_is_scraped_and_profiled(quickstart_model: Path, tmp_path: Path) -> None:
     run_dir, shown = tmp_path / "run", tmp_path / "run.out"
     with closing(bound_socket("127.0.0.1", 0, "a test")) as socket:
         port = socket.getsockname()[1]
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--telemetry.prometheus", f"127.0.0.1:{port}"]
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    found: Found = {}
 
-    def finished() -> set[str]:
+    def profile(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return finished([*CLI, "monitor", str(run_dir), "--profile", *arguments], timeout=PATIENCE)
+
+    def counting() -> set[str]:
         """Returns the workers that have finished something."""
         found.update(scrape(port))
         return {labels["worker"] for labels, value in found.get("asyncrl_worker_finished", []) if value > 0}
 
     with program("run", "quickstart", *flags, output=shown) as run:
-        wait_until(lambda: finished() >= set(WORKERS) and bool(found["asyncrl_step"]), shown.read_text)
+        wait_until(lambda: counting() >= set(WORKERS) and bool(found["asyncrl_step"]), shown.read_text)
+        profiled, refused = profile("training", "--duration", "2"), profile("reward")
+        reached = steps_in(shown)
+        wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
         run.send_signal(signal.SIGINT)
         assert run.wait(PATIENCE) == 0, shown.read_text()
     assert f"metrics for Prometheus: http://127.0.0.1:{port}/metrics" in shown.read_text()
+    assert "profiler" not in shown.read_text(), "torch's profiler prints nothing"
+    (trace,) = (run_dir / "profiles").iterdir()
+    assert f"of 2 s are recorded, in {trace}" in profiled.stdout, profiled.stderr
+    assert "aten::" in profiled.stdout
+    assert "cpu_op" in gzip.decompress(trace.read_bytes()).decode()
+    assert (refused.returncode, "it computes without torch" in refused.stderr) == (2, True), refused.stderr
+    check_metrics(found, run_dir)
+
+
+def check_metrics(found: Found, run_dir: Path) -> None:
     lacking = {each.name for each in EXPORTED if not found.get(each.name)}
     assert lacking == {"asyncrl_worker_gpu_memory_bytes"}, "there is no GPU"
     for name in ("asyncrl_worker_up", "asyncrl_worker_starts", "asyncrl_worker_memory_bytes"):
@@ -63,4 +85,3 @@ def test_metrics_of_a_run_that_goes_on_are_scraped(quickstart_model: Path, tmp_p
     recorded = {line["step"]: line for line in read_metrics(run_dir / "metrics.jsonl")}[step]
     exported = {labels["name"]: value for labels, value in found["asyncrl_step_metric"]}
     assert exported == pytest.approx({name: value for name, value in recorded.items() if not isinstance(value, str)})
-    assert steps_in(shown) >= step

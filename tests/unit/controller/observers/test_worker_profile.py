@@ -1,0 +1,87 @@
+"""Profiles that a person asks a run for: who is asked, what is refused, and what is written and printed."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.controller.observers.worker_profile import MARGIN, PROFILE, WorkerProfiles
+from asyncrl.errors import PeerLost, Refused
+from asyncrl.protocols.messages import Profile
+
+FOUND = Profile(b"trace", 1.5, [("aten::mm", 1200, 0.75), ("aten::add", 10, 0.25)], [("gemm", 3, 0.001)])
+
+
+class Worker:
+    def __init__(self, name: str, *, alive: bool = True, answer: Any = FOUND) -> None:
+        self.name, self.service, self.instance = name, name.rstrip("0123456789."), f"{name}-0-a"
+        self.alive, self.status, self.answer = alive, "was killed", answer
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def call(self, spec: Any, args: tuple[Any, ...], deadline: float) -> list[Profile]:
+        self.asked.append((spec, args, deadline))
+        await asyncio.sleep(0)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [self.answer]
+
+
+def profiles_of(folder: Path, *workers: Worker) -> WorkerProfiles:
+    return WorkerProfiles(SimpleNamespace(workers=workers), folder / "profiles")  # type: ignore[arg-type]
+
+
+async def test_the_first_living_worker_of_a_service_is_profiled(tmp_path: Path) -> None:
+    dead, living = Worker("generation0.0", alive=False), Worker("generation1.0")
+    profiles = profiles_of(tmp_path, dead, living, Worker("training0.0"))
+    text = await profiles.record("generation", 2.0)
+    assert living.asked == [(PROFILE, (2.0,), 2.0 + MARGIN)]
+    path = tmp_path / "profiles" / "generation1.0-0-a.1.trace.json.gz"
+    assert path.read_bytes() == b"trace"
+    head, titles, *operators = text.splitlines()
+    assert head.startswith(f"generation1.0: 1.5 of 2 s are recorded, in {path} (0.0 MB)")
+    assert titles.split() == ["ms", "of", "its", "own", "share", "calls", "operator"]
+    assert [line.split() for line in operators] == [
+        ["750.0", "75.0%", "1,200", "aten::mm"],
+        ["250.0", "25.0%", "10", "aten::add"],
+        ["ms", "of", "its", "own", "share", "calls", "kernel"],
+        ["1.0", "100.0%", "3", "gemm"],
+    ]
+    assert ".2.trace.json.gz" in await profiles.record("generation1.0", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seconds", "says"),
+    [
+        ("generation", 0.5, "a profile takes 1 to 600 s, not 0.5"),
+        ("generation", 601.0, "a profile takes 1 to 600 s"),
+        ("generation", float("nan"), "a profile takes 1 to 600 s"),
+        ("generator", 2.0, "there is no service or worker 'generator'; there are generation0.0, reward0.0"),
+        ("reward", 2.0, r"reward0\.0 takes no calls now \(was killed\)"),
+    ],
+)
+async def test_what_cannot_be_profiled_is_refused(wanted: str, seconds: float, says: str, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=says):
+        await profiles_of(tmp_path, Worker("generation0.0"), Worker("reward0.0", alive=False)).record(wanted, seconds)
+
+
+async def test_a_worker_that_dies_or_refuses_ends_the_profile_and_not_the_next_one(tmp_path: Path) -> None:
+    worker = Worker("generation0.0", answer=PeerLost("it was killed"))
+    profiles = profiles_of(tmp_path, worker)
+    with pytest.raises(Refused, match=r"generation0\.0 did not end its profile: it was killed"):
+        await profiles.record("generation", 2.0)
+    worker.answer = Refused("it computes without torch")
+    with pytest.raises(Refused, match="it computes without torch"):
+        await profiles.record("generation", 2.0)
+    worker.answer = FOUND
+    first = asyncio.create_task(profiles.record("generation", 2.0))
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match=r"a profile of generation0\.0 is recorded now"):
+        await profiles.record("generation", 2.0)
+    assert "aten::mm" in await first
+
+
+async def test_a_worker_that_did_nothing_says_so(tmp_path: Path) -> None:
+    text = await profiles_of(tmp_path, Worker("reference0.0", answer=Profile(b"", 1.0, [], []))).record("reference", 2)
+    assert text.splitlines()[1:] == ["no operator of torch ran on its compute thread in that time"]
