@@ -128,6 +128,11 @@ class Contract:
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def owner_lost(self, instance: str) -> None:
+        """Notes that an instance is dead, or cut off: who waits for its rows need not wait until its silence shows."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def idle_because(self, state: str) -> None:
         """Books idle time from now on as `starved` (no input) or `blocked` (held back by the gate)."""
         raise NotImplementedError

@@ -145,18 +145,22 @@ class NetworkHosts:
         self._programs.append(HostProgram(entrance))
         return self._programs[-1]
 
+    def first_process(self, number: int) -> int | None:
+        """Returns the process id of the first process of a host; None when the host does not run."""
+        return _child_of(self._running[number]) if number in self._running else None
+
     def boot(self, number: int) -> int:
         """Returns the process id of the first process of a host, which is started if the host does not run."""
-        process = self._running.get(number)
-        if process is None or process.poll() is not None:
-            process = self._running[number] = self._booted(number)
-        pid = _child_of(process)
+        if (pid := self.first_process(number)) is None:
+            self._running[number] = self._booted(number)
+            pid = self.first_process(number)
         assert pid is not None, f"host {number} ended while it booted"
         return pid
 
     def _booted(self, number: int) -> "subprocess.Popen[bytes]":
         boot_id = self.folder / f"{self.prefix}.boot{number}"
         boot_id.write_text(f"{uuid.uuid4()}\n")
+        self.heal(number)
         process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", self._network(number)),
@@ -172,8 +176,10 @@ class NetworkHosts:
         return process
 
     def kill(self, number: int) -> None:
-        """Kills a host with all its processes at once. The next `start` boots it again."""
+        """Kills a host with all its processes at once, unplugged like one without power: no connection is closed. The
+        next `start` boots it again and plugs it in."""
         if (process := self._running.pop(number, None)) is not None:
+            self.cut(number)
             process.kill()
             process.wait(LIMIT)
 

@@ -88,7 +88,7 @@ class WorkerEvents:
     controller: Controller
 
     def __post_init__(self) -> None:
-        self._queue: asyncio.Queue[WorkerStarted | WorkerCleanedUp] = asyncio.Queue()
+        self._queue: asyncio.Queue[WorkerStarted | WorkerLost | WorkerCleanedUp] = asyncio.Queue()
         for service, workers in self.running.workers.items():
             for worker in workers:
                 if worker.alive:
@@ -96,6 +96,8 @@ class WorkerEvents:
         self.running.subscribers.append(self._take)
 
     def _take(self, event: FleetEvent) -> None:
+        if isinstance(event, WorkerLost) and self.running.facts.heartbeat is not None:
+            self._queue.put_nowait(event)
         match event:
             case WorkerStarted(service, instance):
                 self.controller.worker_lives(service, instance)
@@ -110,13 +112,19 @@ class WorkerEvents:
                 self._queue.put_nowait(event)
 
     async def follow(self) -> None:
-        """Runs until cancelled. A generation worker reads no weights any more only once its process was waited for."""
+        """Runs until cancelled. A generation worker reads no weights any more only once its process was waited for.
+        Trainer and critics learn of lost workers on other hosts, whose rows they would wait for."""
         while True:
             match await self._queue.get():
                 case WorkerStarted(service):
                     await self.controller.worker_started(service)
                 case WorkerCleanedUp(_, instance):
                     await self.running.fleet.training.detached(instance)
+                case WorkerLost(_, instance):
+                    fleet = self.running.fleet
+                    for readers in (fleet.training, fleet.critic, fleet.cost_critic):
+                        if readers is not None:
+                            await readers.owner_lost(instance)
 
 
 @dataclass

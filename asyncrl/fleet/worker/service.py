@@ -155,6 +155,9 @@ class Service:
         if self.rows is not None:
             self.rows.free(self._retention.release(samples, oldest))
 
+    async def owner_lost(self, instance: str) -> None:
+        self.context.reader.give_up(instance)
+
     def keep(self, sample: SampleName, columns: Mapping[str, Array]) -> Place:
         """Stores a row for readers until its sample is released; the row of an older attempt is freed at once. Raises
         ArenaFull, which health counts as `rows_refused`, when more rows were admitted than fit."""

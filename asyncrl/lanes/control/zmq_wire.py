@@ -31,6 +31,10 @@ MAX_FRAMES = 65_536
 """Frames of one message; ours have a few dozen. More are discarded, and the codec then finds them missing."""
 
 RECONNECT_MILLISECONDS = 50
+CONNECT_MILLISECONDS = 1000
+"""Until a try to connect is given up for the next one: the kernel alone would repeat its first packet ever more rarely,
+up to 16 s after an unreachable host is back. A host that is reached answers within a fraction of it."""
+
 _LOST_EVENTS = (
     zmq.Event.DISCONNECTED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -312,6 +316,7 @@ class ZmqWire:
         socket.sndhwm = socket.rcvhwm = HIGH_WATER
         socket.maxmsgsize = LIMIT_BYTES
         socket.reconnect_ivl = RECONNECT_MILLISECONDS
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         socket.copy_threshold = ZERO_COPY_BYTES
         return socket
 

@@ -1,6 +1,7 @@
 """Fetches rows as frames over the data lanes of their owners: from many owners at once, several chunks on their way."""
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
@@ -24,6 +25,9 @@ OWNER_DEADLINE = 5.0
 CHUNKS_AT_ONCE = 32
 """Chunks that a reader waits for at once, of all owners together. While some travel, others are packed; more would only
 share the network, and wait longer within their deadline."""
+
+REMEMBERED_GONE = 256
+"""Dead owners that a reader remembers: more than can own rows of one batch."""
 
 Cells = dict[str, list[Array]]
 """Column -> its values in each row of the read."""
@@ -56,6 +60,7 @@ class RowFetcher:
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._group = asyncio.TaskGroup()
         self._free_chunks = asyncio.Semaphore(CHUNKS_AT_ONCE)
+        self._gone: deque[str] = deque(maxlen=REMEMBERED_GONE)
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -65,6 +70,14 @@ class RowFetcher:
         for client in self.clients.values():
             client.close()
         await self._group.__aexit__(None, None, None)
+
+    def give_up(self, instance: str) -> None:
+        """Makes fetches from an owner that is known to be gone fail at once, those that wait for it, too: its silence
+        would show only after several heartbeats."""
+        self._gone.append(instance)
+        for owner, client in self.clients.items():
+            if owner.rpartition("#")[2] == instance:
+                client.fail(f"{instance} is gone")
 
     async def fetch(self, shares: Iterable[tuple[Share, Stored]], cells: Cells) -> None:
         """Puts these rows into `cells`. Raises LostRows when an owner is gone, or late on two connections, or does not
@@ -112,7 +125,7 @@ class RowFetcher:
             client = self.clients.get(owner)
             if client is None or client.lost.is_set():
                 self._close_lost()
-                client = self.clients[owner] = await self._open_client(owner)
+                client = await self._open_client(owner)
             return client
 
     def _close_lost(self) -> None:
@@ -122,8 +135,11 @@ class RowFetcher:
 
     async def _open_client(self, owner: str) -> Client:
         address, _, instance = owner.partition("#")
+        if instance in self._gone:
+            raise PeerLost(f"{instance} is gone")
         caller = self.wire.connect(address)
         client = Client(caller, self.hello, owner, instance=instance or None, heartbeat=self.heartbeat)
+        self.clients[owner] = client  # Before it is open, so that `give_up` ends the wait for that.
         with ExitStack() as undo:
             undo.callback(client.close)
             await client.open(self._group, OWNER_DEADLINE)

@@ -56,6 +56,10 @@ class RowReader:
         self._tables.clear()
         await self._fetcher.__aexit__()
 
+    def give_up(self, instance: str) -> None:
+        """Makes reads of rows that this instance owns raise LostRows at once: it is dead, or cut off from all."""
+        self._fetcher.give_up(instance)
+
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
         """Returns copies of these columns of these rows, in the order of `refs`.
 

@@ -49,8 +49,11 @@ class Owner:
         return found
 
 
-def read_with(hung: int, *, break_links: bool = False, free: int | None = None) -> tuple[Owner, Batch, float]:
-    """Reads all rows of an owner that hangs so often, one of them freed; returns it, the rows, and the seconds."""
+def read_with(
+    hung: int, *, break_links: bool = False, free: int | None = None, given_up: float | None = None
+) -> tuple[Owner, Batch, float]:
+    """Reads all rows of an owner that hangs so often, one of them freed; returns it, the rows, and the seconds.
+    given_up: when the reader learns that the owner is gone."""
 
     async def main() -> tuple[Owner, Batch, float]:
         wire = InprocWire()
@@ -63,6 +66,8 @@ def read_with(hung: int, *, break_links: bool = False, free: int | None = None) 
             serving = tasks.create_task(owner.server.serve())
             try:
                 async with RowReader(wire, hello("reader")) as reader:
+                    if given_up is not None:
+                        asyncio.get_running_loop().call_at(given_up, reader.give_up, "a")
                     batch = await reader.read(BatchRef(tuple(rows)), ["tokens"])
             finally:
                 serving.cancel()
@@ -82,9 +87,9 @@ def test_rows_that_come_late_are_fetched_again(hung: int, break_links: bool) -> 
     assert len(owner.links) == (2 if hung else 1)
 
 
-def lost_in(hung: int, free: int | None = None) -> LostRows:
+def lost_in(hung: int, free: int | None = None, given_up: float | None = None) -> LostRows:
     with pytest.raises(ExceptionGroup) as caught:
-        read_with(hung, free=free)
+        read_with(hung, free=free, given_up=given_up)
     (error,) = caught.value.exceptions
     assert isinstance(error, LostRows)
     return error
@@ -99,3 +104,10 @@ def test_an_owner_that_is_late_on_two_connections_has_lost_its_rows() -> None:
 def test_a_row_that_was_freed_is_named_over_the_wire() -> None:
     error = lost_in(0, free=57)
     assert error.places == (("inproc://a#a", 57),)
+
+
+@pytest.mark.parametrize("given_up", [0.0, 3.0])
+def test_rows_of_an_owner_that_is_known_to_be_gone_are_lost_at_once(given_up: float) -> None:
+    error = lost_in(1000, given_up=given_up)
+    assert error.places == (("inproc://a#a", ALL_SLOTS),)
+    assert "a is gone" in str(error), "and no deadline passed"

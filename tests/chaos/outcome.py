@@ -1,0 +1,140 @@
+"""What a trial of chaos shows: what each kind of fault costs, and whether what is promised held."""
+
+import platform
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from asyncrl.config.sources import load
+from asyncrl.controller.journal.audit import audit
+from asyncrl.telemetry.metrics_file import read_metrics
+from tests.chaos.injection import Injected
+from tests.chaos.trial import Trial
+
+NOTICE = {"network": 9.0, "stop": 9.0}
+"""Seconds after the end of a fault until which a loss counts as its doing: four heartbeats of two seconds."""
+NOTICE_OF_DEATH = 1.5
+LAST = 50
+"""Steps whose mean reward is the reward at the end."""
+REWARD = 0.9
+"""Reward that the quickstart reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds from the end of a fault, of a kill from the kill, until the next step was trained, and until each worker
+    that it took was replaced; None for never."""
+
+    done: Injected
+    next_step: float | None
+    replaced: float | None
+
+    @property
+    def recovered(self) -> float | None:
+        if self.next_step is None or self.replaced is None:
+            return None
+        return max(self.next_step, self.replaced)
+
+
+@dataclass
+class Outcome:
+    """problems: what did not hold, empty when all did."""
+
+    trial: Trial
+    run_dir: Path
+    shown: str
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        watch = self.trial.fleet.watch
+        self.costs = []
+        for done in self.trial.faults:
+            until = done.ended + NOTICE.get(done.fault.kind.family, NOTICE_OF_DEATH)
+            lost = watch.replaced(done.began, done.ended, until)
+            self.costs.append(Cost(done, watch.next_step(done.ended), lost))
+        self.report = audit(self.run_dir)
+        self.metrics = read_metrics(self.run_dir / "metrics.jsonl")
+        self.staleness = max(line.get("staleness/max", 0.0) for line in self.metrics)
+        self.reward = fmean(line["reward/mean"] for line in self.metrics[-LAST:])
+        self.blamed = len(re.findall("given up as poison", self.shown))
+        self._judge()
+
+    def _judge(self) -> None:
+        limit = load(self.trial.fleet.experiment).config.staleness.limit
+        if not self.report.ok:
+            self.problems.append(f"the audit fails: {self.report}")
+        if self.staleness > limit:
+            self.problems.append(f"staleness reached {self.staleness:g}, and the limit is {limit}")
+        if self.blamed:
+            self.problems.append(f"{self.blamed} healthy groups were blamed")
+        if never := [str(cost.done.fault) for cost in self.costs if cost.recovered is None]:
+            self.problems.append(f"no recovery from: {'; '.join(never)}")
+
+    @property
+    def recoveries(self) -> list[float]:
+        return [cost.recovered for cost in self.costs if cost.recovered is not None]
+
+    def rows(self) -> list[tuple[str, int, str, str]]:
+        """Returns kind, number of faults, and median and worst of both times, in the order of kinds."""
+        by_kind = defaultdict(list)
+        for cost in self.costs:
+            by_kind[cost.done.fault.kind].append(cost)
+        return [
+            (kind.name, len(costs), _spread([c.next_step for c in costs]), _spread([c.replaced for c in costs]))
+            for kind in self.trial.kinds
+            if (costs := by_kind.get(kind))
+        ]
+
+    def table(self) -> str:
+        lines = [
+            "| fault | times | next step, median (worst) s | workers replaced, median (worst) s |",
+            "|---|---|---|---|",
+        ]
+        return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in self.rows())])
+
+    def summary(self) -> dict[str, Any]:
+        exits = {each.name: dict(each.exits) for each in self.trial.fleet.programs}
+        return {
+            "seed": self.trial.seed,
+            "machine": f"{platform.machine()}, Linux {platform.release()}",
+            "faults": len(self.costs),
+            "passed_over": self.trial.passed_over,
+            "steps": len(self.trial.fleet.watch.steps),
+            "last_step": self.metrics[-1]["step"],
+            "audit": self.report.ok,
+            "staleness_max": self.staleness,
+            "reward": round(self.reward, 4),
+            "blamed": self.blamed,
+            "median_recovery_s": round(median(self.recoveries), 3) if self.recoveries else None,
+            "worst_recovery_s": round(max(self.recoveries), 3) if self.recoveries else None,
+            "exits": exits,
+            "problems": self.problems,
+        }
+
+    def details(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "fault": cost.done.fault.kind.name,
+                "hosts": cost.done.fault.hosts,
+                "roles": cost.done.fault.roles,
+                "at": round(cost.done.began - self.trial.began, 2),
+                "seconds": round(cost.done.ended - cost.done.began, 2),
+                "next_step": _rounded(cost.next_step),
+                "replaced": _rounded(cost.replaced),
+            }
+            for cost in self.costs
+        ]
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)
+
+
+def _spread(times: list[float | None]) -> str:
+    known = [each for each in times if each is not None]
+    if len(known) < len(times):
+        return "never"
+    return "-" if not any(known) else f"{median(known):.1f} ({max(known):.1f})"
