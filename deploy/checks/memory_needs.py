@@ -8,7 +8,7 @@ from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.model_shape import BYTES, FLOAT, Shape, shape_of
 from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.checks.training_memory import largest_pass, likely_pass, pass_bytes
+from asyncrl.deploy.checks.training_memory import ForwardPass, kept_bytes, largest_pass, likely_pass, pass_bytes
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.fleet.weight_transport import transport_of
@@ -170,10 +170,13 @@ def _trained(
     adapters: int | None = None,
 ) -> MemoryNeed:
     """Estimates a service that trains a model. adapters: their parameters, where nothing else is trained."""
-    lora, head = adapters is not None, name == "training"
-    largest = largest_pass(config, lengths, ranks)
-    batch = pass_bytes(config, shape, largest, lora=lora, head=head)
-    likely = pass_bytes(config, shape, likely_pass(config, shape, lengths, ranks), lora=lora, head=head)
+
+    def taken(size: ForwardPass) -> tuple[int, int]:
+        batch = pass_bytes(config, shape, size, lora=adapters is not None, head=name == "training")
+        return batch, kept_bytes(config, shape, size, batch, device)
+
+    batch, kept = taken(largest_pass(config, lengths, ranks))
+    likely = taken(likely_pass(config, shape, lengths, ranks))
     state, what = shape.parameters * ADAM_BYTES, "weights, gradient and moments"
     learnt = shape.parameters if adapters is None else adapters
     if adapters is not None:
@@ -185,9 +188,10 @@ def _trained(
         "gradients": FLOAT * learnt,
         "optimizer": 2 * FLOAT * learnt,
         "activations": batch,
+        "kept by malloc": kept,
     }
     size = ranks * sum(parts.values())
-    expected = size - ranks * max(0, batch - likely)
+    expected = size - ranks * max(0, batch + kept - sum(likely))
     return MemoryNeed(name, size, ranks * state, doc, device, LESS_AT_ONCE, parts, expected)
 
 
