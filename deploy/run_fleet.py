@@ -23,6 +23,7 @@ from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.launching.command_socket import open_commands
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
+from asyncrl.fleet.launching.joining import REQUEST_BYTES
 from asyncrl.fleet.launching.run_watch import RunWatch
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.scaling import scale
@@ -149,7 +150,7 @@ async def _join_point(
         files=FileServer(offered),
         watch=RunWatch(RunDirectory(facts.run_dir), keys.role_of).watch,
     )
-    with closing(ZmqWire(keys.controller_keys())) as wire:
+    with closing(ZmqWire(keys.controller_keys(), REQUEST_BYTES)) as wire:
         async with open_join_point(point, wire):
             yield point
 

@@ -4,6 +4,7 @@
 "at": [WHO, POINT, VERSION]   at this point of the checkpoint of this version WHO is killed: "controller", which is
                               this process, "training", or "writing": the trainer itself, while it writes
 "died": FILE                  made when that happened; it happens once
+"secrets": FILE               gets the secret key of each pair that is made, one a line
 """
 
 import json
@@ -24,6 +25,7 @@ from asyncrl.controller.journal.checkpoints import Manifest
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run_fleet, run_setup
 from asyncrl.fleet.fleet import ServiceSpec
+from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import Generation, Reward, Training
 
@@ -72,6 +74,19 @@ def standin_specs(config: Config) -> list[ServiceSpec]:
     ]
 
 
+def record_secrets(file: Path) -> None:
+    """Note each pair of keys that this process makes."""
+    made = CurveKeys.fresh
+
+    def fresh() -> CurveKeys:
+        keys = made()
+        with file.open("a") as out:
+            out.write(keys.secret + "\n")
+        return keys
+
+    CurveKeys.fresh = fresh
+
+
 def use_standins() -> None:
     """Run services without torch instead of generation and training."""
     vars(run_setup)["prepare"] = no_model
@@ -80,6 +95,8 @@ def use_standins() -> None:
 
 if __name__ == "__main__":
     vars(training_run)["commit"] = commit_until_the_fault
+    if FAULTS.get("secrets"):
+        record_secrets(Path(FAULTS["secrets"]))
     if FAULTS.get("standins"):
         use_standins()
     sys.exit(cli.main())

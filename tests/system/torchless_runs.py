@@ -47,6 +47,7 @@ class Run:
         """Start it, or resume it; killed at the end if it still runs. at: see faulty_run.py. Output goes to a file."""
         self.started += 1
         faults: dict[str, Any] = {"standins": self.standins, "died": str(self.directory) + f".died{self.started}"}
+        faults["secrets"] = str(self.directory) + ".secrets"
         if at:
             faults["at"] = at
         command = [*self.wrapper, sys.executable, str(HERE / "faulty_run.py"), "run", self.experiment]
@@ -86,6 +87,11 @@ class Run:
     def shown(self) -> str:
         """Everything that was shown, by all starts."""
         return self.output.read_text()
+
+    @property
+    def secrets(self) -> list[str]:
+        """The secret keys of all pairs that the controller has made so far."""
+        return Path(str(self.directory) + ".secrets").read_text().splitlines()
 
     @property
     def version(self) -> int:

@@ -104,3 +104,31 @@ def at_every_socket(find: Callable[[], Sequence[Path]], seed: int) -> Iterator[l
     finally:
         ended.set()
         thread.join(20)
+
+
+FLOODERS = 4
+"""Strangers that speak at one time."""
+
+
+@contextmanager
+def at_every_port(ports: Sequence[int], seed: int) -> Iterator[list[int]]:
+    """While the block runs strangers speak at these ports of this host without a pause; it keeps where they did."""
+    ended, spoken_to = threading.Event(), list[int]()
+
+    def flood(number: int) -> None:
+        rng = random.Random(seed + number)
+        while not ended.is_set():
+            port, noise = rng.choice(ports), tuple(rng.randbytes(rng.randrange(300)) for _ in range(3))
+            speech = rng.choice((*SPEECHES, noise, (greeting(b"CURVE"), *noise)))
+            speak(lambda at=port: socket.create_connection(("127.0.0.1", at), timeout=1.0), speech)
+            spoken_to.append(port)
+
+    threads = [threading.Thread(target=flood, args=(number,), name="stranger") for number in range(FLOODERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield spoken_to
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(20)

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl.concurrency import running_beside
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
-from asyncrl.fleet.launching.joining import HEARTBEAT, joining_hello
+from asyncrl.fleet.launching.joining import HEARTBEAT, REQUEST_BYTES, joining_hello
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
@@ -43,7 +43,7 @@ class CommandAddress:
 async def open_commands(file: Path, address: str, commands: Commands) -> AsyncIterator[None]:
     """Takes commands at an address during the block. file: where callers find it."""
     keys = CurveKeys.fresh()
-    with closing(ZmqWire(keys)) as wire:
+    with closing(ZmqWire(keys, REQUEST_BYTES)) as wire:
         listener = wire.listen(address)
         server = Server(listener, commands, joining_hello("controller", "commands"), heartbeat=HEARTBEAT)
         async with running_beside({"commands": server.serve()}):

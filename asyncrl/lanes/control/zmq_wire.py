@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from asyncrl.errors import ConfigError, PeerLost
+from asyncrl.errors import ConfigError, PeerLost, WireError
 from asyncrl.lanes.control.auth import (
     ENCRYPTED,
     KEY_REFUSED,
@@ -24,7 +24,16 @@ from asyncrl.lanes.control.auth import (
     split_key,
     with_key,
 )
-from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, LIMIT_BYTES, ZERO_COPY_BYTES, Frame, Frames, Wakeup
+from asyncrl.lanes.control.wire import (
+    CALL_BYTES,
+    DRAIN_BUDGET,
+    HIGH_WATER,
+    LIMIT_BYTES,
+    ZERO_COPY_BYTES,
+    Frame,
+    Frames,
+    Wakeup,
+)
 
 WATCHDOG_SECONDS = 1.0
 MAX_FRAMES = 65_536
@@ -35,6 +44,8 @@ CONNECT_MILLISECONDS = 1000
 """Until a try to connect is given up for the next one: the kernel alone would repeat its first packet ever more rarely,
 up to 16 s after an unreachable host is back. A host that is reached answers within a fraction of it."""
 
+HANDSHAKE_MILLISECONDS = 10_000
+"""Time until a listener on TCP cuts off who has not finished its handshake: a caller waits as long for its welcome."""
 _LOST_EVENTS = (
     zmq.Event.DISCONNECTED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -183,6 +194,7 @@ class ZmqCaller(_ZmqEndpoint):
 
     def __init__(self, socket: RawSocket, address: str) -> None:
         super().__init__(socket, address)
+        self._is_limited = address.startswith(ENCRYPTED)
         self._monitor: Any = socket.get_monitor_socket(_LOST_EVENTS)
         self._monitor.linger = 0
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
@@ -202,6 +214,8 @@ class ZmqCaller(_ZmqEndpoint):
                 self._lose(f"{self.address} {KEY_REFUSED}")
 
     def offer(self, frames: Frames) -> bool:
+        if self._is_limited and (largest := max(map(len, frames))) > CALL_BYTES:
+            raise WireError(f"a call to {self.address} has a frame of {largest} bytes; at most {CALL_BYTES} are taken")
         return self._offer(frames)
 
     def close(self) -> None:
@@ -254,20 +268,23 @@ class ZmqWire:
     """One ZeroMQ context for the whole process, made and closed on the loop that uses its sockets.
 
     keys: the run's, which both sides must hold. `tcp://` needs them; without them an `ipc://` socket accepts every
-    process that may open it.
+    process that may open it. limit_bytes: of a message that comes; a peer with a larger one is cut off before it is
+    received.
     """
 
-    def __init__(self, keys: CurveKeys | None = None) -> None:
+    def __init__(self, keys: CurveKeys | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
         self._context: zmq.Context[RawSocket] = zmq.Context()
         # A caller takes three sockets; the default of 1023 would end a fleet of 170 workers.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._keys = keys
+        self._limit_bytes = limit_bytes
         self._authenticator: Authenticator | None = None
         self._endpoints: list[ZmqCaller | ZmqListener] = []
         self._domains: dict[ZmqListener, bytes] = {}
 
     def connect(self, address: str) -> ZmqCaller:
         keys = self._keys_for(address)
+        split_key(address)  # One that names no key is refused before there is a socket.
         socket = self._socket(zmq.DEALER)
         if keys is not None:
             keys.set_up_caller(socket, address)
@@ -281,6 +298,9 @@ class ZmqWire:
         if keys is not None:
             self._authenticator = self._authenticator or Authenticator(self._context, keys)
             keys.set_up_listener(socket, address)
+        if address.startswith(ENCRYPTED):
+            socket.maxmsgsize = min(self._limit_bytes, CALL_BYTES)
+            socket.handshake_ivl = HANDSHAKE_MILLISECONDS
         try:
             socket.bind(address)
         except zmq.ZMQError:
@@ -314,7 +334,7 @@ class ZmqWire:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = HIGH_WATER
-        socket.maxmsgsize = LIMIT_BYTES
+        socket.maxmsgsize = self._limit_bytes
         socket.reconnect_ivl = RECONNECT_MILLISECONDS
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MILLISECONDS)
         socket.copy_threshold = ZERO_COPY_BYTES
