@@ -190,3 +190,31 @@ async def test_fleet_mixes_services_in_processes_and_in_this_process(tmp_path: P
             assert await here.pids() == [os.getpid()]
             assert await there.pids() != [os.getpid()]
             assert await here.sum_rows(await there.make_rows([4, 2])) == [4, 2]
+
+
+async def test_workers_refuse_the_key_of_one_that_is_gone_before_it_is_started_again(
+    tmp_path: Path, plain_forks: Forks
+) -> None:
+    config = Config(
+        model=ModelConfig(name="none"), task=TaskConfig(prompts="none"), fleet=FleetConfig(wire="tcp", watchdog=60.0)
+    )
+    keys = CurveKeys.fresh()
+    facts = RunFacts(secrets.token_hex(4), tmp_path, tmp_path, 0, "none", config, curve=(keys.public, keys.secret))
+    specs = [ServiceSpec(name, Echo, "standins:EchoService") for name in ("generation", "reward")]
+    plain_forks.serve(60.0, print)
+    with LocalLauncher(facts.run, "tcp", plain_forks) as launcher:
+        async with running_fleet(specs, facts, launcher=launcher) as running:
+            generation, members = running.handle("generation", Echo), running.introductions._members
+            owner = running.supervisor.instances["generation0.0"].spec.instance
+            reader = running.supervisor.instances["reward0.0"].spec
+            assert reader.curve is not None
+            assert f"data {reader.curve[0]}" in members[owner].known
+            before = len(members[owner].known)
+            running.supervisor.kill(reader.instance)
+            async with asyncio.timeout(20):
+                while f"data {reader.curve[0]}" in members[owner].known:
+                    await generation.pids()
+            assert len(members[owner].known) == before - 1
+            async with asyncio.timeout(20):
+                while len(members[owner].known) < before:
+                    await generation.pids()

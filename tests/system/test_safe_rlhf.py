@@ -174,3 +174,21 @@ async def test_scoring_model_with_another_tokenizer_is_refused_before_the_start(
     with pytest.raises(ConfigError, match=r"^reward\.model: its tokenizer is not that of model\.name"):
         await trained(config(policy, judges, "ppo", reward={"model": str(judge)}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+async def test_each_service_reaches_what_it_needs_of_the_others_over_tcp(
+    policy: Path, judges: Path, tmp_path: Path
+) -> None:
+    """Where each worker has a key of its own, and each lane admits some roles."""
+    sections: dict[str, Any] = {
+        "fleet": {"wire": "tcp"},
+        "generation": {"replicas": 2},
+        "algorithm": {"kl": 0.05},
+        "evaluate": {"prompts": f"{judges}:prompts"},
+        "task": {"prompts_per_step": 2, "samples_per_prompt": 2},
+    }
+    done = await trained(config(policy, judges, "safe_rlhf", steps=2, **sections), tmp_path / "run")
+    workers = {json.loads(line).get("service") for line in (done.path / "fleet.jsonl").read_text().splitlines()}
+    assert {"generation", "reward", "cost", "reference", "training", "critic", "cost_critic"} <= workers
+    assert [line["step"] for line in read_metrics(done.metrics)] == [1, 2]
+    assert done.evaluations.read_text().splitlines()
