@@ -79,7 +79,7 @@ async def run_fleet(
             running_fleet(specs, facts, launcher=launcher, join_point=join_point, report=report, resume=request.command)
         )
         if join_point is not None:
-            join_point.retire = running.supervisor.retire
+            join_point.retire = partial(_retire, running, signals)
         for worker in chain.from_iterable(running.workers.values()):
             if worker.alive:
                 request.display.note("WorkerStarted", instance=worker.instance)
@@ -87,6 +87,15 @@ async def run_fleet(
         if launcher is not None:
             await scope.enter_async_context(_commands(running, launcher, request.display))
         yield running
+
+
+def _retire(running: RunningFleet, signals: StopSignals, instance: str, seconds: float) -> bool:
+    """Drains an instance whose host leaves, and returns whether it runs. The run ends with a checkpoint instead when it
+    cannot go on without the instance."""
+    slots = (each.slot for each in running.supervisor.instances.values() if each.spec.instance == instance)
+    if (slot := next(slots, None)) is not None and not slot.restart and signals.end_in_order():
+        return True
+    return running.supervisor.retire(instance, seconds)
 
 
 def _commands(running: RunningFleet, launcher: LocalLauncher, display: Display) -> AbstractAsyncContextManager[None]:

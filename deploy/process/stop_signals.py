@@ -32,6 +32,7 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         self._end_in_order: Callable[[], None] | None = None
         self._first_at: float | None = None
+        self._is_ending = False
         self.hurry: Callable[[], None] | None = None
         self.abandoned = ""
 
@@ -59,10 +60,21 @@ class StopSignals:
         finally:
             self._end_in_order = None
 
+    def end_in_order(self) -> bool:
+        """Ends the work as a first signal does, where that ends in order; returns whether it does. The next signal is
+        still the first one, which then changes nothing."""
+        if self._end_in_order is None:
+            return False
+        self._is_ending = True
+        self._end_in_order()
+        return True
+
     def receive(self, number: signal.Signals) -> None:
         """Acts on a signal; runs on the loop of the work."""
         if self._first_at is None:
             self._first_at = self._loop.time()
+            if self._is_ending:
+                return
             if self._end_in_order is not None:
                 self._end_in_order()
             else:

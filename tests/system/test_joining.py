@@ -103,10 +103,12 @@ def test_a_trainer_that_joins_trains_and_its_death_ends_the_run_until_a_resume(
     assert saved, "the trainer saved checkpoints where the controller finds them"
     with program("run", "quickstart", *flags, output=again) as run, program(*serve, output=tmp_path / "2.out") as other:
         wait_until(lambda: steps_in(again) >= 3, again.read_text)
-        run.send_signal(signal.SIGINT)
+        other.send_signal(signal.SIGTERM)
         assert run.wait(PATIENCE) == 0, again.read_text()
         assert other.wait(20) == 0, (tmp_path / "2.out").read_text()
     assert f"step {max(saved) + 1}/" in again.read_text()
+    trained = re.findall(r"^step (\d+)/", again.read_text(), re.MULTILINE)[-1]
+    assert (run_dir / "checkpoints" / trained).exists(), "a trainer that leaves ends the run with a checkpoint"
     assert audit(run_dir).ok
 
 

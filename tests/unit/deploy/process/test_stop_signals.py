@@ -69,6 +69,20 @@ async def test_the_first_signal_ends_in_order_and_the_second_abandons() -> None:
     assert signals.abandoned == "interrupted a second time"
 
 
+async def test_a_run_that_ends_by_itself_in_order_takes_the_first_signal_for_the_same_wish() -> None:
+    asked: list[str] = []
+    with StopSignals(print) as signals:
+        assert not signals.end_in_order(), "nothing can end in order yet"
+        with signals.ending_in_order(lambda: asked.append("end")):
+            assert signals.end_in_order()
+        signals.receive(signal.SIGTERM)
+        assert (asked, signals.abandoned) == (["end"], "")
+        signals.receive(signal.SIGINT)
+        assert signals.abandoned == "interrupted a second time"
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(10)
+
+
 @pytest.mark.parametrize(
     ("echo", "number", "counts"),
     [(60.0, signal.SIGTERM, False), (0.0, signal.SIGTERM, True), (60.0, signal.SIGINT, True)],
