@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
-from asyncrl.simulation.faults.trial_plan import BASE, MEMBERSHIP, Fault, Kind, Trial, draw_joined
+from asyncrl.simulation.faults.trial_plan import BASE, ENOUGH, MEMBERSHIP, Fault, Kind, Trial, draw_joined
 from tests.named_seed import named_seed
 
 SEEDS, PART = 100, 50
@@ -105,6 +105,15 @@ def test_a_machine_that_was_given_up_while_it_fetched_files_joins_again() -> Non
     silent = Fault("one-way", 37, "host1", seconds=10.0)
     trial = Trial(**smallest, generators=3, hosts=3, remote=True, latency=0.001, faults=(silent,), joined=True)
     assert run_trial(replace(trial, seed=50985)).ends == ["finished"]
+
+
+def test_a_worker_of_a_host_that_leaves_while_the_run_still_starts_gets_no_work() -> None:
+    """Its host leaves while another generator is still missing; the worker ignores a request to stop."""
+    smallest: dict[str, Any] = {"groups": 1, "limit": 0, "slots": 1, "cut_at": None, "steps": 3, "reward_time": 0.0}
+    leaves = (Fault("leave", 58, "host1", seconds=ENOUGH), Fault("leave", 616, "host0", seconds=ENOUGH))
+    trial = Trial(**smallest, shape="bimodal", step_time=2.0, tokens=44, finish="drain", joined=True, remote=True)
+    outcome = run_trial(replace(trial, seed=1839, generators=3, scorers=2, hosts=3, faults=leaves))
+    assert outcome.restarted == 0
 
 
 def test_an_answer_that_loses_its_rows_after_its_group_was_finished_is_no_error() -> None:

@@ -291,7 +291,7 @@ class JoinPoint:
             self.report(f"{offer.host.name} leaves; {worker.spec.instance} finishes what it has, within {seconds:g} s")
         else:
             self.report(f"{offer.host.name} leaves before {worker.spec.instance} takes calls")
-            worker.stop()
+            worker.kill()  # It has nothing yet, and one that ignores a request to stop would be given work.
 
     def _lose(self, agent: str, offer: Offer) -> None:
         del self._offers[agent]

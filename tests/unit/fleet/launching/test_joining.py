@@ -182,7 +182,7 @@ def test_a_host_that_is_to_leave_before_its_worker_takes_calls_ends_it_which_is_
         assert "ended" in await worker.wait()
         assert worker.has_left
         await task
-        assert here.worker("h1").requests == ["stop"]
+        assert here.worker("h1").requests == ["kill"]
 
     assert "h1 leaves before echo0.0-0-a takes calls" in playing(play)
 
