@@ -1,7 +1,7 @@
 """Hosts that join a run, on virtual time: both real ends over the in-process wire."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.data.files.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.messages import Call, JoinOrder, JoinRequest
+from asyncrl.protocols.messages import Call
 from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FakeProcess, spec_of
 
@@ -359,21 +359,6 @@ def test_a_host_gives_up_when_no_run_is_there() -> None:
     assert TIMEOUT < virtual_loop.run(main()) < 2 * TIMEOUT
 
 
-def test_a_name_of_an_offer_is_taken_once() -> None:
-    async def play(here: Site) -> None:
-        request = JoinRequest("echo", "agent", "h1", "", "h1", VERSIONS, "echo")
-        first, second = (
-            cast(AsyncGenerator[JoinOrder, None], here.point.dispatch(Call(0, "join", (request,), 5.0)))
-            for _ in range(2)
-        )
-        assert (await anext(first)).kind == "fetch"
-        with pytest.raises(Refused, match="agent has joined already"):
-            await anext(second)
-        await first.aclose()
-
-    playing(play)
-
-
 def test_a_host_that_cannot_start_a_worker_is_left_out() -> None:
     async def play(here: Site) -> None:
         async def fail(spec: WorkerSpec) -> FakeProcess:
@@ -390,21 +375,6 @@ def test_a_host_that_cannot_start_a_worker_is_left_out() -> None:
         assert (await here.point.spawn(place(0, "b"))).host.name == "h2"
 
     assert any(line.startswith("h1 did not start echo0.0-0-a: its host h1 is gone") for line in playing(play))
-
-
-def test_a_host_that_starts_no_worker_in_time_is_left_out() -> None:
-    async def play(here: Site) -> None:
-        async def hang(spec: WorkerSpec) -> FakeProcess:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        here.host("h1")
-        here.hosts["h1"][1].spawn = hang  # type: ignore[method-assign]
-        with pytest.raises(PeerLost, match=r"h1 did not start echo0\.0-0-a: nothing came within 60 s"):
-            await here.point.spawn(place(0))
-        assert asyncio.get_running_loop().time() < 61
-
-    playing(play)
 
 
 def test_a_spawn_that_is_cancelled_leaves_nothing_running() -> None:
