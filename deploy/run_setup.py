@@ -8,12 +8,13 @@ import errno
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from asyncrl.algorithms.algorithm_by_name import advantages_of, algorithm_of
+from asyncrl.concurrency import running_beside
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import source_files
@@ -236,7 +237,8 @@ async def _train(
         facts = facts_of(config, directory, model, state)
         algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
         progress.begin("starting the workers")
-        async with run_fleet(replace(request, forks=forks), facts, signals, scorers) as running:
+        fleet = run_fleet(replace(request, forks=forks), facts, signals, scorers)
+        async with _spans_sent(config, directory, display), fleet as running:
             rollback.begun = True
             display.say(f"run directory: {directory.path}")
             with gc_frozen(YOUNG_OF_CALLER) as frozen:
@@ -253,6 +255,19 @@ async def _train(
                     frozen,
                 )
                 await run.run()
+
+
+@asynccontextmanager
+async def _spans_sent(config: Config, directory: RunDirectory, display: Display) -> AsyncIterator[None]:
+    """Sends spans to a collector if the config names one, also those that workers write as they end."""
+    if not config.telemetry.otlp:
+        yield
+        return
+    from asyncrl.telemetry.exporters.otlp_spans import SpanExporter
+
+    exporter = SpanExporter(config.telemetry.otlp, directory.logs, directory.run_id(), display.say)
+    async with running_beside({"spans for a collector": exporter.run()}):
+        yield
 
 
 def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> bool:

@@ -125,6 +125,8 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     if config.feedback.asks:
         for module in ("starlette", "uvicorn"):
             yield ("feedback.ask", config.feedback.ask, module, install_extra("serve"))
+    if config.telemetry.otlp:
+        yield ("telemetry.otlp", config.telemetry.otlp, "opentelemetry", install_extra("otel"))
     if config.telemetry.prometheus:
         for module in ("prometheus_client", "uvicorn"):
             yield ("telemetry.prometheus", config.telemetry.prometheus, module, install_extra("prometheus"))

@@ -45,6 +45,11 @@ def feedback_problems(config: "Config") -> Iterator[Problem]:
 def telemetry_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong with the address of metrics, and warns of one that others can listen to."""
     section = config.telemetry
+    if section.otlp and not section.otlp.startswith(("http://", "https://")):
+        yield Problem("telemetry.otlp", "", f"{section.otlp!r} is no URL: write one such as http://127.0.0.1:4318")
+    elif section.otlp and not section.trace:
+        text = "spans are those of the trace: write telemetry.trace = true"
+        yield Problem("telemetry.otlp", "", text, ("telemetry.trace",))
     if not section.prometheus:
         if section.prometheus_token:
             text = "nothing reads it without an address: remove it, or write telemetry.prometheus"

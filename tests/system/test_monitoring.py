@@ -1,14 +1,19 @@
-"""The quickstart is watched while it trains: Prometheus scrapes it, and workers record profiles."""
+"""The quickstart is watched while it trains: Prometheus scrapes it, a collector gets its spans, and workers record
+profiles."""
 
 import gzip
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.lanes.bound_socket import bound_socket
@@ -23,6 +28,31 @@ from watching import PATIENCE, wait_until
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
 WORKERS = {"generation0.0": "generation", "reward0.0": "reward", "training0.0": "training"}
+
+
+@contextmanager
+def collecting(spans: list[str]) -> Iterator[str]:
+    """Returns the URL of a collector that appends the names of spans to a list."""
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for part in ExportTraceServiceRequest.FromString(body).resource_spans:
+                spans.extend(span.name for scope in part.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            serving.join()
 
 
 def scrape(port: int) -> "Found":
@@ -43,6 +73,7 @@ def test_a_run_that_goes_on_is_scraped_and_profiled(quickstart_model: Path, tmp_
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--telemetry.prometheus", f"127.0.0.1:{port}"]
     found: Found = {}
+    spans: list[str] = []
 
     def profile(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return finished([*CLI, "monitor", str(run_dir), "--profile", *arguments], timeout=PATIENCE)
@@ -52,7 +83,7 @@ def test_a_run_that_goes_on_is_scraped_and_profiled(quickstart_model: Path, tmp_
         found.update(scrape(port))
         return {labels["worker"] for labels, value in found.get("asyncrl_worker_finished", []) if value > 0}
 
-    with program("run", "quickstart", *flags, output=shown) as run:
+    with collecting(spans) as url, program("run", "quickstart", *flags, "--telemetry.otlp", url, output=shown) as run:
         wait_until(lambda: counting() >= set(WORKERS) and bool(found["asyncrl_step"]), shown.read_text)
         profiled, refused = profile("training", "--duration", "2"), profile("reward")
         reached = steps_in(shown)
@@ -61,6 +92,7 @@ def test_a_run_that_goes_on_is_scraped_and_profiled(quickstart_model: Path, tmp_
         assert run.wait(PATIENCE) == 0, shown.read_text()
     assert f"metrics for Prometheus: http://127.0.0.1:{port}/metrics" in shown.read_text()
     assert "profiler" not in shown.read_text(), "torch's profiler prints nothing"
+    assert {"generate", "score", "step"} <= set(spans)
     (trace,) = (run_dir / "profiles").iterdir()
     assert f"of 2 s are recorded, in {trace}" in profiled.stdout, profiled.stderr
     assert "aten::" in profiled.stdout

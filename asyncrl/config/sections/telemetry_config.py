@@ -18,6 +18,9 @@ class TelemetryConfig(Section):
     """Writes trace.json.gz, which opens in Perfetto."""
     report: bool = True
     """Writes report.html when the run ends: curves, timeline and samples in one file for a browser."""
+    otlp: str = ""
+    """URL of an OpenTelemetry collector that gets the spans of the trace by OTLP over HTTP, such as
+    http://127.0.0.1:4318. Empty: none does."""
     prometheus: str = ""
     """Address HOST:PORT at which the controller serves its metrics to Prometheus, such as 127.0.0.1:9400. Empty: it
     serves none."""

@@ -45,3 +45,16 @@ def test_packages_that_are_missing_are_named_with_their_extra(monkeypatch: pytes
     (problem,) = missing_packages(loaded(prometheus="127.0.0.1:9400"))
     assert "prometheus_client is not installed; run: " in str(problem)
     assert "[prometheus]" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"otlp": "127.0.0.1:4318"}, r"telemetry\.otlp.*'127\.0\.0\.1:4318' is no URL"),
+        ({"otlp": "http://127.0.0.1:4318", "trace": "false"}, r"telemetry\.otlp.*write telemetry\.trace = true"),
+    ],
+)
+def test_spans_need_a_url_and_a_trace(keys: dict[str, str], says: str) -> None:
+    assert loaded(otlp="http://127.0.0.1:4318").warnings == []
+    with pytest.raises(ConfigError, match=says):
+        loaded(**keys)
