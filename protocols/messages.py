@@ -364,7 +364,7 @@ class Profile:
     kernels: list[tuple[str, int, float]]
 
 
-PROTOCOL = 27
+PROTOCOL = 28
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

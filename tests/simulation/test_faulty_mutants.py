@@ -206,7 +206,7 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
     heartbeats_never_fire: 30,
     deadlines_are_not_enforced: 35,
     a_broken_link_fails_no_call: 25,
-    a_late_answer_is_given_to_another_call: 943,
+    a_late_answer_is_given_to_another_call: 1464,
     a_call_that_may_not_be_repeated_is: 9,
     a_restarted_worker_has_the_name_of_the_dead_one: 13,
     a_dead_reader_keeps_its_lease: 6,

@@ -146,7 +146,8 @@ class TrialRun:
         kinds = [fault.kind for fault in self.faults.injected]
         leaving = [fault.seconds for fault in self.faults.injected if fault.kind == "leave"]
         stay = not leaving or len(leaving) + kinds.count("scale") < self.trial.generators
-        if stay and {*kinds}.issubset(("join", "scale", "leave")) and min(leaving, default=ENOUGH) == ENOUGH:
+        orderly = {*kinds}.issubset(("join", "scale", "leave")) and not self.trial.preemptions
+        if stay and orderly and min(leaving, default=ENOUGH) == ENOUGH:
             assert self.trial.poison or not self.restarted, f"{self.restarted} attempts failed although all had time"
 
     def check_truth(self) -> None:

@@ -31,6 +31,7 @@ DIGESTS = {
     25: "5c19c504b11faf34",
     26: "9048ad32f759a7b0",
     27: "60f9e279c28cacd2",
+    28: "940540794494535f",
 }
 """Of what the messages and the calls of each protocol are made of."""
 
