@@ -18,19 +18,25 @@ LARGEST_LOG = 8 * 2**20
 
 
 class _LogFile:
-    """Takes finished events from structlog's last processor. Threads of a process share its log."""
+    """Takes finished events from structlog's last processor. Threads of a process share its log. Lines that a full or
+    broken disk does not take are counted, and the next line that is written says how many."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._old = path.with_name(f"{path.name}.old")
         self._file = LineFile(path)
         self._lock = Lock()
+        self._lost = 0
 
     def msg(self, **event: Any) -> None:
         with self._lock:
-            self._file.append(event)
-            if self._file.size >= LARGEST_LOG:
-                self._begin_another()
+            try:
+                self._file.append(event | ({"lines_lost_before": self._lost} if self._lost else {}))
+                self._lost = 0
+                if self._file.size >= LARGEST_LOG:
+                    self._begin_another()
+            except OSError:
+                self._lost += 1
 
     debug = info = warning = error = critical = msg
 

@@ -6,6 +6,7 @@ task, else the first free row of its track.
 """
 
 import asyncio
+import errno
 import gzip
 import json
 import os
@@ -57,6 +58,7 @@ class Tracer:
         self._recorded = count(1)
         self._tids = count(1)
         self._writing = threading.Lock()
+        self._lost = 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._pid = crc32(path.name.encode()) >> 1
@@ -76,17 +78,21 @@ class Tracer:
         self._flow("f", flow)
 
     def flush(self) -> None:
-        """Writes what was recorded."""
+        """Writes what was recorded. What a full or broken disk does not take is only counted: a trace is no reason for
+        a worker to fail."""
         if self._path is None:
             return
-        with self._writing, self._path.open("ab", buffering=0) as file:
-            text = "".join([self._line(*self._events.popleft()) for _ in range(len(self._events))])
-            file.write(text.encode())
+        with self._writing:
+            events = [self._events.popleft() for _ in range(len(self._events))]
+            try:
+                _append(self._path, "".join([self._line(*event) for event in events]).encode())
+            except OSError:
+                self._lost += len(events)
 
     def close(self) -> None:
         if self._path is None:
             return
-        left_out = next(self._recorded) - 1 - MAX_EVENTS
+        left_out = max(0, next(self._recorded) - 1 - MAX_EVENTS) + self._lost
         if left_out > 0:
             self._describe("process_name", 0, name=f"{self._process} ({left_out} events left out)")
         self.flush()
@@ -149,6 +155,15 @@ _Event = tuple[str, int, str, float, float, dict[str, Any] | None]
 """Kind ("X" slice, "s", "f" ends of an arrow, "M" name of a track), thread, name, begin, length, args."""
 
 _NO_SPAN = nullcontext()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Appends all of the data, or nothing. Raises OSError."""
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if file.write(data) < len(data):
+            os.ftruncate(file.fileno(), size)
+            raise OSError(errno.ENOSPC, f"only a part of {len(data)} bytes could be written to {path}")
 
 
 @dataclass(slots=True)

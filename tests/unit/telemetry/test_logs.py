@@ -1,12 +1,13 @@
 """Logs as JSON lines."""
 
+import errno
 from pathlib import Path
 
 import pytest
 from structlog.contextvars import bound_contextvars
 
 from asyncrl.telemetry import logs
-from asyncrl.telemetry.jsonl import read_lines
+from asyncrl.telemetry.jsonl import LineFile, read_lines
 from asyncrl.telemetry.logs import open_log
 
 
@@ -50,3 +51,23 @@ def test_a_log_is_bounded_and_says_what_was_cut(tmp_path: Path, monkeypatch: pyt
     assert said[-1] == f"the lines before this one are in {old}; the lines before those were removed"
     kept = [line["member"] for file in (old, path) for line in read_lines(file) if line["event"] == "reward failed"]
     assert kept == list(range(kept[0], 100)), "the newest are kept, each once"
+
+
+def test_a_full_disk_costs_lines_and_no_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: LineFile, values: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open_log(tmp_path / "x.jsonl") as log:
+        log.info("before")
+        with monkeypatch.context() as patch:
+            patch.setattr(LineFile, "append", full)
+            log.info("lost")
+            log.info("lost too")
+        log.info("after")
+        log.info("later")
+    lines = list(read_lines(tmp_path / "x.jsonl"))
+    assert [(line["event"], line.get("lines_lost_before")) for line in lines] == [
+        ("before", None),
+        ("after", 2),
+        ("later", None),
+    ]

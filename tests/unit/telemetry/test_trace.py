@@ -1,8 +1,11 @@
 """Spans on disk, and all processes' spans in one file for Perfetto."""
 
 import asyncio
+import errno
 import gzip
 import json
+import resource
+import signal
 import tempfile
 from contextvars import copy_context
 from functools import partial
@@ -255,3 +258,42 @@ def test_a_full_buffer_is_written_without_close(tmp_path: Path) -> None:
 
 def test_an_empty_run_merges_to_an_empty_trace(tmp_path: Path) -> None:
     assert merged(tmp_path) == []
+
+
+def test_a_full_disk_costs_events_and_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file_of(tmp_path, "a")
+    tracer = Tracer(path, "a", Ticks())
+    with tracer.span("before"):
+        pass
+    tracer.flush()
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trace, "_append", full)
+        for _ in range(3):
+            with tracer.span("lost"):
+                pass
+        tracer.flush()
+    with tracer.span("after"):
+        pass
+    tracer.close()
+    names = [event["name"] for event in merged(tmp_path) if event["ph"] == "X"]
+    assert names == ["before", "after"]
+    assert any("3 events left out" in str(event.get("args")) for event in merged(tmp_path))
+
+
+def test_nothing_is_left_of_events_of_which_a_part_fits(tmp_path: Path) -> None:
+    path = tmp_path / "x.trace.jsonl"
+    path.write_bytes(b"whole\n")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+        with pytest.raises(OSError, match="only a part of 8 bytes"):
+            trace._append(path, b"tooLong\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert path.read_bytes() == b"whole\n"
