@@ -41,7 +41,13 @@ def main() -> None:
             sys.exit(2)
         print(usage)
         sys.exit(0)
-    import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main(sys.argv[2:])
+    from asyncrl.errors import ConfigError
+
+    try:
+        import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main(sys.argv[2:])
+    except ConfigError as error:
+        print(f"asyncrl-bench: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ RUN_DEADLINE = 1800.0
 def environment(threads: int) -> dict[str, str]:
     """Returns the environment of a side. Waiting threads must not spin: they would take CPU time from other workers."""
     chosen = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "GLIBC_TUNABLES": MALLOC}
-    return {**os.environ, **chosen, "TOKENIZERS_PARALLELISM": "false"}
+    chosen |= {"TOKENIZERS_PARALLELISM": "false", "ASYNCRL_TELEMETRY__REPORT": "false"}
+    return {**os.environ, **chosen}
 
 
 def run_program(command: Sequence[str], variables: dict[str, str], deadline: float = RUN_DEADLINE) -> str:
@@ -36,7 +37,7 @@ def run_program(command: Sequence[str], variables: dict[str, str], deadline: flo
 
 def train(values: Mapping[str, Any], run_dir: Path, services: Mapping[str, ServiceSpec] | None = None) -> None:
     """Trains in this process, without a display. services: specifications that replace those of the config."""
-    config = load(None, (), values=values).config
+    config = load(None, (), values={"telemetry.report": False, **values}).config
     display = LineDisplay(StringIO(), config.steps)
     asyncio.run(run(RunRequest(config, run_dir, display, "asyncrl-bench", services=services or {})))
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,30 +85,30 @@ def _damaged(where: str, error: Exception) -> ConfigError:
     return ConfigError(f"{where} is damaged ({error!r:.80}); a run that goes on replaces it within {SECONDS:g} s")
 
 
-def shares_between(before: Health | None, after: Health) -> dict[str, float]:
-    """Returns what share of the wall-clock time between two reports of one instance each activity took; since its
-    start where none came before."""
-    if before is None or before.instance != after.instance or after.wall <= before.wall:
-        return {state: spent / after.wall for state, spent in after.seconds.items()} if after.wall > 0 else {}
-    wall = after.wall - before.wall
-    return {state: (spent - before.seconds.get(state, 0.0)) / wall for state, spent in after.seconds.items()}
-
-
 FINISHED = ("samples", "tokens", "answers")
 """Counters of what a worker finishes, which have rates."""
 
 
+def shares_between(before: Health | None, after: Health) -> dict[str, float]:
+    """Returns what share of the wall-clock time between two reports of one instance each activity took; since its
+    start where none came before."""
+    return _rates(before, after, lambda health: health.seconds)
+
+
 def rates_between(before: Health | None, after: Health) -> dict[str, float]:
     """Returns what a worker finished a second between two reports of one instance, or since its start."""
-    finished = {name: after.counters[name] for name in FINISHED if name in after.counters}
-    if before is None or before.instance != after.instance or after.wall <= before.wall:
-        return {name: count / after.wall for name, count in finished.items()} if after.wall > 0 else {}
-    wall = after.wall - before.wall
-    return {name: (count - before.counters.get(name, 0.0)) / wall for name, count in finished.items()}
+    return _rates(before, after, lambda health: {n: v for n, v in health.counters.items() if n in FINISHED})
 
 
 def cores_between(before: Health | None, after: Health) -> float:
     """Returns CPU-seconds a second of wall-clock time between two reports of one instance, or since its start."""
-    if before is None or before.instance != after.instance or after.wall <= before.wall:
-        return after.cpu / after.wall if after.wall > 0 else 0.0
-    return (after.cpu - before.cpu) / (after.wall - before.wall)
+    return _rates(before, after, lambda health: {"cpu": health.cpu}).get("cpu", 0.0)
+
+
+def _rates(before: Health | None, after: Health, amounts: Callable[[Health], Mapping[str, float]]) -> dict[str, float]:
+    """Returns by how much each amount grew a second. Amounts of another instance, or of a later time, do not count."""
+    earlier: Mapping[str, float] = {}
+    wall = after.wall
+    if before is not None and before.instance == after.instance and after.wall > before.wall:
+        earlier, wall = amounts(before), after.wall - before.wall
+    return {name: (value - earlier.get(name, 0.0)) / wall for name, value in amounts(after).items()} if wall > 0 else {}

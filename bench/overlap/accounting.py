@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from asyncrl.deploy.report.run_record import RunRecord
+from asyncrl.deploy.report.time_shares import lengths_of, mean_shares, services_of
 from asyncrl.deploy.report.worker_trace import NEW_WEIGHTS, STEP, Arrow, Slice, WorkerTrace
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import Object
-from asyncrl.telemetry.state_clock import STATES
 
-ACCOUNTED = (*STATES, "unaccounted")
 LEAST_STEPS = 5
 """Steps after the warm-up below which shares are not reported."""
 ROUNDING = 1e-3
@@ -76,12 +75,11 @@ class Overlap:
 def overlap_of(run: RunRecord, trace: WorkerTrace) -> Overlap:
     """Computes the accounting. Raises ConfigError for a run with too few steps, or with shares that do not add up."""
     first = max(1, len(run.steps) // 10)
-    steps, seconds = run.steps[first:], run.seconds
+    steps, lengths = run.steps[first:], lengths_of(run.seconds)[first:]
     if len(steps) < LEAST_STEPS:
         raise ConfigError(
             f"{run.path} trained {len(run.steps)} steps; shares say something from {LEAST_STEPS + 1} steps on"
         )
-    lengths = [end - begin for begin, end in zip(seconds[first - 1 :], seconds[first:], strict=False)]
     total = sum(lengths)
     slices = trace.slices
     return Overlap(
@@ -98,20 +96,9 @@ def overlap_of(run: RunRecord, trace: WorkerTrace) -> Overlap:
     )
 
 
-def services_of(steps: Iterable[Object]) -> list[str]:
-    """Returns the services whose time the steps account for."""
-    return list({key.split("/")[1]: None for step in steps for key in step if key.startswith("time/")})
-
-
 def shares_of(steps: Sequence[Object], lengths: Sequence[float], service: str, run: str) -> dict[str, float]:
-    """Returns the shares of the states of a service, each step weighted by its length. Raises ConfigError when they do
-    not add up to 1."""
-    there = [(step, length) for step, length in zip(steps, lengths, strict=True) if f"time/{service}/busy" in step]
-    total = sum(length for _, length in there)
-    shares = {
-        state: sum(length * (step.get(f"time/{service}/{state}") or 0.0) for step, length in there) / total
-        for state in ACCOUNTED
-    }
+    """Returns the shares of the states of a service. Raises ConfigError when they do not add up to 1."""
+    shares = mean_shares(steps, lengths, service)
     if abs(sum(shares.values()) - 1.0) > ROUNDING:
         raise ConfigError(
             f"{run}: the states of {service} add up to {sum(shares.values()):.4f} of the time, not 1: its metrics were "

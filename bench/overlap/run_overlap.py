@@ -2,27 +2,22 @@
 several runs it compares each with the first."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asyncrl.bench.measurements import table
-from asyncrl.bench.overlap.accounting import ACCOUNTED, Overlap, overlap_of
+from asyncrl.bench.overlap.accounting import Overlap, overlap_of
 from asyncrl.bench.overlap.bottleneck import bottleneck
 from asyncrl.deploy.report.run_record import read_run
+from asyncrl.deploy.report.time_shares import ACCOUNTED
 from asyncrl.deploy.report.worker_trace import read_trace
-from asyncrl.errors import ConfigError
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench overlap", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Name run directories.")
     asked = parser.parse_args(arguments)
-    try:
-        found = [overlap_of(read_run(path), read_trace(path / "logs")) for path in asked.runs]
-    except ConfigError as error:
-        print(f"asyncrl-bench: {error}", file=sys.stderr)
-        sys.exit(2)
+    found = [overlap_of(read_run(path), read_trace(path / "logs")) for path in asked.runs]
     for overlap in found:
         print("\n".join([*described(overlap), ""]))
     if len(found) > 1:

@@ -1,14 +1,13 @@
 """`asyncrl-bench why RUN_DIR` explains the slowest step of a run: what workers did longer than in the median step."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from asyncrl.bench.overlap.accounting import ACCOUNTED, services_of
 from asyncrl.deploy.report.run_record import RunRecord, read_run
+from asyncrl.deploy.report.time_shares import ACCOUNTED, lengths_of, services_of
 from asyncrl.errors import ConfigError
 
 SHOWN = 5
@@ -33,17 +32,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="Name the run directory.")
     parser.add_argument("--step", type=int, help="Explain this step instead of the slowest one.")
     asked = parser.parse_args(arguments)
-    try:
-        print("\n".join(explain(read_run(asked.run), asked.step)))
-    except ConfigError as error:
-        print(f"asyncrl-bench: {error}", file=sys.stderr)
-        sys.exit(2)
+    print("\n".join(explain(read_run(asked.run), asked.step)))
 
 
 def explain(run: RunRecord, wanted: int | None = None) -> list[str]:
     """Returns the lines to print. The first step is left out, because the fleet starts in it. Raises ConfigError."""
     numbers = [step["step"] for step in run.steps[1:]]
-    lengths = [end - begin for begin, end in zip(run.seconds, run.seconds[1:], strict=False)]
+    lengths = lengths_of(run.seconds)[1:]
     if len(numbers) < 2:
         raise ConfigError(f"{run.path} trained {len(run.steps)} steps; there is a slowest one from 3 steps on")
     if wanted is not None and wanted not in numbers:

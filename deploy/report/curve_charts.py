@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from bokeh.models import ColumnDataSource, HoverTool, Whisker
@@ -11,7 +12,7 @@ from bokeh.palettes import Category10_10
 from bokeh.plotting import figure
 
 from asyncrl.deploy.report.run_record import RunRecord
-from asyncrl.telemetry.jsonl import Object
+from asyncrl.deploy.report.time_shares import lengths_of, mean_shares, services_of
 
 MAX_POINTS = 1000
 """Points of a line. More are averaged in bins, which bounds the size of the report."""
@@ -88,7 +89,8 @@ def binned(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[flo
     """Returns the coordinates of at most MAX_POINTS points, each the mean of as many points that follow each other."""
     size = math.ceil(len(points) / MAX_POINTS)
     bins = [points[start : start + size] for start in range(0, len(points), size)]
-    return tuple([sum(each[axis] for each in part) / len(part) for part in bins] for axis in (0, 1))  # type: ignore[return-value]
+    means = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in bins]
+    return [x for x, _ in means], [y for _, y in means]
 
 
 def _chart(curve: Curve, lines: list[tuple[str, list[float], list[float]]], runs: Sequence[RunRecord]) -> Any:
@@ -134,7 +136,8 @@ def staleness_histogram(run: RunRecord) -> Any | None:
 
 def state_chart(run: RunRecord) -> Any | None:
     """Returns a bar for each service, divided by what its workers did in the time of all steps."""
-    shares = {name: _mean_shares(run, name) for name in _services(run.steps)}
+    lengths = lengths_of(run.seconds)
+    shares = {name: mean_shares(run.steps, lengths, name) for name in services_of(run.steps)}
     if not shares:
         return None
     names = list(shares)[::-1]
@@ -153,25 +156,6 @@ def state_chart(run: RunRecord) -> Any | None:
         chart.add_tools(HoverTool(renderers=[bar], tooltips=f"@service: {state} @{{{state}}}{{0.0%}}"))
     legend_below(chart)
     return chart
-
-
-def _services(steps: Sequence[Object]) -> list[str]:
-    found = {key.split("/")[1]: None for step in steps for key in step if key.startswith("time/")}
-    return list(found)
-
-
-def _mean_shares(run: RunRecord, service: str) -> Mapping[str, float]:
-    """Returns the shares of the states, each step weighted by the time since the step before."""
-    begins = [0.0, *run.seconds[:-1]]
-    spans = [end - begin for begin, end in zip(begins, run.seconds, strict=True)]
-    weighted = {state: 0.0 for state in STATE_COLOURS}
-    total = 0.0
-    for step, span in zip(run.steps, spans, strict=True):
-        if step.get(f"time/{service}/busy") is not None:
-            total += span
-            for state in weighted:
-                weighted[state] += span * (step.get(f"time/{service}/{state}") or 0.0)
-    return {state: value / total for state, value in weighted.items()} if total else {}
 
 
 def plain_figure(title: str, across: str, upwards: str, height: int = 290, **settings: Any) -> Any:

@@ -78,8 +78,8 @@ class StatusWriter:
         starts, problem = self._starts[worker.name], "" if worker.alive else worker.status
         newest = self.poller.newest.get(worker.name)
         if newest is None or newest.health.instance != worker.instance:
-            unknown = WorkerStatus(worker.name, worker.instance, problem, (), 0, {}, 0.0, 0, starts, {})
-            return replace(unknown, service=worker.service)
+            name, instance = worker.name, worker.instance
+            return WorkerStatus(name, instance, problem, (), 0, {}, 0.0, 0, starts, {}, service=worker.service)
         health, before = newest.health, self._before.get(worker.name)
         self._before[worker.name] = health
         return WorkerStatus(

@@ -9,8 +9,8 @@
     started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
     leaving(seconds) ────────────────────────>  retire ─────────────────────────>  drains the worker, then stop
     ended(reason), or silence ───────────────>  JoinedWorker.wait returns
-watch ───────────────────────────────────>  RunWatch, for people who look on
-probe, clock, upload, download ──────────>  ProbePoint, for hosts that have not joined
+    watch ───────────────────────────────────>  RunWatch, for people who look on
+    probe, clock, upload, download ──────────>  ProbePoint, for hosts that have not joined
 
 A host whose worker ended offers to run another one. A host that comes while all places are taken waits as a spare.
 """

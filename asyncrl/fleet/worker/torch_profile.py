@@ -95,6 +95,7 @@ class TraceBook:
         self._bytes = io.BytesIO()
         self._file = gzip.GzipFile(fileobj=self._bytes, mode="wb", compresslevel=1)
         self._file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        self._separator = b""
         self._named: set[str] = set()
         self._own: dict[bool, dict[str, list[float]]] = {True: {}, False: {}}
 
@@ -129,8 +130,8 @@ class TraceBook:
             self._write(event)
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        separator = b",\n" if self._file.tell() > 50 else b""
-        self._file.write(separator + json.dumps(event, separators=(",", ":")).encode())
+        self._file.write(self._separator + json.dumps(event, separators=(",", ":")).encode())
+        self._separator = b",\n"
 
     def profile(self) -> Profile:
         """Returns what was collected, once."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.bench import cli
 from asyncrl.bench.overlap import run_overlap, slowest_step
 from asyncrl.bench.overlap.accounting import Overlap, cycle_seconds, overlap_fraction, overlap_of
 from asyncrl.bench.overlap.bottleneck import bottleneck
@@ -142,7 +143,9 @@ def test_the_slowest_step_is_explained_by_what_took_longer(tmp_path: Path) -> No
         slowest_step.explain(run, 1)
 
 
-def test_the_commands_print_and_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_print_and_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = []
     for name, length in (("slow", 2.0), ("fast", 1.0)):
         lines = steps([length] * 12, generation={"busy": 0.9}, training={"busy": 0.5})
@@ -154,8 +157,9 @@ def test_the_commands_print_and_refuse(tmp_path: Path, capsys: pytest.CaptureFix
         ["slow", "2.000", "1.00", "50"],
         ["fast", "1.000", "2.00", "100"],
     ]
-    for command in (run_overlap.main, slowest_step.main):
+    for command in ("overlap", "why"):
+        monkeypatch.setattr(sys, "argv", ["asyncrl-bench", command, str(tmp_path)])
         with pytest.raises(SystemExit) as ended:
-            command([str(tmp_path)])
+            cli.main()
         assert ended.value.code == 2
-        assert "holds no run" in capsys.readouterr().err
+        assert capsys.readouterr().err.startswith(f"asyncrl-bench: {tmp_path} holds no run")
