@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, source_files
 from asyncrl.config.service_placement import ONE_WORKER, pool_names, pools_of
@@ -160,7 +161,7 @@ async def _join_point(
         watch=RunWatch(RunDirectory(facts.run_dir), keys.role_of).watch,
     )
     with closing(ZmqWire(keys.controller_keys(), REQUEST_BYTES)) as wire:
-        async with open_join_point(point, wire):
+        async with running_beside({"admitted keys": keys.follow()}), open_join_point(point, wire):
             yield point
 
 

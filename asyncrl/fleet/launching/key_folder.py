@@ -5,6 +5,7 @@ NAME.key          the pair of workers of one role, and the public key of the con
 NAME.admitted     role, public key and proof of NAME.key; a key whose file is deleted joins no more
 """
 
+import asyncio
 import hmac
 import json
 import os
@@ -19,6 +20,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import CurveKeys
 
 CONTROLLER, ADMITTED = "controller.key", ".admitted"
+LOOK_SECONDS = 0.25
+"""Seconds until a key that was made or revoked counts: less than a host takes for its tries to join."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -63,24 +66,22 @@ class Admitted:
 
 
 class Admissions:
-    """The admitted keys of a folder as they are now; files are read again only after one came, changed or went."""
+    """The admitted keys of a folder, as they were when it was last looked at. found: by name. public_keys: of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: tuple[tuple[str, int, int], ...] = ()
-        self._found: tuple[Admitted, ...] = ()
+        self.found: tuple[Admitted, ...] = ()
+        self.public_keys: frozenset[str] = frozenset()
 
-    def current(self) -> tuple[Admitted, ...]:
-        """Returns them by name. One that is being written counts once it is whole."""
+    def look(self) -> None:
+        """Reads the files again where one came, changed or went. One that is being written counts once it is whole."""
         paths = sorted(self._folder.glob(f"*{ADMITTED}"))
         seen = tuple((path.name, status.st_mtime_ns, status.st_size) for path, status in _statuses(paths))
         if seen != self._seen:
-            self._found = tuple(each for path in paths if (each := _admitted(path)) is not None)
+            self.found = tuple(each for path in paths if (each := _admitted(path)) is not None)
+            self.public_keys = frozenset(each.public for each in self.found)
             self._seen = seen
-        return self._found
-
-    def public_keys(self) -> list[str]:
-        return [each.public for each in self.current()]
 
 
 def _statuses(paths: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
@@ -105,6 +106,7 @@ class KeyFolder:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_admissions", Admissions(self.path))
+        self._admissions.look()
 
     @classmethod
     def made(cls, path: Path) -> "KeyFolder":
@@ -116,12 +118,12 @@ class KeyFolder:
         return cls(path)
 
     def controller_keys(self) -> CurveKeys:
-        """Returns the pair of the controller, which accepts itself and, at each handshake, the keys that are admitted
-        then. Raises ConfigError when there is no pair, or no key was admitted."""
+        """Returns the pair of the controller, which accepts itself and, at each handshake and message, the keys that
+        are admitted then (`follow`). Raises ConfigError when there is no pair, or no key was admitted."""
         fields = _read(self.path / CONTROLLER)
-        if not self._admissions.current():
+        if not self._admissions.found:
             raise ConfigError(f"{self.path} admits no key: `asyncrl admit {self.path} ROLE` makes one")
-        return CurveKeys(fields["public"], fields["secret"], admitted_now=self._admissions.public_keys)
+        return CurveKeys(fields["public"], fields["secret"], admitted_now=lambda: self._admissions.public_keys)
 
     def key_of(self, role: str, name: str = "") -> Path:
         """Returns the key of workers of a role; makes it and admits it where it is missing. name: role by default."""
@@ -137,11 +139,23 @@ class KeyFolder:
         controller = _read(self.path / CONTROLLER)["public"]
         _write(path, {"role": role, "public": fresh.public, "secret": fresh.secret, "controller": controller})
         _write(admission, asdict(Admitted(role, fresh.public, _proof(fresh.secret))))
+        self.look()
         return path
 
+    def look(self) -> None:
+        """Takes over which keys are admitted now; nothing changes while the folder cannot be read."""
+        with suppress(OSError):
+            self._admissions.look()
+
+    async def follow(self) -> None:
+        """Takes that over again and again, until cancelled; a disk that is slow holds up no loop."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.to_thread(self.look)
+
     def role_of(self, proof: str) -> str:
-        """Returns the role whose workers have this proof now; "" for a key that was revoked."""
-        return next((each.role for each in self._admissions.current() if hmac.compare_digest(each.proof, proof)), "")
+        """Returns the role whose workers have this proof; "" for a key that was revoked."""
+        return next((each.role for each in self._admissions.found if hmac.compare_digest(each.proof, proof)), "")
 
 
 def _proof(secret: str) -> str:

@@ -7,7 +7,7 @@ send message parts without end, all of which ZeroMQ keeps until the last one com
 
 import asyncio
 import hmac
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Self
@@ -41,7 +41,7 @@ class CurveKeys:
     server: str = ""
     admitted: tuple[str, ...] = ()
     admitted_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    admitted_now: Callable[[], Iterable[str]] | None = field(default=None, compare=False, repr=False)
+    admitted_now: Callable[[], Collection[str]] | None = field(default=None, compare=False, repr=False)
     in_addresses: bool = False
 
     @classmethod
@@ -157,7 +157,9 @@ class Authenticator:
     def _is_admitted(self, domain: bytes, public: bytes) -> bool:
         if public in self._admitted[domain]:
             return True
-        return self._admitted_now is not None and domain == ZAP_DOMAIN and public in _decoded(self._admitted_now())
+        if self._admitted_now is None or domain != ZAP_DOMAIN:
+            return False
+        return z85.encode(public).decode() in self._admitted_now()
 
     def close(self) -> None:
         if self._next_pass is not None:

@@ -76,6 +76,7 @@ async def test_a_revoked_key_other_versions_and_a_service_that_does_not_join(
         assert "-> install the same torch on both" in text
         assert "BAD   joining             the controller has torch 0.1" in text
         key.with_suffix(".admitted").unlink()
+        keys.look()
         assert await doctor("--join", address, "--key", str(key)) == 1
         assert f"does not accept {key}" in capsys.readouterr().out
         assert await doctor("--join", address, "--key", str(keys.key_of("reward"))) == 1

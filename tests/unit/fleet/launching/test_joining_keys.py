@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.concurrency import running_beside
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
@@ -118,7 +119,7 @@ async def test_a_key_that_is_made_while_a_run_goes_on_joins_at_once(address: str
     keys = KeyFolder.made(tmp_path)
     keys.key_of("echo")
     with closing(ZmqWire(keys.controller_keys())) as here:
-        async with open_join_point(join_point(address, keys), here) as point:
+        async with running_beside({"keys": keys.follow()}), open_join_point(join_point(address, keys), here) as point:
             key = WorkerKey.read(KeyFolder(tmp_path).key_of("echo", "late"))
             with closing(ZmqWire(key.keys)) as there:
                 joining = host(there, address, key)
@@ -136,7 +137,7 @@ async def test_a_revoked_key_ends_what_runs_with_it_and_opens_no_connection(addr
     key, other = (WorkerKey.read(keys.key_of("echo", name)) for name in ("rented", "own"))
     with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
         point = replace(join_point(address, keys), report=said.append)
-        async with open_join_point(point, here), asyncio.timeout(20):
+        async with running_beside({"keys": keys.follow()}), open_join_point(point, here), asyncio.timeout(20):
             joining = host(there, address, key)
             task = asyncio.create_task(joining.serve())
             worker = await point.spawn(spec_of("echo0.0-0-a"))

@@ -32,6 +32,7 @@ def test_a_key_whose_admission_is_deleted_joins_no_more(tmp_path: Path) -> None:
     key = WorkerKey.read(folder.key_of("generation", "rented"))
     folder.key_of("generation")
     (tmp_path / "rented.admitted").unlink()
+    folder.look()
     assert folder.role_of(key.proof) == ""
     listener = folder.controller_keys()
     assert listener.admitted_now is not None
@@ -48,9 +49,11 @@ def test_an_admission_counts_from_when_it_is_whole(tmp_path: Path) -> None:
     admission = tmp_path / "late.admitted"
     whole = admission.read_text()
     admission.write_text(whole[:20])
+    folder.look()
     assert listener.admitted_now is not None
     assert late.keys.public not in listener.admitted_now()
     admission.write_text(whole)
+    folder.look()
     assert late.keys.public in listener.admitted_now()
     assert folder.role_of(late.proof) == "generation"
 
