@@ -1,4 +1,4 @@
-"""What a trial of chaos shows: what each kind of fault costs, and whether what is promised held."""
+"""Evaluates a trial of chaos: the cost of each kind of fault, and whether each promise held."""
 
 import platform
 import re

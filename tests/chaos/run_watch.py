@@ -38,8 +38,9 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 @dataclass
 class RunWatch:
-    """What was seen of a run; times of the monotonic clock. alive: the instance of each worker that takes calls. lost,
-    started: when, by worker. places: host and process id on it, by instance. steps: when each was trained."""
+    """Holds what a run printed and logged; times are of the monotonic clock. alive: the instance of each worker that
+    takes calls. lost, started: when, by worker. places: host and process id on it, by instance. steps: when each was
+    trained."""
 
     run_dir: Path
     expected: int

@@ -132,7 +132,7 @@ class _NoBoard:
 
 
 class SandboxReports(ChatBodies):
-    """What the first process of a sandbox reports, beside which a program runs."""
+    """Reports of the first process of a sandbox, which a program runs beside."""
 
     seeds: ClassVar = [b"0 0.5 0.4 1024 0 ended\nnote", b"-9 1 1 1 1 time"]
 
@@ -144,7 +144,7 @@ class SandboxReports(ChatBodies):
 
 
 class EnvironmentAnswers(ChatBodies):
-    """What a server of an OpenEnv environment answers, and the action that a policy writes for it."""
+    """Answers of an OpenEnv server, and the action that a policy writes for it."""
 
     seeds: ClassVar = _json(
         {"type": "observation", "data": {"observation": {"text": "x"}, "reward": 1.0, "done": False}},

@@ -1,4 +1,4 @@
-"""What `asyncrl plan` predicts is what whole fleets take: rows in shared memory, and each process."""
+"""Whole fleets take what `asyncrl plan` predicts: rows in shared memory, and each process."""
 
 import re
 import subprocess

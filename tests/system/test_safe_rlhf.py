@@ -179,7 +179,7 @@ async def test_scoring_model_with_another_tokenizer_is_refused_before_the_start(
 async def test_each_service_reaches_what_it_needs_of_the_others_over_tcp(
     policy: Path, judges: Path, tmp_path: Path
 ) -> None:
-    """Where each worker has a key of its own, and each lane admits some roles."""
+    """On TCP each worker has a key of its own, and each lane admits some roles."""
     sections: dict[str, Any] = {
         "fleet": {"wire": "tcp"},
         "generation": {"replicas": 2},

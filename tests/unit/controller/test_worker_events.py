@@ -1,4 +1,4 @@
-"""What a run does when a worker is lost, as far as other workers have to learn of it."""
+"""A run tells those workers of a lost one that would wait for its rows."""
 
 import asyncio
 from collections.abc import Callable

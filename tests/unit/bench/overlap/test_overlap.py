@@ -1,4 +1,4 @@
-"""What the analysis of a finished run says, of schedules whose truth is known."""
+"""The analysis of a finished run finds the truth of schedules for which it is known."""
 
 import re
 import sys

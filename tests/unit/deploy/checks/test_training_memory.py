@@ -1,4 +1,4 @@
-"""What is predicted of a trainer's and a critic's memory is what torch allocates in a step."""
+"""The predicted memory of trainer and critic is what torch allocates in a step."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `--on ray` says without Ray, and to a wrong address. A test of Ray itself is in tests/system/test_ray.py."""
+"""`--on ray` explains a missing Ray and a wrong address; tests/system/test_ray.py tests Ray itself."""
 
 import sys
 from contextlib import closing

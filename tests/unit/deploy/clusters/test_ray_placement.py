@@ -1,4 +1,4 @@
-"""What workers ask of a Ray cluster, from the replicas, devices and pools of a config."""
+"""Workers ask a Ray cluster for what replicas, devices and pools of the config say."""
 
 import re
 from typing import Any

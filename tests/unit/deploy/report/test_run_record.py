@@ -1,4 +1,4 @@
-"""What a report reads: steps that count, time over resumes, devices, and runs that cannot be read."""
+"""A report reads the steps that count, time over resumes and devices, and refuses what it cannot read."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run tells a host about itself, and hosts whose controller has another address at each try; on virtual time."""
+"""A run tells hosts its state, and hosts find a controller with another address at each try; on virtual time."""
 
 import asyncio
 from collections.abc import Awaitable

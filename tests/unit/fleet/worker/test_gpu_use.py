@@ -1,4 +1,4 @@
-"""What a worker reports of its GPU, up to the calls of the device, which a stand-in for torch answers."""
+"""A worker reports the memory of its GPU; a stand-in for torch answers the calls of the device."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a link promises about order and number of messages, against peers and queues that would break it."""
+"""A link keeps order and number of messages, against peers and queues that would break them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

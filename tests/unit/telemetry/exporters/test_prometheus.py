@@ -169,7 +169,7 @@ def test_the_page_lists_every_metric_with_kind_unit_labels_and_meaning() -> None
 DASHBOARD = json.loads((ROOT / "deploy/grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 FUNCTIONS = {"rate", "sum", "max", "count", "time", "vector", "scalar", "or"}
-"""What the expressions use of PromQL."""
+"""Functions of PromQL that the expressions use."""
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
