@@ -30,8 +30,7 @@ class RayPlace:
 
 def places_of(config: Config) -> list[RayPlace]:
     """Returns a place for each worker that may join, or each of the services in `fleet.joined` where that is set."""
-    replicas, assigned = joinable(config), assignment(config)
-    wanted = [service for service in replicas if not config.fleet.joined or service in config.fleet.joined]
+    assigned = assignment(config)
     gpu_pools = {name for name, pool in pools_of(config).items() if pool.has_gpus}
     on_gpus = {service for service, pool in pool_names(config).items() if pool in gpu_pools}
     return [
@@ -42,9 +41,15 @@ def places_of(config: Config) -> list[RayPlace]:
             assigned[service][number][0].host if service in assigned else "",
             service in on_gpus,
         )
-        for service in wanted
-        for number in range(replicas[service])
+        for service, replicas in _wanted(config).items()
+        for number in range(replicas)
     ]
+
+
+def _wanted(config: Config) -> dict[str, int]:
+    """Returns the services that are placed, with their replicas."""
+    joined = config.fleet.joined
+    return {service: count for service, count in joinable(config).items() if not joined or service in joined}
 
 
 def _resources(config: Config, service: str, assigned: Assignment, number: int) -> Resources:
@@ -64,9 +69,8 @@ def _resources(config: Config, service: str, assigned: Assignment, number: int) 
 
 def _joining_devices(config: Config, assigned: Assignment) -> Iterator[Sequence[Any]]:
     """Yields the devices of each worker that joins."""
-    for service, count in joinable(config).items():
-        if not config.fleet.joined or service in config.fleet.joined:
-            yield from assigned.get(service, ())[:count]
+    for service, count in _wanted(config).items():
+        yield from assigned.get(service, ())[:count]
 
 
 def bundles(places: Sequence[RayPlace], nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
