@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from asyncrl.deploy.report.report_page import report_html, shown_samples
+from asyncrl.deploy.report.report_page import SHOWN_SAMPLES, SHOWN_TOKENS, report_html, shown_samples
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.sample_tokens import MAX_TOKENS, shown_tokens, signed_colour, token_decoder
 
@@ -70,6 +70,20 @@ def test_the_page_shows_tokens_as_text_and_whole_groups(run: Path) -> None:
     page = report_html([record])
     assert ">&lt;/b&gt;</span>" in page
     assert page.count('class="token masked"') == 120
+
+
+def test_the_page_bounds_its_samples_and_the_tokens_that_have_colours(run: Path) -> None:
+    record = read_run(run)
+    long = replace(SAMPLE, token_ids=[1] * 250, token_logprobs=[-1.0] * 250, token_versions=[0] * 250)
+    groups = [
+        replace(long, group=group, member=member) for group, size in enumerate((100, 1, 100)) for member in range(size)
+    ]
+    shown = shown_samples(replace(record, samples=groups))
+    assert len(shown) == SHOWN_SAMPLES
+    coloured = sum(len(each.tokens) for each in shown)
+    assert SHOWN_TOKENS <= coloured < SHOWN_TOKENS + 250
+    assert shown[-1].tokens == []
+    assert shown[-1].text == SAMPLE.text
 
 
 def test_colours_grow_with_the_number_up_to_a_limit() -> None:

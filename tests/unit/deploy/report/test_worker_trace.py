@@ -70,6 +70,20 @@ def test_an_arrow_leads_from_the_sample_to_its_step_and_from_the_step_to_its_ver
     assert trace.workers == ["generation0.0", "training0.0"]
 
 
+def test_a_version_comes_from_the_step_that_had_ended_when_it_was_taken_over(
+    fleet: TracedFleet, tmp_path: Path
+) -> None:
+    fleet.span(fleet.trainer, "step", 2.0, rows=1)
+    begun = fleet.trainer.span("step", rows=2)
+    begun.__enter__()
+    fleet.span(fleet.generator, "flip", 0.1, version=1)
+    fleet.clock.seconds += 1.0
+    begun.__exit__(None, None, None)
+    fleet.close()
+    (arrow,) = read_trace(tmp_path).arrows
+    assert round(arrow.begin.end - arrow.begin.begin, 3) == 2.0
+
+
 def test_only_the_time_is_shown_of_which_every_file_is_read(
     fleet: TracedFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
