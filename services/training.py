@@ -216,7 +216,7 @@ class TrainingService(Service, Training):
         reader after `staleness.publish_deadline`; the same time again is for that to take effect."""
         deadline = 2 * self.context.config.staleness.publish_deadline
         try:
-            with self.context.clock.state("sync"):
+            with self.context.occupancy.awaiting_weights():
                 async with asyncio.timeout(deadline):
                     while leases.holders(version):
                         self._leases_changed.clear()
@@ -273,7 +273,7 @@ class TrainingService(Service, Training):
             context.spec.rank,
             context.spec.layout.size,
             context.config.training.device,
-            waiting=partial(context.clock.state, "sync"),
+            waiting=context.occupancy.exchanging,
             start=fleet.start_deadline,
             exchange=fleet.call_deadline,
             has_own_gpu=bool(context.spec.devices),
@@ -291,7 +291,7 @@ class TrainingService(Service, Training):
     def _write(self, version: int) -> Published:
         if self._writer is None:
             return Published(self.context.facts.incarnation, version, "", slot_of(version), "")
-        with self.context.clock.state("sync"):
+        with self.context.occupancy.exchanging():
             written = self._writer.write(self.context.facts.incarnation, version, self._engine.named_tensors())
         return replace(written, canary=self._engine.canary())
 

@@ -98,49 +98,80 @@ class StateClock:
 
 
 class Occupancy:
-    """Books a worker's time: busy while something computes, overhead while calls only wait, else idle."""
+    """Books a worker's time by what happens in it; where several things do, the first of these counts:
+
+    sync: weights or gradients are exchanged on the compute thread; busy: something computes; sync: the worker waits for
+    weights, or for readers of weights; overhead: calls only wait; else idle.
+    """
 
     def __init__(self, clock: StateClock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
+        self._exchanging = 0
         self._computing = 0
+        self._awaiting = 0
         self._calls = 0
+        self._out_of_work = 0
         self._state: State | Literal["idle"] = "idle"
         clock.idle()
 
     def computing(self) -> AbstractContextManager[None]:
         """Books the block as busy, on the compute thread or in children of this worker."""
-        return _Counted(self._count, computing=1, calls=0)
+        return _Counted(self._count, computing=1)
 
     def serving(self) -> AbstractContextManager[None]:
         """Counts a call of the work lane that is being served during the block."""
-        return _Counted(self._count, computing=0, calls=1)
+        return _Counted(self._count, calls=1)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Books the block, within `serving`, as idle if nothing else happens: the call waits for a person."""
-        return _Counted(self._count, computing=0, calls=-1)
+        return _Counted(self._count, calls=-1)
 
-    def _count(self, computing: int, calls: int) -> None:
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Books the block as sync: the compute thread reads or writes weights, or waits for other ranks."""
+        return _Counted(self._count, exchanging=1)
+
+    def awaiting_weights(self) -> AbstractContextManager[None]:
+        """Books the block as sync while nothing computes: weights are on their way, or their slot is not free."""
+        return _Counted(self._count, awaiting=1)
+
+    def out_of_work(self) -> AbstractContextManager[None]:
+        """Books the block as idle if nothing else happens: nothing can be computed for the calls that are open."""
+        return _Counted(self._count, out_of_work=1)
+
+    def _count(self, exchanging: int, computing: int, awaiting: int, calls: int, out_of_work: int) -> None:
         left = self._clock.time()
         with self._lock:
+            self._exchanging += exchanging
             self._computing += computing
+            self._awaiting += awaiting
             self._calls += calls
-            state: State | Literal["idle"] = "busy" if self._computing else "overhead" if self._calls else "idle"
-            if state != self._state:
+            self._out_of_work += out_of_work
+            if (state := self._state_now()) != self._state:
                 self._state = state
                 self._clock.idle(left) if state == "idle" else self._clock.enter(state, left)
+
+    def _state_now(self) -> State | Literal["idle"]:
+        if self._computing and not self._exchanging:
+            return "busy"
+        if self._exchanging or self._awaiting:
+            return "sync"
+        return "overhead" if self._calls > 0 and not self._out_of_work else "idle"
 
 
 @dataclass(slots=True)
 class _Counted(AbstractContextManager[None]):
     """Adds to the counts of an Occupancy during a block, at half the cost of a generator, because every call does."""
 
-    count: Callable[[int, int], None]
-    computing: int
-    calls: int
+    count: Callable[[int, int, int, int, int], None]
+    exchanging: int = 0
+    computing: int = 0
+    awaiting: int = 0
+    calls: int = 0
+    out_of_work: int = 0
 
     def __enter__(self) -> None:
-        self.count(self.computing, self.calls)
+        self.count(self.exchanging, self.computing, self.awaiting, self.calls, self.out_of_work)
 
     def __exit__(self, *_: object) -> None:
-        self.count(-self.computing, -self.calls)
+        self.count(-self.exchanging, -self.computing, -self.awaiting, -self.calls, -self.out_of_work)

@@ -46,9 +46,16 @@ class Tracer:
         path: file to append to, by convention `RUN_DIR/logs/INSTANCE.trace.jsonl`; without one nothing is recorded.
         process: the name of this process's track, e.g. "training0.0".
         now: seconds on a clock that all processes of the host share.
+        since_1970: the same instant as seconds since 1970.
     """
 
-    def __init__(self, path: Path | None, process: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        process: str,
+        now: Callable[[], float] = time.monotonic,
+        since_1970: Callable[[], float] = time.time,
+    ) -> None:
         self._path = path
         self._process = process
         self._now = now
@@ -62,7 +69,7 @@ class Tracer:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._pid = crc32(path.name.encode()) >> 1
-            self._wall = time.time() - now()
+            self._wall = since_1970() - now()
             self._describe("process_name", 0, name=process)
             self.flush()
 

@@ -1,19 +1,14 @@
-"""Computes from what a run recorded how much its services overlapped.
+"""Computes from what a run recorded the numbers of definitions.py.
 
-    busy_i            share of the time in which workers of service i computed, weighted over steps by their length
-    E                 max busy_i: 1 where the slowest service never waited
-    C                 seconds from the begin of a group's generation until the weights that it trained are in use
-    bound efficiency  max(slowest service, C / (limit + 1)) / step: what of the step the staleness limit explains too
-                      (Little's law: at most limit + 1 batches are on their way at one time)
-    overlap fraction  time in which both generation and training ran, over that in which the rarer of the two did
-
-The first tenth of the steps is left out as warm-up. Evaluation is no stage of a step, and is listed only.
+busy_i is the share of the time in which workers of service i computed, weighted over steps by their length. The first
+tenth of the steps is left out as warm-up. Evaluation is no stage of a step, and is listed only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from asyncrl.bench.overlap.definitions import Interval, bound_efficiency, goodput, overlap_efficiency, overlap_fraction
 from asyncrl.deploy.report.run_record import RunRecord
 from asyncrl.deploy.report.time_shares import lengths_of, mean_shares, services_of
 from asyncrl.deploy.report.worker_trace import NEW_WEIGHTS, STEP, Arrow, Slice, WorkerTrace
@@ -58,18 +53,19 @@ class Overlap:
 
     @property
     def efficiency(self) -> float:
-        return self.stages[self.slowest]
+        return overlap_efficiency(self.stages.values(), 1.0)
 
     @property
     def bound_efficiency(self) -> float | None:
         if self.cycle is None:
             return None
-        return min(1.0, max(self.efficiency * self.step, self.cycle / (self.limit + 1)) / self.step)
+        seconds = [share * self.step for share in self.stages.values()]
+        return bound_efficiency(seconds, self.cycle, self.limit, self.step)
 
     @property
     def goodput(self) -> float:
         """Returns trained tokens a second and device."""
-        return self.tokens / self.devices
+        return goodput(self.tokens, 1.0, self.devices)
 
 
 def overlap_of(run: RunRecord, trace: WorkerTrace) -> Overlap:
@@ -91,7 +87,7 @@ def overlap_of(run: RunRecord, trace: WorkerTrace) -> Overlap:
         devices=run.devices,
         limit=run.config.staleness.limit,
         cycle=cycle_seconds(trace.arrows),
-        both_ran=overlap_fraction(slices),
+        both_ran=overlap_fraction(*busy_intervals(slices)),
         traced=slices[-1].end - slices[0].begin if slices else 0.0,
     )
 
@@ -122,26 +118,8 @@ def cycle_seconds(arrows: Sequence[Arrow]) -> float | None:
     return fmean(cycles) if cycles else None
 
 
-def overlap_fraction(slices: Sequence[Slice]) -> float | None:
-    """Returns the share of the time with the rarer of generation and training in which both ran."""
-    generated = _merged(each for each in slices if each.worker.startswith("generation") and each.name != NEW_WEIGHTS)
-    trained = _merged(each for each in slices if each.worker.startswith("training") and each.name == STEP)
-    if not generated or not trained:
-        return None
-    common = sum(max(0.0, min(one[1], other[1]) - max(one[0], other[0])) for one in generated for other in trained)
-    return common / min(_length(generated), _length(trained))
-
-
-def _merged(slices: Iterable[Slice]) -> list[tuple[float, float]]:
-    """Returns the time that slices cover, as intervals that do not touch."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted((each.begin, each.end) for each in slices):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def busy_intervals(slices: Sequence[Slice]) -> tuple[list[Interval], list[Interval]]:
+    """Returns when generators sampled and when the trainer trained, by their spans."""
+    generated = [each for each in slices if each.worker.startswith("generation") and each.name != NEW_WEIGHTS]
+    trained = [each for each in slices if each.worker.startswith("training") and each.name == STEP]
+    return [(each.begin, each.end) for each in generated], [(each.begin, each.end) for each in trained]

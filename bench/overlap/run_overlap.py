@@ -8,6 +8,7 @@ from pathlib import Path
 from asyncrl.bench.measurements import table
 from asyncrl.bench.overlap.accounting import Overlap, overlap_of
 from asyncrl.bench.overlap.bottleneck import bottleneck
+from asyncrl.bench.overlap.definitions import bubble_ratio
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.time_shares import ACCOUNTED
 from asyncrl.deploy.report.worker_trace import read_trace
@@ -28,7 +29,7 @@ def described(overlap: Overlap) -> Iterator[str]:
     """Yields the lines about one run."""
     yield f"{overlap.name}: {overlap.steps} steps of {overlap.step:.3f} s after the warm-up, limit {overlap.limit}"
     rows = [
-        [service, *(f"{shares[state]:.1%}" for state in ACCOUNTED), f"{1 - shares['busy']:.1%}"]
+        [service, *(percent(shares[state]) for state in ACCOUNTED), percent(bubble_ratio(shares["busy"], 1.0))]
         for service, shares in overlap.shares.items()
     ]
     yield table(["service", *ACCOUNTED, "bubble"], rows)
@@ -42,6 +43,11 @@ def described(overlap: Overlap) -> Iterator[str]:
         yield f"overlap fraction {overlap.both_ran:.3f} of generation and training, in the same seconds"
     yield f"goodput {overlap.goodput:,.0f} trained tokens a second and device, on {overlap.devices}"
     yield bottleneck(overlap)
+
+
+def percent(share: float) -> str:
+    """Formats a share; a tiny negative one, which rounding leaves, as 0."""
+    return f"{max(0.0, share) if share > -0.0005 else share:.1%}"
 
 
 def compared(found: Sequence[Overlap]) -> str:

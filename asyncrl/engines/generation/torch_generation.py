@@ -112,7 +112,8 @@ class TorchGeneration:
         if self._receiver is None:
             network, device = partial(weight_network, self._worker), self.core.device.type
             self._receiver = open_receiver(published, self.core.spec, network, device)
-        fetched = await self._receiver.fetch(published)
+        with self._worker.occupancy.awaiting_weights():
+            fetched = await self._receiver.fetch(published)
         if fetched.bytes:
             size, error = fetched
             self._worker.log.info("weights fetched", version=published.version, bytes=size, error=error)
@@ -125,7 +126,10 @@ class TorchGeneration:
     async def run(self, deliver: Callable[[Sequence[Completion]], None]) -> None:
         """Runs slices of decode steps while there are samples, until cancelled."""
         while True:
-            await self._wakeup.wait()
+            # Requests without a slot, while nothing runs, need weights that are on their way.
+            occupancy, late = self._worker.occupancy, self.core.waiting and not self._paused
+            with occupancy.awaiting_weights() if late else occupancy.out_of_work():
+                await self._wakeup.wait()
             self._wakeup.clear()
             more = True
             while self._aborted or self._released or (more and not self._paused):
@@ -135,7 +139,6 @@ class TorchGeneration:
                 done, more = await self._worker.compute.run(self._run_slice, aborted, released)
                 deliver(done)
                 await asyncio.sleep(0)  # Lets callers run where the compute thread is this event loop.
-            self._worker.clock.idle()
 
     def close(self) -> None:
         if self._receiver is not None:
@@ -166,7 +169,7 @@ class TorchGeneration:
 
     def _load_weights(self, receiver: WeightReceiver, published: Published) -> None:
         """Loads weights on the compute thread."""
-        with self._worker.clock.state("sync"), self._worker.tracer.span("flip", version=published.version):
+        with self._worker.occupancy.exchanging(), self._worker.tracer.span("flip", version=published.version):
             tensors = receiver.tensors(published)
             on_device = all(tensor.device == self.core.device for tensor in tensors.values())
             self.core.load(tensors, published.version, share=self._in_place and on_device)

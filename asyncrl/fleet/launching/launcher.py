@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.concurrency import unwrap
-from asyncrl.fleet.worker.worker_runtime import run_worker
+from asyncrl.fleet.worker.worker_runtime import OpenInstruments, instruments, run_worker
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire
@@ -105,10 +105,11 @@ class InprocWorker:
 @dataclass(slots=True)
 class InprocLauncher:
     """Owns the tasks of its workers; `close` kills those that still run. wire: on which workers listen and connect;
-    inproc: its part for addresses inside this process."""
+    inproc: its part for addresses inside this process. open_instruments: of a worker."""
 
     wire: Wire
     inproc: InprocWire
+    open_instruments: OpenInstruments = instruments
     _workers: list[InprocWorker] = field(default_factory=list)
 
     async def close(self) -> None:
@@ -124,7 +125,8 @@ class InprocLauncher:
                 self.inproc.sever(address)
 
         self._workers = [worker for worker in self._workers if not worker.task.done()]
-        self._workers.append(InprocWorker(spec, partial(run_worker, spec, self.wire), sever))
+        runs = partial(run_worker, spec, self.wire, open_instruments=self.open_instruments)
+        self._workers.append(InprocWorker(spec, runs, sever))
         return self._workers[-1]
 
     def clean_up(self, spec: WorkerSpec) -> None:

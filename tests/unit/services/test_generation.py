@@ -315,7 +315,8 @@ async def test_an_idle_engine_flips_and_then_starts_what_waited_for_it(start: St
     async with start() as service:
         await service.use_weights(arena.publish(0))
         waiting = asyncio.ensure_future(collect(service, group(0, not_before=1)))
-        await until(service, lambda: core_of(service).waiting == 4)
+        clock = service.context.clock
+        await until(service, lambda: core_of(service).waiting == 4 and clock.current == "sync")
         await service.use_weights(arena.publish(1))
         assert {row.first for row in BatchRef.join(await waiting)} == {1}
 

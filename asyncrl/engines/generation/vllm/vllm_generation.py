@@ -136,9 +136,11 @@ class VllmGeneration:
     async def update(self, published: Published) -> None:
         fields = [getattr(published, name) for name in ATTACHED]
         async with self._turn:
-            with self._worker.clock.state("sync"), self._worker.tracer.span("flip", version=published.version):
-                await self._attach(fields)
-                await self._load_weights(published.version)
+            with self._worker.tracer.span("flip", version=published.version):
+                with self._worker.occupancy.awaiting_weights():
+                    await self._attach(fields)
+                with self._worker.occupancy.exchanging():
+                    await self._load_weights(published.version)
             self.version = published.version
             if not self._paused:
                 await self._engine.resume()

@@ -10,8 +10,9 @@ import pytest
 
 from asyncrl.bench import cli
 from asyncrl.bench.overlap import run_overlap, slowest_step
-from asyncrl.bench.overlap.accounting import Overlap, cycle_seconds, overlap_fraction, overlap_of
+from asyncrl.bench.overlap.accounting import Overlap, busy_intervals, cycle_seconds, overlap_of
 from asyncrl.bench.overlap.bottleneck import bottleneck
+from asyncrl.bench.overlap.definitions import overlap_fraction
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.worker_trace import Arrow, Slice, WorkerTrace
 from asyncrl.errors import ConfigError
@@ -84,8 +85,8 @@ def test_the_staleness_limit_explains_what_littles_law_says(tmp_path: Path, limi
 def test_overlap_is_the_time_in_which_both_ran() -> None:
     generated = [Slice("generation0.0", row, "generate", row * 1.0, row + 2.0) for row in range(3)]
     trained = [Slice("training0.0", 0, "step", 3.0, 5.0), Slice("training0.0", 0, "prefetch", 0.0, 9.0)]
-    assert overlap_fraction([*generated, *trained]) == pytest.approx(0.5)
-    assert overlap_fraction(generated) is None
+    assert overlap_fraction(*busy_intervals([*generated, *trained])) == pytest.approx(0.5)
+    assert overlap_fraction(*busy_intervals(generated)) is None
     assert cycle_seconds([]) is None
 
 
