@@ -4,7 +4,7 @@ busy_i is the share of the time in which workers of service i computed, weighted
 tenth of the steps is left out as warm-up. Evaluation is no stage of a step, and is listed only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -119,7 +119,16 @@ def cycle_seconds(arrows: Sequence[Arrow]) -> float | None:
 
 
 def busy_intervals(slices: Sequence[Slice]) -> tuple[list[Interval], list[Interval]]:
-    """Returns when generators sampled and when the trainer trained, by their spans."""
+    """Returns when generators sampled and when the trainer trained, by their spans, from the first tenth of the steps
+    that the trace holds to the last of them."""
     generated = [each for each in slices if each.worker.startswith("generation") and each.name != NEW_WEIGHTS]
     trained = [each for each in slices if each.worker.startswith("training") and each.name == STEP]
-    return [(each.begin, each.end) for each in generated], [(each.begin, each.end) for each in trained]
+    if not trained:
+        return [], []
+    begin, end = trained[len(trained) // 10].begin, max(each.end for each in trained)
+    return _within(generated, begin, end), _within(trained, begin, end)
+
+
+def _within(slices: Iterable[Slice], begin: float, end: float) -> list[Interval]:
+    cut = ((max(each.begin, begin), min(each.end, end)) for each in slices)
+    return [each for each in cut if each[0] < each[1]]

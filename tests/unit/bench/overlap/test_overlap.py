@@ -84,8 +84,10 @@ def test_the_staleness_limit_explains_what_littles_law_says(tmp_path: Path, limi
 
 def test_overlap_is_the_time_in_which_both_ran() -> None:
     generated = [Slice("generation0.0", row, "generate", row * 1.0, row + 2.0) for row in range(3)]
-    trained = [Slice("training0.0", 0, "step", 3.0, 5.0), Slice("training0.0", 0, "prefetch", 0.0, 9.0)]
-    assert overlap_fraction(*busy_intervals([*generated, *trained])) == pytest.approx(0.5)
+    trained = [Slice("training0.0", 0, "step", begin, end) for begin, end in ((-1.0, -0.5), (3.0, 5.0))]
+    prefetch = Slice("training0.0", 0, "prefetch", 0.0, 9.0)
+    assert overlap_fraction(*busy_intervals([*generated, *trained, prefetch])) == pytest.approx(1.0 / 2.5)
+    assert overlap_fraction(*busy_intervals([*generated, *trained[1:]])) == 1.0, "before the first step is warm-up"
     assert overlap_fraction(*busy_intervals(generated)) is None
     assert cycle_seconds([]) is None
 
