@@ -15,13 +15,13 @@ from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
-from asyncrl.deploy.checks.model_shape import shape_of
 from asyncrl.deploy.checks.placement_plan import memory_problems
 from asyncrl.deploy.checks.row_lengths import measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import SharedMemoryNeed, longest_token_of, shared_memory
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
+from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems

@@ -37,7 +37,6 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import Questions, RunState, TrainingRun
-from asyncrl.deploy.checks.model_shape import shape_of
 from asyncrl.deploy.join_address import listen_address
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.fork_client import Forks, forks_of
@@ -45,6 +44,7 @@ from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, run_fleet
 from asyncrl.deploy.service_specs import worker_count
+from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folders

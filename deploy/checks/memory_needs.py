@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.deploy.checks.model_shape import BYTES, FLOAT, Shape, shape_of
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import ForwardPass, kept_bytes, largest_pass, likely_pass, pass_bytes
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
+from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, shape_of
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.weights.leases import SLOTS

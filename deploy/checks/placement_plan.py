@@ -9,8 +9,8 @@ from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import assignment, pool_key, pool_names, pools_of
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.memory_needs import MemoryNeed, needs
-from asyncrl.deploy.checks.model_shape import Shape
 from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.engines.model_shape import Shape
 from asyncrl.lanes.host_id import HostId
 
 JOINING = "<host that joins>"

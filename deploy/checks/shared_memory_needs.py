@@ -7,8 +7,8 @@ from pathlib import Path
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import critic_count, version_bytes
-from asyncrl.deploy.checks.model_shape import Shape
 from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.engines.model_shape import Shape
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
 from asyncrl.lanes.weights.leases import SLOTS

@@ -13,8 +13,8 @@ layer, where `model`, `queries`, `keys` and `inner` are widths:
 from dataclasses import dataclass
 
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.model_shape import BYTES, FLOAT, Shape
 from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
 from asyncrl.engines.training.batch.sharing_cost import pass_cost
 
 NORMS, FROZEN_NORMS = 6, 4

@@ -8,10 +8,10 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.model_shape import FLOAT, Shape, shape_of
 from asyncrl.engines.generation.forward.cache_size import ITEM_BYTES, blocks_within, engine_slots
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
 from asyncrl.engines.lora.target_layers import adapted_names
+from asyncrl.engines.model_shape import FLOAT, Shape, shape_of
 from asyncrl.engines.models.model_folder import weight_files
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.weight_transport import transport_of

@@ -134,9 +134,9 @@ def _weights_check(config: "Config") -> Check:
 
 def _memory_checks(config: "Config") -> Iterator[Check]:
     from asyncrl.deploy.checks.memory_needs import needs
-    from asyncrl.deploy.checks.model_shape import shape_of
     from asyncrl.deploy.checks.row_lengths import measured_lengths
     from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
+    from asyncrl.engines.model_shape import shape_of
 
     shape = shape_of(config.model.name)
     if shape is None:

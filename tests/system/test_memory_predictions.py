@@ -12,10 +12,10 @@ from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.checks.model_shape import shape_of
 from asyncrl.deploy.checks.placement_plan import planned_workers
 from asyncrl.deploy.checks.row_lengths import measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import shared_memory
+from asyncrl.engines.model_shape import shape_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import ForkedProgram

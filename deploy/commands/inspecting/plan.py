@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
-    from asyncrl.deploy.checks.model_shape import Shape
     from asyncrl.deploy.checks.placement_plan import PlannedWorker
+    from asyncrl.engines.model_shape import Shape
 
 USAGE = f"""\
 usage: asyncrl plan NAME|FILE [--section.key value ...]
@@ -22,8 +22,8 @@ def main(arguments: list[str]) -> int:
         print(USAGE)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     from asyncrl.config.sources import load
-    from asyncrl.deploy.checks.model_shape import shape_of
     from asyncrl.deploy.preflight import memory_of_run
+    from asyncrl.engines.model_shape import shape_of
     from asyncrl.errors import ConfigError
 
     config = load(arguments[0], arguments[1:]).config

@@ -20,7 +20,6 @@ from asyncrl.deploy.checks.memory_needs import (
     MemoryNeed,
     needs,
 )
-from asyncrl.deploy.checks.model_shape import PACKAGED, Shape, shape_of
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import (
     TEXT_BYTES_PER_TOKEN,
@@ -29,6 +28,7 @@ from asyncrl.deploy.checks.shared_memory_needs import (
     shared_memory,
 )
 from asyncrl.engines.generation.scheduling import block_tables
+from asyncrl.engines.model_shape import PACKAGED, Shape, shape_of
 from asyncrl.lanes.data.row_heap import range_bytes
 from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row
 from asyncrl.protocols.row_columns import reference_columns, sample_columns, token_reward_columns, value_columns

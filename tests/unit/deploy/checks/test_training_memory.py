@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import needs
-from asyncrl.deploy.checks.model_shape import shape_of
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import kept_bytes, largest_pass, likely_pass, pass_bytes
+from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer

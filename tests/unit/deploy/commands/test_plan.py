@@ -8,8 +8,8 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.deploy import cli
 from asyncrl.deploy.checks.memory_needs import needs
-from asyncrl.deploy.checks.model_shape import PACKAGED
 from asyncrl.deploy.checks.placement_plan import memory_problems, planned_workers
+from asyncrl.engines.model_shape import PACKAGED
 from asyncrl.lanes.host_id import HostId
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
