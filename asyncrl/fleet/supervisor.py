@@ -32,8 +32,9 @@ FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 8.0
 DRAIN_CHECK = 0.1
 """Seconds between two looks at whether an instance that leaves holds anything yet."""
-LONG_LIFE = 60.0
-"""Seconds of taking calls after which a death counts as the first of its kind, and not as part of a crash loop."""
+LONG_LIFE = 10.0
+"""Seconds of taking calls after which a death counts as the first of its kind, and not as part of a crash loop: three
+times what a start takes."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncrl.fleet.launching.key_folder import WorkerKey
 
 WITH_TORCH = ("generation", "evaluation", "reference", "training", "critic", "cost_critic")
-"""Roles for which a process imports torch ahead, from which workers are forked."""
+"""Roles whose workers are forked from a process that has imported torch; all others from one without torch."""
 
 DRAIN = 20.0
 """Seconds that a worker drains: it has ended before the 30 s are over that spot machines and Kubernetes give."""
@@ -65,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="Where the run listens.")
     parser.add_argument("--key", required=True, type=Path, help=KEY_HELP)
     parser.add_argument("--address", default="", help="Address of this host that others reach; default: towards HOST.")
-    text = "Seconds to wait for a run that is not there, yet or any more; default: 60."
-    parser.add_argument("--timeout", type=float, default=60.0, help=text)
+    text = "Seconds to wait for a run that is not there, yet or any more; default: 300."
+    parser.add_argument("--timeout", type=float, default=300.0, help=text)
     text = "Folder for files that this host does not see; default: ~/.cache/asyncrl."
     parser.add_argument("--cache", type=Path, default=default_cache(), help=text)
     text = "Folder whose `logs` has the logs of workers that do not see the run directory; default: one in the cache."
@@ -86,11 +86,11 @@ def default_cache() -> Path:
 @contextmanager
 def _forks(role: str) -> "Iterator[Forks | None]":
     """Begins to import what workers of the role need, before one is wanted."""
-    from asyncrl.deploy.process.fork_client import Forks
+    from asyncrl.deploy.process.fork_client import MODULES, Forks
     from asyncrl.deploy.process.worker_environment import worker_environment
 
-    ahead = role in WITH_TORCH and sys.platform == "linux"
-    with Forks(worker_environment(os.environ, wire="tcp")) if ahead else nullcontext() as forks:
+    environment, modules = worker_environment(os.environ, wire="tcp"), MODULES if role in WITH_TORCH else ()
+    with Forks(environment, modules) if sys.platform == "linux" else nullcontext() as forks:
         yield forks
 
 
@@ -131,7 +131,9 @@ async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, 
         if asked.key == STANDARD_INPUT:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _leave_at_end, stop)
         if forks is not None:
-            await forks.prepare("torch")  # Once it has joined, a worker is to work within seconds.
+            await forks.prepare(
+                "torch" if asked.role in WITH_TORCH else "plain"
+            )  # Once it has joined, a worker is to work within seconds.
         files = FileCache(asked.cache.absolute(), say, asked.logs.absolute() if asked.logs else None)
         host = JoiningHost(
             *(wire, asked.join, asked.role, key.proof, launcher, stop, files),

@@ -9,6 +9,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.chaos.faults import KINDS
 from tests.chaos.fleet_on_hosts import RunEnded, fleet_on_hosts
 from tests.chaos.outcome import REWARD, Outcome
 from tests.chaos.trial import Trial
@@ -22,11 +23,14 @@ def main(arguments: list[str]) -> int:
     if why := why_no_hosts():
         print(why, file=sys.stderr)
         return 2
+    if not (kinds := tuple(kind for kind in KINDS if asked.only in kind.name)):
+        print(f"--only: no kind of fault has {asked.only!r} in its name", file=sys.stderr)
+        return 2
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with fleet_on_hosts(folder, "quickstart", FLAGS) as fleet:
-            trial = Trial(fleet, asked.seed, 60 * asked.minutes, asked.pause)
+            trial = Trial(fleet, asked.seed, 60 * asked.minutes, asked.pause, kinds)
             asyncio.run(trial.run())
     except RunEnded as ended:
         print(f"the run did not go on: {ended}\nall is kept in {folder}", file=sys.stderr)
@@ -54,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=5.0, help="How long faults happen.")
     parser.add_argument("--seed", type=int, default=0, help="Chooses the faults.")
     parser.add_argument("--pause", type=float, default=6.0, help="Longest pause between two faults, in seconds.")
+    parser.add_argument("--only", default="", help="Only kinds of faults that have this text in their names.")
     parser.add_argument("--json", type=Path, help="File for the result and every fault.")
     parser.add_argument("--folder", type=Path, help="Empty folder for everything; default: a new one.")
     return parser

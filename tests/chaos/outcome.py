@@ -3,7 +3,9 @@
 import platform
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -11,11 +13,15 @@ from typing import Any
 from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
 from asyncrl.telemetry.metrics_file import read_metrics
+from tests.chaos.faults import HOSTS
 from tests.chaos.injection import Injected
+from tests.chaos.run_watch import Loss
 from tests.chaos.trial import Trial
 
-NOTICE = {"network": 9.0, "stop": 9.0}
-"""Seconds after the end of a fault until which a loss counts as its doing: four heartbeats of two seconds."""
+NOTICE = {"network": 9.0, "stop": 2.5}
+"""Seconds after the end of a fault until which a loss counts as its doing: four heartbeats of two seconds, and less
+after a stopped process goes on."""
+KILLS = ("kill", "host")
 NOTICE_OF_DEATH = 1.5
 LAST = 50
 """Steps whose mean reward is the reward at the end."""
@@ -52,9 +58,8 @@ class Outcome:
         watch = self.trial.fleet.watch
         self.costs = []
         for done in self.trial.faults:
-            until = done.ended + NOTICE.get(done.fault.kind.family, NOTICE_OF_DEATH)
-            lost = watch.replaced(done.began, done.ended, until)
-            self.costs.append(Cost(done, watch.next_step(done.ended), lost))
+            replaced = watch.replaced(done.ended, partial(caused, done, self.trial.faults))
+            self.costs.append(Cost(done, watch.next_step(done.ended), replaced))
         self.report = audit(self.run_dir)
         self.metrics = read_metrics(self.run_dir / "metrics.jsonl")
         self.staleness = max(line.get("staleness/max", 0.0) for line in self.metrics)
@@ -127,6 +132,24 @@ class Outcome:
             }
             for cost in self.costs
         ]
+
+
+def caused(done: Injected, faults: Sequence[Injected], loss: Loss) -> bool:
+    """Returns whether a loss counts as the doing of a fault. What a kill explains is not the doing of a network or of a
+    stopped process beside it. faults: all."""
+    if done.fault.kind.family in NOTICE and any(
+        _fits(each, loss) for each in faults if each.fault.kind.family in KILLS
+    ):
+        return False
+    return _fits(done, loss)
+
+
+def _fits(done: Injected, loss: Loss) -> bool:
+    """Returns whether time and place agree. An outage of the controller takes workers of all hosts."""
+    kind = done.fault.kind
+    hosts = HOSTS if kind.is_outage else done.fault.hosts
+    until = done.ended + NOTICE.get(kind.family, NOTICE_OF_DEATH)
+    return done.began <= loss.at <= until and loss.host in {f"h{host}" for host in hosts}
 
 
 def _rounded(seconds: float | None) -> float | None:

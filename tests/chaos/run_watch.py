@@ -3,6 +3,7 @@
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,19 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of an instance. host: where it ran."""
+
+    at: float
+    host: str
+
+
 @dataclass
 class RunWatch:
     """Holds what a run printed and logged; times are of the monotonic clock. alive: the instance of each worker that
-    takes calls. lost, started: when, by worker. places: host and process id on it, by instance. steps: when each was
-    trained."""
+    takes calls. started: when, by worker. lost: by worker. places: host and process id on it, by instance. steps: when
+    each was trained."""
 
     run_dir: Path
     expected: int
@@ -49,7 +58,7 @@ class RunWatch:
     steps: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.lost: dict[str, list[float]] = defaultdict(list)
+        self.lost: dict[str, list[Loss]] = defaultdict(list)
         self.started: dict[str, list[float]] = defaultdict(list)
         self._metrics = GrowingFile(self.run_dir / "metrics.jsonl")
         self._events = GrowingFile(self.run_dir / "logs" / "controller.jsonl")
@@ -76,27 +85,31 @@ class RunWatch:
             self.started[worker].append(now)
         elif event == "WorkerLost" and self.alive.get(worker) == instance:
             del self.alive[worker]
-            self.lost[worker].append(now)
+            self._note_loss(worker, instance, now)
 
     def controller_died(self) -> None:
         """Notes that with it every connection to a worker is dead."""
         self.look()
         now = time.monotonic()
-        for worker in self.alive:
-            self.lost[worker].append(now)
+        for worker, instance in self.alive.items():
+            self._note_loss(worker, instance, now)
         self.alive.clear()
+
+    def _note_loss(self, worker: str, instance: str, now: float) -> None:
+        host, _ = self.places.get(instance, ("", 0))
+        self.lost[worker].append(Loss(now, host))
 
     def next_step(self, since: float) -> float | None:
         """Returns the seconds from a moment to the next trained step."""
         return next((at - since for at in self.steps if at >= since), None)
 
-    def replaced(self, began: float, since: float, until: float) -> float | None:
-        """Returns the seconds from `since` until the workers that were lost from `began` to `until` took calls again; 0
-        if none was, None if one does not yet."""
+    def replaced(self, since: float, is_its_doing: Callable[[Loss], bool]) -> float | None:
+        """Returns the seconds from `since` until the workers of these losses took calls again; 0 if there are none,
+        None if one does not yet."""
         longest = 0.0
         for worker, losses in self.lost.items():
-            if during := [at for at in losses if began <= at <= until]:
-                back = next((at for at in self.started[worker] if at >= during[-1]), None)
+            if its := [loss for loss in losses if is_its_doing(loss)]:
+                back = next((at for at in self.started[worker] if at >= its[-1].at), None)
                 if back is None:
                     return None
                 longest = max(longest, back - since)

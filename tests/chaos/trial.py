@@ -72,7 +72,7 @@ class Trial:
     def _in_time(self) -> Iterator[Fault]:
         for fault in draw(self.seed, self.longest_pause, self.kinds):
             left = self.began + self.seconds - time.monotonic()
-            if left <= 0:
+            if left <= min(kind.seconds[0] for kind in self.kinds):
                 return
             if fault.seconds <= left:
                 yield fault

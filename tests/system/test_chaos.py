@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.chaos_command import FLAGS
-from tests.chaos.faults import KINDS, draw
+from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.fleet_on_hosts import fleet_on_hosts
-from tests.chaos.outcome import Outcome
+from tests.chaos.injection import Injected
+from tests.chaos.outcome import Outcome, caused
+from tests.chaos.run_watch import Loss, RunWatch
 from tests.chaos.trial import Trial
 from tests.network_hosts import why_no_hosts
 
@@ -35,3 +37,30 @@ def test_a_fleet_on_three_hosts_survives_some_faults(quickstart_model: Path, tmp
     assert len(outcome.costs) >= 5
     assert len({cost.done.fault.kind for cost in outcome.costs}) >= 3
     assert fleet.run.exits == {0: 1}, "no worker's death ends the run"
+
+
+def test_a_loss_counts_for_the_fault_that_explains_it() -> None:
+    kinds = {kind.name: kind for kind in KINDS}
+    cut = Injected(Fault(kinds["partition of a host, 1 s"], (2,), (), 1.0, 0.5, 0, 1.0), 10.0, 11.0)
+    kill = Injected(Fault(kinds["kill -9 of a reward worker"], (2,), ("reward",), 0.0, 0.5, 0, 1.0), 15.0, 15.0)
+    outage = Injected(Fault(kinds["kill -9 of the controller"], (1,), ("controller",), 0.0, 0.5, 0, 1.0), 30.0, 30.0)
+    faults = [cut, kill, outage]
+    for loss, cause in (
+        (Loss(19.9, "h2"), cut),
+        (Loss(15.2, "h2"), kill),
+        (Loss(31.0, "h3"), outage),
+        (Loss(19.9, "h3"), None),
+        (Loss(20.1, "h2"), None),
+    ):
+        assert [each for each in faults if caused(each, faults, loss)] == [each for each in (cause,) if each]
+
+
+def test_recovery_lasts_until_the_last_of_the_lost_workers_takes_calls(tmp_path: Path) -> None:
+    watch = RunWatch(tmp_path, 2)
+    watch.lost["reward0"] = [Loss(5.0, "h2")]
+    watch.lost["reward1"] = [Loss(5.5, "h2")]
+    watch.started["reward0"] = [1.0, 6.0]
+    assert watch.replaced(5.0, lambda loss: True) is None
+    watch.started["reward1"] = [1.0, 8.5]
+    assert watch.replaced(5.0, lambda loss: True) == 3.5
+    assert watch.replaced(5.0, lambda loss: False) == 0

@@ -1,12 +1,16 @@
-"""asyncrl serve: the key that it reads from a pipe."""
+"""asyncrl serve: the key that it reads from a pipe, and what its workers are forked from."""
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from asyncrl.deploy import cli
+from asyncrl.deploy.commands import serve
+from asyncrl.deploy.process import fork_client
 from asyncrl.fleet.launching.key_folder import KeyFolder
 
 SERVE = ["serve", "reward", "--join", "tcp://127.0.0.1:7000", "--key", "-"]
@@ -47,3 +51,20 @@ def test_a_file_as_standard_input_is_refused(
         monkeypatch.setattr(sys, "stdin", file)
         assert cli.main(SERVE) == 2
     assert "--key -: standard input is a file, not a pipe: name the file with --key FILE" in capsys.readouterr().err
+
+
+def test_workers_of_every_role_are_forked_and_torch_is_imported_only_for_those_that_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = []
+
+    @contextmanager
+    def forks(environment: dict[str, str], modules: tuple[str, ...]) -> Iterator[str]:
+        imported.append(modules)
+        yield "forks"
+
+    monkeypatch.setattr(fork_client, "Forks", forks)
+    for role in ("reward", "generation"):
+        with serve._forks(role) as forked:
+            assert str(forked) == "forks"
+    assert imported == [(), fork_client.MODULES]
