@@ -22,6 +22,7 @@ BENCHMARKS = {
     "sandbox": ("overhead.sandbox_throughput", "sandboxed programs a second, beside bare starts of the interpreter"),
     "episodes": ("overhead.episode_throughput", "episodes a second in children, beside the class in one loop"),
     "overlap": ("overlap.run_overlap", "of finished runs: busy shares, overlap, the bottleneck and its key"),
+    "accounting": ("overlap.cpu_agreement", "busy time by state clock, spans and scheduler, which must agree"),
     "why": ("overlap.slowest_step", "of a finished run: what made its slowest step slow"),
     "policies": (
         "learning.staleness_policies",

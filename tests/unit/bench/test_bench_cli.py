@@ -26,6 +26,7 @@ COUNTS = {
     "sandbox": ["rounds", "programs"],
     "episodes": ["rounds", "episodes", "children"],
     "learning": ["runs"],
+    "accounting": ["rounds", "steps"],
 }
 
 
