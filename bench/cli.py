@@ -24,6 +24,7 @@ BENCHMARKS = {
     "overlap": ("overlap.run_overlap", "of finished runs: busy shares, overlap, the bottleneck and its key"),
     "accounting": ("overlap.cpu_agreement", "busy time by state clock, spans and scheduler, which must agree"),
     "why": ("overlap.slowest_step", "of a finished run: what made its slowest step slow"),
+    "map": ("overlap.map_models", "of a job: which model runs on which GPUs, in which layout; writes [pools]"),
     "policies": (
         "learning.staleness_policies",
         "policies on the virtual clock: live tokens, idle trainer, masked samples",

@@ -98,6 +98,7 @@ UNFUZZED: dict[str, str] = {
     "services/reward.py": "a column of a row, which a generator wrote as JSON",
     "simulation/cost_model/gpus.py": USER,
     "simulation/cost_model/model_size.py": MODEL,
+    "simulation/mapping/job_file.py": USER,
     "tasks/builtin/dialogue.py": USER,
     "tasks/builtin/guess_agent.py": "an example, which runs contained",
     "tasks/human_eval.py": USER,

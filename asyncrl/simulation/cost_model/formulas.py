@@ -73,9 +73,16 @@ def layer_collectives(model: ModelSize, rates: Rates, tokens: float, degrees: De
     size = tokens * model.hidden * WIDE
     found = 2 * model.layers * all_reduce(rates, size, degrees.tp, degrees.tp)
     if degrees.ep > 1 and model.experts:
-        exchange = gather(rates, size * model.chosen, degrees.ep, degrees.replica * degrees.ep)
+        exchange = gather(rates, size * model.chosen / degrees.tp, degrees.ep, degrees.replica * degrees.ep)
         found += 2 * model.expert_layers * (rates.latency + exchange)
     return found
+
+
+def pass_collectives(model: ModelSize, rates: Rates, tokens: float, micro_batch: float, degrees: Degrees) -> float:
+    """Returns seconds that one stage of a pipeline spends in the collectives of layers (M, C), forward or backward.
+    tokens: of all replicas. micro_batch: tokens of one."""
+    passes = tokens / degrees.dp / micro_batch
+    return passes * layer_collectives(model, rates, micro_batch, degrees) / degrees.pp
 
 
 def prefill_seconds(model: ModelSize, rates: Rates, tokens: float, length: float, degrees: Degrees) -> float:
@@ -117,7 +124,8 @@ def scoring_seconds(
 ) -> float:
     """Returns seconds of a forward pass over all samples in the training layout (K), with the pipeline's bubble (M)."""
     work = work_seconds(rates, rates.training, forward_work(model, length / 2)) * samples * length / degrees.gpus
-    return work * bubble(samples, degrees, micro_batch) + _exchanges(model, rates, samples * length, degrees)
+    work += pass_collectives(model, rates, samples * length, length * micro_batch, degrees)
+    return work * bubble(samples, degrees, micro_batch)
 
 
 def training_seconds(
@@ -129,10 +137,10 @@ def training_seconds(
     and its optimizer reads and writes its shard once.
     """
     work = 3 * work_seconds(rates, rates.training, forward_work(model, length / 2)) * samples * length / degrees.gpus
+    work += 2 * pass_collectives(model, rates, samples * length, length * micro_batch, degrees)
     work *= bubble(max(1, samples // updates), degrees, micro_batch)
     optimizer = OPTIMIZER_TRAFFIC * model.parameters / degrees.gpus / rates.memory
-    exchanges = 3 * _exchanges(model, rates, samples * length, degrees)
-    return work + exchanges + updates * (optimizer + gradient_seconds(model, rates, degrees))
+    return work + updates * (optimizer + gradient_seconds(model, rates, degrees))
 
 
 def bubble(samples: int, degrees: Degrees, micro_batch: int) -> float:
@@ -209,12 +217,3 @@ def scoring_bytes(model: ModelSize, degrees: Degrees, length: float, micro_batch
 def room_for(model: ModelSize, free: float, context: float, degrees: Degrees) -> int:
     """Returns how many sequences of `context` tokens fit into the free bytes of each GPU of a replica."""
     return max(0, int(free * degrees.replica / (context * model.cache_bytes)))
-
-
-def _exchanges(model: ModelSize, rates: Rates, tokens: float, degrees: Degrees) -> float:
-    """Returns seconds in which layers of experts send tokens to each other in one forward pass (C). All-reduces of
-    tensor parallelism are in the published shares of peak that `training` stands for."""
-    if degrees.ep == 1 or not model.experts:
-        return 0.0
-    size = tokens / degrees.dp * model.hidden * WIDE * model.chosen / degrees.tp
-    return 2 * model.expert_layers / degrees.pp * gather(rates, size, degrees.ep, degrees.replica * degrees.ep)

@@ -52,6 +52,7 @@ class Gpu(BaseModel):
     training: Levels
     experts: Levels
     links: Levels
+    fabric: Levels
     step: Levels
     latency: Levels
 
@@ -72,7 +73,7 @@ class Gpu(BaseModel):
             experts=self.experts[level],
             memory=self.bandwidth * self.memory_share[level],
             link=self.link * self.links[level],
-            network=self.network * self.links[level],
+            network=self.network * self.fabric[level],
             step=self.step[level],
             latency=self.latency[level],
             gpus_per_host=self.gpus_per_host,
