@@ -5,9 +5,10 @@ import re
 import socket
 from pathlib import Path
 
+from asyncrl.config.install_hints import program
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.launching.key_folder import KeyFolder
+from asyncrl.fleet.launching.key_folder import CONTROLLER, KeyFolder
 from asyncrl.fleet.launching.run_watch import MONITOR
 
 ADDRESS = re.compile(r"tcp://([^/:]+):(\d+)")
@@ -47,6 +48,16 @@ def listen_address(config: Config) -> str:
     return address
 
 
+def refuse_missing_keys(config: Config) -> None:
+    """Raises ConfigError when the config names a folder without keys for hosts that join."""
+    if not config.fleet.join_keys:
+        return
+    folder, roles = Path(config.fleet.join_keys), sorted(config.fleet.joined)
+    if not (folder / CONTROLLER).exists():
+        commands = ", ".join(f"`{program()} admit {folder} {role}`" for role in roles)
+        raise ConfigError(f"fleet.join_keys: {folder} has no keys: make them on this host with {commands}")
+
+
 def join_keys(config: Config, run_dir: Path) -> KeyFolder:
     """Returns the keys of a run; makes those in its directory where the config names none."""
     if config.fleet.join_keys:
@@ -55,6 +66,20 @@ def join_keys(config: Config, run_dir: Path) -> KeyFolder:
     for role in (*config.fleet.joined, MONITOR):
         folder.key_of(role)
     return folder
+
+
+def address_of_this_host(name: str, key: str) -> str:
+    """Returns the number of an address of this host, at which workers can listen. Raises ConfigError for another one;
+    key: names it there."""
+    host = host_of(join_address(f"tcp://{name}:1", key))
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"{key}: {name} is no address of this host ({error.strerror}): write one of its own, or leave it out"
+            ) from error
+    return host
 
 
 def local_address_towards(address: str) -> str:

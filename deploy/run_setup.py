@@ -37,7 +37,7 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import Questions, RunState, TrainingRun
-from asyncrl.deploy.join_address import listen_address
+from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.report_writer import report_run
@@ -177,6 +177,7 @@ def _check(request: RunRequest) -> list[Problem]:
     allow_descriptors(worker_count(request.config))
     if request.config.fleet.listen:
         listen_address(request.config)
+        refuse_missing_keys(request.config)
     return problems
 
 

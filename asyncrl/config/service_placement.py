@@ -17,6 +17,9 @@ ONE_WORKER = ("training", "critic", "cost_critic")
 """Services that may join without replicas: they write checkpoints into the run directory, which their host has to see.
 """
 
+JOINING_ROLES = ("generation", "evaluation", "reward", "reference", "cost", "environment", *ONE_WORKER)
+"""Services whose workers join some run."""
+
 
 def joining_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong about workers that join."""

@@ -31,7 +31,7 @@ KEY_HELP = (
 
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
-    from asyncrl.deploy.join_address import join_address, local_address_towards
+    from asyncrl.deploy.join_address import address_of_this_host, join_address, local_address_towards
     from asyncrl.errors import ConfigError
     from asyncrl.fleet.launching.joining import LONGEST_DRAIN
     from asyncrl.fleet.launching.key_folder import WorkerKey
@@ -41,11 +41,14 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"{asked.key} is a key of {key.role} workers, not of {asked.role} workers")
     if not 0 <= asked.drain <= LONGEST_DRAIN:
         raise ConfigError(f"--drain: {asked.drain:g} s is no time to drain; write 0 to {LONGEST_DRAIN:g}")
+    if not asked.timeout >= 0:  # Neither is a number that is none.
+        raise ConfigError(f"--timeout: {asked.timeout:g} s is no time to wait; write 0 or more")
     address = join_address(asked.join, "--join")
     if asked.check:
         return asyncio.run(_check(asked, key, address))
+    own = address_of_this_host(asked.address, "--address") if asked.address else local_address_towards(address)
     with _forks(asked.role) as forks:
-        asyncio.run(_serve(asked, key, asked.address or local_address_towards(address), forks))
+        asyncio.run(_serve(asked, key, own, forks))
     return 0
 
 

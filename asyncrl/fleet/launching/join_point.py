@@ -239,7 +239,7 @@ class JoinPoint:
         """Returns why this host may not run workers of this service, and what to do; "" if it may."""
         if request.service not in self.places:
             joined = " and ".join(self.places)
-            return f"this run starts its {request.service} workers itself; {joined} workers join it (fleet.joined)"
+            return f"no {request.service} workers join this run, and {joined} workers do (fleet.joined)"
         role = self.role_of(request.proof)
         if role != request.service:
             what = f"is of {role} workers" if role else "is not admitted, or no more"

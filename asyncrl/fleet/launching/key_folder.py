@@ -110,11 +110,15 @@ class KeyFolder:
 
     @classmethod
     def made(cls, path: Path) -> "KeyFolder":
-        """Returns the folder; makes it, and the pair of the controller, where they are missing."""
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not (path / CONTROLLER).exists():
-            fresh = CurveKeys.fresh()
-            _write(path / CONTROLLER, {"public": fresh.public, "secret": fresh.secret})
+        """Returns the folder; makes it, and the pair of the controller, where they are missing. Raises ConfigError
+        where none can be made."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not (path / CONTROLLER).exists():
+                fresh = CurveKeys.fresh()
+                _write(path / CONTROLLER, {"public": fresh.public, "secret": fresh.secret})
+        except OSError as error:
+            raise ConfigError(f"{path} can be no folder of keys: {error.strerror}; name another one") from error
         return cls(path)
 
     def controller_keys(self) -> CurveKeys:
@@ -131,9 +135,13 @@ class KeyFolder:
         if not PLAIN_NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name of a key: write letters, digits, - and _")
         path, admission = self.path / f"{name}.key", self.path / f"{name}{ADMITTED}"
+        if path.name == CONTROLLER:
+            raise ConfigError(f"{path} is the key of the controller: write another --name")
         if path.exists():
             if not admission.exists():
                 raise ConfigError(f"{path} was revoked: delete it to make another one of that name")
+            if (found := WorkerKey.read(path).role) != role:
+                raise ConfigError(f"{path} is a key of {found} workers already: write another --name")
             return path
         fresh = CurveKeys.fresh()
         controller = _read(self.path / CONTROLLER)["public"]

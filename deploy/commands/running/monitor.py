@@ -87,7 +87,7 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) 
     elif age > LATE:
         lines.append(f"This state is {age:.0f} s old: the run has ended, or its machine is overloaded.")
     if metrics:
-        lines += _step(metrics, status.version, width)
+        lines += _step(metrics, status, width)
     if status.ended:
         return Group(*lines)
     problems = [
@@ -100,10 +100,11 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) 
     return Group(*lines, "", *_tables(status, width), *since, *problems)
 
 
-def _step(metrics: Mapping[str, Any], version: int, width: int) -> list[str]:
-    """Returns the lines about the last step."""
-    step = int(metrics["step"])
-    void = " before the resume, to be trained again" if step > version + bool(skipped(metrics)) else ""
+def _step(metrics: Mapping[str, Any], status: RunStatus, width: int) -> list[str]:
+    """Returns the lines about the last step. Metrics may be newer than the state, which comes every few seconds."""
+    step, began = int(metrics["step"]), metrics.get("incarnation", 0)
+    is_void = began < status.incarnation and step > status.version + bool(skipped(metrics))
+    void = " before the resume, to be trained again" if is_void else ""
     if reason := skipped(metrics):
         return [f"step {step}{void}: {reason}"]
     return filled(f"step {step}{void}:", [f"{name} {number}" for name, number in shown(metrics)], width)

@@ -4,8 +4,15 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
-from asyncrl.deploy.join_address import join_address, join_keys, listen_address, local_address_towards
+from asyncrl.deploy.join_address import (
+    join_address,
+    join_keys,
+    listen_address,
+    local_address_towards,
+    refuse_missing_keys,
+)
 from asyncrl.errors import ConfigError
+from asyncrl.fleet.launching.key_folder import KeyFolder
 
 ELSEWHERE = "tcp://192.0.2.7:7000"
 """An address of a network for documentation, RFC 5737."""
@@ -46,3 +53,12 @@ def test_a_run_on_loopback_makes_its_keys_once(tmp_path: Path) -> None:
     first = join_keys(config("tcp://127.0.0.1:7000"), tmp_path).controller_keys()
     assert join_keys(config("tcp://127.0.0.1:7000"), tmp_path).controller_keys() == first, "a resume keeps them"
     assert [path.name for path in (tmp_path / "join_keys").glob("generation.key")] == ["generation.key"]
+
+
+def test_a_folder_without_keys_is_named_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    wanted = config(ELSEWHERE, join_keys=str(tmp_path / "keys"), joined={"reward": 1, "generation": 1})
+    with pytest.raises(ConfigError, match=f"admit {tmp_path}/keys generation`, `.*admit {tmp_path}/keys reward`"):
+        refuse_missing_keys(wanted)
+    KeyFolder.made(tmp_path / "keys").key_of("generation")
+    refuse_missing_keys(wanted)
+    refuse_missing_keys(config("tcp://127.0.0.1:7000"))

@@ -80,7 +80,7 @@ async def test_a_revoked_key_other_versions_and_a_service_that_does_not_join(
         assert await doctor("--join", address, "--key", str(key)) == 1
         assert f"does not accept {key}" in capsys.readouterr().out
         assert await doctor("--join", address, "--key", str(keys.key_of("reward"))) == 1
-        assert "this run starts its reward workers itself; echo workers join it" in capsys.readouterr().out
+        assert "no reward workers join this run, and echo workers do" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("whose", ["another controller's", "of another role", "missing"])

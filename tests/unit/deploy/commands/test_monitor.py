@@ -80,12 +80,16 @@ def test_no_line_is_longer_than_a_terminal_of_80_columns(working: WorkerStatus) 
     [
         ({"step": 8, "version": 7, "skipped/not finite": 1}, "step 8: trained nothing (not finite): it is tried again"),
         ({"step": 7, "reward/mean": 0.7}, "step 7: reward 0.700"),
-        ({"step": 8, "reward/mean": 0.7}, "step 8 before the resume, to be trained again: reward 0.700"),
+        (
+            {"step": 8, "incarnation": 1, "reward/mean": 0.7},
+            "step 8 before the resume, to be trained again: reward 0.700",
+        ),
+        ({"step": 8, "incarnation": 2, "reward/mean": 0.7}, "step 8: reward 0.700"),
     ],
 )
 def test_the_last_step_is_shown_as_what_it_was(metrics: dict[str, float], says: str) -> None:
     console = Console(width=80, file=StringIO())
-    console.print(view(RunStatus(1e9, 7, 25, {}, ()), metrics, 1e9, 80))
+    console.print(view(RunStatus(1e9, 7, 25, {}, (), incarnation=2), metrics, 1e9, 80))
     assert says in console.file.getvalue()  # type: ignore[attr-defined]
 
 

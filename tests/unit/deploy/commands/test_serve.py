@@ -13,6 +13,8 @@ from asyncrl.deploy.commands import serve
 from asyncrl.deploy.process import fork_client
 from asyncrl.fleet.launching.key_folder import KeyFolder
 
+ELSEWHERE = "192.0.2.7"
+"""An address of a network for documentation, RFC 5737."""
 SERVE = ["serve", "reward", "--join", "tcp://127.0.0.1:7000", "--key", "-"]
 
 
@@ -42,6 +44,24 @@ def test_what_is_no_key_is_refused_and_not_repeated(
         assert "the line on standard input is no key" in said
         assert "secret\n" not in said
         assert '"s"' not in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--timeout", "-5"), "--timeout: -5 s is no time to wait; write 0 or more"),
+        (("--timeout", "nan"), "--timeout: nan s is no time to wait"),
+        (("--address", ELSEWHERE), f"--address: {ELSEWHERE} is no address of this host"),
+        (("--address", "0.0.0.0"), "--address: 0.0.0.0 is every address of a host"),
+        (("--address", "tcp://127.0.0.1:5"), "is no address; write"),
+    ],
+)
+def test_flags_that_no_worker_could_use_are_refused_before_joining(
+    flags: tuple[str, str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = KeyFolder.made(tmp_path).key_of("reward")
+    assert cli.main([*SERVE[:-1], str(key), *flags]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_a_file_as_standard_input_is_refused(

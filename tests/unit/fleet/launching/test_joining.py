@@ -316,7 +316,7 @@ def test_a_host_more_than_places_waits_as_a_spare() -> None:
 @pytest.mark.parametrize(
     ("service", "proof", "torch", "why"),
     [
-        ("reward", "echo", "2", "this run starts its reward workers itself; echo workers join it"),
+        ("reward", "echo", "2", "no reward workers join this run, and echo workers do"),
         ("echo", "other", "2", "the key of h1 is of reward workers: give it a key of echo workers"),
         ("echo", "revoked", "2", "the key of h1 is not admitted, or no more"),
         ("echo", "echo", "3", "controller has torch 2, and host h1 has torch 3: install the same versions on both"),

@@ -39,7 +39,7 @@ def test_a_probe_says_what_joining_would_and_takes_no_place() -> None:
                 (request("other"), "is of reward workers"),
                 (request("gone"), "is not admitted, or no more"),
                 (request(torch="1"), "the controller has torch 2, and host h1 has torch 1"),
-                (request(service="training"), "this run starts its training workers itself"),
+                (request(service="training"), "no training workers join this run"),
             ):
                 assert why in (await probe(here.wire, ADDRESS, wrong)).answer.objection
 
