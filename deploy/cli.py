@@ -14,6 +14,9 @@ COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
     "monitor": "show what the workers of a running run do",
     "scale": "change the number of workers of a service while a run goes on",
+    "pause": "hold a running run back: it draws no samples and begins no step until unpause",
+    "unpause": "let a paused run go on",
+    "stop": "end a running run with a checkpoint, after its running step",
     "serve": "offer this host to a run, which starts a worker here",
     "admit": "make a key with which workers of one role may join runs",
     "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
@@ -30,7 +33,7 @@ COMMANDS = {
 }
 
 FOLDERS = {
-    **dict.fromkeys(("monitor", "scale"), "running"),
+    **dict.fromkeys(("monitor", "scale", "pause", "unpause", "stop"), "running"),
     **dict.fromkeys(("graph", "plan", "report"), "inspecting"),
 }
 """Folders of commands that do not lie beside the others."""

@@ -13,13 +13,15 @@ from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, source_files
 from asyncrl.config.service_placement import ONE_WORKER, pool_names, pools_of
+from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.observers.worker_profile import WorkerProfiles
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
+from asyncrl.deploy.process.run_commands import RunCommands
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import device_of, service_specs
-from asyncrl.errors import ConfigError, Refused
+from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.launching.command_socket import open_commands
 from asyncrl.fleet.launching.join_places import Places
@@ -27,14 +29,12 @@ from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.launching.joining import REQUEST_BYTES
 from asyncrl.fleet.launching.run_watch import RunWatch
 from asyncrl.fleet.lifecycle_events import FleetEvent
-from asyncrl.fleet.scaling import scale
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.weights.version_folder import folder_of_start
-from asyncrl.protocols.messages import Call
 from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -51,9 +51,9 @@ PRETRAIN = "pretrain.jsonl"
 
 @asynccontextmanager
 async def run_fleet(
-    request: "RunRequest", facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path]
+    request: "RunRequest", facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path], pauses: PauseSwitch
 ) -> AsyncIterator[RunningFleet]:
-    """Starts the services of the run. scorers: folders of scoring models by service."""
+    """Starts the services of the run. scorers: folders of scoring models by service. pauses: turned by commands."""
     config, logs = request.config, facts.run_dir / "logs"
     options: dict[str, dict[str, Any]] = {name: {"model": str(folder)} for name, folder in scorers.items()}
     options["generation"] = {"longest_prompts": str(logs / LONGEST)}
@@ -85,8 +85,9 @@ async def run_fleet(
             if worker.alive:
                 request.display.note("WorkerStarted", instance=worker.instance)
         running.subscribers.append(partial(_note_worker, request.display))
+        running.is_paused = lambda: pauses.on
         if launcher is not None:
-            await scope.enter_async_context(_commands(running, launcher, request.display))
+            await scope.enter_async_context(_commands(running, launcher, pauses, signals, request.display))
         yield running
 
 
@@ -99,26 +100,14 @@ def _retire(running: RunningFleet, signals: StopSignals, instance: str, seconds:
     return running.supervisor.retire(instance, seconds)
 
 
-def _commands(running: RunningFleet, launcher: LocalLauncher, display: Display) -> AbstractAsyncContextManager[None]:
+def _commands(
+    running: RunningFleet, launcher: LocalLauncher, pauses: PauseSwitch, signals: StopSignals, display: Display
+) -> AbstractAsyncContextManager[None]:
     """Takes commands beside the sockets of workers, or where workers join."""
-    listens = running.facts.config.fleet.listen
+    directory, listens = RunDirectory(running.facts.run_dir), running.facts.config.fleet.listen
     address = f"tcp://{launcher.host}:*" if listens else f"ipc://{launcher.sockets}/controller.commands"
-    directory = RunDirectory(running.facts.run_dir)
     profiles = WorkerProfiles(running.health_poller, directory.profiles)
-    return open_commands(directory.commands, address, partial(_command, running, profiles, display))
-
-
-async def _command(running: RunningFleet, profiles: WorkerProfiles, display: Display, call: Call) -> str:
-    """Runs a command of a person to the run. Raises Refused."""
-    match call.method, call.args:
-        case "scale", (str(service), int(count)):
-            done = scale(running, service, count)
-            display.say(done)
-            return done
-        case "profile", (str(wanted), float(seconds)):
-            display.say(f"recording a profile of {wanted} for {seconds:g} s")
-            return await profiles.record(wanted, seconds)
-    raise Refused(f"this run takes no command {call.method!r} like this; both have to be of the same asyncrl")
+    return open_commands(directory.commands, address, RunCommands(running, profiles, pauses, signals, display).run)
 
 
 def _specs(request: "RunRequest", options: Mapping[str, Mapping[str, Any]]) -> Iterator[ServiceSpec]:

@@ -238,7 +238,7 @@ async def _train(
         facts = facts_of(config, directory, model, state)
         algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
         progress.begin("starting the workers")
-        fleet = run_fleet(replace(request, forks=forks), facts, signals, scorers)
+        fleet = run_fleet(replace(request, forks=forks), facts, signals, scorers, state.pauses)
         async with _spans_sent(config, directory, display), fleet as running:
             rollback.begun = True
             display.say(f"run directory: {directory.path}")

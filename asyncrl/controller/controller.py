@@ -32,10 +32,12 @@ from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm_interface import Algorithm, AlgorithmChecks, AttributedTo
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
+from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
 from asyncrl.controller.observers.shown_rows import ShownRows
+from asyncrl.controller.observers.staleness_report import StalenessReport
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, wait_of
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
@@ -63,6 +65,7 @@ class Controller:
     each iteration: the place for a checkpoint. observe: takes every event. kill: takes a reader of weights that has to
     be killed. prompt_name: names the prompt of a group in errors. checkpoint: folder of the one that was resumed.
     answered: names of rows there, of episodes that ran. shown: samples whose rows are read once more when trained.
+    pauses: holds draws and steps back while it is on.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Controller:
         checkpoint: str = "",
         answered: Sequence[SampleName] = (),
         shown: ShownRows | None = None,
+        pauses: PauseSwitch | None = None,
     ) -> None:
         self._gate = gate
         self._fleet = fleet
@@ -100,15 +104,18 @@ class Controller:
         self._rollouts = Rollouts(self._tracker, prompts, config, self._roll_out, fleet.fault_domains)
         self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill)
         self._iterations = Iterations(self._tracker, advantages, config, self._rollouts.rows_lost)
-        self.staleness = self._iterations.staleness
         self._checked_fleet = replace(fleet, training=cast(Training, CheckedTraining(fleet.training, self._iterations)))
+        self._pauses = pauses or PauseSwitch()
         self._stopping = False
         self._iterations_ended = False
-        self._training_task: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
         return self._gate.version
+
+    @property
+    def staleness(self) -> StalenessReport:
+        return self._iterations.staleness
 
     # ---- the run -----------------------------------------------------------------------------------------
 
@@ -125,8 +132,9 @@ class Controller:
 
     async def _run(self, algorithm: Algorithm, tasks: asyncio.TaskGroup) -> None:
         self._algorithm = algorithm
-        self._training_task = asyncio.current_task()
+        self._training_task: asyncio.Task[None] | None = asyncio.current_task()
         self._rollouts.tasks = tasks
+        self._pauses.subscribers.append(self._state_changed)
         self._publisher.announce(await self._fleet.training.published())
         await restore_rows(self._fleet.generation, self._tracker, self._checkpoint, self._answered)
         beside = [
@@ -210,6 +218,8 @@ class Controller:
             await self._drawable.wait()
 
     def _may_draw(self) -> bool:
+        if self._pauses.on:
+            return False
         gate = self._gate
         rows = gate.in_flight + gate.awaited + self._releases.unreleased  # Rows count until their release is answered.
         return self._tracker.may_draw() and rows + gate.config.rows <= gate.config.kept
@@ -333,6 +343,9 @@ class Controller:
     async def _next_batch(self) -> tuple[Cut, ...] | None:
         while not self._ends():
             self._pickable.clear()
+            if self._pauses.on:
+                await self._pickable.wait()
+                continue
             picked = self._tracker.pick()
             self._drawable.set()  # Admission follows from what the trainer takes or lacks.
             if picked is not None:

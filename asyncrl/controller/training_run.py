@@ -8,7 +8,7 @@ workers ──> WorkerEvents ──> Controller
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from asyncrl.concurrency import running_beside
@@ -16,6 +16,7 @@ from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
+from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, ResumePlan, SavedSamples, commit
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops, PoisonedGroups, RewardFailures
@@ -64,13 +65,15 @@ class Questions:
 
 @dataclass(slots=True)
 class RunState:
-    """The state that a run starts from. plan: None at the first start. restored: what a resume goes on with."""
+    """The state that a run starts from. plan: None at the first start. restored: what a resume goes on with.
+    pauses: holds the run back by command."""
 
     directory: RunDirectory
     journal: Journal
     gate: Gate
     plan: ResumePlan | None
     restored: SavedSamples = NOTHING_SAVED
+    pauses: PauseSwitch = field(default_factory=PauseSwitch)
 
     @property
     def incarnation(self) -> int:
@@ -212,18 +215,26 @@ class TrainingRun:
             checkpoint=self.state.plan.directory if self.state.plan else "",
             answered=self.state.restored.answered,
             shown=self._shown,
+            pauses=self.state.pauses,
         )
 
     async def _train(self) -> None:
-        self.progress.begin("")
+        self.state.pauses.subscribers.append(self._show_pause)
+        self._show_pause()
         try:
             await self._controller.run(self.algorithm)
         finally:
+            self.state.pauses.subscribers.remove(self._show_pause)
             if self._abandon_timer is not None:
                 self._abandon_timer.cancel()
 
+    def _show_pause(self) -> None:
+        self.progress.begin("paused by command: no group is drawn, and no step begins" if self.state.pauses.on else "")
+
     def _stop(self) -> None:
         """Lets the running iteration end, within STOP_TIMEOUT."""
+        if self._stopping:
+            return
         self.display.say(
             f"ending with a checkpoint, after the running iteration (at most {STOP_TIMEOUT:.0f} s); "
             "Ctrl-C once more abandons the wait"
@@ -281,6 +292,7 @@ class TrainingRun:
             self._show,
             open_sinks(config.telemetry.sinks, directory.path, config.name, settings, self.display.say),
             self._shown,
+            self.state.pauses.take_seconds,
         )
 
     def _status_writer(self) -> StatusWriter:
@@ -292,6 +304,7 @@ class TrainingRun:
             self.running.health_poller,
             self.config.steps,
             self._publish,
+            is_paused=lambda: state.pauses.on,
         )
 
     def _publish(self, status: RunStatus) -> None:

@@ -136,7 +136,7 @@ class RunningFleet:
 
     workers: by service. subscribers: functions that get every FleetEvent; they must not block. Workers that started
     before the fleet was handed over are not reported again. describe_algorithm: returns lines about the algorithm for
-    the stall watchdog.
+    the stall watchdog, which says nothing while is_paused.
     """
 
     health_poller: HealthPoller
@@ -159,6 +159,7 @@ class RunningFleet:
             replicas.isolated = self.fault_domains.isolated
         self.subscribers: list[Callable[[FleetEvent], None]] = []
         self.describe_algorithm: Callable[[], Sequence[str]] = tuple
+        self.is_paused: Callable[[], bool] = bool
         self._platform = platform
         self._report = report
         self._stuck_instances: deque[str] = deque(maxlen=REMEMBERED_STUCK)
@@ -335,7 +336,8 @@ async def fleet_on(
             watches.append(tasks.create_task(running.introductions.keep_current(), name="callers of workers"))
             try:
                 await running.supervisor.all_started.wait()
-                stalls = watch_for_stalls(poller, seconds, running.emit, lambda: running.describe_algorithm())
+                described = (lambda: running.describe_algorithm(), lambda: running.is_paused())
+                stalls = watch_for_stalls(poller, seconds, running.emit, *described)
                 watches.append(tasks.create_task(stalls, name="stall watchdog"))
                 hangs = detect_hangs(poller, watched, seconds, running.emit)
                 watches.append(tasks.create_task(hangs, name="hang detection"))

@@ -140,13 +140,14 @@ async def watch_for_stalls(
     seconds: float,
     emit: Callable[[FleetStalled], None],
     describe_algorithm: Callable[[], Sequence[str]],
+    is_paused: Callable[[], bool] = bool,
 ) -> None:
     """Emits FleetStalled when no worker has answered a call or sent an item for `seconds`, and again after as long;
-    runs until cancelled. Health calls do not count."""
+    runs until cancelled. Health calls do not count, nor does the time in which the run is paused."""
     loop = asyncio.get_running_loop()
     answers, since = -1, loop.time()
     while True:
-        if (now := sum(worker.answer_count for worker in poller.workers)) != answers:
+        if (now := sum(worker.answer_count for worker in poller.workers)) != answers or is_paused():
             answers = now
             since = loop.time()
         elif (stalled := loop.time() - since) >= seconds:

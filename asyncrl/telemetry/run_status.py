@@ -42,7 +42,8 @@ class WorkerStatus:
 @dataclass(frozen=True, slots=True)
 class RunStatus:
     """One moment. written_at: Unix time in seconds. version: of the trainer's weights. samples: by stage; ended ones
-    of the whole run. ended: whether the run trains no more. incarnation: how often the run was resumed."""
+    of the whole run. ended: whether the run trains no more. incarnation: how often the run was resumed. paused:
+    whether a command holds draws and steps back."""
 
     written_at: float
     version: int
@@ -51,6 +52,7 @@ class RunStatus:
     workers: tuple[WorkerStatus, ...]
     ended: bool = False
     incarnation: int = 0
+    paused: bool = False
 
 
 def write_status(path: Path, status: RunStatus) -> None:

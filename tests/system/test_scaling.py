@@ -1,6 +1,5 @@
-"""`asyncrl scale` changes the number of generators of the quickstart while it trains."""
+"""Commands to the quickstart while it trains: other numbers of generators, a pause, and an end with a checkpoint."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.journal import FIRST_BYTES
+from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_status import read_status
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,11 +24,22 @@ def busy(run_dir: Path, worker: str) -> bool:
     return status is not None and any(each.name == worker and each.shares.get("busy", 0) > 0 for each in status.workers)
 
 
-def test_a_generator_comes_and_goes_while_the_run_goes_on(quickstart_model: Path, tmp_path: Path) -> None:
+def is_paused(run_dir: Path) -> bool:
+    status = read_status(run_dir / "status.json")
+    return status is not None and status.paused
+
+
+def in_flight(run_dir: Path) -> set[str]:
+    """Returns the stages of samples that have not ended."""
+    status = read_status(run_dir / "status.json")
+    return set() if status is None else {*status.samples} - {"trained", "dropped"}
+
+
+def test_a_run_that_goes_on_takes_commands(quickstart_model: Path, tmp_path: Path) -> None:
     run_dir, shown = tmp_path / "run", tmp_path / "run.out"
 
-    def scale(*wanted: str) -> "subprocess.CompletedProcess[str]":
-        return finished([*CLI, "scale", str(run_dir), *wanted], timeout=PATIENCE)
+    def command(name: str, *flags: str) -> "subprocess.CompletedProcess[str]":
+        return finished([*CLI, name, str(run_dir), *flags], timeout=PATIENCE)
 
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     with program("run", "quickstart", *flags, output=shown) as run:
@@ -38,17 +49,27 @@ def test_a_generator_comes_and_goes_while_the_run_goes_on(quickstart_model: Path
             ("generation=0", "out of range"),
             ("a=1", "no service"),
         ):
-            refused = scale(wrong)
+            refused = command("scale", wrong)
             assert (refused.returncode, why in refused.stderr) == (2, True), refused.stderr
-        assert scale("generation=2").stdout == "generation: 1 -> 2; generation1.0 start\n"
+        assert command("scale", "generation=2").stdout == "generation: 1 -> 2; generation1.0 start\n"
         wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 2, shown.read_text)
         wait_until(lambda: busy(run_dir, "generation1.0"), "the new generator to work")
         reached = steps_in(shown)
         wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
-        scale("generation=1")
+        command("scale", "generation=1")
         wait_until(lambda: "has left: it finished what it had" in shown.read_text(), shown.read_text)
         wait_until(lambda: ("generation", 1, 0) not in workers_of(run_dir), "its process to end")
-        run.send_signal(signal.SIGINT)
+        assert command("pause").stdout.startswith("the run is paused: samples in flight")
+        wait_until(lambda: is_paused(run_dir) and in_flight(run_dir) == {"ready"}, lambda: str(in_flight(run_dir)))
+        reached = steps_in(shown)
+        assert "The run is paused" in command("monitor", "--once").stdout
+        assert "the run is paused already" in command("pause").stderr
+        assert (steps_in(shown), in_flight(run_dir)) == (reached, {"ready"}), "nothing was trained or drawn"
+        assert command("unpause").stdout == "the run goes on\n"
+        wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
+        assert any(line.get("perf/paused_s", 0) > 0 for line in read_metrics(run_dir / "metrics.jsonl"))
+        command("pause")
+        assert command("stop").stdout == "the run ends with a checkpoint, after its running step\n"
         assert run.wait(PATIENCE) == 0, shown.read_text()
     assert FIRST_BYTES["attempt"] not in (run_dir / "journal").read_bytes(), "no group began again"
     assert audit(run_dir).ok

@@ -10,6 +10,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.run_storage import MemoryStore
@@ -51,6 +52,7 @@ class Scene:
         self.algorithm = grpo.ALGORITHM
         self.estimate: Advantages = group_baseline
         self.config = settings(steps)
+        self.pauses = PauseSwitch()
         self.controller: Controller
 
     def play(self) -> None:
@@ -75,6 +77,7 @@ class Scene:
                 self.estimate,
                 between=self.between or nothing,
                 observe=self.observe,
+                pauses=self.pauses,
                 prompt_name=lambda group: f"row {group} of the scene",
             )
             self.controller.worker_lives("generation", self.generation.instance)

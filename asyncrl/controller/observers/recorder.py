@@ -45,7 +45,8 @@ Metrics = dict[str, float]
 @dataclass
 class Recorder:
     """Writes the files of a run directory. show: takes the metrics and a sample of each step. sinks: get metrics.
-    shown: keeps the rows of samples until their texts are read."""
+    shown: keeps the rows of samples until their texts are read. paused: returns for how many seconds the run was paused
+    since it was asked before."""
 
     directory: RunDirectory
     fleet: Fleet
@@ -55,6 +56,7 @@ class Recorder:
     show: Callable[[Mapping[str, float], SampleRecord | None], None]
     sinks: Sequence[SinkWorker] = ()
     shown: ShownRows = field(default_factory=ShownRows)
+    paused: Callable[[], float] = float
 
     def __post_init__(self) -> None:
         self._metrics = LineFile(self.directory.metrics)
@@ -150,6 +152,7 @@ class Recorder:
         episodes = self.fleet.environment is not None
         metrics |= batch_metrics(done.cuts.batch, episodes=episodes) | self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
+        metrics |= {"perf/paused_s": seconds} if (seconds := self.paused()) else {}
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         healths = await self.poll_health()

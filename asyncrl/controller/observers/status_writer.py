@@ -29,7 +29,7 @@ from asyncrl.telemetry.run_status import (
 @dataclass
 class StatusWriter:
     """Writes to `path`. journal: has the samples that ended, those before a resume too. steps: of the whole run. now:
-    returns Unix time in seconds. publish: takes each state too."""
+    returns Unix time in seconds. publish: takes each state too. is_paused: returns whether a command paused the run."""
 
     path: Path
     gate: Gate
@@ -37,6 +37,7 @@ class StatusWriter:
     poller: HealthPoller
     steps: int
     publish: Callable[[RunStatus], None] = lambda status: None
+    is_paused: Callable[[], bool] = bool
     now: Callable[[], float] = time.time
     _before: dict[str, Health] = field(default_factory=dict)
     _instances: dict[str, str] = field(default_factory=dict)
@@ -69,7 +70,8 @@ class StatusWriter:
         counts |= {Stage.TRAINED.value: ledger.trained, Stage.DROPPED.value: ledger.dropped.total()}
         samples = {stage: count for stage, count in counts.items() if count}
         workers = tuple(self._worker(worker) for worker in self.poller.workers)
-        return RunStatus(self.now(), self.gate.version, self.steps, samples, workers, incarnation=ledger.incarnation)
+        moment = (self.now(), self.gate.version, self.steps, samples, workers)
+        return RunStatus(*moment, incarnation=ledger.incarnation, paused=self.is_paused())
 
     def _worker(self, worker: RemoteWorker) -> WorkerStatus:
         if worker.instance and self._instances.get(worker.name) != worker.instance:

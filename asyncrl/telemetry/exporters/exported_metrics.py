@@ -28,6 +28,7 @@ EXPORTED = (
     Exported("asyncrl_weights_version", "gauge", "count", (), "version of the trainer's weights"),
     Exported("asyncrl_steps_wanted", "gauge", "count", (), "`steps` of the config"),
     Exported("asyncrl_incarnation", "gauge", "count", (), "how often the run was resumed"),
+    Exported("asyncrl_paused", "gauge", "", (), "1 while a command holds draws and steps back, else 0"),
     Exported("asyncrl_samples_in_flight", "gauge", "samples", ("stage",), "drawn samples that have not ended"),
     Exported("asyncrl_samples_ended", "counter", "samples", ("stage",), "samples of the whole run: trained, dropped"),
     Exported("asyncrl_worker_up", "gauge", "", WORKER, "1 where the worker takes calls, 0 where it is down or starts"),
@@ -77,6 +78,7 @@ def _of_run(status: RunStatus) -> Iterator[Value]:
     yield "asyncrl_weights_version", (), float(status.version)
     yield "asyncrl_steps_wanted", (), float(status.steps)
     yield "asyncrl_incarnation", (), float(status.incarnation)
+    yield "asyncrl_paused", (), float(status.paused)
     for stage in ENDED:
         yield "asyncrl_samples_ended", (stage,), float(status.samples.get(stage, 0))
     for stage, count in status.samples.items():

@@ -86,6 +86,8 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) 
         lines.append("The run has ended; logs/controller.jsonl says how.")
     elif age > LATE:
         lines.append(f"This state is {age:.0f} s old: the run has ended, or its machine is overloaded.")
+    elif status.paused:
+        lines.append("The run is paused until `asyncrl unpause` on its host.")
     if metrics:
         lines += _step(metrics, status, width)
     if status.ended:

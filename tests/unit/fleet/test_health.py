@@ -16,9 +16,10 @@ from asyncrl.fleet.health import (
     describe,
     detect_hangs,
     round_seconds,
+    watch_for_stalls,
     watch_queues,
 )
-from asyncrl.fleet.lifecycle_events import WorkerHung
+from asyncrl.fleet.lifecycle_events import FleetStalled, WorkerHung
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.protocols.messages import Health
@@ -365,3 +366,30 @@ def test_a_long_wait_in_a_queue_is_reported_once_each_deadline() -> None:
 def test_a_single_long_call_is_no_queue_and_a_dead_worker_has_none() -> None:
     assert queue_reports(score=100.0, health=0.0) == []
     assert queue_reports(alive=False, score=100.0, other=0.0) == []
+
+
+# ---- stalls ----------------------------------------------------------------------------------------------
+
+
+def test_a_fleet_in_which_nothing_moves_is_reported_unless_its_run_is_paused() -> None:
+    stalls: list[float] = []
+
+    async def poll() -> None:
+        pass
+
+    async def main() -> None:
+        now = asyncio.get_running_loop().time
+        poller: Any = SimpleNamespace(workers=[], poll=poll, newest={})
+
+        def emit(event: FleetStalled) -> None:
+            stalls.append(now())
+
+        watch = watch_for_stalls(poller, SECONDS, emit, tuple, lambda: 100 <= now() < 1000)
+        task = asyncio.ensure_future(watch)
+        await asyncio.sleep(1100)
+        task.cancel()
+
+    virtual_loop.run(main())
+    assert [at for at in stalls if at < 100], "before the pause"
+    assert [at for at in stalls if 100 <= at < 1000] == []
+    assert min(at for at in stalls if at > 100) >= 1000 + SECONDS / 2, "the time of the pause does not count"

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +57,8 @@ async def test_a_worker_that_dies_is_shown_with_its_reason_and_its_next_start(tm
     status = await written(writer)
     assert (status.written_at, status.version, status.steps, status.incarnation) == (100.0, 4, 25, 1)
     assert status.samples == {"running": 3, "trained": 90, "dropped": 5}, "those before the resume too"
+    assert not status.paused
+    assert replace(writer, is_paused=lambda: True).status().paused
     (worker,) = status.workers
     assert (worker.problem, worker.shares, worker.memory, worker.queued, worker.starts) == ("", {"busy": 0.5}, 5, 2, 1)
     assert (worker.service, worker.version, worker.gpu) == ("generation", 3, {"memory": 7.0})

@@ -99,6 +99,14 @@ def test_an_old_state_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "This state is 3600 s old: the run has ended" in capsys.readouterr().out
 
 
+def test_a_paused_run_says_how_it_goes_on_and_an_old_state_of_one_that_it_is_old() -> None:
+    status = RunStatus(1e9, 7, 25, {}, WORKERS, paused=True)
+    for now, says in ((1e9 + 1, "The run is paused until `asyncrl unpause`"), (1e9 + 100, "the run has ended, or")):
+        console = Console(width=80, file=StringIO())
+        console.print(view(status, {}, now, 80))
+        assert says in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_a_run_that_has_ended_has_no_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_status(tmp_path / "status.json", RunStatus(time.time(), 25, 25, {}, WORKERS, ended=True))
     assert main(["monitor", str(tmp_path), "--once"]) == 0

@@ -30,7 +30,7 @@ WORKERS = (
     ),
     WorkerStatus("reward0[0]", "b", "killed by SIGKILL", (), 0, {}, 0.0, 0, 1, {}, service="reward"),
 )
-STATUS = RunStatus(1e9, 7, 25, {"running": 4, "trained": 50}, WORKERS, incarnation=1)
+STATUS = RunStatus(1e9, 7, 25, {"running": 4, "trained": 50}, WORKERS, incarnation=1, paused=True)
 WORKER, DOWN = ("generation0[0]", "generation"), ("reward0[0]", "reward")
 STEP = {"step": 7, "reward/mean": 0.75, "skipped": "text"}
 
@@ -39,6 +39,7 @@ SCRAPED = {
     ("asyncrl_weights_version", ()): 7,
     ("asyncrl_steps_wanted", ()): 25,
     ("asyncrl_incarnation", ()): 1,
+    ("asyncrl_paused", ()): 1,
     ("asyncrl_samples_in_flight", ("running",)): 4,
     ("asyncrl_samples_ended_total", ("trained",)): 50,
     ("asyncrl_samples_ended_total", ("dropped",)): 0,

@@ -1,0 +1,55 @@
+"""Commands of a person to a running run."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.controller.gate.pause_switch import PauseSwitch
+from asyncrl.deploy.process.run_commands import RunCommands
+from asyncrl.deploy.process.stop_signals import StopSignals
+from asyncrl.errors import Refused
+from asyncrl.protocols.messages import Call
+
+
+def call(method: str, *args: Any) -> Call:
+    return Call(1, method, args, 10.0)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.pauses = PauseSwitch()
+        self.signals = StopSignals(self.said.append)
+        display: Any = SimpleNamespace(say=self.said.append)
+        nothing: Any = None
+        self.commands = RunCommands(nothing, nothing, self.pauses, self.signals, display)
+
+
+async def test_a_pause_is_turned_on_and_off_once() -> None:
+    scene = Scene()
+    with pytest.raises(Refused, match="the run is going on already"):
+        await scene.commands.run(call("unpause"))
+    assert (await scene.commands.run(call("pause"))).startswith("the run is paused")
+    assert scene.pauses.on
+    with pytest.raises(Refused, match="the run is paused already"):
+        await scene.commands.run(call("pause"))
+    assert await scene.commands.run(call("unpause")) == "the run goes on"
+    assert not scene.pauses.on
+    assert len(scene.said) == 2, "both are said where the run prints"
+
+
+async def test_a_run_is_stopped_only_where_it_can_end_in_order() -> None:
+    scene, ended = Scene(), asyncio.Event()
+    with pytest.raises(Refused, match="does not train yet, or it is ending already"):
+        await scene.commands.run(call("stop"))
+    with scene.signals.ending_in_order(ended.set):
+        assert "ends with a checkpoint" in await scene.commands.run(call("stop"))
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize(("method", "args"), [("pause", (1,)), ("stop", ("now",)), ("scale", ("a",)), ("kill", ())])
+async def test_other_commands_are_refused(method: str, args: tuple[Any, ...]) -> None:
+    with pytest.raises(Refused, match=f"this run takes no command '{method}' like this"):
+        await Scene().commands.run(call(method, *args))
