@@ -21,8 +21,12 @@ BENCHMARKS = {
     ),
     "sandbox": ("overhead.sandbox_throughput", "sandboxed programs a second, beside bare starts of the interpreter"),
     "episodes": ("overhead.episode_throughput", "episodes a second in children, beside the class in one loop"),
-    "overlap": ("overlap.run_overlap", "of finished runs: busy shares, overlap, the bottleneck and its key"),
+    "overlap": (
+        "overlap.comparison.command",
+        "of runs, or of an experiment in several modes: overlap, gains, the bottleneck",
+    ),
     "accounting": ("overlap.cpu_agreement", "busy time by state clock, spans and scheduler, which must agree"),
+    "diff": ("overlap.run_diff", "of two finished runs: where their steps differ"),
     "why": ("overlap.slowest_step", "of a finished run: what made its slowest step slow"),
     "map": ("overlap.map_models", "of a job: which model runs on which GPUs, in which layout; writes [pools]"),
     "policies": (

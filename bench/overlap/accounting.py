@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from asyncrl.bench.overlap.definitions import Interval, bound_efficiency, goodput, overlap_efficiency, overlap_fraction
+from asyncrl.bench.overlap.definitions import (
+    Interval,
+    bound_efficiency,
+    cluster_bubble,
+    goodput,
+    overlap_efficiency,
+    overlap_fraction,
+)
 from asyncrl.deploy.report.run_record import RunRecord
 from asyncrl.deploy.report.time_shares import lengths_of, mean_shares, services_of
 from asyncrl.deploy.report.worker_trace import NEW_WEIGHTS, STEP, Arrow, Slice, WorkerTrace
@@ -61,6 +68,11 @@ class Overlap:
             return None
         seconds = [share * self.step for share in self.stages.values()]
         return bound_efficiency(seconds, self.cycle, self.limit, self.step)
+
+    @property
+    def bubble(self) -> float:
+        """Returns the mean bubble ratio of the stages, which count as one device each."""
+        return cluster_bubble(self.stages, dict.fromkeys(self.stages, 1.0), 1.0)
 
     @property
     def goodput(self) -> float:

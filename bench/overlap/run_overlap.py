@@ -1,7 +1,5 @@
-"""`asyncrl-bench overlap RUN_DIR...` says how much the services of finished runs overlapped, and what held them up; of
-several runs it compares each with the first."""
+"""Says how much the services of finished runs overlapped, and what held them up; compares each run with the first."""
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,11 +12,9 @@ from asyncrl.deploy.report.time_shares import ACCOUNTED
 from asyncrl.deploy.report.worker_trace import read_trace
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("asyncrl-bench overlap", description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Name run directories.")
-    asked = parser.parse_args(arguments)
-    found = [overlap_of(read_run(path), read_trace(path / "logs")) for path in asked.runs]
+def analyse(paths: Sequence[Path]) -> None:
+    """Prints the accounting of finished runs, and compares them."""
+    found = [overlap_of(read_run(path), read_trace(path / "logs")) for path in paths]
     for overlap in found:
         print("\n".join([*described(overlap), ""]))
     if len(found) > 1:

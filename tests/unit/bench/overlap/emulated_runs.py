@@ -36,4 +36,8 @@ def virtual_overlap(
     }
     config = load(None, (), values=chosen | (values or {})).config
     directory = run_on_virtual_clock(config, emulated_services(times), path)
-    return overlap_of(read_run(directory.path), read_trace(directory.logs))
+    return overlap_in(directory.path)
+
+
+def overlap_in(path: Path) -> Overlap:
+    return overlap_of(read_run(path), read_trace(path / "logs"))
