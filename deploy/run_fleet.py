@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, source_files
-from asyncrl.config.service_placement import ONE_WORKER, pool_names, pools_of
+from asyncrl.config.service_placement import ONE_REPLICA, pool_names, pools_of
 from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.observers.worker_profile import WorkerProfiles
 from asyncrl.deploy.feedback_address import feedback_address
@@ -71,7 +71,6 @@ async def run_fleet(
             host = host_of(listen_address(config)) if config.fleet.listen else LOOPBACK
             launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire, request.forks, host))
             signals.hurry = launcher.hurry
-            options["training"]["meeting"] = str(launcher.sockets / "training.meeting")
         specs = list(_specs(request, options))
         join_point = await scope.enter_async_context(_join_point(specs, facts, scorers, request.display))
         request.display.say(f"starting {', '.join(spec.name for spec in specs)}")
@@ -157,11 +156,11 @@ async def _join_point(
 def offered_files(service: str, facts: RunFacts, scorers: Mapping[str, Path]) -> Iterator[OfferedFiles]:
     """Yields the files that a worker of a service reads. Trainer and critics write into the run directory as it is of
     this start, which another folder with the same config is not."""
-    if service in ONE_WORKER:
+    if service in ONE_REPLICA:
         yield OfferedFiles(facts.run_dir, "shared", ("config.toml", RunDirectory(facts.run_dir).start.name))
     else:
         yield OfferedFiles(facts.run_dir, "run", ("config.toml",))
-    whole = service in ("generation", "evaluation", "reference", *ONE_WORKER)
+    whole = service in ("generation", "evaluation", "reference", *ONE_REPLICA)
     yield OfferedFiles(facts.model_dir, "folder", left_out=() if whole else WEIGHT_FILES)
     if service == "generation":
         yield OfferedFiles(facts.run_dir / "logs", "files", (LONGEST,))

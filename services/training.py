@@ -11,13 +11,14 @@ import torch
 
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
-from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
+from asyncrl.engines.training.ranks.data_parallel import DistributedRanks, Ranks
 from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.weight_transport import transport_of
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
@@ -70,7 +71,7 @@ class TrainingService(Service, Training):
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
         device, model, checkpoint or shared memory cannot be used, and PeerLost when another rank did not start."""
-        await self.context.compute.run(self._load)
+        await self.context.compute.run(self._load, await self.find_meeting())
         if self.context.spec.rank == 0:
             self._writer = await self._open_weights()
         self._published = await self.context.compute.run(self._write, self._version)
@@ -239,10 +240,10 @@ class TrainingService(Service, Training):
         """Returns incarnation and version of the weights."""
         return (self.context.facts.incarnation, self._version)
 
-    def _load(self) -> None:
+    def _load(self, meeting: MeetingPlace | None) -> None:
         context = self.context
         refuse_unusable("training.device", context.config.training.device)
-        self._ranks = self.open_ranks()
+        self._ranks = self.open_ranks(meeting)
         self._engine, extra = self.open_engine(self._ranks)
         self._version = extra.get("version", 0)
         self._chain = bytes.fromhex(extra.get("chain", GENESIS.hex()))
@@ -263,13 +264,20 @@ class TrainingService(Service, Training):
                 "(model.name), or half the bytes (model.dtype)"
             ) from full
 
-    def open_ranks(self) -> Ranks:
-        """Connects the ranks. options: `meeting`: the file of their rendezvous."""
-        context, fleet = self.context, self.context.config.fleet
+    async def find_meeting(self) -> MeetingPlace | None:
+        """Waits until the controller has said where the ranks meet; returns None where there is one alone."""
+        context = self.context
         if context.spec.layout.size == 1:
+            return None
+        return await context.rank_meeting.place(context.config.fleet.start_deadline)
+
+    def open_ranks(self, meeting: MeetingPlace | None) -> Ranks:
+        """Connects the ranks, where there are several."""
+        context, fleet = self.context, self.context.config.fleet
+        if meeting is None:
             return Ranks()
         return DistributedRanks(
-            Path(context.spec.options["meeting"]),
+            meeting,
             context.spec.rank,
             context.spec.layout.size,
             context.config.training.device,

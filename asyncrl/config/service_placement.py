@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 COMPUTING = ("training", "critic", "cost_critic", "generation", "reference", "reward", "cost")
 """Sections with a device, in the order in which they choose from a pool: who cannot be restarted chooses first."""
 
-ONE_WORKER = ("training", "critic", "cost_critic")
+ONE_REPLICA = ("training", "critic", "cost_critic")
 """Services that may join without replicas: they write checkpoints into the run directory, which their host has to see.
 """
 
-JOINING_ROLES = ("generation", "evaluation", "reward", "reference", "cost", "environment", *ONE_WORKER)
+JOINING_ROLES = ("generation", "evaluation", "reward", "reference", "cost", "environment", *ONE_REPLICA)
 """Services whose workers join some run."""
 
 
@@ -39,10 +39,13 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
         elif needed > replicas[service]:
             text = f"{needed} {service} workers are to join, and there are {replicas[service]}"
             key = f"{'evaluate' if service == 'evaluation' else service}.replicas"
-            if service in ONE_WORKER:
-                yield Problem("fleet.joined", "", f"{text}: write {service} = 1")
+            if service in ONE_REPLICA:
+                yield Problem("fleet.joined", "", f"{text}: write {service} = {replicas[service]}")
             else:
                 yield Problem("fleet.joined", "", f"{text}: raise {key}", (key,))
+        elif service == "training" and needed < replicas[service]:
+            text = f"the {replicas[service]} ranks of the trainer join together: write training = {replicas[service]}"
+            yield Problem("fleet.joined", "", text, ("training.layout_dp",))
     if fleet.joined and fleet.wire != "tcp":
         text = 'workers that join reach the others over a network: write fleet.wire = "tcp"'
         yield Problem("fleet.wire", "", text, ("fleet.joined",))
@@ -55,20 +58,18 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
 
 
 def joinable(config: "Config") -> dict[str, int]:
-    """Returns the services whose workers can run on any host as the config is, with their replicas. Trainer and critics
+    """Returns the services whose workers can run on any host as the config is, with how many. Trainer and critics
     need the run directory, so they are among them only where `fleet.joined` says so."""
-    stay = set(ONE_WORKER) - config.fleet.joined.keys()
+    stay = set(ONE_REPLICA) - config.fleet.joined.keys()
     stay |= {"generation", "evaluation"} if config.generation.engine == "vllm" else set()
     stay |= {"reward"} if config.feedback.asks else set()
     return {service: count for service, count in _replicas(config).items() if service not in stay}
 
 
 def _replicas(config: "Config") -> dict[str, int]:
-    """Returns the services of an experiment whose workers may join, with their replicas. Several ranks of the trainer
-    meet at a file, and stay with the controller."""
+    """Returns the services of an experiment whose workers may join, with the number of their workers."""
     found = {"generation": config.generation.replicas, "reward": config.reward.replicas}
-    if config.training.layout_dp == 1:
-        found["training"] = 1
+    found["training"] = config.training.layout_dp
     if config.algorithm.advantage == "gae":
         found["critic"] = 1
     if config.evaluate.prompts:

@@ -29,6 +29,7 @@ from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.supervisor import RunningInstance, Supervisor, WorkerSlot
 from asyncrl.fleet.worker.lane_access import Introductions
+from asyncrl.fleet.worker.rank_meeting import RankMeetings
 from asyncrl.fleet.worker.run_keys import controller_keys, pair_of_instance
 from asyncrl.fleet.worker.worker_spec import NOT_BOUND, Implementation, Origin, RunFacts, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
@@ -177,6 +178,7 @@ class RunningFleet:
             hello=hello,
             start_deadline=config.start_deadline,
             introductions=self.introductions,
+            meetings=RankMeetings(),
         )
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
 

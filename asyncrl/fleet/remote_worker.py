@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self, cast
 
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.worker.lane_access import Introductions
+from asyncrl.fleet.worker.rank_meeting import RankMeetings
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.client import Client, Silence
 from asyncrl.lanes.control.wire import Wire
@@ -37,7 +38,7 @@ class WorkerConnection:
 
     `async with connection:` greets the instance and waits until it takes calls, each for at most `start_deadline`
     seconds. It raises PeerLost, Refused, DeadlineExceeded, and what the worker raised while it started. Meanwhile other
-    workers admit the instance, and are told when it is gone.
+    workers admit the instance, and are told when it is gone, and the ranks of a replica learn where they meet.
     lost: set when a client lost its connection, with the reason in `reason`.
     """
 
@@ -48,6 +49,7 @@ class WorkerConnection:
         hello: Hello,
         start_deadline: float,
         introductions: Introductions | None = None,
+        meetings: RankMeetings | None = None,
     ) -> None:
         self.lost = asyncio.Event()
         self.reason = ""
@@ -64,6 +66,7 @@ class WorkerConnection:
         }
         self._spec = spec
         self._introductions = introductions or Introductions()
+        self._meetings = meetings or RankMeetings()
         self._start_deadline = start_deadline
         self._tasks = asyncio.TaskGroup()
         self._watches: list[asyncio.Task[None]] = []
@@ -75,8 +78,10 @@ class WorkerConnection:
             for client in self.channels.values():
                 await client.open(self._tasks, self._start_deadline)
                 self._watches.append(self._tasks.create_task(self._watch(client), name=f"watch of {client.peer}"))
-            await self.channels[Lane.CONTROL].call("started", (), self._start_deadline)
-            await self._introductions.add(self._spec, self.channels[Lane.CONTROL])
+            control = self.channels[Lane.CONTROL]
+            await self._meetings.bring(self._spec, control, self._start_deadline)
+            await control.call("started", (), self._start_deadline)
+            await self._introductions.add(self._spec, control)
             undo.pop_all()
         return self
 

@@ -100,9 +100,8 @@ async def trainer(ranks: int, model: Path, run_dir: Path) -> AsyncIterator[tuple
     run = secrets.token_hex(4)
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config(ranks))
     with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
-        options = {"meeting": str(launcher.sockets / "training.meeting")}
         layout, service = Layout(dp=ranks), "asyncrl.services.training:TrainingService"
-        spec = ServiceSpec("training", Training, service, layout=layout, options=options, origin="torch")
+        spec = ServiceSpec("training", Training, service, layout=layout, origin="torch")
         async with running_fleet([spec], facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running, running.handle("training", Training)
     assert left_of(run) == []

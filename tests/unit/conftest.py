@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 
 PATIENCE = 30.0
 

@@ -17,9 +17,9 @@ from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.engines.training.token_advantages import token_advantages
 from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state, write_model, write_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep

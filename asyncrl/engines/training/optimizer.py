@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import TrainingConfig
-from asyncrl.engines.training.data_parallel import Ranks, sum_gradients
+from asyncrl.engines.training.ranks.data_parallel import Ranks, sum_gradients
 
 
 class Optimizer:

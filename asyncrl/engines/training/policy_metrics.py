@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.training.batch.micro_batches import MicroBatch
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.policy_loss_terms import LossTerms
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.objectives.corrections import effective_sample_share
 from asyncrl.objectives.ragged import Ragged
 

@@ -23,11 +23,11 @@ from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
 from asyncrl.engines.training.batch.micro_batches import micro_batch, micro_batches, pad_rows
 from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, texts_of
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.data_parallel import Ranks, check_same, own_device
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.policy_loss_terms import policy_loss_terms
 from asyncrl.engines.training.policy_metrics import PolicyTotals
+from asyncrl.engines.training.ranks.data_parallel import Ranks, check_same, own_device
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
 from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
 from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_model, write_own_state, write_state

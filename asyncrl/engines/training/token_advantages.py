@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, TrainRow, ValueTarget
-from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.objectives.advantages import STD_EPSILON, generalized_advantages, token_rewards
 from asyncrl.objectives.kl import kl_to_go
 from asyncrl.objectives.lagrangian import Multiplier, constrained_advantages

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.errors import ConfigError, JournalError
 
 MODEL = "model"

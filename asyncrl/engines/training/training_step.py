@@ -13,8 +13,8 @@ from asyncrl.engines.training.batch.contexts import padded_sizes
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows
 from asyncrl.engines.training.batch.micro_batches import micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 

@@ -128,12 +128,15 @@ class JoinPoint:
             self._changed.wake()
 
     def _offer_for(self, spec: WorkerSpec) -> Offer | None:
-        """Returns a free offer, unless a place with a smaller number waits for one: the first ones are needed."""
+        """Returns a free offer, unless a place with a smaller number waits for one: the first ones are needed. Ranks of
+        a replica start together, because they wait for each other."""
         rivals = (other for other in self._waiting.values() if other.service == spec.service)
         if any(other.replica < spec.replica for other in rivals):
             return None
         offers = (each for each in self._offers.values() if each.service == spec.service and each.is_free)
-        return next((each for each in offers if self._has_room(each)), None)
+        fitting = [each for each in offers if self._has_room(each)]
+        running = sum(each.runs_rank_of(spec) for each in self._offers.values())
+        return fitting[0] if fitting and len(fitting) + running >= spec.layout.size else None
 
     def _has_room(self, offer: Offer) -> bool:
         """Returns whether the pool has a GPU on this host for one more worker of the service, where it is of GPUs."""

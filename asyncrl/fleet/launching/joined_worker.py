@@ -76,6 +76,11 @@ class Offer:
     def is_free(self) -> bool:
         return self.is_ready and not self.is_leaving and self.worker is None
 
+    def runs_rank_of(self, spec: WorkerSpec) -> bool:
+        """Returns whether it runs another rank of the replica that a worker belongs to."""
+        mine = self.worker.spec if self.worker is not None else None
+        return mine is not None and (mine.service, mine.replica) == (spec.service, spec.replica)
+
     @property
     def state(self) -> HostState:
         if self.worker is not None and self.worker.started.is_set():

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,6 +14,7 @@ from asyncrl.errors import Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.gpu_use import gpu_use
 from asyncrl.fleet.worker.process_memory import resident_bytes
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.fleet.worker.torch_profile import record_profile
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_retention import RowRetention
@@ -35,7 +36,7 @@ class WorkerContext:
     reader: reads rows of other workers. compute: runs torch calls. clock, occupancy: book the worker's time. tasks: for
     what the service runs beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows:
     makes the store for rows of this worker, once per worker, from the number of slots and the bytes of the longest row;
-    rows take the memory that they have.
+    rows take the memory that they have. rank_meeting: where the ranks of a layout with several of them meet.
     """
 
     spec: WorkerSpec
@@ -47,6 +48,7 @@ class WorkerContext:
     log: FilteringBoundLogger
     tasks: asyncio.TaskGroup
     open_rows: Callable[[int, int], RowStore]
+    rank_meeting: RankMeeting = field(default_factory=RankMeeting)
 
     @property
     def facts(self) -> RunFacts:

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from structlog.typing import FilteringBoundLogger
 
@@ -13,6 +13,7 @@ from asyncrl.errors import Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.lane_access import ADMIT
+from asyncrl.fleet.worker.rank_meeting import MEET, RankMeeting
 from asyncrl.fleet.worker.run_keys import Admit
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
@@ -72,12 +73,18 @@ async def run_worker(
             asyncio.TaskGroup() as tasks,
             RowReader(wire, spec.hello, heartbeat=spec.facts.heartbeat) as reader,
         ):
-            with open_instruments(spec) as (clock, tracer, log), closing(ThreadCompute(Occupancy(clock))) as compute:
+            with (
+                open_instruments(spec) as (clock, tracer, log),
+                closing(ThreadCompute(Occupancy(clock))) as compute,
+                closing(RankMeeting.at(spec.addresses.control)) as ranks,
+            ):
                 rows = partial(_open_rows, spec, wire, tasks)
-                context = WorkerContext(spec, reader, compute, clock, compute.occupancy, tracer, log, tasks, rows)
+                context = WorkerContext(
+                    spec, reader, compute, clock, compute.occupancy, tracer, log, tasks, rows, ranks
+                )
                 service = make_service(context)
                 try:
-                    await _serve(spec, wire, service, tasks, stop, admit)
+                    await _serve(context, wire, service, tasks, stop, admit)
                 finally:
                     await service.stop()
                 raise _Finished
@@ -86,11 +93,12 @@ async def run_worker(
 
 
 async def _serve(
-    spec: WorkerSpec, wire: Wire, service: Service, tasks: asyncio.TaskGroup, stop: asyncio.Event, admit: Admit
+    context: WorkerContext, wire: Wire, service: Service, tasks: asyncio.TaskGroup, stop: asyncio.Event, admit: Admit
 ) -> None:
+    spec = context.spec
     listeners = {lane: wire.listen(getattr(spec.addresses, lane.value)) for lane in Lane}
     beat = spec.facts.heartbeat
-    answer = _with_admission(Dispatcher(service, Lane.CONTROL), admit)
+    answer = _with_own_calls(Dispatcher(service, Lane.CONTROL), admit, context.rank_meeting)
     control = Server(listeners[Lane.CONTROL], answer, spec.hello, queued=False, heartbeat=beat)
     work = Server(
         listeners[Lane.WORK],
@@ -108,15 +116,22 @@ async def _serve(
     await asyncio.wait([starting, *serving])
 
 
-def _with_admission(dispatch: Dispatch, admit: Admit) -> Dispatch:
-    """Returns what runs the calls of the control lane: those of the service, and lists of callers to admit."""
+def _with_own_calls(dispatch: Dispatch, admit: Admit, meeting: RankMeeting) -> Dispatch:
+    """Returns what runs the calls of the control lane: those of the service, lists of callers to admit, and the address
+    at which ranks meet."""
 
-    async def take(callers: object) -> None:
+    async def take_callers(callers: object) -> None:
         if not isinstance(callers, dict):
             raise Refused(f"{ADMIT} takes the callers of each lane, not {callers!r:.100}")
         admit(callers)
 
-    return lambda call: take(*call.args[:1] or (None,)) if call.method == ADMIT else dispatch(call)
+    async def take_address(address: object) -> str:
+        if not isinstance(address, str):
+            raise Refused(f"{MEET} takes the address at which ranks meet, not {address!r:.100}")
+        return meeting.take(address)
+
+    own: Mapping[str, Callable[[object], Awaitable[Any]]] = {ADMIT: take_callers, MEET: take_address}
+    return lambda call: own[call.method](*call.args[:1] or (None,)) if call.method in own else dispatch(call)
 
 
 def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, row_bytes: int) -> RowStore:

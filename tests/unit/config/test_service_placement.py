@@ -35,3 +35,13 @@ def test_new_weights_reach_generation_that_joins_over_a_network() -> None:
 def test_what_cannot_join_is_refused(joined: dict[str, int], fleet: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         config(joined, **fleet)
+
+
+def test_all_ranks_of_the_trainer_join_or_none() -> None:
+    base = load("quickstart").config.model_dump()
+    base["training"]["layout_dp"] = 2
+    for ranks in (1, 3):
+        fleet = FleetConfig(joined={"training": ranks}, **LISTENS).model_dump()
+        with pytest.raises(ValidationError, match="write training = 2"):
+            Config.model_validate({**base, "fleet": fleet})
+    assert Config.model_validate({**base, "fleet": FleetConfig(joined={"training": 2}, **LISTENS).model_dump()})

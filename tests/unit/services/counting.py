@@ -11,10 +11,11 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.engines.training.training_step import StepOutcome, gather_keys
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.weights.arena import open_reader
@@ -82,7 +83,10 @@ class CountingService(TrainingService):
         state = json.loads((self.context.facts.checkpoint_dir / "state").read_text())
         return CountingEngine(ranks, state["weight"]), state["extra"]
 
-    def open_ranks(self) -> Ranks:
+    async def find_meeting(self) -> None:
+        """Ranks of this test exchange in memory."""
+
+    def open_ranks(self, meeting: MeetingPlace | None) -> Ranks:
         return cast(Ranks, self.context.spec.options.get("ranks", Ranks()))
 
 

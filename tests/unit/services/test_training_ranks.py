@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.training.data_parallel import Ranks
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext

@@ -1,5 +1,6 @@
 """Data-parallel ranks: gradients as of one rank; the real collective in real processes."""
 
+import os
 import random
 import subprocess
 import sys
@@ -17,23 +18,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training import data_parallel
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.data_parallel import DistributedRanks, Ranks, backend_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks import data_parallel, rank_store
+from asyncrl.engines.training.ranks.data_parallel import DistributedRanks, Ranks, backend_of
 from asyncrl.engines.training.training_step import StepOutcome, run_step, split_into_updates
 from asyncrl.errors import PeerLost, WeightsError
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
 
 PATIENCE = 30.0
 
 EXCHANGES = """
-import sys, torch
+import asyncio, sys, torch
 from contextlib import nullcontext
-from pathlib import Path
-from asyncrl.engines.training.data_parallel import backend_of, DistributedRanks, Ranks
-rank = int(sys.argv[2])
-ranks = DistributedRanks(Path(sys.argv[1]), rank, 2, "cpu", nullcontext, 30.0, 30.0)
+from asyncrl.engines.training.ranks.data_parallel import backend_of, DistributedRanks, Ranks
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
+rank, meeting = int(sys.argv[1]), RankMeeting()
+print(meeting.take("" if rank == 0 else input()), flush=True)
+ranks = DistributedRanks(asyncio.run(meeting.place(30.0)), rank, 2, "cpu", nullcontext, 30.0, 30.0)
 print(ranks.sum(torch.tensor([1.0, rank])).tolist(), ranks.largest(torch.tensor([-rank, 5 * rank])).tolist())
 print(ranks.gather(torch.full((2 * rank, 3), rank)).tolist())
 """
@@ -118,11 +121,15 @@ def _moments(engine: PolicyTrainer) -> list[torch.Tensor]:
     return [state[parameter]["exp_avg"] for parameter in engine.optimizer.parameters]
 
 
-def test_processes_exchange(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EXCHANGES, str(tmp_path / "meeting")]
-    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    answers = [process.communicate(timeout=60)[0].splitlines() for process in processes]
-    assert answers == [["[2.0, 1.0] [0, 5]", "[[1, 1, 1], [1, 1, 1]]"]] * 2
+def test_processes_exchange() -> None:
+    command, pipe = [sys.executable, "-c", EXCHANGES], subprocess.PIPE
+    first, second = (subprocess.Popen([*command, str(rank)], stdin=pipe, stdout=pipe, text=True) for rank in range(2))
+    assert first.stdout is not None
+    address = first.stdout.readline()
+    answers = [second.communicate(address, timeout=60)[0], address + first.communicate(timeout=60)[0]]
+    assert [answer.splitlines() for answer in answers] == [
+        [address.strip(), "[2.0, 1.0] [0, 5]", "[[1, 1, 1], [1, 1, 1]]"]
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -140,9 +147,11 @@ def test_nccl_connects_ranks_that_share_no_gpu(device: str, gpus: int, has_own_g
 
 
 @pytest.mark.timeout(20)  # Less than the 30 seconds of an exchange, more than joining takes on a busy machine.
-def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said(tmp_path: Path) -> None:
+async def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said() -> None:
+    meeting = RankMeeting()
+    meeting.take("")
     with pytest.raises(PeerLost, match=r"2 training ranks did not all join within 0\.2 s \(seen by rank 0"):
-        DistributedRanks(tmp_path / "meeting", 0, 2, "cpu", nullcontext, 0.2, 30.0)
+        DistributedRanks(await meeting.place(1.0), 0, 2, "cpu", nullcontext, 0.2, 30.0)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -197,3 +206,14 @@ def test_ranks_that_drift_apart_write_no_checkpoint(
     with pytest.raises(WeightsError, match="no longer hold the same weights"):
         side_by_side([lambda: one.save(tmp_path, {}), lambda: other.save(tmp_path, {})])
     assert not list(tmp_path.iterdir())
+
+
+def test_the_network_of_the_ranks_is_that_of_their_address_unless_the_user_chose_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (rank_store.interface_of("127.0.0.1"), rank_store.interface_of("192.0.2.1")) == ("lo", "")
+    monkeypatch.setattr(rank_store, "interface_of", lambda host: "eth7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    rank_store.use_network_of("10.77.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib0")

@@ -15,8 +15,8 @@ from asyncrl.engines.training.batch.masking import mask_rows
 from asyncrl.engines.training.batch.micro_batches import forward_passes, pad_rows, spans_of, split_by_row
 from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticTrainer
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
 from asyncrl.protocols.batch import TRUNCATED, Batch, BatchRef, Column, RowRef
 

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config, TrainingConfig
-from asyncrl.engines.training.data_parallel import Ranks
 from asyncrl.engines.training.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.data_parallel import Ranks
 from asyncrl.engines.training.trainer_checkpoint import file_digests, write_own_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError

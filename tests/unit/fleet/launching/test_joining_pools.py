@@ -1,4 +1,4 @@
-"""Hosts that join a run for services in pools: who may, and which GPU each worker gets."""
+"""Hosts that join a run for services in pools, and for ranks: who may, and which GPU each worker gets."""
 
 import asyncio
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.config.sections.device_pools import Device, DevicePool, Host
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.rank_layout import Layout
 from tests.unit.fleet.launching.test_joining import ECHO, Site, place, playing
 
 GPUS = tuple(Device(f"cuda:{number}") for number in range(2))
@@ -65,3 +66,17 @@ def test_without_a_pool_a_host_without_the_device_is_refused(device: str, gpus: 
     found = replace(ECHO, device=Device(device)).objection("echo", host)
     assert found.startswith(says)
     assert bool(found) == bool(says)
+
+
+def test_the_ranks_of_a_replica_start_once_there_is_a_host_for_each() -> None:
+    async def play(here: Site) -> None:
+        ranks = [replace(place(0, f"r{number}"), rank=number, layout=Layout(dp=2)) for number in range(2)]
+        here.host("h1")
+        starting = [asyncio.ensure_future(here.point.spawn(each)) for each in ranks]
+        await asyncio.sleep(5)
+        assert not here.hosts["h1"][1].workers, "it would wait for the other rank"
+        here.host("h2")
+        workers = await asyncio.gather(*starting)
+        assert {worker.host.name for worker in workers} == {"h1", "h2"}
+
+    playing(play, replace(ECHO, needed=2))

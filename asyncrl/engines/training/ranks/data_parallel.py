@@ -4,13 +4,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from asyncrl.engines.training.ranks.rank_store import open_store
 from asyncrl.errors import PeerLost, WeightsError
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 
 Waiting = Callable[[], AbstractContextManager[None]]
 BUCKET = 8 << 20
@@ -42,7 +43,7 @@ class DistributedRanks(Ranks):
     """Runs one rank per process over torch.distributed: NCCL where each rank has its own GPU, as NCCL requires, else
     gloo, which copies to the host.
 
-    meeting: path shared by all ranks, at which no file exists yet. start: seconds until all ranks must have joined.
+    meeting: the TCP store through which the ranks find each other. start: seconds until all ranks must have joined.
     exchange: seconds that one exchange may take, waiting for the slowest rank included. waiting: books the time of
     every exchange. has_own_gpu: `device` is a GPU that no other rank has. Every method raises PeerLost when another
     rank is gone or late; no exchange works after it.
@@ -50,7 +51,7 @@ class DistributedRanks(Ranks):
 
     def __init__(
         self,
-        meeting: Path,
+        meeting: MeetingPlace,
         rank: int,
         size: int,
         device: str,
@@ -68,7 +69,7 @@ class DistributedRanks(Ranks):
         if backend == "nccl":
             torch.cuda.set_device(self._device)
         with self._exchange(f"did not all join within {start:g} s"):
-            store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+            store = open_store(meeting, start)
             store.set(f"joined/{rank}", "1")  # gloo would wait for a missing rank as long as for an exchange.
             store.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=start))
             timeout = timedelta(seconds=exchange)

@@ -1,0 +1,49 @@
+"""Ranks of the trainer that join from two network hosts, and meet there."""
+
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.controller.journal.audit import audit
+from tests.network_hosts import network_hosts, why_no_hosts
+
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import PATIENCE, wait_until
+
+pytestmark = [
+    pytest.mark.fleet,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-"),
+]
+CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]
+
+
+def test_two_ranks_train_on_two_hosts_and_the_death_of_one_ends_the_run(quickstart_model: Path, tmp_path: Path) -> None:
+    run_dir, keys, shown = tmp_path / "run", tmp_path / "keys", tmp_path / "run.out"
+    variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with network_hosts(tmp_path, 3) as hosts:
+        address = f"tcp://{hosts.address(1)}:7000"
+        assert hosts.start(1, [*CLI, "admit", str(keys), "training"], tmp_path / "admit.out").wait(PATIENCE) == 0
+        flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--evaluate.prompts="]
+        flags += ["--listen", address, "--fleet.joined", "{training = 2}", "--training.layout_dp", "2"]
+        flags += ["--fleet.join_keys", str(keys), "--steps", "5000"]
+        run = hosts.start(1, [*CLI, "run", "quickstart", *flags], shown, variables)
+        serve = [*CLI, "serve", "training", "--join", address, "--key", str(keys / "training.key")]
+        ranks = [hosts.start(host, serve, tmp_path / f"h{host}.out", variables) for host in (2, 3)]
+        wait_until(lambda: len(steps(shown)) >= 5, shown.read_text, PATIENCE)
+        ranks[1].send_signal(signal.SIGKILL)
+        assert run.wait(PATIENCE) == 75, shown.read_text()
+        assert "Resume with" in shown.read_text()
+    lines = [json.loads(line) for line in (run_dir / "fleet.jsonl").read_text().splitlines()]
+    places = {line["rank"]: line["host"] for line in lines if line.get("service") == "training"}
+    assert places.keys() == {0, 1}
+    assert set(places.values()) == {"h2", "h3"}
+    assert audit(run_dir).ok
+
+
+def steps(shown: Path) -> list[str]:
+    return re.findall(r"^step (\d+)/", shown.read_text(), re.MULTILINE)
