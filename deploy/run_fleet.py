@@ -19,6 +19,7 @@ from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
 from asyncrl.deploy.process.run_commands import RunCommands
+from asyncrl.deploy.process.scaled_services import scaled_specs
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError
@@ -71,7 +72,8 @@ async def run_fleet(
             host = host_of(listen_address(config)) if config.fleet.listen else LOOPBACK
             launcher = scope.enter_context(LocalLauncher(facts.run, config.fleet.wire, request.forks, host))
             signals.hurry = launcher.hurry
-        specs = list(_specs(request, options))
+        directory = RunDirectory(facts.run_dir)
+        specs = list(scaled_specs(list(_specs(request, options)), directory.scaled, request.display.say))
         join_point = await scope.enter_async_context(_join_point(specs, facts, scorers, request.display))
         request.display.say(f"starting {', '.join(spec.name for spec in specs)}")
         report = request.display.say
@@ -106,7 +108,9 @@ def _commands(
     directory, listens = RunDirectory(running.facts.run_dir), running.facts.config.fleet.listen
     address = f"tcp://{launcher.host}:*" if listens else f"ipc://{launcher.sockets}/controller.commands"
     profiles = WorkerProfiles(running.health_poller, directory.profiles)
-    return open_commands(directory.commands, address, RunCommands(running, profiles, pauses, signals, display).run)
+    replicas = {spec.name: spec.replicas for spec in service_specs(running.facts.config)}
+    commands = RunCommands(running, profiles, pauses, signals, display, replicas)
+    return open_commands(directory.commands, address, commands.run)
 
 
 def _specs(request: "RunRequest", options: Mapping[str, Mapping[str, Any]]) -> Iterator[ServiceSpec]:

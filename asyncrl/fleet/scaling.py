@@ -4,6 +4,8 @@ more    parked workers are wanted again, then new ones are added: they start lik
 fewer   workers that do not run, then those with the highest numbers, are parked: they drain first
 """
 
+from collections.abc import Mapping
+
 from asyncrl.errors import Refused
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec
 
@@ -16,7 +18,7 @@ DRAIN = 60.0
 
 def scale(running: RunningFleet, service: str, count: int) -> str:
     """Makes `count` workers of a service run; returns what happens. Raises Refused for what cannot be."""
-    spec = _scalable(running, service, count)
+    spec = scalable(running.specs, service, count)
     supervisor = running.supervisor
     slots = supervisor.slots_of(service)
     wanted = [slot for slot in slots if slot.wanted.is_set()]
@@ -38,13 +40,13 @@ def scale(running: RunningFleet, service: str, count: int) -> str:
     return "; ".join(changes)
 
 
-def _scalable(running: RunningFleet, service: str, count: int) -> ServiceSpec:
+def scalable(specs: Mapping[str, ServiceSpec], service: str, count: int) -> ServiceSpec:
     """Returns the spec of a service that may have so many workers. Raises Refused."""
-    able = [name for name, spec in running.specs.items() if _may_scale(spec)]
+    able = [name for name, spec in specs.items() if _may_scale(spec)]
     listed = f"The services that may are {', '.join(able)}"
-    if service not in running.specs:
+    if service not in specs:
         raise Refused(f"this run has no service {service!r} whose number of workers could change. {listed}")
-    spec = running.specs[service]
+    spec = specs[service]
     if not spec.restart:
         raise Refused(
             f"the number of {service} workers does not change while a run goes on, because each has a part of what is "

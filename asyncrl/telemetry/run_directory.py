@@ -16,7 +16,7 @@ ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/(?=[^/])")
 RUN_FILES = ("config.toml", "journal", "run.id")
 WRITTEN = (
     *("", "logs", "checkpoints", "config.toml", "journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"),
-    *("ratings.jsonl", "run.start", "run.lock", "status.json"),
+    *("ratings.jsonl", "run.start", "run.lock", "status.json", "scaled.json"),
 )
 """Folders and files that a run writes, the run directory first."""
 
@@ -27,8 +27,8 @@ class RunDirectory:
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
     evaluations.jsonl; ratings.jsonl and feedback.json: what people said, and the address of their page;
     fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; commands.json: where the run
-    takes commands; profiles/: traces of operators; report.html; logs/; trace.json.gz;
-    sources/: copies of prompts and code (source_copies.py);
+    takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; report.html;
+    logs/; trace.json.gz; sources/: copies of prompts and code (source_copies.py);
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
     last start (fleet/launching/leftover_cleanup.py).
     """
@@ -47,6 +47,7 @@ class RunDirectory:
         self.start = path / "run.start"
         self.status = path / "status.json"
         self.commands = path / "commands.json"
+        self.scaled = path / "scaled.json"
         self.profiles = path / "profiles"
         self.report = path / "report.html"
         self.logs = path / "logs"

@@ -62,6 +62,7 @@ UNFUZZED: dict[str, str] = {
     "deploy/feedback_address.py": RUN,
     "deploy/process/fork_client.py": PARENT,
     "deploy/process/fork_server.py": PARENT,
+    "deploy/process/scaled_services.py": RUN,
     "deploy/report/worker_trace.py": RUN,
     "engines/generation/forward/kv_cache.py": VIEW,
     "engines/generation/trajectory.py": "the transcript of the worker itself",

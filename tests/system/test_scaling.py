@@ -35,14 +35,23 @@ def in_flight(run_dir: Path) -> set[str]:
     return set() if status is None else {*status.samples} - {"trained", "dropped"}
 
 
+def check_resume(run_dir: Path, flags: list[str], shown: Path) -> None:
+    """Checks that the run begins again with two reward workers, as it ended."""
+    with program("run", "quickstart", *flags, output=shown) as run:
+        wait_until(lambda: ("reward", 1, 0) in workers_of(run_dir), shown.read_text)
+        assert run.wait(PATIENCE) == 0, shown.read_text()
+    assert "reward begins with 2 workers, as `asyncrl scale` left it; its config says 1" in shown.read_text()
+    assert "generation begins with" not in shown.read_text(), "its number is that of the config again"
+
+
 def test_a_run_that_goes_on_takes_commands(quickstart_model: Path, tmp_path: Path) -> None:
     run_dir, shown = tmp_path / "run", tmp_path / "run.out"
 
     def command(name: str, *flags: str) -> "subprocess.CompletedProcess[str]":
         return finished([*CLI, name, str(run_dir), *flags], timeout=PATIENCE)
 
-    flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
-    with program("run", "quickstart", *flags, output=shown) as run:
+    flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--evaluate.prompts="]
+    with program("run", "quickstart", *flags, "--steps", "5000", output=shown) as run:
         wait_until(lambda: steps_in(shown) >= 2, shown.read_text)
         for wrong, why in (
             ("training=2", "training.layout_dp"),
@@ -68,8 +77,10 @@ def test_a_run_that_goes_on_takes_commands(quickstart_model: Path, tmp_path: Pat
         assert command("unpause").stdout == "the run goes on\n"
         wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
         assert any(line.get("perf/paused_s", 0) > 0 for line in read_metrics(run_dir / "metrics.jsonl"))
+        assert command("scale", "reward=2").stdout == "reward: 1 -> 2; reward1.0 start\n"
         command("pause")
         assert command("stop").stdout == "the run ends with a checkpoint, after its running step\n"
         assert run.wait(PATIENCE) == 0, shown.read_text()
     assert FIRST_BYTES["attempt"] not in (run_dir / "journal").read_bytes(), "no group began again"
+    check_resume(run_dir, [*flags, "--steps", str(steps_in(shown) + 3)], tmp_path / "again.out")
     assert audit(run_dir).ok

@@ -24,7 +24,7 @@ class Scene:
         self.signals = StopSignals(self.said.append)
         display: Any = SimpleNamespace(say=self.said.append)
         nothing: Any = None
-        self.commands = RunCommands(nothing, nothing, self.pauses, self.signals, display)
+        self.commands = RunCommands(nothing, nothing, self.pauses, self.signals, display, {})
 
 
 async def test_a_pause_is_turned_on_and_off_once() -> None:
