@@ -264,9 +264,13 @@ class FakeGeneration(FakeService, Generation):
             turns=before.turns + 1 if before else 1,
         )
 
+    def tokens_at_flips(self, sequence: Sequence) -> list[float]:
+        """Returns how far a sequence was at each change of weights; negative before it began."""
+        return [(flip - sequence.began) / self.token_time for flip, _ in self._flips[1:]]
+
     def _spans(self, sequence: Sequence) -> Spans:
         """Token k is sampled in [began + k t, began + (k + 1) t) by the weights at the start of that step."""
-        flipped = [(flip - sequence.began) / self.token_time for flip, _ in self._flips[1:]]
+        flipped = self.tokens_at_flips(sequence)
         ends = [min(sequence.tokens, max(0, math.ceil(end - 1e-6))) for end in flipped] + [sequence.tokens]
         starts = [0, *ends[:-1]]
         spans = zip((version for _, version in self._flips), starts, ends, strict=True)

@@ -34,6 +34,8 @@ class StepWork(JobTable):
     samples_per_prompt: Count = 8
     updates: Count = 1
     limit: Annotated[int, Field(ge=0)] = 1
+    recompute: bool = False
+    """The trainer computes log-probabilities of sampled tokens before it trains."""
     sequences: Annotated[int, Field(ge=0)] = 0
     """Most sequences that a replica decodes at one time; 0: as many as fit into its memory."""
 
@@ -60,6 +62,16 @@ class FixedSplit(JobTable):
     training: Count
 
 
+class MeasuredStages(JobTable):
+    """Stages of one step as somebody measured them: seconds of generation and of everything else that the trainer's
+    GPUs do. split: GPUs of either; without, both used all in turn. limit: of that run."""
+
+    generation_seconds: Annotated[float, Field(gt=0)]
+    training_seconds: Annotated[float, Field(gt=0)]
+    split: FixedSplit | None = None
+    limit: Annotated[int, Field(ge=0)] = 0
+
+
 class JobTables(JobTable):
     """A job file. objective: seconds of a synchronous iteration, or of a step whose services overlap."""
 
@@ -70,6 +82,7 @@ class JobTables(JobTable):
     layouts: Mapping[str, tuple[Count, Count]] = {}
     """Tensor and pipeline parallel degrees of roles that train or score, in place of the fastest ones."""
     split: FixedSplit | None = None
+    measured: MeasuredStages | None = None
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
     """Seconds of a reward function for one sample, which runs on CPUs."""
 

@@ -51,7 +51,7 @@ def stage_seconds(role: str, size: ModelSize, strategy: Strategy, work: StepWork
         generation = formulas.generation_seconds(size, rates, sequences, *lengths, generate, strategy.room)
     if role == "actor":
         generation += formulas.transition_seconds(size, rates, train, generate)
-    if role not in (*GENERATING, "training"):
+    if role not in (*GENERATING, "training") or (work.recompute and role in ("actor", "training")):
         preparation = formulas.scoring_seconds(size, rates, work.samples, length, train)
     if role in TRAINED:
         training = formulas.training_seconds(size, rates, work.samples, length, train, work.updates)
@@ -69,8 +69,9 @@ def auto_parallel(
     rates = gpu.likely
     cost = partial(stage_seconds, role, size, work=work, rates=rates)
     if role == "generation":
-        found = generation_layouts(size, gpus, budget, Degrees(gpus, gpus), work, gpu, kept=0.0)
-        return min(found, key=lambda each: sum(cost(each)), default=None)
+        apart = generation_layouts(size, gpus, budget, Degrees(gpus, gpus), work, gpu, kept=0.0)
+        asked = (each for each in apart if fixed is None or (each.generate.tp, each.generate.pp) == fixed)
+        return min(asked, key=lambda each: sum(cost(each)), default=None)
     fitting = [
         each
         for each in layouts(role, size, gpus, budget, gpu, work)
@@ -109,7 +110,6 @@ def generation_layouts(
     """Yields the layouts of generation that have room for one sequence. train: layout that shares the GPUs, whose
     degrees those of generation divide. kept: bytes of a GPU that training keeps meanwhile."""
     alone = train.gpus != gpus
-    longest = work.prompt_tokens + (work.longest or work.response_tokens)
     for tp in powers(min(gpu.gpus_per_host, train.tp)):
         if size.heads % tp or train.tp % tp:
             continue
@@ -118,10 +118,10 @@ def generation_layouts(
                 continue
             generate = Degrees(tp, pp, gpus // (tp * pp))
             weights = WIDE * size.parameters / generate.replica
-            room = formulas.room_for(size, budget - kept - weights, longest, generate)
+            room = formulas.room_for(size, budget - kept - weights, work.tokens, generate)
             room = min(room, ceil(work.samples / generate.dp), work.sequences or room)
             if room:
-                cached = room * longest * size.cache_bytes / generate.replica
+                cached = room * work.tokens * size.cache_bytes / generate.replica
                 yield Strategy(Degrees(dp=0) if alone else train, generate, room, kept + weights + cached)
 
 
