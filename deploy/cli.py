@@ -13,6 +13,7 @@ from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFaile
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
     "monitor": "show what the workers of a running run do",
+    "dashboard": "show runs live in a browser: workers, curves, samples, pause, scale and stop",
     "scale": "change the number of workers of a service while a run goes on",
     "pause": "hold a running run back: it draws no samples and begins no step until unpause",
     "unpause": "let a paused run go on",
@@ -33,7 +34,7 @@ COMMANDS = {
 }
 
 FOLDERS = {
-    **dict.fromkeys(("monitor", "scale", "pause", "unpause", "stop"), "running"),
+    **dict.fromkeys(("monitor", "dashboard", "scale", "pause", "unpause", "stop"), "running"),
     **dict.fromkeys(("graph", "plan", "report"), "inspecting"),
 }
 """Folders of commands that do not lie beside the others."""

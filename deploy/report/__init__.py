@@ -1,1 +1,1 @@
-"""The report of a run as one HTML file: curves, timeline, samples, evaluations, audit and configuration."""
+"""Views of runs: the report as one HTML file, and the dashboard that shows them live."""

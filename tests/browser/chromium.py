@@ -84,6 +84,14 @@ class Tab:
             text = {"text": key} if kind == "keyDown" and len(key) == 1 else {}
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
+    async def key(self, key: str) -> None:
+        """Presses a key that does what it does for a person: moves the focus, activates, changes a number."""
+        codes = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40}
+        text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
+        code = {"code": key, "windowsVirtualKeyCode": codes[key]} if key in codes else {}
+        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text, **code)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
+
     async def screenshot(self, path: Path) -> None:
         data = (await self.call("Page.captureScreenshot"))["data"]
         await asyncio.to_thread(path.write_bytes, base64.b64decode(data))

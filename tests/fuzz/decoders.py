@@ -63,6 +63,8 @@ UNFUZZED: dict[str, str] = {
     "deploy/process/fork_client.py": PARENT,
     "deploy/process/fork_server.py": PARENT,
     "deploy/process/scaled_services.py": RUN,
+    "deploy/report/dashboard/line_tail.py": RUN,
+    "deploy/report/dashboard/recorded_samples.py": RUN,
     "deploy/report/worker_trace.py": RUN,
     "engines/generation/forward/kv_cache.py": VIEW,
     "engines/generation/trajectory.py": "the transcript of the worker itself",

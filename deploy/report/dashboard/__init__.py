@@ -1,0 +1,1 @@
+"""The dashboard: what runs do, live in a browser on this machine."""
