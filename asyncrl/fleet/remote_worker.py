@@ -149,8 +149,9 @@ class RemoteWorker:
 
     host: where its newest instance was started. on_stuck: takes an instance that made no progress for the deadline of a
     call, and what the caller says of it. answer_count: calls that were answered and items that came, health excluded.
-    last_answer_at: loop time of the newest answer to any call. restarting: whether another instance is started after a
-    death. changed: called whenever the worker was connected or lost.
+    has_worked: whether the present instance, or the last one, answered a call of the work lane. last_answer_at: loop
+    time of the newest answer to any call. restarting: whether another instance is started after a death. changed:
+    called whenever the worker was connected or lost.
     """
 
     def __init__(self, service: str, replica: int, rank: int, changed: Callable[[], None]) -> None:
@@ -160,6 +161,7 @@ class RemoteWorker:
         self.instance = ""
         self.host = NOWHERE
         self.answer_count = 0
+        self.has_worked = False
         self.last_answer_at = _now()
         self.outstanding: dict[int, OutstandingCall] = {}
         self.failed: deque[tuple[float, OutstandingCall]] = deque(maxlen=MAX_FAILED_CALLS)
@@ -193,6 +195,7 @@ class RemoteWorker:
     def connected(self, instance: str, channels: Mapping[Lane, Channel]) -> None:
         self.instance = instance
         self.channels = channels
+        self.has_worked = False
         self._silence = None
         self.cause = asyncio.get_running_loop().create_future()
         self._changed()
@@ -227,6 +230,7 @@ class RemoteWorker:
     def _note_answer(self, spec: EndpointSpec) -> None:
         self.last_answer_at = _now()
         self.answer_count += spec.name != "health"
+        self.has_worked |= spec.lane is Lane.WORK
 
     def groups_at(self, instance: str) -> list[int]:
         """Returns the groups for which an instance worked when it died: those of calls outstanding, and of calls that

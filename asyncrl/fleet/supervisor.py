@@ -34,7 +34,7 @@ DRAIN_CHECK = 0.1
 """Seconds between two looks at whether an instance that leaves holds anything yet."""
 LONG_LIFE = 10.0
 """Seconds of taking calls after which a death counts as the first of its kind, and not as part of a crash loop: three
-times what a start takes."""
+times what a start takes. So does that of an instance that had done some of its work."""
 
 
 @dataclass(slots=True)
@@ -56,17 +56,17 @@ class DeathCounter:
         is_new, self._last_dead, self.started_at = instance != self._last_dead, instance, None
         return is_new
 
-    def count(self, instance: str, now: float, suspect: int | None = None) -> bool:
+    def count(self, instance: str, now: float, suspect: int | None = None, *, worked: bool = False) -> bool:
         """Counts the death of an instance. Returns False when it was counted: process and connection both report it.
 
-        suspect: the isolated group that had the instance for itself.
+        suspect: the isolated group that had the instance for itself. worked: whether it had answered work.
         """
         if instance == self._last_dead:
             return False
         lifetime = 0.0 if self.started_at is None else now - self.started_at
         self._last_dead = instance
         self.started_at = None
-        self.in_a_row = 1 if lifetime >= LONG_LIFE else self.in_a_row + 1
+        self.in_a_row = 1 if worked or lifetime >= LONG_LIFE else self.in_a_row + 1
         self.since_progress += 1
         if suspect is not None:
             self.tested[suspect] += 1
@@ -86,7 +86,8 @@ class DeathCounter:
 
     @property
     def pause(self) -> float | None:
-        """Seconds until the restart, doubled from FIRST_PAUSE with each short life; None after too many deaths.
+        """Seconds until the restart, doubled from FIRST_PAUSE with each short life without work; None after too many
+        deaths.
 
         Progress does not shorten it: another replica may make the progress while this worker dies at every start.
         """
@@ -328,7 +329,8 @@ class Supervisor:
             return
         groups = {*slot.worker.groups_at(spec.instance)}
         suspect = groups.pop() if len(groups) == 1 and groups.issubset(self._isolated) else None
-        if slot.deaths.count(spec.instance, asyncio.get_running_loop().time(), suspect):
+        now, worked = asyncio.get_running_loop().time(), slot.worker.has_worked
+        if slot.deaths.count(spec.instance, now, suspect, worked=worked):
             self._died_since_progress[slot.worker.name] = slot
             slot.worker.lost(reason, restarting=slot.restart and slot.deaths.pause is not None)
             self._emit(WorkerLost(spec.service, spec.instance, reason))

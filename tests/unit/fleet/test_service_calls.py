@@ -345,3 +345,19 @@ def test_a_wrong_argument_fails_the_type_check(tmp_path: Any) -> None:
     assert 'algorithm.py:10: error: Argument 1 to "generate" of "Generation"' in told
     assert 'algorithm.py:11: error: Argument 1 to "texts" of "Generation"' in told
     assert "Found 2 errors" in told
+
+
+@pytest.mark.parametrize(("endpoint_name", "worked"), [("ask", True), ("names", False)])
+def test_a_worker_has_worked_once_it_answered_a_call_of_the_work_lane(endpoint_name: str, worked: bool) -> None:
+    async def main() -> None:
+        async def answer(*args: object) -> str:
+            return "answer"
+
+        worker = RemoteWorker("sums", 0, 0, lambda: None)
+        worker.connected("sums0.0-0-a", dict.fromkeys(Lane, ScriptedChannel(answer)))
+        await worker.call(Sums.endpoints[endpoint_name], (), 1.0)
+        assert worker.has_worked == worked
+        worker.connected("sums0.0-0-b", dict.fromkeys(Lane, ScriptedChannel(answer)))
+        assert not worker.has_worked
+
+    virtual_loop.run(main())

@@ -367,6 +367,19 @@ def test_a_worker_that_lived_long_is_restarted_as_if_it_had_never_died() -> None
     assert pauses == [0.5, 1, 2, supervisor.LONG_LIFE + 0.5, 1]
 
 
+def test_a_worker_that_answered_work_is_restarted_as_if_it_had_never_died() -> None:
+    async def play(stage: Stage) -> None:
+        for worked in (False, False, True, False):
+            await stage.wait_for_live()
+            stage.worker.has_worked = worked
+            stage.supervisor.progressed()
+            await stage.kill()
+        await stage.wait_for_live()
+
+    spawned = [at for at, event in acting(play).events if event.startswith("spawn")]
+    assert [round(later - earlier, 3) for earlier, later in pairwise(spawned)] == [0.5, 1, 0.5, 1]
+
+
 def test_a_worker_that_dies_while_it_starts_is_lost() -> None:
     async def start(instances: int) -> None:
         if instances == 1:
