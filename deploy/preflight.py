@@ -69,7 +69,7 @@ def _problems(
     yield from sink_problems(config.telemetry.sinks)
     yield from scrape_problems(config.telemetry)
     yield from prompt_problems(config)
-    yield from (_named_by_pool(problem, config) for problem in device_mistakes(devices(config)))
+    yield from missing_devices(config)
     yield from gpu_package_problems(devices(config))
     yield from scoring_problems(config, served)
     yield from _feedback_host_problems(config.feedback)
@@ -77,6 +77,11 @@ def _problems(
     yield from containment_problems(config, served)
     yield from algorithm_problems(config, algorithm)
     yield from missing_packages(config, model_is_made=model_is_made)
+
+
+def missing_devices(config: Config) -> Iterator[Problem]:
+    """Yields the devices that this machine does not have, with the services that are to run there."""
+    return (_named_by_pool(problem, config) for problem in device_mistakes(devices(config)))
 
 
 def devices(config: Config) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Plans where workers run and how many bytes each takes, for `asyncrl plan` and checks of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.problems import Problem
@@ -9,7 +10,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import assignment, pool_key, pool_names, pools_of
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.memory_needs import MemoryNeed, needs
-from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
 from asyncrl.engines.model_shape import Shape
 from asyncrl.lanes.host_id import HostId
 
@@ -18,7 +19,7 @@ NO_WORKERS = ("copies of weights",)
 """Needs that belong to no single worker."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedWorker:
     """One worker. host: its name. domain: what fails with it at one moment. device: what it computes on. need: of all
     workers of its service together. share: the number of those workers."""
@@ -42,6 +43,12 @@ class PlannedWorker:
     @property
     def least(self) -> int:
         return self.need.least // self.share
+
+    @property
+    def floor(self) -> int:
+        """Returns the bytes of its device that it takes however little is sampled. On a CPU processes share most of
+        theirs; CUDA takes its own for each."""
+        return self.least + (self.need.parts.get("process", 0) if self.device != "cpu" else 0)
 
 
 def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = None) -> Iterator[PlannedWorker]:
@@ -69,25 +76,35 @@ def _size(config: Config, name: str) -> tuple[int, int]:
 
 def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
     """Yields a problem for each device of a pool whose services need more than its budget, however little they
-    sample."""
+    sample, and a warning where they probably do."""
     pools, names = pools_of(config), pool_names(config)
+    bounded = {name for name, pool in pools.items() if pool.memory_bytes}
+    if bounded.isdisjoint(names.values()):
+        return
     loads: dict[tuple[str, str, str], list[PlannedWorker]] = {}
-    for worker in planned_workers(config, shape):
-        pool = names.get(worker.need.name)
-        if pool is not None and pools[pool].memory_bytes:
+    for worker in planned_workers(config, shape, measured_lengths(config, config.model.name)):
+        if (pool := names.get(worker.need.name)) in bounded:
             for device in worker.device.split():
-                loads.setdefault((pool, worker.host, device), []).append(worker)
+                loads.setdefault((str(pool), worker.host, device), []).append(worker)
     for (pool, host, device), workers in loads.items():
-        total, budget = sum(worker.least for worker in workers), pools[pool].memory_bytes
-        if total > budget:
-            largest = max(workers, key=lambda worker: worker.least)
-            text = (
-                f"{device} of {host} is to hold {', '.join(worker.name for worker in workers)}, which take "
-                f"{size_text(total)} at least, and pool {pool!r} allows {size_text(budget)}; {largest.name} takes "
-                f"{size_text(largest.least)} of that: {largest.need.lower}, run it in another pool, or raise memory_gb"
-            )
-            users = dict.fromkeys(pool_key(worker.need.name) for worker in workers)
-            yield Problem(f"pools.{pool}.memory_gb", "", text, tuple(users))
+        users = tuple(dict.fromkeys(pool_key(worker.need.name) for worker in workers))
+        budget, where = pools[pool].memory_bytes, f"{device} of {host}"
+        for is_warning, size in ((False, attrgetter("floor")), (True, attrgetter("likely"))):
+            if sum(map(size, workers)) > budget:
+                text = _over_budget(pool, where, budget, {worker: size(worker) for worker in workers}, is_warning)
+                yield Problem(f"pools.{pool}.memory_gb", "", text, users, is_warning)
+                break
+
+
+def _over_budget(pool: str, where: str, budget: int, sizes: Mapping[PlannedWorker, int], is_likely: bool) -> str:
+    """Returns what is wrong about a device, and what to do. sizes: of its workers."""
+    largest, total = max(sizes, key=sizes.__getitem__), size_text(sum(sizes.values()))
+    need = f"probably needs {total}" if is_likely else f"needs {total} at least"
+    return (
+        f"{where} {need} for {', '.join(worker.name for worker in sizes)}, and pool {pool!r} allows "
+        f"{size_text(budget)}; {largest.name} takes {size_text(sizes[largest])} of that: {largest.need.lower}, run it "
+        "in another pool, or raise memory_gb"
+    )
 
 
 def memory_problems(config: Config, shape: Shape, available: int) -> Iterator[Problem]:

@@ -34,6 +34,8 @@ class PoolConfig(Section):
             raise ValueError("name each device of a pool once, and at least one")
         if "cpu" in self.devices and len(self.devices) > 1:
             raise ValueError("a pool is of GPUs, or of the CPU: make two pools")
+        if len(set(self.hosts)) < len(self.hosts):
+            raise ValueError("name each host of a pool once")
         return self
 
     def pool(self, name: str) -> DevicePool:

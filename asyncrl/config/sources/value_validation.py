@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from asyncrl.config.problems import Incoherent, Problem
 from asyncrl.config.schema import Config, RewardFunction
 from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sources.keys import all_keys, closest
 
 Entries = Mapping[str, tuple[Any, str]]
@@ -45,7 +46,7 @@ def problems_of_all(merged: Entries, broken: set[str]) -> list[Problem]:
     causes = [detail.get("ctx", {}).get("error") for detail in _details(complete)]
     for problem in (problem for cause in causes if isinstance(cause, Incoherent) for problem in cause.problems):
         keys = (problem.key, *problem.others)
-        if not broken.intersection(keys):
+        if not any(key == name or key.startswith(f"{name}.") for key in keys for name in broken):
             places = [f"{key} ({merged[key][1]})" for key in keys if key in merged]
             found.append(replace(problem, where=", ".join(places)))
     return sorted(found, key=lambda problem: problem.key)
@@ -71,7 +72,7 @@ def _wrong_value(key: str, details: Sequence[ErrorDetails]) -> str:
     """Joins all complaints about one value; validation complains once for each member of a union."""
     by_place: dict[str, list[ErrorDetails]] = {}
     for detail in details:
-        by_place.setdefault(_place_in_list(detail["loc"][2:]), []).append(detail)
+        by_place.setdefault(_place_in_list(detail["loc"][1 + key.count(".") :]), []).append(detail)
     told = "; ".join(
         place + " or ".join(dict.fromkeys(map(_complaint, found))) + _instead_of(found[-1])
         for place, found in by_place.items()
@@ -91,14 +92,15 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
-        table = LoraConfig if detail["loc"][:2] == ("model", "lora") else RewardFunction
-        near = closest(str(detail["loc"][-1]), table.model_fields)
+        tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig}
+        near = closest(str(detail["loc"][-1]), tables.get(str(detail["loc"][0]), RewardFunction).model_fields)
         return "there is no such key" + (f"; did you mean {near}?" if near else "")
     if detail["type"] in ("tuple_type", "list_type"):
         return "must be a list, written as [...]"
     if detail["type"] == "too_short":
         return f"must have {detail['ctx']['min_length']} or more entries"
     message = detail["msg"].replace("Input should be", "must be").split(", unable to parse", 1)[0]
+    message = message.removeprefix("Value error, ")
     return message[0].lower() + message[1:]
 
 

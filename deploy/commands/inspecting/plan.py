@@ -1,9 +1,11 @@
 """`asyncrl plan` prints where each worker of an experiment runs, and how many bytes it takes there."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from asyncrl.config.problems import Problem
     from asyncrl.config.schema import Config
     from asyncrl.deploy.checks.placement_plan import PlannedWorker
     from asyncrl.engines.model_shape import Shape
@@ -32,10 +34,17 @@ def main(arguments: list[str]) -> int:
             f"model.name: the size of {config.model.name} is unknown before it is on this machine: name a folder"
         )
     print("\n".join(plan(config, shape)))
-    problems = list(memory_of_run(config, config.model.name))
+    problems = [*memory_of_run(config, config.model.name), *config.warnings, *_absent(config)]
     for problem in problems:
         print(f"{'note' if problem.is_warning else 'does not fit'}: {problem}")
     return int(any(not problem.is_warning for problem in problems))
+
+
+def _absent(config: "Config") -> "Iterator[Problem]":
+    """Yields notes about devices that this machine does not have: the plan may be for another one."""
+    from asyncrl.deploy.preflight import missing_devices
+
+    return (replace(problem, is_warning=True) for problem in missing_devices(config))
 
 
 def plan(config: "Config", shape: "Shape") -> Iterator[str]:
@@ -44,17 +53,19 @@ def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     from asyncrl.deploy.checks.placement_plan import planned_workers
     from asyncrl.deploy.checks.row_lengths import measured_lengths
     from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
+    from asyncrl.lanes.host_id import HostId
 
-    lengths = measured_lengths(config, config.model.name)
+    lengths, here = measured_lengths(config, config.model.name), HostId.here()
     workers = list(planned_workers(config, shape, lengths))
     yield f"{config.name}: {config.model.name}, about {shape.parameters / 1e6:.1f}M parameters"
     yield str(lengths)
-    yield f"{'worker':<18}{'host':<20}{'device':<14}{'fails with':<38}bytes"
+    yield f"{'worker':<18}{'host':<20}{'device':<14}{'fails with':<20}bytes"
     for worker in workers:
         parts = ", ".join(f"{what} {size_text(size)}" for what, size in worker.need.parts.items() if size)
         sizes = dict.fromkeys((size_text(worker.likely), size_text(worker.bytes)))
         what = " to ".join(sizes) + (f": {parts}" if parts else "")
-        yield f"{worker.name:<18}{worker.host:<20}{worker.device:<14}{worker.domain:<38}{what}"
+        domain = f"machine of {here.name}" if worker.domain == here.fault_domain else worker.domain
+        yield f"{worker.name:<18}{worker.host:<20}{worker.device:<14}{domain:<20}{what}"
     need = shared_memory(config, shape, longest_token_of(config.model.name), lengths)
     sizes = dict.fromkeys(size_text(size) for size in (need.likely_rows, need.rows, need.worst_rows))
     rows = "rows " + " to ".join(sizes)

@@ -1,5 +1,6 @@
 """`asyncrl plan` says where workers run and what they take, with the numbers of doctor, and what does not fit."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,33 @@ def test_plan_prints_workers_and_refuses_what_does_not_fit(tmp_path: Path, capsy
     path.write_text(POOLS.format(40))
     assert cli.main(["plan", str(path)]) == 0
     said = capsys.readouterr().out
-    for part in ("training0.0", "gradients 513 MB", "optimizer 1.0 GB", HostId.here().fault_domain, "/dev/shm"):
+    for part in ("training0.0", "gradients 513 MB", "optimizer 1.0 GB", f"machine of {HostId.here().name}", "/dev/shm"):
         assert part in said
     path.write_text(POOLS.format(2))
     assert cli.main(["plan", str(path)]) == 1
     said = capsys.readouterr().out
     assert "does not fit: pools.gpus.memory_gb, generation.pool, training.pool: cuda:0 of" in said
-    assert "pool 'gpus' allows 1.9 GB; training0.0 takes 2.0 GB of that" in said
+    assert "pool 'gpus' allows 1.9 GB; training0.0 takes 2.5 GB of that" in said, "CUDA's own memory counts"
     assert cli.main(["plan", str(path), "--model.name", "somebody/theirs"]) == 2
+
+
+def test_a_budget_that_is_probably_too_small_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    on_cpu = POOLS.replace('["cuda:0", "cuda:1"]', '["cpu"]')
+    path.write_text(on_cpu.format(5) + '[pools.spare]\ndevices = ["cuda:7"]\n')
+    assert cli.main(["plan", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"note: pools\.gpus\.memory_gb, .* probably needs [\d.]+ GB for generation0\.0, .*allows 4\.7 GB", said
+    )
+    assert "note: pools: no service runs in pool 'spare'" in said
+    path.write_text(on_cpu.format(500))
+    assert cli.main(["plan", str(path)]) == 0
+    assert "memory_gb" not in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_here_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(POOLS.format(40).replace("cuda:1", "cuda:99"))
+    assert cli.main(["plan", str(path)]) == 0, "the plan may be for another machine"
+    assert 'note: pools.gpus.devices[1], training.pool, generation.pool: "cuda:99" ' in capsys.readouterr().out
