@@ -34,7 +34,8 @@ MEASURED = {
 }
 """Keys of every side: what is measured is the loop of steps."""
 FOREVER = 1e9
-EMULATED = {"environment.use": "", "generation.deadline": FOREVER, "fleet.call_deadline": FOREVER}
+DEADLINES = ("generation.deadline", "fleet.call_deadline", "staleness.publish_deadline")
+EMULATED = {"environment.use": "", **dict.fromkeys(DEADLINES, FOREVER)}
 WITHOUT_MACHINE = {"model.name": "none", "task.prompts": "none", "fleet.watchdog": FOREVER}
 
 

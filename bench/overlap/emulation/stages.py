@@ -29,6 +29,8 @@ from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 TEXT = np.frombuffer(b"emulated", np.uint8)
 ROWS_AT_ONCE = 128
 """Rows that the trainer reads in one go; more are copied in a thread, which virtual time does not wait for."""
+STAMP_BYTES = 4
+"""Bytes of a row for each token: the version that sampled it."""
 ROUNDING = 1e-9
 """Tokens by which a completion may be short of its end when its timer fires."""
 
@@ -70,10 +72,9 @@ class TimedGeneration(TimedService, FakeGeneration):
     scale, so nothing is done for tokens between two ends.
     """
 
-    row_bytes = 512
-
     def __init__(self, context: WorkerContext) -> None:
         times = StageTimes.of(context.spec.options["times"])
+        self.row_bytes = 512 + STAMP_BYTES * context.config.generation.max_new_tokens
         FakeGeneration.__init__(self, times.slots, times.token, times.lengths.lengths(), times.load, context=context)
         TimedService.__init__(self)
         self.decoded = 0.0
@@ -210,7 +211,9 @@ class TimedReference(TimedService, FakeReference):
 class TimedTraining(TimedService, FakeTraining):
     def __init__(self, context: WorkerContext) -> None:
         times = StageTimes.of(context.spec.options["times"])
-        FakeTraining.__init__(self, StepCost(times.step, times.trained_token), None, context=context)
+        deadline = 2 * context.config.staleness.publish_deadline
+        cost = StepCost(times.step, times.trained_token)
+        FakeTraining.__init__(self, cost, None, slot_patience=deadline, context=context)
         TimedService.__init__(self)
 
     async def prefetch(self, samples: BatchRef) -> list[bool]:
