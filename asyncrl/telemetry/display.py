@@ -4,7 +4,7 @@ import sys
 import termios
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self, TextIO
 
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.telemetry.sample_panel import sample_panel
+from asyncrl.telemetry.sample_panel import Items, sample_panel
 from asyncrl.telemetry.samples_file import SampleRecord
 
 Metrics = Mapping[str, Any]
@@ -183,10 +183,7 @@ class LiveDisplay(Display):
         self._progress.update(self._bar, completed=int(metrics["version"]))
         if reason := skipped(metrics):
             self.say(f"step {metrics['step']}: {reason}")
-        table = Table.grid(padding=(0, 2), expand=True)
-        pairs = [Text.assemble((f"{name} ", "dim"), number) for name, number in shown(metrics)]
-        for start in range(0, len(pairs), 4):
-            table.add_row(*pairs[start : start + 4])
+        table = _number_table(shown(metrics), self._live.console.width)
         panels = [] if sample is None else [sample_panel(sample, SHOWN_CHARACTERS)]
         self._last_step = [table, *panels]
         self.progress("")
@@ -194,9 +191,24 @@ class LiveDisplay(Display):
     def progress(self, text: str) -> None:
         if self._terminal_is_gone:
             return
-        between = [Text(text, "dim")] if text else []
+        between = [Items(text.split(", "), ", ", "dim")] if text else []
         with self._while_there_is_a_terminal():
             self._live.update(Group(self._progress, *between, *self._last_step))
+
+
+def _number_table(pairs: Sequence[tuple[str, str]], width: int) -> Table:
+    """Returns a grid of names and numbers, in at most four columns and as many as fit without a broken line."""
+    rows = [pairs]
+    for columns in range(4, 0, -1):
+        rows = [pairs[start : start + columns] for start in range(0, len(pairs), columns)]
+        ways = (pairs[place::columns] for place in range(columns))
+        longest = [max((len(f"{name} {number}") for name, number in column), default=0) for column in ways]
+        if sum(longest) + 2 * (columns - 1) <= width:
+            break
+    table = Table.grid(padding=(0, 2), expand=True)
+    for row in rows:
+        table.add_row(*(Text.assemble((f"{name} ", "dim"), number) for name, number in row))
+    return table
 
 
 def _hide_control_characters() -> list[Any] | None:

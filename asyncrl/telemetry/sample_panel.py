@@ -1,8 +1,10 @@
 """Renders one sample for a terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from rich.console import Console, ConsoleOptions, Group
 from rich.panel import Panel
 from rich.text import Text
 
@@ -15,10 +17,36 @@ Styled: TypeAlias = tuple[str, str]
 def sample_panel(sample: SampleRecord, characters: int | None = None) -> Panel:
     """Renders one sample: prompt, completion or turns, reward, and what was trained of it."""
     said = _turns(sample, characters) if sample.turns else [_answer(sample.text, characters)]
-    prompt, summary = (_short(sample.prompt, characters), "dim"), (f"\n{_summary(sample)}", "cyan")
-    body = Text.assemble(prompt, "\n", *said, summary)
+    body = Group(Text.assemble((_short(sample.prompt, characters), "dim"), "\n", *said), Items(_summary(sample), " · "))
     title = f"step {sample.step} · group {sample.group} · member {sample.member}"
     return Panel(body, title=title, title_align="left")
+
+
+def filled(items: Iterable[str], width: int, heading: str = "", gap: str = "  ") -> list[str]:
+    """Returns lines of whole items, which are indented after the first one; an item that is longer has its own line."""
+    lines, first = [heading], True
+    for item in items:
+        longer = f"{lines[-1]}{'' if first else gap}{item}"
+        if first or len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines[-1] += gap.rstrip()
+            lines.append(f"  {item}")
+        first = False
+    return lines
+
+
+@dataclass
+class Items:
+    """Renders items on as many lines as the screen needs, none of them broken."""
+
+    items: list[str]
+    gap: str
+    style: str = "cyan"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        width = options.max_width - len(self.gap.rstrip())
+        yield Text("\n".join(filled(self.items, width, gap=self.gap)), self.style)
 
 
 def _answer(text: str, characters: int | None) -> Styled:
@@ -38,7 +66,7 @@ def _turns(sample: SampleRecord, characters: int | None) -> Iterator[Styled]:
             yield (f"  [reward {reward:.3g}]", "cyan")
 
 
-def _summary(sample: SampleRecord) -> str:
+def _summary(sample: SampleRecord) -> list[str]:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3g}"
     terms = ", ".join(f"{name} {value:.3g}" for name, value in sample.terms.items()) if len(sample.terms) > 1 else ""
     parts = [f"{reward} ({terms})" if terms else reward]
@@ -53,7 +81,7 @@ def _summary(sample: SampleRecord) -> str:
         parts.append(f"{sample.masked} masked ({sample.reason})")
     if sample.rejected:
         parts.append(f"{sample.rejected} rejected by the correction")
-    return " · ".join(parts)
+    return parts
 
 
 def _short(text: str, characters: int | None) -> str:

@@ -36,7 +36,7 @@ TURNS = [
 ]
 SHARES = {"busy": 0.7, "starved": 0.2, "blocked": 0.1}
 WORKERS = tuple(
-    WorkerStatus(name, "a", problem, ("generate for 2.0 s",), 1, SHARES, 0.9, 10**9, 1, {}, {}, 29, service=service)
+    WorkerStatus(name, "a", problem, ("generate for 2.0 s",) * 66, 1, SHARES, 0.9, 10**9, 1, {}, {}, 29, service=service)
     for name, service, problem in (
         ("generation0.0", "generation", ""),
         ("generation1.0", "generation", "killed by SIGKILL; starts again"),
@@ -129,7 +129,7 @@ async def test_runs_workers_curves_and_samples_are_shown(opened: Opening, width:
     async with opened(width, scheme) as site:
         tab = site.tab
         text = await tab.text()
-        for shown in ("newer", "older", "training · 29 of 50 steps", "ended · 1 of 1 steps", "killed by SIGKILL"):
+        for shown in ("newer", "older", "training · 29 of 50 steps", "ended · 1 of 1 steps", "killed by SIGKILL", "and 64 more"):
             assert shown in text
         assert await tab.value("[...document.querySelectorAll('svg')].every(each => each.clientWidth > 200)")
         assert await tab.value("document.querySelectorAll('svg').length") == 4
@@ -173,7 +173,8 @@ async def test_a_run_is_watched_and_commanded_by_keyboard_alone(opened: Opening)
         await tab.key("Enter")
         await tab.until("document.querySelector('#state').textContent === 'training'")
         await site.tab_to("#count")
-        await site.keys("ArrowUp", "ArrowUp", "Tab", "Enter")
+        assert await tab.value("document.activeElement.value") == "2", "as many as there are"
+        await site.keys("ArrowUp", "Tab", "Enter")
         await tab.until("document.querySelector('#note').textContent === 'did scale'")
         await tab.value("document.querySelector('#count').value = 9")
         await site.tab_to("#scale")

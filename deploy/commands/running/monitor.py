@@ -2,7 +2,7 @@
 
 import argparse
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import wrap
@@ -18,6 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.telemetry.display import shown, skipped
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus
+from asyncrl.telemetry.sample_panel import filled
 
 LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called old: a loaded machine is late by some of them."""
@@ -81,7 +82,7 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) 
     """Returns what the screen shows. now: Unix time in seconds. width: columns of the screen."""
     age = now - status.written_at
     lines = [f"version {status.version} of {status.steps} steps"]
-    lines += filled("samples:", [f"{count:,} {stage}" for stage, count in status.samples.items()] or ["none"], width)
+    lines += filled([f"{count:,} {stage}" for stage, count in status.samples.items()] or ["none"], width, "samples: ")
     if status.ended:
         lines.append("The run has ended; logs/controller.jsonl says how.")
     elif age > LATE:
@@ -109,20 +110,7 @@ def _step(metrics: Mapping[str, Any], status: RunStatus, width: int) -> list[str
     void = " before the resume, to be trained again" if is_void else ""
     if reason := skipped(metrics):
         return [f"step {step}{void}: {reason}"]
-    return filled(f"step {step}{void}:", [f"{name} {number}" for name, number in shown(metrics)], width)
-
-
-def filled(heading: str, items: Iterable[str], width: int) -> list[str]:
-    """Returns lines of whole items; all lines but the first are indented."""
-    lines, first = [heading], True
-    for item in items:
-        longer = f"{lines[-1]}{' ' if first else '  '}{item}"
-        if len(longer) <= width or first:
-            lines[-1] = longer
-        else:
-            lines.append(f"  {item}")
-        first = False
-    return lines
+    return filled([f"{name} {number}" for name, number in shown(metrics)], width, f"step {step}{void}: ")
 
 
 def _tables(status: RunStatus, width: int) -> Iterator[Table | str]:

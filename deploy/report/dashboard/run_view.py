@@ -25,7 +25,7 @@ CURVES = (
     ("Length of completions, tokens", "completions/length_mean"),
     ("Staleness of trained tokens, versions", "staleness/mean"),
     ("Trained tokens per second", "perf/tokens_per_s"),
-    ("Sampler against trainer, KL per token", "mismatch/kl"),
+    ("Sampler against trainer, KL", "mismatch/kl"),
 )
 """Titles and metrics of the curves."""
 

@@ -195,3 +195,40 @@ def test_a_terminal_that_was_closed_does_not_end_the_run() -> None:
         picture._live.console.file = ClosedTerminal()
         picture.say("one")
         picture.step(METRICS, SAMPLE)
+
+
+def test_no_line_of_the_live_view_is_broken_at_80_columns() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=60, color_system=None)
+    display = LiveDisplay(console, 250_000)
+    numbers = {metric: -123_456.789 for metric, *_ in SHOWN}
+    sample = replace(
+        SAMPLE,
+        prompt="Reverse abc",
+        finish="length",
+        reward=-123.456,
+        terms={"numeric_equality": 123.456, "length_penalty": -123.456},
+        turn_rewards=[1.0] * 4,
+        first=123_455,
+        last=123_456,
+        masked=1234,
+        rejected=1234,
+    )
+    between = (
+        "the last step was 123,456; in the 123 s since: 12,345 groups drawn, 12,345 samples generated, "
+        "12,345 begun again, 12,345 scored, 12,345 dropped (12,345 as no_signal, 123 as stale); 12,345 in flight"
+    )
+    with display:
+        display.step({"step": 123_457, "version": 123_456, **numbers}, sample)
+        display.progress(between)
+    lines = Console(file=io.StringIO(), width=80, color_system=None)
+    assert isinstance(lines.file, io.StringIO)
+    lines.print(display._live.renderable)
+    printed = lines.file.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80
+    items = [f"{name} {number}" for name, number in shown(numbers)]
+    items += ["reward -123 (numeric_equality 123, length_penalty -123)", "versions 123455 to 123456", "ended by length"]
+    items += ["3 tokens trained", "1234 masked (stale)", "1234 rejected by the correction", "12,345 samples generated"]
+    items += ["the last step was 123,456; in the 123 s since: 12,345 groups drawn", "123 as stale); 12,345 in flight"]
+    assert [item for item in items if not any(item in line for line in printed.splitlines())] == []
+    assert "step " in printed
+    assert "123456/250000" in printed.splitlines()[0]
