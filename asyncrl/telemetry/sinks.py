@@ -1,8 +1,9 @@
-"""Sends metrics to places besides `metrics.jsonl`: TensorBoard and Weights & Biases, each an optional extra.
+"""Sends metrics and samples to places besides the run directory: TensorBoard and Weights & Biases, optional extras.
 
 A sink runs on a thread of its own, so that a step never waits for one that hangs, fails or is slow.
 """
 
+import json
 import os
 import queue
 import threading
@@ -15,17 +16,30 @@ from typing import Any, Protocol
 
 from asyncrl.config.install_hints import install_extra
 from asyncrl.config.problems import Problem
+from asyncrl.telemetry.samples_file import SampleRecord
 
 QUEUED_STEPS = 64
 """Steps that a sink may lag behind; at seconds per step a sink that lags for minutes does not catch up."""
+TABLE_SECONDS = 60.0
+"""Seconds between two tables of samples at wandb, each of which is a file: a run of days has some thousand."""
+TABLE_ROWS = 64
+"""Samples of a table; samples.jsonl has all that were recorded."""
+CELL_CHARACTERS = 4000
+"""Characters of a text in a table; a longer one is cut in its middle."""
+COLUMNS = (
+    *("step", "group", "member", "prompt", "text", "reward", "terms", "advantage", "finish", "tokens", "trained"),
+    *("masked", "reason", "first", "last"),
+)
+"""Columns of such a table: fields of SampleRecord."""
 CLOSE_DEADLINE = 5.0
 """Seconds that the end of a run waits for a sink; a run has to end within 10 s."""
 
 
 class Sink(Protocol):
-    """A place for metrics. Its methods may block and raise any error, because they run on a thread of their own."""
+    """A place for metrics and samples. Its methods may block and raise any error, because they run on a thread of their
+    own."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -39,7 +53,7 @@ class TensorboardSink:
 
         self._writer = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=10)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -68,12 +82,40 @@ class WandbSink:
         )
         # An evaluation of version v may arrive after later steps; wandb's own step could not go back.
         self._run.define_metric("*", step_metric="step")
+        self._make_table = wandb.Table
+        self._table_at = -TABLE_SECONDS
+        self._unsent: tuple[int, Sequence[SampleRecord]] | None = None
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "step": step})
+    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]) -> None:
+        self._unsent = (step, samples) if samples else self._unsent
+        logged: dict[str, Any] = {**metrics, "step": step}
+        if samples and time.monotonic() - self._table_at >= TABLE_SECONDS:
+            logged["samples"] = self._table(samples)
+        self._run.log(logged)
+
+    def _table(self, samples: Sequence[SampleRecord]) -> Any:
+        self._table_at = time.monotonic()
+        self._unsent = None
+        return self._make_table(columns=list(COLUMNS), data=[_row(sample) for sample in samples[:TABLE_ROWS]])
 
     def close(self) -> None:
+        if self._unsent is not None:
+            step, samples = self._unsent
+            self._run.log({"samples": self._table(samples), "step": step})
         self._run.finish()
+
+
+def _row(sample: SampleRecord) -> list[Any]:
+    """Returns the cells of a sample; an episode has its turns as one text."""
+    turns = "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in sample.turns)
+    shown = {"prompt": sample.prompt, "text": turns or sample.text, "terms": json.dumps(dict(sample.terms))}
+    cells = (shown.get(name, getattr(sample, name)) for name in COLUMNS)
+    return [_cut(cell) if isinstance(cell, str) else cell for cell in cells]
+
+
+def _cut(text: str) -> str:
+    half = CELL_CHARACTERS // 2
+    return text if len(text) <= CELL_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 SINKS: dict[str, Callable[[Path, str, Mapping[str, Any]], Sink]] = {"tensorboard": TensorboardSink, "wandb": WandbSink}
@@ -94,6 +136,9 @@ def open_sinks(
     return [SinkWorker(name, partial(SINKS[name], run_dir, run_name, config), say) for name in names]
 
 
+Queued = tuple[int, Mapping[str, float], Sequence[SampleRecord]]
+
+
 class SinkWorker:
     """Feeds one sink through a bounded queue; leaves it out, with one warning, when it is down or too slow. open_sink:
     makes the sink; called on the thread. say: gets the warning; called from either thread."""
@@ -102,20 +147,20 @@ class SinkWorker:
         self._name = name
         self._open = open_sink
         self._say = say
-        self._queue: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(QUEUED_STEPS)
+        self._queue: queue.Queue[Queued | None] = queue.Queue(QUEUED_STEPS)
         self.left_out = False
         self._leaving = threading.Lock()
         # A daemon thread, because a sink that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._feed, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    def write(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Queues the metrics of one step that are numbers; returns at once."""
+    def write(self, step: int, metrics: Mapping[str, object], samples: Sequence[SampleRecord] = ()) -> None:
+        """Queues the metrics of one step that are numbers, and samples that it trained; returns at once."""
         if self.left_out:
             return
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         try:
-            self._queue.put_nowait((step, numbers))
+            self._queue.put_nowait((step, numbers, samples))
         except queue.Full:
             self._leave_out(f"is {QUEUED_STEPS} steps behind at step {step}")
 

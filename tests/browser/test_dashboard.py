@@ -36,7 +36,9 @@ TURNS = [
 ]
 SHARES = {"busy": 0.7, "starved": 0.2, "blocked": 0.1}
 WORKERS = tuple(
-    WorkerStatus(name, "a", problem, ("generate for 2.0 s",) * 66, 1, SHARES, 0.9, 10**9, 1, {}, {}, 29, service=service)
+    WorkerStatus(
+        name, "a", problem, ("generate for 2.0 s",) * 66, 1, SHARES, 0.9, 10**9, 1, {}, {}, 29, service=service
+    )
     for name, service, problem in (
         ("generation0.0", "generation", ""),
         ("generation1.0", "generation", "killed by SIGKILL; starts again"),
@@ -129,7 +131,14 @@ async def test_runs_workers_curves_and_samples_are_shown(opened: Opening, width:
     async with opened(width, scheme) as site:
         tab = site.tab
         text = await tab.text()
-        for shown in ("newer", "older", "training · 29 of 50 steps", "ended · 1 of 1 steps", "killed by SIGKILL", "and 64 more"):
+        for shown in (
+            "newer",
+            "older",
+            "training · 29 of 50 steps",
+            "ended · 1 of 1 steps",
+            "killed by SIGKILL",
+            "and 64 more",
+        ):
             assert shown in text
         assert await tab.value("[...document.querySelectorAll('svg')].every(each => each.clientWidth > 200)")
         assert await tab.value("document.querySelectorAll('svg').length") == 4

@@ -167,12 +167,12 @@ class Recorder:
             self._dropped.clear()
             self._evaluated = {}
         self._last_step = now
-        self._send(step_of(done.report), metrics)
+        self._send(step_of(done.report), metrics, records)
         self.show(metrics, records[0] if records else None)
 
-    def _send(self, step: int, metrics: Metrics) -> None:
+    def _send(self, step: int, metrics: Metrics, samples: Sequence[SampleRecord] = ()) -> None:
         for sink in self.sinks:
-            sink.write(step, metrics)
+            sink.write(step, metrics, samples)
 
     def _records(self, done: StepDone) -> list[SampleRecord]:
         trained = {(sample.group, sample.member): sample for sample in done.report.samples}

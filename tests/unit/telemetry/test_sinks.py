@@ -1,14 +1,33 @@
 """A sink may hang, fail or be slow: no step waits for it."""
 
+import json
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from asyncrl.config.problems import refuse
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.sinks import CLOSE_DEADLINE, QUEUED_STEPS, SinkWorker, open_sinks, sink_problems
+from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.sinks import (
+    CELL_CHARACTERS,
+    CLOSE_DEADLINE,
+    QUEUED_STEPS,
+    TABLE_ROWS,
+    SinkWorker,
+    open_sinks,
+    sink_problems,
+)
+
+SAMPLE = SampleRecord(
+    step=1, incarnation=0, group=5, member=2, attempt=0, prompt="1+1?", text="two", finish="stop", tokens=4,
+    reward=0.5, terms={"numeric": 0.5}, advantage=None, first=0, last=0, trained=4, masked=0,
+)  # fmt: skip
 
 
 class Notes:
@@ -22,7 +41,7 @@ class Notes:
         if open_gate:
             self.gate.set()
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[SampleRecord]) -> None:
         assert self.gate.wait(30)
         if step == self._fails_at:
             raise OSError("no network")
@@ -115,8 +134,57 @@ def test_an_offline_run_of_wandb_is_written(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_SILENT", "true")
     said: list[str] = []
     (sink,) = open_sinks(["wandb"], tmp_path, "run", {"seed": 1}, said.append)
-    sink.write(1, {"reward/mean": 0.25})
+    sink.write(1, {"reward/mean": 0.25}, [SAMPLE])
     sink.close(deadline=60)
     wandb.teardown()  # its own process serves all runs of this one
     assert said == []
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
+    read = json.loads(table.read_text())
+    row = dict(zip(read["columns"], read["data"][0], strict=True))
+    assert (row["prompt"], row["text"], row["reward"], row["advantage"]) == ("1+1?", "two", 0.5, None)
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Takes the place of wandb, and returns what it logs: tables as lists of rows, each a dict."""
+    found: list[dict[str, Any]] = []
+
+    def table(columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    run = SimpleNamespace(log=found.append, define_metric=lambda *_, **__: None, finish=lambda: found.append({}))
+    fake = SimpleNamespace(init=lambda **_: run, Table=table)
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    return found
+
+
+def test_wandb_gets_a_table_of_samples_a_minute_and_the_last_one(
+    logged: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("asyncrl.telemetry.sinks.time", SimpleNamespace(monotonic=lambda: now))
+    said: list[str] = []
+    (sink,) = open_sinks(["wandb"], tmp_path, "run", {}, said.append)
+    for step in range(1, 4):
+        sink.write(step, {"reward/mean": 0.5}, [replace(SAMPLE, step=step)])
+    sink.write(3, {"eval/reward/mean": 0.25})
+    sink.close()
+    assert said == []
+    tables = [(line["step"], [row["step"] for row in line["samples"]]) for line in logged if "samples" in line]
+    assert tables == [(1, [1]), (3, [3])]
+    assert [line.get("reward/mean") for line in logged[:3]] == [0.5] * 3
+    assert logged[-1] == {}, "the run is finished"
+
+
+def test_a_table_is_bounded_and_an_episode_is_one_text(logged: list[dict[str, Any]], tmp_path: Path) -> None:
+    turns = [{"role": "assistant", "content": "left"}, {"role": "user", "content": "wall"}]
+    long = replace(SAMPLE, prompt="p" * (2 * CELL_CHARACTERS))
+    (sink,) = open_sinks(["wandb"], tmp_path, "run", {}, print)
+    sink.write(1, {}, [replace(SAMPLE, turns=turns), *[long] * (2 * TABLE_ROWS)])
+    sink.close()
+    rows = logged[0]["samples"]
+    assert len(rows) == TABLE_ROWS
+    assert rows[0]["text"] == "assistant: left\nuser: wall"
+    assert len(rows[1]["prompt"]) == CELL_CHARACTERS + len(" ... ")
+    assert json.loads(rows[1]["terms"]) == {"numeric": 0.5}
