@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",
     "preferences": "fit a reward model to what people said in runs with live feedback",
     "report": "write the curves, timeline and samples of a run as one HTML file, or compare runs",
+    "replay": "give a service of a recorded run again what it was given, and say where its answers differ",
     "audit": "check that a run trained each sample at most once and lost none",
     "graph": "print the services, endpoints, protocols and sockets of an experiment",
     "plan": "print where the workers of an experiment run and the memory that they need",
@@ -35,7 +36,7 @@ COMMANDS = {
 
 FOLDERS = {
     **dict.fromkeys(("monitor", "dashboard", "scale", "pause", "unpause", "stop"), "running"),
-    **dict.fromkeys(("graph", "plan", "report"), "inspecting"),
+    **dict.fromkeys(("graph", "plan", "replay", "report"), "inspecting"),
 }
 """Folders of commands that do not lie beside the others."""
 

@@ -1,6 +1,7 @@
 """Predicts a value for each token of a sample, and learns from the batches that train the policy."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
-from asyncrl.engines.training.trainer_checkpoint import file_digests
+from asyncrl.engines.training.trainer_checkpoint import file_digests, tensor_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
@@ -49,6 +50,9 @@ class CriticService(Service, Critic):
         columns = value_columns(self._target.values, self._target.valued_at, config.response_tokens)
         self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
         self._engine = await self.context.compute.run(self._load)
+
+    async def tensor_digests(self) -> Mapping[str, tuple[str, float]]:
+        return await self.context.compute.run(tensor_digests, self._engine.model.whole.state_dict())
 
     async def values(self, samples: BatchRef) -> BatchRef:
         target, places = self._target, []

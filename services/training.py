@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.ranks.data_parallel import DistributedRanks, Ranks
-from asyncrl.engines.training.trainer_checkpoint import file_digests
+from asyncrl.engines.training.trainer_checkpoint import file_digests, tensor_digests
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
@@ -104,6 +105,9 @@ class TrainingService(Service, Training):
     @property
     def weights_version(self) -> int | None:
         return self._version
+
+    async def tensor_digests(self) -> Mapping[str, tuple[str, float]]:
+        return await self.context.compute.run(tensor_digests, self._engine.named_tensors())
 
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return await self._row_prefetch.prefetch(samples)

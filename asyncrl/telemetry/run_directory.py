@@ -27,8 +27,9 @@ class RunDirectory:
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
     evaluations.jsonl; ratings.jsonl and feedback.json: what people said, and the address of their page;
     fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; commands.json: where the run
-    takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; report.html;
-    logs/; trace.json.gz; sources/: copies of prompts and code (source_copies.py);
+    takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; recorded/: what
+    crossed the lanes (telemetry.record_gb); report.html; logs/; trace.json.gz;
+    sources/: copies of prompts and code (source_copies.py);
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
     last start (fleet/launching/leftover_cleanup.py).
     """
@@ -49,6 +50,7 @@ class RunDirectory:
         self.commands = path / "commands.json"
         self.scaled = path / "scaled.json"
         self.profiles = path / "profiles"
+        self.recorded = path / "recorded"
         self.report = path / "report.html"
         self.logs = path / "logs"
         self.sources = path / "sources"

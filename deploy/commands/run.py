@@ -30,6 +30,7 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --run-dir DIR        where everything is written, runs/NAME-TIME by default; a directory that holds a run
                        resumes it: the same command again is all it takes
   --accept-changes     resume although keys changed that change what is learned
+  --record             short for --telemetry.record_gb 1: keep what services were given, for `asyncrl replay`
   --listen ADDRESS     short for --fleet.wire tcp --fleet.listen tcp://HOST:PORT, where workers of fleet.joined join
   --on ray             start the workers that may join on a Ray cluster, and one on this machine if there is none
   --address ADDRESS    HOST:PORT of that cluster; default: the one of this Ray job, or RAY_ADDRESS
@@ -42,6 +43,8 @@ Ctrl-C, SIGTERM or the end of the terminal ends a run within ten seconds, with a
 at once. `asyncrl --help` lists the exit codes."""
 
 RESUMABLE = 75
+RECORD_GB = 1.0
+"""Gigabytes of records of each worker with --record."""
 ACCEPT = "--accept-changes"
 Start = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
 
@@ -102,6 +105,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--listen", default="")
     parser.add_argument("--on", default="")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--address", default="")
     parser.add_argument("--restarts", "--fleet.restarts", nargs="?", const="", action="append", default=[])
     named = [argument for argument in arguments[:1] if not argument.startswith("-")]
@@ -124,7 +128,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
         raise ConfigError(f"{run_dir} holds no run to resume; name an experiment to start one there")
     restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
     listens = [f"--fleet.listen={asked.listen}", "--fleet.wire=tcp"] if asked.listen else []
-    flags += listens
+    flags += [*listens, *([f"--telemetry.record_gb={RECORD_GB:g}"] if asked.record else [])]
     cluster = (asked.on, asked.address, asked.listen)
     return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, flags, restarts, *cluster)
 

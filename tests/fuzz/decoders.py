@@ -90,6 +90,7 @@ UNFUZZED: dict[str, str] = {
     "fleet/worker/worker_spec.py": PROVEN,
     "lanes/data/files/file_digests.py": "a cache of the user",
     "lanes/data/row_store.py": VIEW,
+    "lanes/recording/record_files.py": RUN,
     "lanes/weights/arena.py": VIEW,
     "lanes/weights/slot_memory.py": VIEW,
     "lanes/weights/transports/cuda/device_arena.py": VIEW,

@@ -18,6 +18,9 @@ class TelemetryConfig(Section):
     """Writes trace.json.gz, which opens in Perfetto."""
     report: bool = True
     """Writes report.html when the run ends: curves, timeline and samples in one file for a browser."""
+    record_gb: Annotated[float, Field(ge=0)] = 0.0
+    """Most gigabytes that each worker writes of what it was called with, read and answered, for `asyncrl replay`; the
+    oldest is forgotten. 0: nothing is recorded."""
     otlp: str = ""
     """URL of an OpenTelemetry collector that gets the spans of the trace by OTLP over HTTP, such as
     http://127.0.0.1:4318. Empty: none does."""

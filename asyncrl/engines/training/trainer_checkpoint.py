@@ -4,10 +4,13 @@ Rank 0 writes both, because ranks hold the same weights and moments. Others writ
 import hashlib
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
@@ -107,3 +110,13 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
+    """Returns XXH3 of the bytes of each tensor, and its Euclidean norm."""
+    found = {}
+    for name, tensor in tensors.items():
+        values = tensor.detach().cpu().contiguous()
+        digest = xxh3_64_hexdigest(values.view(torch.uint8).numpy().data) if values.dim() else str(values.item())
+        found[name] = (digest, float(values.double().norm()))
+    return found

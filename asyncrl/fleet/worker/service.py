@@ -19,6 +19,7 @@ from asyncrl.fleet.worker.torch_profile import record_profile
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.lanes.recording.recorder import LaneRecorder
 from asyncrl.protocols.batch import Array, Place, SampleName
 from asyncrl.protocols.messages import Health, Profile
 from asyncrl.protocols.service_contracts import EndpointSpec
@@ -37,6 +38,7 @@ class WorkerContext:
     what the service runs beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows:
     makes the store for rows of this worker, once per worker, from the number of slots and the bytes of the longest row;
     rows take the memory that they have. rank_meeting: where the ranks of a layout with several of them meet.
+    recorder: records what crosses the lanes, where the run is recorded.
     """
 
     spec: WorkerSpec
@@ -49,6 +51,7 @@ class WorkerContext:
     tasks: asyncio.TaskGroup
     open_rows: Callable[[int, int], RowStore]
     rank_meeting: RankMeeting = field(default_factory=RankMeeting)
+    recorder: LaneRecorder | None = None
 
     @property
     def facts(self) -> RunFacts:
@@ -143,6 +146,10 @@ class Service:
         )
         return [own]
 
+    async def tensor_digests(self) -> Mapping[str, tuple[str, float]]:
+        """Returns digest and norm of each tensor that calls change, for recordings; none by default."""
+        return {}
+
     @property
     def unprofiled_because(self) -> str:
         """Returns why torch's profiler sees nothing of this service; "" where it does."""
@@ -164,6 +171,8 @@ class Service:
         """Stores a row for readers until its sample is released; the row of an older attempt is freed at once. Raises
         ArenaFull, which health counts as `rows_refused`, when more rows were admitted than fit."""
         assert self.rows is not None, "`start` of a service with rows opens them"
+        if self.context.recorder is not None:
+            self.context.recorder.kept(sample, columns)
         place = self.rows.put(columns)
         self.rows.free(self._retention.add(sample, place))
         return place

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +23,12 @@ from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_server import serve_rows
 from asyncrl.lanes.data.row_store import RowStore, open_rows
+from asyncrl.lanes.recording.record_files import RecordFiles
+from asyncrl.lanes.recording.recorder import REPLAYED, LaneRecorder, RecordingReader
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.service_contracts import Lane
 from asyncrl.telemetry.logs import open_log
+from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
 
@@ -69,40 +73,54 @@ async def run_worker(
     spec = spec.on_own_device()
     make_service = load_implementation(spec.implementation)
     try:
-        async with (
-            asyncio.TaskGroup() as tasks,
-            RowReader(wire, spec.hello, heartbeat=spec.facts.heartbeat) as reader,
-        ):
-            with (
-                open_instruments(spec) as (clock, tracer, log),
-                closing(ThreadCompute(Occupancy(clock))) as compute,
-                closing(RankMeeting.at(spec.addresses.control)) as ranks,
-            ):
-                rows = partial(_open_rows, spec, wire, tasks)
-                context = WorkerContext(
-                    spec, reader, compute, clock, compute.occupancy, tracer, log, tasks, rows, ranks
-                )
-                service = make_service(context)
-                try:
-                    await _serve(context, wire, service, tasks, stop, admit)
-                finally:
-                    await service.stop()
-                raise _Finished
+        with recording(spec) as recorder:
+            async with asyncio.TaskGroup() as tasks, _reader(spec, wire, recorder) as reader:
+                with (
+                    open_instruments(spec) as (clock, tracer, log),
+                    closing(ThreadCompute(Occupancy(clock))) as compute,
+                    closing(RankMeeting.at(spec.addresses.control)) as ranks,
+                ):
+                    rows = partial(_open_rows, spec, wire, tasks)
+                    beside = (tracer, log, tasks, rows, ranks, recorder)
+                    service = make_service(WorkerContext(spec, reader, compute, clock, compute.occupancy, *beside))
+                    try:
+                        await _serve(service, wire, tasks, stop, admit)
+                    finally:
+                        await service.stop()
+                    raise _Finished
     except* _Finished:
         pass
 
 
-async def _serve(
-    context: WorkerContext, wire: Wire, service: Service, tasks: asyncio.TaskGroup, stop: asyncio.Event, admit: Admit
-) -> None:
-    spec = context.spec
+@contextmanager
+def recording(spec: WorkerSpec) -> Iterator[LaneRecorder | None]:
+    """Opens the records of this instance for the block, where the run is recorded and its service can be replayed."""
+    gigabytes = spec.facts.config.telemetry.record_gb
+    if gigabytes == 0 or spec.service not in REPLAYED:
+        yield None
+        return
+    folder = RunDirectory(spec.facts.run_dir).recorded
+    with closing(RecordFiles(folder, spec.instance, int(gigabytes * (1 << 30)))) as files:
+        secretless = replace(spec, curve=None, facts=replace(spec.facts, curve=None))
+        files.append(("worker", secretless.to_json()))
+        yield LaneRecorder(files)
+
+
+def _reader(spec: WorkerSpec, wire: Wire, recorder: LaneRecorder | None) -> RowReader:
+    if recorder is None:
+        return RowReader(wire, spec.hello, heartbeat=spec.facts.heartbeat)
+    return RecordingReader(wire, spec.hello, heartbeat=spec.facts.heartbeat, recorder=recorder)
+
+
+async def _serve(service: Service, wire: Wire, tasks: asyncio.TaskGroup, stop: asyncio.Event, admit: Admit) -> None:
+    context, spec = service.context, service.context.spec
     listeners = {lane: wire.listen(getattr(spec.addresses, lane.value)) for lane in Lane}
     beat = spec.facts.heartbeat
-    answer = _with_own_calls(Dispatcher(service, Lane.CONTROL), admit, context.rank_meeting)
-    control = Server(listeners[Lane.CONTROL], answer, spec.hello, queued=False, heartbeat=beat)
+    control_calls = _with_own_calls(_dispatch(service, Lane.CONTROL), admit, context.rank_meeting)
+    control = Server(listeners[Lane.CONTROL], control_calls, spec.hello, queued=False, heartbeat=beat)
     work = Server(
         listeners[Lane.WORK],
-        Dispatcher(service, Lane.WORK),
+        _dispatch(service, Lane.WORK),
         spec.hello,
         finished=lambda: service.finished,
         heartbeat=beat,
@@ -114,6 +132,14 @@ async def _serve(
     for task in (starting, *serving):
         task.cancel()
     await asyncio.wait([starting, *serving])
+
+
+def _dispatch(service: Service, lane: Lane) -> Dispatch:
+    """Returns what runs the calls of one lane, and records them where the run is recorded."""
+    dispatcher, recorder = Dispatcher(service, lane), service.context.recorder
+    if recorder is None:
+        return dispatcher
+    return recorder.around(dispatcher, REPLAYED[service.context.spec.service], service.tensor_digests)
 
 
 def _with_own_calls(dispatch: Dispatch, admit: Admit, meeting: RankMeeting) -> Dispatch:

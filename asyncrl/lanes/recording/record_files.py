@@ -1,0 +1,119 @@
+"""Files of records: values in the encoding of messages, appended by a thread, with a bound on their bytes.
+
+    RUN_DIR/recorded/INSTANCE.0000, INSTANCE.0001, ...: number of frames u32 | length u64 of each | frames; and so on
+
+When all files of an instance would exceed the bound, the oldest is removed. A file that its process did not finish ends
+in the midst of a record, which readers leave out.
+"""
+
+import asyncio
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from asyncrl.errors import WireError
+from asyncrl.lanes.control.message_codec import decode, encode
+
+FILES = 8
+"""Files of an instance at its bound: with the oldest, an eighth of what is known is forgotten."""
+MOST_WAITING = 64 << 20
+"""Bytes that may wait for the disk; calls are answered later when there are more."""
+MOST_FRAMES = 65_536
+_COUNT, _LENGTH = struct.Struct(">I"), struct.Struct(">Q")
+
+
+class RecordFiles:
+    """Appends records to the files of one instance.
+
+    folder: of all recordings of a run. most_bytes: of the files of this instance. failure: why nothing is recorded any
+    more, such as a full disk; "" while it goes on.
+    """
+
+    def __init__(self, folder: Path, instance: str, most_bytes: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.failure = ""
+        self._folder = folder
+        self._instance = instance
+        self._file_bytes = max(1, most_bytes // FILES)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recording")
+        self._waiting = 0
+        self._room = asyncio.Event()
+        self._number = 0
+        self._file: BinaryIO = self._path(0).open("wb")
+
+    def append(self, value: Any) -> None:
+        """Takes a record without waiting for the disk. Arrays of the value are copied."""
+        if self.failure:
+            return
+        frames = encode(value)
+        data = b"".join([_COUNT.pack(len(frames)), *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
+        self._waiting += len(data)
+        loop = asyncio.get_running_loop()
+        self._thread.submit(self._write, data).add_done_callback(
+            lambda done: loop.call_soon_threadsafe(self._note_written, len(data), done.exception())
+        )
+
+    async def drained(self, deadline: float) -> None:
+        """Waits while more than MOST_WAITING bytes wait for the disk, for so many seconds at most; records that come
+        later than that are lost, and `failure` says so."""
+        try:
+            async with asyncio.timeout(deadline):
+                while self._waiting > MOST_WAITING and not self.failure:
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError:
+            self.failure = f"the disk took no record within {deadline:g} s"
+
+    def close(self) -> None:
+        """Writes what was appended."""
+        self._thread.shutdown()
+        self._file.close()
+
+    def _note_written(self, size: int, error: BaseException | None) -> None:
+        self._waiting -= size
+        if error is not None and not self.failure:
+            self.failure = str(error)
+        self._room.set()
+
+    def _write(self, data: bytes) -> None:
+        if self._file.tell() and self._file.tell() + len(data) > self._file_bytes:
+            self._file.close()
+            self._number += 1
+            self._file = self._path(self._number).open("wb")
+            self._path(self._number - FILES).unlink(missing_ok=True)
+        self._file.write(data)
+        self._file.flush()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._instance}.{number:04}"
+
+
+def recorded_instances(folder: Path) -> list[str]:
+    """Returns the instances of which there are records, in the order of their first files' names."""
+    return sorted({path.name.rpartition(".")[0] for path in folder.glob("*.[0-9]*")})
+
+
+def read_records(folder: Path, instance: str) -> Iterator[Any]:
+    """Yields the records of an instance in order. Raises WireError for a file that holds something else."""
+    for path in sorted(folder.glob(f"{instance}.[0-9]*")):
+        with path.open("rb") as file:
+            yield from _records(file)
+
+
+def _records(file: BufferedIOBase | BinaryIO) -> Iterator[Any]:
+    while len(head := file.read(_COUNT.size)) == _COUNT.size:
+        (count,) = _COUNT.unpack(head)
+        if not 0 < count <= MOST_FRAMES:
+            raise WireError(f"a record of {count} frames: this is no file of records")
+        table = file.read(count * _LENGTH.size)
+        if len(table) < count * _LENGTH.size:
+            return
+        frames = []
+        for (length,) in _LENGTH.iter_unpack(table):
+            frames.append(file.read(length))
+            if len(frames[-1]) < length:
+                return
+        yield decode(frames)

@@ -1,0 +1,265 @@
+"""Gives a service in this process what a worker was given: the calls, and the rows that it read, in their order.
+
+record "call" ──> a task calls the service ──> reads rows: waits until a record "read" has them
+record "answer" ──> waits for the task, compares answer and tensors
+"""
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from asyncrl.deploy.commands.inspecting.differences import differences
+from asyncrl.errors import AsyncrlError, DeadlineExceeded
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec, load_implementation
+from asyncrl.lanes.control.inproc_wire import InprocWire
+from asyncrl.lanes.control.wire import Wakeup
+from asyncrl.lanes.data.row_fetcher import Cells
+from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.lanes.shared_memory import unlink_run_segments
+from asyncrl.protocols.batch import Array, Batch, BatchRef, SampleName
+from asyncrl.telemetry.state_clock import Occupancy, StateClock
+from asyncrl.telemetry.trace import Tracer
+
+Signature = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
+Difference = tuple[str, Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedCall:
+    """One call and where its outcome differs from the recorded one. tensors: those that differ, in the order of the
+    model, with recorded and found norm."""
+
+    method: str
+    args: Sequence[Any]
+    differences: Sequence[Difference]
+    tensors: Sequence[Difference] = ()
+    tensor_count: int = 0
+
+
+@dataclass
+class RecordedReads:
+    """The rows that a worker read, in the order of its reads of the same rows."""
+
+    deadline: float
+    _reads: dict[Signature, deque[Batch]] = field(default_factory=lambda: defaultdict(deque))
+    _came: Wakeup = field(default_factory=Wakeup)
+
+    def add(self, names: Iterable[Iterable[int]], columns: Iterable[str], rows: Batch) -> None:
+        self._reads[tuple(map(tuple, names)), tuple(columns)].append(rows)
+        self._came.wake()
+
+    async def next(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        """Returns the rows of the next read of these. Raises DeadlineExceeded when none was recorded."""
+        signature = (tuple(tuple(row.name) for row in refs), tuple(columns))
+        try:
+            async with asyncio.timeout(self.deadline):
+                while not self._reads[signature]:
+                    await self._came.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"this build reads columns {', '.join(columns)} of {len(refs)} rows, which the recorded one did not"
+            ) from None
+        return self._reads[signature].popleft()
+
+
+class ReplayReader(RowReader):
+    """Reads what was recorded."""
+
+    def __init__(self, reads: RecordedReads, wire: InprocWire, spec: WorkerSpec) -> None:
+        super().__init__(wire, spec.hello)
+        self._recorded = reads
+
+    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        return await self._recorded.next(refs, columns)
+
+    @asynccontextmanager
+    async def views(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[Cells]:
+        rows = await self._recorded.next(refs, columns)
+        yield {name: list(rows[name]) for name in columns}
+
+
+@dataclass
+class KeptRows:
+    """Compares the rows that a service keeps with those that it kept, which come in the order of its calls. unordered:
+    values that a critic computed beside an update, before it now and after it then, or the reverse: they are not
+    compared, because the order of computations inside a worker is not recorded."""
+
+    recorded: dict[SampleName, deque[Batch]] = field(default_factory=lambda: defaultdict(deque))
+    found: dict[SampleName, deque[Mapping[str, Array]]] = field(default_factory=lambda: defaultdict(deque))
+    unordered: int = 0
+
+    def kept(self, sample: SampleName, columns: Mapping[str, Array]) -> None:
+        self.found[sample].append(columns)
+
+    def differences(self) -> Iterator[Difference]:
+        """Yields those of the rows that both have by now, which are forgotten."""
+        for sample, batches in self.recorded.items():
+            while batches and self.found[sample]:
+                columns, batch = self.found[sample].popleft(), batches.popleft()
+                row = {name: column[0] for name, column in batch.columns.items()}
+                if any(name.endswith(VALUED_AT) and row[name] != columns[name] for name in row if name in columns):
+                    self.unordered += 1
+                    continue
+                yield from differences(row, dict(columns), f"row {'.'.join(map(str, sample))}")
+
+
+VALUED_AT = "valued_at"
+"""Column of the updates that a critic had taken before it computed a value, with a prefix for costs."""
+
+
+class _ReplayEnded(Exception):
+    """Leaves the task group of a worker, which cancels the tasks that still run."""
+
+
+def spec_here(recorded: WorkerSpec, folder: Path, checkpoint: Path | None) -> WorkerSpec:
+    """Returns the specification of the recorded worker, for a worker in this process. folder: takes what it prints."""
+    name = secrets.token_hex(4)
+    facts = replace(
+        recorded.facts, run=name, run_dir=folder, weights_arena=f"asyncrl-{name}-0-weights", checkpoint_dir=checkpoint
+    )
+    return replace(recorded, addresses=Addresses.inproc(recorded.instance), facts=facts)
+
+
+async def replay(
+    recorded: WorkerSpec,
+    records: Iterable[Any],
+    checkpoint: Path | None,
+    take: Callable[[ReplayedCall], bool],
+    deadline: float,
+) -> int:
+    """Calls `take` with each recorded call once it was answered again, until it returns False. Returns the number of
+    rows that could not be compared.
+
+    checkpoint: what the service loads; None: it begins as at the first start of a run. deadline: seconds that a
+    call may take. Raises what the start of the service raises.
+    """
+    with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as folder:
+        spec = spec_here(recorded, Path(folder), checkpoint)
+        kept = KeptRows()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                with closing(ThreadCompute(Occupancy(clock := StateClock(time.monotonic)))) as compute:
+                    reads = RecordedReads(deadline)
+                    context = _context(spec, reads, kept, compute, clock, tasks)
+                    service = load_implementation(spec.implementation)(context)
+                    try:
+                        await service.begin()
+                        await service.started()
+                        await _call_again(service, records, reads, kept, take, deadline)
+                    finally:
+                        await service.stop()
+                raise _ReplayEnded
+        except* _ReplayEnded:
+            pass
+        finally:
+            unlink_run_segments(spec.facts.run)
+    return kept.unordered
+
+
+def _context(
+    spec: WorkerSpec,
+    reads: RecordedReads,
+    kept: KeptRows,
+    compute: ThreadCompute,
+    clock: StateClock,
+    tasks: asyncio.TaskGroup,
+) -> WorkerContext:
+    log, tracer = structlog.get_logger(), Tracer(None, spec.service)
+    reader: Any = ReplayReader(reads, InprocWire(), spec)
+    recorder: Any = kept
+    return WorkerContext(
+        spec, reader, compute, clock, compute.occupancy, tracer, log, tasks, _private_rows, recorder=recorder
+    )
+
+
+def _private_rows(slots: int, row_bytes: int) -> RowStore:
+    return RowStore.private("inproc://replay", slots, row_bytes)
+
+
+async def _call_again(
+    service: Service,
+    records: Iterable[Any],
+    reads: RecordedReads,
+    kept: KeptRows,
+    take: Callable[[ReplayedCall], bool],
+    deadline: float,
+) -> None:
+    running: dict[int, tuple[str, Sequence[Any], asyncio.Task[_Outcome]]] = {}
+    for record in records:
+        match record:
+            case "call", int(number), str(method), list(args):
+                call = getattr(service, method)(*args)
+                running[number] = method, args, service.context.tasks.create_task(_outcome(call), name=method)
+                await asyncio.sleep(0)
+            case "read", list(names), list(columns), Batch() as rows:
+                reads.add(names, columns, rows)
+            case "kept", list(sample), Batch() as rows:
+                kept.recorded[tuple(sample)].append(rows)
+            case "answer", int(number), answer, dict(tensors) if number in running:
+                method, called, task = running.pop(number)
+                recorded = _Outcome(answer, tensors=tensors)
+                if not take(await _compared(service, method, called, recorded, await _within(deadline, task), kept)):
+                    return
+            case "failed", int(number), str(error), str(text) if number in running:
+                method, called, task = running.pop(number)
+                recorded = _Outcome(error=error, text=text)
+                if not take(await _compared(service, method, called, recorded, await _within(deadline, task), kept)):
+                    return
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """An answer, or the class and text of an error. tensors: digest and norm of those that a call may change."""
+
+    answer: Any = None
+    error: str = ""
+    text: str = ""
+    tensors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.text}" if self.error else "an answer"
+
+
+async def _within(seconds: float, task: "asyncio.Task[_Outcome]") -> _Outcome:
+    async with asyncio.timeout(seconds):
+        return await task
+
+
+async def _outcome(call: Awaitable[Any]) -> _Outcome:
+    try:
+        return _Outcome(await call)
+    except AsyncrlError as error:
+        return _Outcome(error=type(error).__name__, text=str(error))
+
+
+async def _compared(
+    service: Service, method: str, args: Sequence[Any], recorded: _Outcome, found: _Outcome, kept: KeptRows
+) -> ReplayedCall:
+    if recorded.error or found.error:
+        same = recorded.error == found.error
+        return ReplayedCall(method, args, [] if same else [("outcome", str(recorded), str(found))])
+    tensors = list(_tensor_differences(recorded.tensors, await service.tensor_digests())) if recorded.tensors else []
+    parts = [*differences(recorded.answer, found.answer), *kept.differences()]
+    return ReplayedCall(method, args, parts, tensors, len(recorded.tensors))
+
+
+def _tensor_differences(
+    recorded: Mapping[str, Sequence[Any]], found: Mapping[str, tuple[str, float]]
+) -> Iterator[Difference]:
+    for name, (digest, norm) in recorded.items():
+        if name not in found:
+            yield name, norm, None
+        elif found[name][0] != digest:
+            yield name, norm, found[name][1]

@@ -1,0 +1,124 @@
+"""asyncrl replay: where answers differ, the smallest batch, and mistakes in its arguments."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.deploy import cli
+from asyncrl.deploy.commands.inspecting.differences import differences
+from asyncrl.deploy.commands.inspecting.recorded_run import steps_from
+from asyncrl.deploy.commands.inspecting.replayed_service import KeptRows
+from asyncrl.deploy.commands.inspecting.smallest_batch import Condition, smallest
+from asyncrl.engines.training.training_step import StepOutcome
+from asyncrl.errors import ConfigError
+from asyncrl.protocols.batch import Batch, Column, RowRef
+from asyncrl.protocols.messages import Score
+
+ROW = RowRef(1, 0, 0, 0, 3, 2, 0, 0, "stop", ())
+
+
+@pytest.mark.parametrize(
+    ("recorded", "found", "expected"),
+    [
+        (1.0, 1.0, []),
+        (float("nan"), float("nan"), []),
+        ({"loss": 1.0, "kl": 2.0}, {"loss": 1.0, "kl": 2.5}, [("kl", 2.0, 2.5)]),
+        ([1, [2, 3]], [1, [2, 4]], [("1.1", 3, 4)]),
+        ({"a": 1}, {"a": 1, "b": 2}, [("", "1 parts", "2 parts")]),
+        (Score(1.0, {}), Score(0.5, {}), [("reward", 1.0, 0.5)]),
+        (ROW, ROW._replace(places=(1,)), []),
+        (np.float32([1, 2]), np.float32([1, 2]), []),
+        ("stop", "length", [("", "stop", "length")]),
+    ],
+)
+def test_differences_have_their_place(recorded: Any, found: Any, expected: list[Any]) -> None:
+    assert list(differences(recorded, found)) == expected
+
+
+def test_arrays_differ_by_bits_shape_and_type() -> None:
+    one = np.float32([1, 2])
+    for other in (np.float32([1, 3]), np.float32([[1, 2]]), np.float64([1, 2]), -np.float32([-1, -2 - 1e-6])):
+        assert len(list(differences({"a": one}, {"a": other}))) == 1
+
+
+@given(st.sets(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 31))
+def test_the_smallest_set_is_what_is_needed(needed: set[int], count: int) -> None:
+    groups = sorted(needed | set(range(count)))
+    assert sorted(smallest(groups, lambda some: needed <= set(some))) == sorted(needed)
+
+
+@given(st.lists(st.integers(-5, 9), min_size=1, max_size=20), st.integers(0, 30))
+def test_none_can_be_left_out_of_the_smallest_set(weights: list[int], bound: int) -> None:
+    def shows(some: Sequence[int]) -> bool:
+        return sum(weights[each] for each in some) > bound
+
+    groups = range(len(weights))
+    if shows(groups):
+        found = smallest(groups, shows)
+        assert shows(found)
+        assert len(found) == 1 or not any(shows([each for each in found if each != left]) for left in found)
+
+
+def test_conditions_are_skipped_steps_or_bounds_of_metrics() -> None:
+    outcome = StepOutcome(1, "", (), (), {"grad_norm": 2.0})
+    assert Condition("grad_norm > 1.5").holds(outcome)
+    assert not Condition("grad_norm<=1.5e0").holds(outcome)
+    assert not Condition().holds(outcome)
+    assert Condition().holds(StepOutcome(0, "not finite", (), (), {}))
+    with pytest.raises(ConfigError, match="no metric 'loss'; it has grad_norm"):
+        Condition("loss > 1").holds(outcome)
+    with pytest.raises(ConfigError, match="neither 'skipped' nor METRIC > NUMBER"):
+        Condition("grad_norm")
+
+
+def test_steps_that_are_not_recorded_are_refused() -> None:
+    assert steps_from((None, None), [3, 4, 5]) == (3, 5)
+    assert steps_from((5, 6), [3, 4, 5]) == (4, 5)
+    with pytest.raises(ConfigError, match="--from: steps 4 to 6 are recorded, not 3"):
+        steps_from((3, None), [3, 4, 5])
+    with pytest.raises(ConfigError, match="--to: steps 4 to 6 are recorded, not 7"):
+        steps_from((None, 7), [3, 4, 5])
+
+
+def test_values_of_another_moment_are_counted_and_not_compared() -> None:
+    kept = KeptRows()
+    for number, (valued_at, value) in enumerate([(7, 0.5), (8, 0.5), (8, 0.25)]):
+        kept.kept((1, number, 0), {"values": np.float32([value]), "valued_at": np.array([valued_at])})
+        row = {"values": np.float32([0.5]), "valued_at": np.array([8])}
+        kept.recorded[1, number, 0].append(Batch({name: Column.of([values]) for name, values in row.items()}))
+    assert [place for place, _, _ in kept.differences()] == ["row 1.2.0.values"]
+    assert kept.unordered == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([], "holds no run"),
+        (["--service", "generation"], "holds no run"),
+    ],
+)
+def test_a_folder_without_a_run_is_refused(
+    flags: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["replay", str(tmp_path), *flags]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ([], "has no records of training0, but of nothing: record a run with"),
+        (["--service", "generation"], "generation is not recorded; those that are: training, critic"),
+    ],
+)
+def test_a_run_that_was_not_recorded_is_refused(
+    flags: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text("")
+    assert cli.main(["replay", str(tmp_path), *flags]) == 2
+    assert why in capsys.readouterr().err
