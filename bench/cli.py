@@ -31,6 +31,7 @@ BENCHMARKS = {
     "map": ("overlap.map_models", "of a job: which model runs on which GPUs, in which layout; writes [pools]"),
     "whatif": ("overlap.what_if", "of a job: predicted seconds of a step, by the real controller on virtual time"),
     "advise": ("overlap.advise", "of a job: whether to go asynchronous, and when not"),
+    "validate": ("overlap.validate", "of map and whatif: predictions beside published rows, and which of them miss"),
     "policies": (
         "learning.staleness_policies",
         "policies on the virtual clock: live tokens, idle trainer, masked samples",

@@ -52,9 +52,10 @@ def all_reduce(rates: Rates, size: float, group: int, span: int) -> float:
     return rates.latency + 2 * gather(rates, size, group, span) if group > 1 else 0.0
 
 
-def gather(rates: Rates, size: float, group: int, span: int) -> float:
-    """Returns seconds of an all-gather or reduce-scatter whose result or input has so many bytes (C)."""
-    return (group - 1) / group * size / rates.bandwidth(span)
+def gather(rates: Rates, size: float, group: int, span: int, stride: int | None = None) -> float:
+    """Returns seconds of an all-gather or reduce-scatter whose result or input has so many bytes (C). stride: between
+    members of a ring."""
+    return (group - 1) / group * size / rates.bandwidth(span, stride)
 
 
 def forward_work(model: ModelSize, context: float) -> tuple[float, float]:
@@ -154,9 +155,10 @@ def gradient_seconds(model: ModelSize, rates: Rates, degrees: Degrees) -> float:
     """Returns seconds in which data parallel ranks exchange gradients and parameters of one update (C, Z)."""
     routed = model.parameters - model.plain_parameters
     size = GRADIENT + WIDE
-    plain = gather(rates, size * model.plain_parameters / degrees.replica, degrees.dp, degrees.gpus)
+    stride = degrees.replica
+    plain = gather(rates, size * model.plain_parameters / stride, degrees.dp, degrees.gpus, stride)
     spread = max(1, degrees.dp // degrees.ep)
-    return plain + gather(rates, size * routed / degrees.replica / degrees.ep, spread, degrees.gpus)
+    return plain + gather(rates, size * routed / stride / degrees.ep, spread, degrees.gpus, stride * degrees.ep)
 
 
 def sharded_training_seconds(
@@ -167,7 +169,7 @@ def sharded_training_seconds(
     degrees = Degrees(dp=gpus)
     work = 3 * work_seconds(rates, rates.training, forward_work(model, length / 2)) * samples * length / gpus
     passes = updates * max(1, math.ceil(samples / updates / gpus / micro_batch))
-    moved = 3 * gather(rates, WIDE * model.parameters, gpus, gpus)
+    moved = 3 * gather(rates, WIDE * model.parameters, gpus, gpus, 1)
     optimizer = OPTIMIZER_TRAFFIC * model.parameters / gpus / rates.memory
     return work * bubble(max(1, samples // updates), degrees, micro_batch) + passes * moved + updates * optimizer
 
@@ -188,8 +190,9 @@ def transition_seconds(
     model: ModelSize, rates: Rates, train: Degrees, generate: Degrees, mechanism: str = "hybridflow"
 ) -> float:
     """Returns seconds in which weights move from the training to the generation layout on the same GPUs (H, C)."""
-    span = {"hybridflow": train.replica, "regrouped": train.replica}.get(mechanism, max(train.gpus, 1))
-    return transition_share(train, generate, mechanism) * WIDE * model.parameters / rates.bandwidth(span)
+    span = train.replica if mechanism in ("hybridflow", "regrouped") else max(train.gpus, rates.gpus_per_host + 1)
+    stride = 1 if mechanism == "sharded" else None
+    return transition_share(train, generate, mechanism) * WIDE * model.parameters / rates.bandwidth(span, stride)
 
 
 def transfer_seconds(model: ModelSize, rates: Rates, senders: int, generate: Degrees) -> float:

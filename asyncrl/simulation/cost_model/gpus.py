@@ -31,9 +31,16 @@ class Rates:
     latency: float
     gpus_per_host: int
 
-    def bandwidth(self, span: int) -> float:
-        """Returns the bytes a second of one GPU in a collective among so many consecutive GPUs."""
-        return self.link if span <= self.gpus_per_host else self.network
+    def bandwidth(self, span: int, stride: int | None = None) -> float:
+        """Returns the bytes a second of one GPU in a ring within so many consecutive GPUs.
+
+        stride: of the members of the group; without, every member exchanges with hosts on its own. Members on one host
+        take what comes in once, so that the group has the network of them all.
+        """
+        if span <= self.gpus_per_host:
+            return self.link
+        shared = 1 if stride is None else max(1, self.gpus_per_host // stride)
+        return min(self.link, self.network * shared)
 
 
 class Gpu(BaseModel):

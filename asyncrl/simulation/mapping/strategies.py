@@ -69,14 +69,9 @@ def auto_parallel(
     rates = gpu.likely
     cost = partial(stage_seconds, role, size, work=work, rates=rates)
     if role == "generation":
-        apart = generation_layouts(size, gpus, budget, Degrees(gpus, gpus), work, gpu, kept=0.0)
-        asked = (each for each in apart if fixed is None or (each.generate.tp, each.generate.pp) == fixed)
-        return min(asked, key=lambda each: sum(cost(each)), default=None)
-    fitting = [
-        each
-        for each in layouts(role, size, gpus, budget, gpu, work)
-        if fixed is None or (each.degrees.tp, each.degrees.pp) == fixed
-    ]
+        found = generation_layouts(size, gpus, budget, Degrees(gpus, gpus), work, gpu, 0.0, fixed)
+        return min(found, key=lambda each: sum(cost(each)), default=None)
+    fitting = list(layouts(role, size, gpus, budget, gpu, work, fixed))
     if not fitting:
         return None
     if role != "actor":
@@ -89,40 +84,52 @@ def auto_parallel(
     return None
 
 
-def layouts(role: str, size: ModelSize, gpus: int, budget: float, gpu: Gpu, work: StepWork) -> Iterator[Strategy]:
+def layouts(
+    role: str, size: ModelSize, gpus: int, budget: float, gpu: Gpu, work: StepWork, fixed: tuple[int, int] | None = None
+) -> Iterator[Strategy]:
     """Yields the layouts of training or scoring that fit: tp within a host, pp over layers, ep over data parallel
     ranks."""
-    for tp in powers(min(gpu.gpus_per_host, gpus)):
-        if size.heads % tp:
+    for tp, pp in [fixed] if fixed else degree_pairs(size, gpus, gpu):
+        if gpus % (tp * pp):
             continue
-        for pp in (each for each in powers(gpus // tp) if size.layers % each == 0 and gpus % (tp * each) == 0):
-            dp = gpus // (tp * pp)
-            experts = [ep for ep in powers(dp) if dp % ep == 0 and size.experts % ep == 0] if size.experts else [1]
-            for degrees in (Degrees(tp, pp, dp, ep) for ep in experts):
-                count = formulas.training_bytes if role in TRAINED else formulas.scoring_bytes
-                if (taken := count(size, degrees, work.tokens)) <= budget:
-                    yield Strategy(degrees, degrees, 0, taken)
+        dp = gpus // (tp * pp)
+        experts = [ep for ep in powers(dp) if dp % ep == 0 and size.experts % ep == 0] if size.experts else [1]
+        for degrees in (Degrees(tp, pp, dp, ep) for ep in experts):
+            count = formulas.training_bytes if role in TRAINED else formulas.scoring_bytes
+            if (taken := count(size, degrees, work.tokens)) <= budget:
+                yield Strategy(degrees, degrees, 0, taken)
+
+
+def degree_pairs(size: ModelSize, gpus: int, gpu: Gpu) -> Iterator[tuple[int, int]]:
+    """Yields tensor and pipeline parallel degrees that divide heads and layers."""
+    for tp in powers(min(gpu.gpus_per_host, gpus)):
+        if size.heads % tp == 0:
+            yield from ((tp, pp) for pp in powers(gpus // tp) if size.layers % pp == 0)
 
 
 def generation_layouts(
-    size: ModelSize, gpus: int, budget: float, train: Degrees, work: StepWork, gpu: Gpu, kept: float
+    size: ModelSize,
+    gpus: int,
+    budget: float,
+    train: Degrees,
+    work: StepWork,
+    gpu: Gpu,
+    kept: float,
+    fixed: tuple[int, int] | None = None,
 ) -> Iterator[Strategy]:
     """Yields the layouts of generation that have room for one sequence. train: layout that shares the GPUs, whose
     degrees those of generation divide. kept: bytes of a GPU that training keeps meanwhile."""
     alone = train.gpus != gpus
-    for tp in powers(min(gpu.gpus_per_host, train.tp)):
-        if size.heads % tp or train.tp % tp:
+    for tp, pp in [fixed] if fixed else degree_pairs(size, gpus, gpu):
+        if gpus % (tp * pp) or not (alone or train.tp % tp == train.pp % pp == 0):
             continue
-        for pp in powers(gpus // tp if alone else train.pp):
-            if gpus % (tp * pp) or size.layers % pp or train.pp % pp:
-                continue
-            generate = Degrees(tp, pp, gpus // (tp * pp))
-            weights = WIDE * size.parameters / generate.replica
-            room = formulas.room_for(size, budget - kept - weights, work.tokens, generate)
-            room = min(room, ceil(work.samples / generate.dp), work.sequences or room)
-            if room:
-                cached = room * work.tokens * size.cache_bytes / generate.replica
-                yield Strategy(Degrees(dp=0) if alone else train, generate, room, kept + weights + cached)
+        generate = Degrees(tp, pp, gpus // (tp * pp))
+        weights = WIDE * size.parameters / generate.replica
+        room = formulas.room_for(size, budget - kept - weights, work.tokens, generate)
+        room = min(room, ceil(work.samples / generate.dp), work.sequences or room)
+        if room:
+            cached = room * work.tokens * size.cache_bytes / generate.replica
+            yield Strategy(Degrees(dp=0) if alone else train, generate, room, kept + weights + cached)
 
 
 def held_bytes(role: str, size: ModelSize, degrees: Degrees) -> float:

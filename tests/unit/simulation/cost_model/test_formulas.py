@@ -55,9 +55,16 @@ def test_a_pipeline_has_a_bubble_and_few_samples_a_larger_one() -> None:
 
 
 def test_gradients_of_more_ranks_move_more_bytes_over_slower_links() -> None:
-    inside, across = (formulas.gradient_seconds(LLAMA, A100, Degrees(dp=dp)) for dp in (8, 16))
-    assert inside == pytest.approx(7 / 8 * 6 * LLAMA.parameters / A100.link)
-    assert across == pytest.approx(15 / 16 * 6 * LLAMA.parameters / A100.network)
+    inside, across = (formulas.gradient_seconds(LLAMA, A100, Degrees(tp=tp, dp=2)) for tp in (4, 8))
+    assert inside == pytest.approx(1 / 2 * 6 * LLAMA.parameters / 4 / A100.link)
+    assert across == pytest.approx(1 / 2 * 6 * LLAMA.parameters / 8 / A100.network)
+
+
+def test_members_of_a_ring_on_one_host_share_what_comes_in() -> None:
+    rates = replace(A100, network=3e9, link=165e9)
+    assert rates.bandwidth(16, stride=1) == 8 * 3e9
+    assert rates.bandwidth(16, stride=8) == rates.bandwidth(16) == 3e9
+    assert rates.bandwidth(8, stride=1) == 165e9
 
 
 def test_zero_redundancy_groups_receive_what_table_2_of_hybridflow_says() -> None:
