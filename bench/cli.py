@@ -28,10 +28,19 @@ BENCHMARKS = {
     "accounting": ("overlap.cpu_agreement", "busy time by state clock, spans and scheduler, which must agree"),
     "diff": ("overlap.run_diff", "of two finished runs: where their steps differ"),
     "why": ("overlap.slowest_step", "of a finished run: what made its slowest step slow"),
-    "map": ("overlap.map_models", "of a job: which model runs on which GPUs, in which layout; writes [pools]"),
-    "whatif": ("overlap.what_if", "of a job: predicted seconds of a step, by the real controller on virtual time"),
-    "advise": ("overlap.advise", "of a job: whether to go asynchronous, and when not"),
-    "validate": ("overlap.validate", "of map and whatif: predictions beside published rows, and which of them miss"),
+    "map": (
+        "overlap.prediction.map_models",
+        "of a job: which model runs on which GPUs, in which layout; writes [pools]",
+    ),
+    "whatif": (
+        "overlap.prediction.what_if",
+        "of a job: predicted seconds of a step, by the real controller on virtual time",
+    ),
+    "advise": ("overlap.prediction.advise", "of a job: whether to go asynchronous, and when not"),
+    "validate": (
+        "overlap.prediction.validate",
+        "of map and whatif: predictions beside published rows, and which of them miss",
+    ),
     "policies": (
         "learning.staleness_policies",
         "policies on the virtual clock: live tokens, idle trainer, masked samples",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overlap.map_models import main
+from asyncrl.bench.overlap.prediction.map_models import main
 from asyncrl.errors import ConfigError
 
 JOB = """

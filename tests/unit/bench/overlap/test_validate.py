@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overlap import advise, validate
+from asyncrl.bench.overlap.prediction import advise, validate
 from asyncrl.simulation.predicted_run import prediction
 
 KNOWN = validate.read_rows()

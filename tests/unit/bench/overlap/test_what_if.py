@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.overlap import advise, what_if
+from asyncrl.bench.overlap.prediction import advise, what_if
 from asyncrl.errors import ConfigError
 
 JOB = """

@@ -33,7 +33,7 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PublishedComparison:
     """A published row beside its prediction."""
 
     name: str
@@ -60,13 +60,13 @@ def read_rows() -> Any:
     return json.loads((Path(__file__).parent / "published_rows.json").read_text())
 
 
-def compared(row: Row) -> Comparison:
+def compared(row: Row) -> PublishedComparison:
     """Predicts a row. One that cannot be predicted misses."""
     try:
         predicted, agrees = KINDS[row["kind"]](row)
     except ConfigError as error:
         predicted, agrees = str(error), False
-    return Comparison(row["id"], str(row["published"]), predicted, agrees)
+    return PublishedComparison(row["id"], str(row["published"]), predicted, agrees)
 
 
 def near(found: float, published: float) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from asyncrl.bench.measurements import table
-from asyncrl.bench.overlap.what_if import advice, described, gpus_of, parsed
+from asyncrl.bench.overlap.prediction.what_if import advice, described, gpus_of, parsed
 from asyncrl.simulation.predicted_run.prediction import StepPredictor
 
 LIMITS = (1, 2, 4)

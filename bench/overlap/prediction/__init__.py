@@ -1,0 +1,1 @@
+"""Commands that predict a job before it runs: map, whatif, advise and validate."""
