@@ -32,6 +32,7 @@ class DirectContext:
         self.services = services
         self.reader = self
         self.clock = StateClock(lambda: 0.0)
+        self.recorder = None
 
     async def read(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
         """Returns these columns. Raises LostRows when any part of a row is gone, whatever its columns are."""
