@@ -88,6 +88,10 @@ def help_text() -> str:
 def _run_command(name: str, arguments: list[str]) -> int:
     """Runs a command; prints mistakes of the user and failures of the fleet without a traceback."""
     try:
+        if any(argument.startswith("s3://") for argument in arguments):
+            from asyncrl.deploy.process.stored_runs import read_here
+
+            arguments = read_here(name, arguments)
         module = f"{FOLDERS[name]}.{name}" if name in FOLDERS else name
         code: int = import_module(f"asyncrl.deploy.commands.{module}").main(arguments)
         sys.stdout.flush()

@@ -42,6 +42,7 @@ from asyncrl.deploy.preflight import allow_descriptors, model_problems, prefligh
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.process.stop_signals import StopSignals
+from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, run_fleet
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
@@ -89,7 +90,7 @@ class RunRequest:
 
     command: resumes the run. places: where the values of keys come from. prompts, algorithm, services: Python objects
     that replace those of the config, such as rewards in this process. forks: what workers are forked from, if it was
-    started already.
+    started already. store: address that gets a copy of the run after each checkpoint, "" for none.
     """
 
     config: Config
@@ -102,6 +103,7 @@ class RunRequest:
     algorithm: Algorithm | None = None
     services: Mapping[str, ServiceSpec] = field(default_factory=dict)
     forks: Forks | None = None
+    store: str = ""
 
 
 async def run(request: RunRequest) -> RunDirectory:
@@ -126,11 +128,12 @@ async def run(request: RunRequest) -> RunDirectory:
             for warning in warnings:
                 request.display.say(f"warning: {warning}")
             plan = await asyncio.to_thread(plan_resume, store)
-            if not nothing_left(request, directory, plan):
-                async with progress_shown(request.display.progress) as progress:
-                    await _train(request, directory, store, plan, rollback, signals, progress)
-            if request.config.telemetry.report and directory.metrics.exists():
-                await report_run(directory.path, request.display.say)
+            async with copies_of(request.store, directory.path, store, request.display.say) as on_commit:
+                if not nothing_left(request, directory, plan):
+                    async with progress_shown(request.display.progress) as progress:
+                        await _train(request, directory, store, plan, rollback, signals, progress, on_commit)
+                if request.config.telemetry.report and directory.metrics.exists():
+                    await report_run(directory.path, request.display.say)
             request.display.say(await asyncio.to_thread(_closing_line, request, directory))
         if request.config.telemetry.trace:
             await asyncio.to_thread(merge_traces, directory.path)
@@ -225,6 +228,7 @@ async def _train(
     rollback: DirectoryRollback,
     signals: StopSignals,
     progress: RunProgress,
+    on_commit: OnCommit | None,
 ) -> None:
     config, display = request.config, request.display
     progress.begin("reading the prompts and the model")
@@ -234,7 +238,7 @@ async def _train(
         model = await prepare(config, directory.model, progress.noting(display.say))
         _check_model(config, model, display)
         scorers = await asyncio.to_thread(scoring_model_folders, config, model)
-        state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored)
+        state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
         algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
         progress.begin("starting the workers")
@@ -363,16 +367,17 @@ def restore_run(
     store: FileStore,
     plan: ResumePlan | None,
     restored: SavedSamples = NOTHING_SAVED,
+    on_commit: OnCommit | None = None,
 ) -> RunState:
     """Makes a new gate and journal, or restores those of the checkpoint in `plan`, with the samples `restored`."""
     gate_config = GateConfig.of(config)
     if plan is None:
-        return RunState(directory, Journal(store), Gate(gate_config), None)
+        return RunState(directory, Journal(store), Gate(gate_config), None, on_commit=on_commit)
     journal = resume(store, plan, restored.waiting)
     gate = Gate(gate_config, plan.version, plan.ledger.next_group)
     for group in journal.ledger.groups.values():
         gate.restore(group)
-    return RunState(directory, journal, gate, plan, restored)
+    return RunState(directory, journal, gate, plan, restored, on_commit=on_commit)
 
 
 def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:

@@ -6,7 +6,7 @@ workers ──> WorkerEvents ──> Controller
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -66,7 +66,7 @@ class Questions:
 @dataclass(slots=True)
 class RunState:
     """The state that a run starts from. plan: None at the first start. restored: what a resume goes on with.
-    pauses: holds the run back by command."""
+    pauses: holds the run back by command. on_commit: takes the version of each checkpoint."""
 
     directory: RunDirectory
     journal: Journal
@@ -74,6 +74,7 @@ class RunState:
     plan: ResumePlan | None
     restored: SavedSamples = NOTHING_SAVED
     pauses: PauseSwitch = field(default_factory=PauseSwitch)
+    on_commit: Callable[[int], Awaitable[None]] | None = None
 
     @property
     def incarnation(self) -> int:
@@ -266,6 +267,8 @@ class TrainingRun:
 
         await commit(self.state.journal, write, self.config.training.keep_checkpoints)
         self._last_commit = version
+        if self.state.on_commit is not None:
+            await self.state.on_commit(version)
 
     async def _finish(self) -> None:
         if self._controller.version > self._last_commit:

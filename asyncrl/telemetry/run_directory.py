@@ -97,6 +97,11 @@ def open_run_directory(path: Path) -> RunDirectory:
     return directory
 
 
+def is_in_store(text: str) -> bool:
+    """Returns whether it is the address of a run in a store of objects."""
+    return text.startswith("s3://")
+
+
 def refuse_address(path: Path) -> None:
     """Raises ConfigError for the address of a store of objects, which pathlib takes for a folder that is called s3:."""
     if (scheme := ADDRESS.match(str(path))) is not None:

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
 from asyncrl.errors import ConfigError, Interrupted
-from asyncrl.telemetry.run_directory import new_run_directory, refuse_address
+from asyncrl.telemetry.run_directory import is_in_store, new_run_directory, refuse_address
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -28,7 +28,8 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   NAME                 an experiment that comes with asyncrl (`asyncrl experiments` lists them)
   FILE                 a TOML file; its keys are listed by `asyncrl keys`
   --run-dir DIR        where everything is written, runs/NAME-TIME by default; a directory that holds a run
-                       resumes it: the same command again is all it takes
+                       resumes it: the same command again is all it takes. s3://BUCKET/PATH: each checkpoint is
+                       copied there (extra `s3`), and a machine that has no such run begins with the copy
   --accept-changes     resume although keys changed that change what is learned
   --record             short for --telemetry.record_gb 1: keep what services were given, for `asyncrl replay`
   --listen ADDRESS     short for --fleet.wire tcp --fleet.listen tcp://HOST:PORT, where workers of fleet.joined join
@@ -64,6 +65,7 @@ class RunCommand:
     cluster: str = ""
     address: str = ""
     listen: str = ""
+    store: str = ""
 
 
 def main(arguments: list[str]) -> int:
@@ -91,7 +93,7 @@ def main(arguments: list[str]) -> int:
                 again = [argument for argument in arguments if argument != ACCEPT]  # What changed is taken over once.
                 command = f"{program()} {shlex.join(['run', *again, *named])}"
                 with _on_cluster(request, loaded, run_dir) as placed:
-                    return train(placed, run_dir, request.accept_changes, command, forks)
+                    return train(placed, run_dir, request.accept_changes, command, forks, request.store)
             if forks is not None:
                 forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
@@ -118,7 +120,8 @@ def parse(arguments: Sequence[str]) -> RunCommand:
         raise ConfigError("--run-dir needs a directory")
     if not named and asked.run_dir is None:
         raise ConfigError(f"name an experiment (`{program()} run quickstart`), a TOML file, or a --run-dir to resume")
-    run_dir = None if asked.run_dir is None else Path(asked.run_dir)
+    store = asked.run_dir if is_in_store(asked.run_dir or "") else ""
+    run_dir = None if asked.run_dir is None else _stored(store) if store else Path(asked.run_dir)
     if run_dir is not None:
         refuse_address(run_dir)
     target = named[0] if named or run_dir is None else run_dir / "config.toml"
@@ -129,8 +132,14 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
     listens = [f"--fleet.listen={asked.listen}", "--fleet.wire=tcp"] if asked.listen else []
     flags += [*listens, *([f"--telemetry.record_gb={RECORD_GB:g}"] if asked.record else [])]
-    cluster = (asked.on, asked.address, asked.listen)
+    cluster = (asked.on, asked.address, asked.listen, store)
     return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, flags, restarts, *cluster)
+
+
+def _stored(address: str) -> Path:
+    from asyncrl.deploy.process.stored_runs import stored_run
+
+    return stored_run(address)
 
 
 def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:
@@ -139,7 +148,7 @@ def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:
     accept = [ACCEPT] if request.accept_changes else []
     accept += ["--on", request.cluster] if request.cluster else []
     accept += ["--address", request.address] if request.address else []
-    return [*target, *request.flags, *accept, "--run-dir", str(run_dir), "--fleet.restarts=0"]
+    return [*target, *request.flags, *accept, "--run-dir", request.store or str(run_dir), "--fleet.restarts=0"]
 
 
 @contextmanager
@@ -183,20 +192,24 @@ def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
         )
 
 
-def train(loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
+def train(
+    loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None", store: str = ""
+) -> int:
     """Runs to the end in this process. Raises Interrupted, with the command that goes on, also for a signal that comes
     before the run handles signals itself or when it no longer does."""
     import asyncio
 
     try:
-        return _train(loaded, run_dir, accept_changes, command, begun)
+        return _train(loaded, run_dir, accept_changes, command, begun, store)
     except (KeyboardInterrupt, asyncio.CancelledError) as pressed:
         if isinstance(pressed.__context__, Interrupted):
             raise pressed.__context__ from None
         raise Interrupted(f"interrupted. Go on with: {command}") from None
 
 
-def _train(loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None") -> int:
+def _train(
+    loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None", store: str
+) -> int:
     import asyncio
 
     from asyncrl.deploy.process.fork_client import forks_of
@@ -208,7 +221,7 @@ def _train(loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, 
 
         with open_display(config.steps) as display:
             wanted = RunRequest(config, run_dir, display, command, accept_changes, loaded.sources, forks=forks)
-            asyncio.run(run(wanted))
+            asyncio.run(run(replace(wanted, store=store)))
     return 0
 
 

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.deploy.process.stored_runs import default_cache
+
 if TYPE_CHECKING:
     from asyncrl.deploy.process.fork_client import Forks
     from asyncrl.fleet.launching.key_folder import WorkerKey
@@ -79,11 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "Only ask, and end: with exit status 0 if the run answers, or if a worker of this host works or waits in it."
     parser.add_argument("--check", choices=("run", "worker"), help=text)
     return parser
-
-
-def default_cache() -> Path:
-    """Returns where this user's programs keep what they can get again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
 
 
 @contextmanager

@@ -21,6 +21,7 @@ METHODS = ("unpack", "unpack_from", "validate_json", "model_validate", "model_va
 FUZZED: dict[str, tuple[str, ...]] = {
     "children/pipe_messages.py": ("reward",),
     "controller/journal/checkpoints.py": ("manifest",),
+    "controller/journal/remote_copy/run_copy.py": ("head",),
     "controller/journal/journal.py": ("journal", "records"),
     "environments/adapters/openenv_client.py": ("environment",),
     "environments/agents/chat_requests.py": ("chat",),

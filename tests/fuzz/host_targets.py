@@ -6,15 +6,19 @@ import socket
 import tempfile
 import zlib
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
 
 from asyncrl.concurrency import running_beside
-from asyncrl.errors import ConfigError, Refused, WeightsError, WireError
+from asyncrl.controller.journal.remote_copy.objects import MemoryObjects
+from asyncrl.controller.journal.remote_copy.run_copy import CopiedFile, Head, brought
+from asyncrl.errors import ConfigError, JournalError, Refused, WeightsError, WireError
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint
 from asyncrl.lanes.control import message_codec
@@ -221,4 +225,34 @@ class Port(Looping):
         super().close()
 
 
-HOSTS = {"joining": Joining, "files": CopiedFiles, "row-file": RowFiles, "weights": WeightChunks, "port": Port}
+class CopyHeads:
+    """The head of a copy in a store of objects, which others may write."""
+
+    def __init__(self) -> None:
+        self._objects = MemoryObjects(
+            objects={f"objects/{sha256(part).hexdigest()}": part for part in (b"one", b"two")}
+        )
+        parts = tuple(sorted(name.removeprefix("objects/") for name in self._objects.objects))
+        head = Head(
+            3, "writer", {"journal": CopiedFile(6, parts), "checkpoints/3/trainer.pt": CopiedFile(3, parts[:1])}
+        )
+        self.seeds = [head.encode(), replace(head, files={}).encode()]
+
+    def __call__(self, data: bytes) -> None:
+        self._objects.head = data
+        with TemporaryDirectory() as folder, suppress(JournalError, OSError):
+            brought(self._objects, Path(folder) / "inside" / "run")
+            assert [path.name for path in Path(folder).iterdir()] == ["inside"], "it writes nowhere else"
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+HOSTS = {
+    "joining": Joining,
+    "files": CopiedFiles,
+    "row-file": RowFiles,
+    "head": CopyHeads,
+    "weights": WeightChunks,
+    "port": Port,
+}

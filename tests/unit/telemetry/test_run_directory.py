@@ -116,8 +116,8 @@ def test_a_run_at_an_address_is_refused_before_anything_is_made(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*command, "--run-dir", "s3://bucket/run"]) == 2
-    assert "s3://bucket/run is an address" in capsys.readouterr().err
+    assert cli.main([*command, "--run-dir", "gs://bucket/run"]) == 2
+    assert "gs://bucket/run is an address" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

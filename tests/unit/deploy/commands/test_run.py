@@ -32,7 +32,9 @@ class Trained:
     def __init__(self) -> None:
         self.asked: list[tuple[Config, Path, bool, str]] = []
 
-    def __call__(self, loaded: Loaded, run_dir: Path, accept_changes: bool, command: str, begun: Forks | None) -> int:
+    def __call__(
+        self, loaded: Loaded, run_dir: Path, accept_changes: bool, command: str, begun: Forks | None, store: str = ""
+    ) -> int:
         self.asked.append((loaded.config, run_dir, accept_changes, command))
         return 0
 

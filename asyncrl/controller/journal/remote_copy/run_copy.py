@@ -1,0 +1,220 @@
+"""A copy of a run in a store of objects: parts of files by their SHA-256, and a head that names them.
+
+    upload: parts that the head before did not name ──> head, if it is still that one: the commit
+    download: head ──> parts, each compared with its digest ──> a folder, renamed when it is whole
+
+What the head does not name does not exist: a machine that dies between parts and head leaves
+the run of the head before.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from asyncrl.controller.journal.remote_copy.objects import Objects, OtherWriter
+from asyncrl.errors import ConfigError, JournalError
+
+FORMAT = 1
+PART_BYTES = 4 << 20
+"""Bytes of a part. A file that grows, such as the journal, is sent again from its last part on."""
+GROWING = ("journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "ratings.jsonl")
+FIXED = ("config.toml", "run.id", "scaled.json")
+FOLDERS = ("model", "sources")
+"""Files that a resume needs besides a checkpoint, or that people look at. Keys and logs stay where they are."""
+MARK = "copied.json"
+"""File of a run directory that names who wrote the heads that came from it."""
+STAGED = "copying"
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedFile:
+    """size: bytes. parts: SHA-256 of each part, in order."""
+
+    size: int
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Names a run as of a checkpoint. writer: a name of the process that wrote it, which no other has."""
+
+    version: int
+    writer: str
+    files: Mapping[str, CopiedFile] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, address: str) -> "Head":
+        """Raises JournalError for what is no head, or names files outside a run directory."""
+        try:
+            given = json.loads(data)
+            head = cls(int(given["version"]), str(given["writer"]), dict(_files(given["files"])))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise JournalError(f"{address} holds no copy of a run that this asyncrl reads: {error!r:.200}") from error
+        for path in head.files:
+            if not _is_inside(path):
+                raise JournalError(f"{address} names {path!r:.200}, which is no file in a run directory")
+        return head
+
+    @property
+    def parts(self) -> set[str]:
+        return {part for copied in self.files.values() for part in copied.parts}
+
+
+def _is_inside(path: str) -> bool:
+    pure = PurePosixPath(path)
+    return (
+        pure.as_posix() == path and path != "." and not pure.is_absolute() and not {"..", "\0"} & {*pure.parts, *path}
+    )
+
+
+def _files(given: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, CopiedFile]]:
+    for path, each in given.items():
+        path.encode()  # A lone surrogate names no file.
+        yield path, CopiedFile(int(each["size"]), tuple(map(str, each["parts"])))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The files of a run as of a checkpoint: sizes of those that grow, links to those of the checkpoint, which a later
+    one may remove."""
+
+    run_dir: Path
+    version: int
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def take(cls, run_dir: Path, version: int) -> "Snapshot":
+        """Links the checkpoint into a folder of its own. Raises OSError."""
+        staged = run_dir / STAGED / str(version)
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.copytree(run_dir / "checkpoints" / str(version), staged, copy_function=os.link)
+        names = [name for name in GROWING if (run_dir / name).exists()]
+        return cls(run_dir, version, {name: (run_dir / name).stat().st_size for name in names})
+
+    def files(self) -> Iterator[tuple[str, Path, int]]:
+        """Yields the name in the copy, the file, and its bytes."""
+        for name, size in self.sizes.items():
+            yield name, self.run_dir / name, size
+        for name in FIXED:
+            if (path := self.run_dir / name).exists():
+                yield name, path, path.stat().st_size
+        trees = [(name, self.run_dir / name) for name in FOLDERS]
+        trees.append((f"checkpoints/{self.version}", self.run_dir / STAGED / str(self.version)))
+        for name, folder in trees:
+            for path in sorted(folder.rglob("*")):
+                if path.is_file():
+                    yield f"{name}/{path.relative_to(folder).as_posix()}", path, path.stat().st_size
+
+    def release(self) -> None:
+        shutil.rmtree(self.run_dir / STAGED / str(self.version), ignore_errors=True)
+
+
+def upload(objects: Objects, snapshot: Snapshot, before: Head | None, tag: str, writer: str) -> tuple[Head, str]:
+    """Sends what the store lacks, then the head; returns it with its tag. Afterwards removes parts that only the head
+    before named. Raises OSError when the store cannot be reached, with nothing changed, and OtherWriter."""
+    there = before.parts if before is not None else set()
+    files, sent = {}, set[str]()
+    for name, path, size in snapshot.files():
+        digests = []
+        for part in _parts(path, size):
+            digests.append(digest := sha256(part).hexdigest())
+            if digest not in there and digest not in sent:
+                objects.put(_object(digest), part)
+                sent.add(digest)
+        files[name] = CopiedFile(size, tuple(digests))
+    head = Head(snapshot.version, writer, files)
+    tag = objects.write_head(head.encode(), tag)
+    objects.remove([_object(part) for part in sorted(there - head.parts)])
+    return head, tag
+
+
+def _parts(path: Path, size: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while size > 0:
+            part = file.read(min(PART_BYTES, size))
+            if not part:
+                raise OSError(f"{path} has become shorter while it was copied")
+            size -= len(part)
+            yield part
+
+
+def download(objects: Objects, head: Head, target: Path) -> None:
+    """Writes the run that a head names into a folder that does not exist. Raises JournalError for a part that is gone
+    or damaged, and OSError when the store cannot be reached; then there is no folder."""
+    unfinished = target.with_name(f"{target.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for name, copied in head.files.items():
+        (path := unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for digest in copied.parts:
+                file.write(_checked(objects, digest, name))
+        if path.stat().st_size != copied.size:
+            raise JournalError(
+                f"{objects.address}: {name} has {path.stat().st_size} bytes, and its head says {copied.size}"
+            )
+    write_mark(unfinished, [head.writer])
+    unfinished.rename(target)
+
+
+def _checked(objects: Objects, digest: str, name: str) -> bytes:
+    try:
+        part = objects.get(_object(digest))
+    except FileNotFoundError as error:
+        raise JournalError(f"{objects.address}: a part of {name} is gone ({digest[:16]})") from error
+    if sha256(part).hexdigest() != digest:
+        raise JournalError(f"{objects.address}: a part of {name} is damaged ({digest[:16]})")
+    return part
+
+
+def _object(digest: str) -> str:
+    return f"objects/{digest}"
+
+
+def write_mark(run_dir: Path, writers: Sequence[str]) -> None:
+    (run_dir / MARK).write_text(json.dumps({"writers": list(writers)}) + "\n")
+
+
+def writers_of(run_dir: Path) -> list[str]:
+    """Returns who wrote the heads that came from a run directory, or that it was downloaded from."""
+    path = run_dir / MARK
+    return list(map(str, json.loads(path.read_text())["writers"])) if path.exists() else []
+
+
+def brought(objects: Objects, run_dir: Path) -> Head | None:
+    """Returns the head of the store, after the run directory holds its run: what is there is kept if the head came from
+    it, and moved aside if another machine went on since, or if it is no run. None: there is no copy yet.
+
+    Raises ConfigError when the run directory holds a run that was never copied there, and what `download` raises."""
+    if (found := objects.read_head()) is None:
+        return None
+    head = Head.decode(found[0], objects.address)
+    if (run_dir / "config.toml").exists():
+        if head.writer in (writers := writers_of(run_dir)):
+            return head
+        if not writers:
+            raise ConfigError(f"{objects.address} holds another run than {run_dir}: name another address")
+    if run_dir.exists():
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}.before-{secrets.token_hex(4)}"))
+    download(objects, head, run_dir)
+    return head
+
+
+def head_of(objects: Objects, run_dir: Path) -> tuple[Head | None, str]:
+    """Returns the head of the store and its tag, which a run that goes on here replaces; None and "": there is none.
+    Raises OtherWriter when the head came from elsewhere."""
+    if (found := objects.read_head()) is None:
+        return None, ""
+    head = Head.decode(found[0], objects.address)
+    if head.writer not in writers_of(run_dir):
+        raise OtherWriter(f"{objects.address} holds step {head.version} of a run that is not in {run_dir}: begin again")
+    return head, found[1]

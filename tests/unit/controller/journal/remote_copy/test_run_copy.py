@@ -1,0 +1,269 @@
+"""Copies of runs in a store in memory: what a machine that dies, another writer, and damage leave behind."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.controller.journal.remote_copy import run_copy
+from asyncrl.controller.journal.remote_copy.objects import MemoryObjects, OtherWriter
+from asyncrl.controller.journal.remote_copy.run_copy import (
+    Head,
+    Snapshot,
+    brought,
+    download,
+    head_of,
+    upload,
+    write_mark,
+    writers_of,
+)
+from asyncrl.controller.journal.remote_copy.uploads import Uploads, uploading
+from asyncrl.errors import ConfigError, FleetFailed, JournalError
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run_copy, "PART_BYTES", 10)
+    folder = tmp_path / "run"
+    for name, text in (
+        ("config.toml", "seed = 1"),
+        ("run.id", "cafe"),
+        ("journal", "0123456789" * 3),
+        ("metrics.jsonl", "{}\n"),
+        ("model/config.json", "{}"),
+        ("join_keys/controller.key", "secret"),
+        ("logs/x.out", "log"),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    checkpoint(folder, 0)
+    return folder
+
+
+def checkpoint(run_dir: Path, version: int) -> None:
+    folder = run_dir / "checkpoints" / str(version)
+    folder.mkdir(parents=True)
+    (folder / "trainer.pt").write_text(f"weights of version {version}")
+
+
+def copied(objects: MemoryObjects, run_dir: Path, version: int, writer: str = "one") -> None:
+    head, tag = head_of(objects, run_dir)
+    write_mark(run_dir, [*writers_of(run_dir), writer])
+    snapshot = Snapshot.take(run_dir, version)
+    upload(objects, snapshot, head, tag, writer)
+    snapshot.release()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_was_copied_comes_back_without_keys_and_logs(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    assert brought(objects, tmp_path / "elsewhere") is not None
+    there, here = contents(tmp_path / "elsewhere"), contents(run_dir)
+    assert there == {name: text for name, text in here.items() if not name.startswith(("join_keys", "logs"))} | {
+        "copied.json": '{"writers": ["one"]}\n'
+    }
+    assert not any(b"secret" in data for data in objects.objects.values())
+    assert not list(run_dir.glob("copying/*"))
+
+
+def test_only_new_parts_are_sent_and_those_of_no_head_are_removed(run_dir: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    before = set(objects.objects)
+    with (run_dir / "journal").open("a") as journal:
+        journal.write("more")
+    checkpoint(run_dir, 1)
+    shutil.rmtree(run_dir / "checkpoints" / "0")
+    copied(objects, run_dir, 1)
+    assert objects.head is not None
+    head = Head.decode(objects.head, objects.address)
+    assert head.version == 1
+    assert {name.removeprefix("objects/") for name in objects.objects if name != "head"} == head.parts
+    assert len(set(objects.objects) - before) == 2, "the ends of the journal and of the weights"
+
+
+def test_a_machine_that_dies_before_the_head_leaves_the_run_of_the_head_before(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    checkpoint(run_dir, 1)
+    objects.failing = {"head"}
+    with pytest.raises(OSError, match="did not take head"):
+        copied(objects, run_dir, 1)
+    head = brought(objects, tmp_path / "elsewhere")
+    assert head is not None
+    assert head.version == 0
+    assert (tmp_path / "elsewhere/checkpoints/0/trainer.pt").read_text() == "weights of version 0"
+
+
+def test_a_second_writer_is_refused_and_changes_nothing(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    other = tmp_path / "other"
+    brought(objects, other)
+    checkpoint(other, 1)
+    copied(objects, other, 1, "two")
+    checkpoint(run_dir, 1)
+    with pytest.raises(OtherWriter, match="holds step 1 of a run that is not in"):
+        copied(objects, run_dir, 1)
+    with pytest.raises(OtherWriter, match="written by another run"):
+        upload(objects, Snapshot.take(run_dir, 1), None, "an old tag", "one")
+    assert objects.head is not None
+    assert Head.decode(objects.head, objects.address).writer == "two"
+
+
+def test_a_run_that_went_on_elsewhere_takes_the_place_of_the_one_here(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    brought(objects, other := tmp_path / "other")
+    checkpoint(other, 1)
+    copied(objects, other, 1, "two")
+    brought(objects, run_dir)
+    assert (run_dir / "checkpoints/1").exists()
+    (aside,) = tmp_path.glob("run.before-*")
+    assert (aside / "join_keys").exists()
+
+
+def test_a_run_that_was_never_copied_there_is_not_moved(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    (run_dir / "copied.json").unlink()
+    with pytest.raises(ConfigError, match="holds another run than"):
+        brought(objects, run_dir)
+    assert (run_dir / "config.toml").exists()
+    assert brought(MemoryObjects(), tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(("damage", "why"), [(b"other", "is damaged"), (None, "is gone")])
+def test_parts_that_are_damaged_or_gone_are_found_and_leave_no_folder(
+    damage: bytes | None, why: str, run_dir: Path, tmp_path: Path
+) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    name = next(name for name, data in objects.objects.items() if data == b"seed = 1")
+    objects.remove([name])
+    if damage is not None:
+        objects.objects[name] = damage
+    with pytest.raises(JournalError, match=f"a part of config.toml {why}"):
+        brought(objects, tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"version": 0, "writer": "x", "files": {"a": 1}}',
+        b'{"version": 0, "writer": "x", "files": {"../a": {"size": 0, "parts": []}}}',
+        b'{"version": 0, "writer": "x", "files": {"/etc/a": {"size": 0, "parts": []}}}',
+        b'{"version": 0, "writer": "x", "files": {"a\\u0000": {"size": 0, "parts": []}}}',
+        b'{"version": 0, "writer": "x", "files": {"\\ud800": {"size": 0, "parts": []}}}',
+        b'{"version": 1e999, "writer": "x", "files": {}}',
+        b"[" * 100_000,
+    ],
+)
+def test_what_is_no_head_is_refused(head: bytes, tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="memory://run"):
+        brought(MemoryObjects(head=head), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_with_a_wrong_size_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    assert objects.head is not None
+    objects.head = objects.head.replace(b'"size": 30', b'"size": 31')
+    with pytest.raises(JournalError, match="journal has 30 bytes, and its head says 31"):
+        download(objects, Head.decode(objects.head, objects.address), tmp_path / "elsewhere")
+
+
+def played(objects: MemoryObjects, run_dir: Path, play: Callable[[Uploads], Awaitable[None]]) -> list[str]:
+    said: list[str] = []
+
+    async def main() -> None:
+        head, tag = head_of(objects, run_dir)
+        uploads = Uploads(objects, run_dir, head, tag, said.append)
+        async with asyncio.timeout(10), uploading(uploads):
+            await play(uploads)
+
+    asyncio.run(main())
+    return said
+
+
+def test_a_checkpoint_is_copied_although_it_is_removed_meanwhile(run_dir: Path) -> None:
+    objects = MemoryObjects()
+
+    async def play(uploads: Uploads) -> None:
+        await uploads.committed(0)
+        shutil.rmtree(run_dir / "checkpoints" / "0")
+        checkpoint(run_dir, 1)
+        await uploads.finish(1)
+
+    assert [line for line in played(objects, run_dir, play) if "slow" not in line] == []
+    assert objects.head is not None
+    assert Head.decode(objects.head, objects.address).version == 1
+
+
+def test_a_store_that_fails_once_gets_the_next_checkpoint(run_dir: Path) -> None:
+    objects = MemoryObjects(failing={"head"})
+
+    async def play(uploads: Uploads) -> None:
+        await uploads.committed(0)
+        await uploads._is_idle.wait()
+        assert uploads.copied == -1
+        checkpoint(run_dir, 1)
+        await uploads.finish(1)
+        assert uploads.copied == 1
+
+    assert played(objects, run_dir, play) == [
+        "memory://run did not take step 0: memory://run did not take head; there is no copy yet"
+    ]
+
+
+def test_a_run_whose_last_copy_fails_says_so(run_dir: Path) -> None:
+    async def play(uploads: Uploads) -> None:
+        await uploads.finish(0)
+
+    with pytest.raises(FleetFailed, match=r"has no copy of step 0, at which the run in .* is: the same command"):
+        played(MemoryObjects(failing={"head"}), run_dir, play)
+
+
+def test_another_writer_ends_the_run(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+
+    async def play(uploads: Uploads) -> None:
+        brought(objects, other := tmp_path / "other")
+        checkpoint(other, 1)
+        copied(objects, other, 1, "two")
+        checkpoint(run_dir, 1)
+        await uploads.committed(1)
+        await asyncio.Event().wait()
+
+    with pytest.raises(OtherWriter):
+        played(objects, run_dir, play)
+
+
+def test_later_checkpoints_take_the_place_of_one_that_waits(run_dir: Path) -> None:
+    for version in (1, 2):
+        checkpoint(run_dir, version)
+    objects = MemoryObjects()
+
+    async def main() -> None:
+        uploads = Uploads(objects, run_dir, None, "", said.append)
+        for version in (0, 1, 2):
+            await uploads.committed(version)
+        async with asyncio.timeout(10), uploading(uploads):
+            await uploads.finish(2)
+
+    said: list[str] = []
+    asyncio.run(main())
+    assert said == [f"memory://run is slow: step {late} is not copied, step {late + 1} will be" for late in (0, 1)]
+    assert not list(run_dir.glob("copying/*"))

@@ -1,0 +1,122 @@
+"""Objects in a bucket, against a server that speaks the protocol of S3 (moto)."""
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from asyncrl.controller.journal.remote_copy.objects import OtherWriter
+from asyncrl.controller.journal.remote_copy.s3_objects import S3Objects
+from asyncrl.errors import ConfigError
+
+MISSING = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
+with_server = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+ADDRESS = "s3://bucket-of-runs/runs/a"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import s3fs
+
+    names = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
+    for name, value in {**names, "ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    files = s3fs.S3FileSystem(skip_instance_cache=True)
+    files.call_s3("create_bucket", Bucket="bucket-of-runs")
+    yield
+    files.rm("bucket-of-runs", recursive=True)
+
+
+@with_server
+def test_objects_come_back_until_they_are_removed(bucket: None) -> None:
+    objects = S3Objects(ADDRESS)
+    objects.check()
+    objects.put("objects/a", b"one")
+    assert objects.get("objects/a") == b"one"
+    objects.remove(["objects/a", "objects/never"])
+    with pytest.raises(FileNotFoundError):
+        objects.get("objects/a")
+    assert S3Objects("s3://bucket-of-runs/runs/b").read_head() is None
+
+
+@with_server
+def test_a_head_is_exchanged_by_one_writer_only(bucket: None) -> None:
+    objects = S3Objects(ADDRESS)
+    assert objects.read_head() is None
+    first = objects.write_head(b"first", "")
+    with pytest.raises(OtherWriter, match="was written by another run"):
+        objects.write_head(b"other", "")
+    assert objects.read_head() == (b"first", first)
+    second = objects.write_head(b"second", first)
+    with pytest.raises(OtherWriter):
+        objects.write_head(b"other", first)
+    assert objects.write_head(b"second", first) == second, "a put whose reply was lost is sent again"
+
+    def put(number: int) -> bool:
+        try:
+            S3Objects(ADDRESS).write_head(b"%d" % number, second)
+        except OtherWriter:
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as threads:
+        assert sum(threads.map(put, range(6))) == 1
+
+
+@with_server
+def test_a_store_that_keeps_no_conditions_is_refused(bucket: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = S3Objects(ADDRESS)
+    request = objects._request
+
+    def careless(method: str, name: str, **more: Any) -> Any:
+        more.pop("IfNoneMatch", None)
+        return request(method, name, **more)
+
+    monkeypatch.setattr(objects, "_request", careless)
+    with pytest.raises(ConfigError, match="overwrites an object that a put with If-None-Match must not"):
+        objects.check()
+
+
+@with_server
+def test_a_bucket_that_is_not_there_is_named_before_the_run(bucket: None) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written: .*bucket.*AWS_ACCESS_KEY_ID"):
+        S3Objects("s3://another-bucket/run").check()
+
+
+@with_server
+def test_a_server_that_is_not_there_is_no_longer_waited_for_than_a_moment(
+    bucket: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    found: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            S3Objects(ADDRESS).read_head()
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join(30)
+    assert "Could not connect" in str(found[0])
+
+
+@pytest.mark.parametrize("wrong", ["s3://bucket", "s3://Bucket/run", "s3://b/run", "s3:///run", "s3://bucket/"])
+def test_what_is_no_address_of_a_run_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="write s3://BUCKET/PATH"):
+        S3Objects(wrong)
