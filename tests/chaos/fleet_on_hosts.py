@@ -180,11 +180,11 @@ class FleetOnHosts:
     # ---- the end
 
     async def end(self) -> None:
-        """Ends the run by Ctrl-C, in order."""
+        """Ends the run in order, by a signal that programs in the background of a shell do not ignore."""
         self.ending = True
         process = self.run.process
         assert process is not None, "the run was whole a moment ago"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         await self.until(lambda: process.poll() is not None, "the end of the run", END)
         if process.poll() != 0:
             raise RunEnded(f"exit status {process.poll()} at the end:\n{self.shown[-3000:]}")
