@@ -104,6 +104,7 @@ def test_a_group_that_left_a_silent_worker_before_its_death_was_known_was_there(
             reference=True,
             remote=True,
             shape="lognormal",
+            steps=6,
             poison=(2,),
             faults=faults,
         )
