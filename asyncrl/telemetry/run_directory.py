@@ -28,7 +28,8 @@ class RunDirectory:
     evaluations.jsonl; ratings.jsonl and feedback.json: what people said, and the address of their page;
     fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; commands.json: where the run
     takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; recorded/: what
-    crossed the lanes (telemetry.record_gb); report.html; logs/; trace.json.gz;
+    crossed the lanes (telemetry.record_gb);
+    copied.json, copying/: of copies in a store of objects; report.html; logs/; trace.json.gz;
     sources/: copies of prompts and code (source_copies.py);
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
     last start (fleet/launching/leftover_cleanup.py).

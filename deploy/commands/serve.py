@@ -131,9 +131,8 @@ async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, 
         if asked.key == STANDARD_INPUT:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _leave_at_end, stop)
         if forks is not None:
-            await forks.prepare(
-                "torch" if asked.role in WITH_TORCH else "plain"
-            )  # Once it has joined, a worker is to work within seconds.
+            # Once it has joined, a worker is to work within seconds.
+            await forks.prepare("torch" if asked.role in WITH_TORCH else "plain")
         files = FileCache(asked.cache.absolute(), say, asked.logs.absolute() if asked.logs else None)
         host = JoiningHost(
             *(wire, asked.join, asked.role, key.proof, launcher, stop, files),

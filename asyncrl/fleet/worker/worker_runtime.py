@@ -100,9 +100,9 @@ def recording(spec: WorkerSpec) -> Iterator[LaneRecorder | None]:
         yield None
         return
     folder = RunDirectory(spec.facts.run_dir).recorded
-    with closing(RecordFiles(folder, spec.instance, int(gigabytes * (1 << 30)))) as files:
-        secretless = replace(spec, curve=None, facts=replace(spec.facts, curve=None))
-        files.append(("worker", secretless.to_json()))
+    secretless = replace(spec, curve=None, facts=replace(spec.facts, curve=None))
+    first = ("worker", secretless.to_json())
+    with closing(RecordFiles(folder, spec.instance, int(gigabytes * (1 << 30)), first)) as files:
         yield LaneRecorder(files)
 
 

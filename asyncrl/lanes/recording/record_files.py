@@ -2,8 +2,8 @@
 
     RUN_DIR/recorded/INSTANCE.0000, INSTANCE.0001, ...: number of frames u32 | length u64 of each | frames; and so on
 
-When all files of an instance would exceed the bound, the oldest is removed. A file that its process did not finish ends
-in the midst of a record, which readers leave out.
+When the files of a worker, of all its instances, would exceed the bound, the oldest is removed; each begins with the
+same record. A file that its process did not finish ends in the midst of a record, which readers leave out.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from asyncrl.errors import WireError
 from asyncrl.lanes.control.message_codec import decode, encode
 
 FILES = 8
-"""Files of an instance at its bound: with the oldest, an eighth of what is known is forgotten."""
+"""Files of a worker at its bound: with the oldest, an eighth of what is known is forgotten."""
 MOST_WAITING = 64 << 20
 """Bytes that may wait for the disk; calls are answered later when there are more."""
 MOST_FRAMES = 65_536
@@ -28,28 +28,28 @@ _COUNT, _LENGTH = struct.Struct(">I"), struct.Struct(">Q")
 class RecordFiles:
     """Appends records to the files of one instance.
 
-    folder: of all recordings of a run. most_bytes: of the files of this instance. failure: why nothing is recorded any
-    more, such as a full disk; "" while it goes on.
+    folder: of all recordings of a run. most_bytes: of the files of its worker. first: begins each file. failure:
+    why nothing is recorded any more, such as a full disk; "" while it goes on.
     """
 
-    def __init__(self, folder: Path, instance: str, most_bytes: int) -> None:
+    def __init__(self, folder: Path, instance: str, most_bytes: int, first: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.failure = ""
         self._folder = folder
         self._instance = instance
-        self._file_bytes = max(1, most_bytes // FILES)
+        self._most_bytes = most_bytes
+        self._first = _encoded(first)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recording")
         self._waiting = 0
         self._room = asyncio.Event()
         self._number = 0
-        self._file: BinaryIO = self._path(0).open("wb")
+        self._file = self._opened()
 
     def append(self, value: Any) -> None:
         """Takes a record without waiting for the disk. Arrays of the value are copied."""
         if self.failure:
             return
-        frames = encode(value)
-        data = b"".join([_COUNT.pack(len(frames)), *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
+        data = _encoded(value)
         self._waiting += len(data)
         loop = asyncio.get_running_loop()
         self._thread.submit(self._write, data).add_done_callback(
@@ -79,16 +79,36 @@ class RecordFiles:
         self._room.set()
 
     def _write(self, data: bytes) -> None:
-        if self._file.tell() and self._file.tell() + len(data) > self._file_bytes:
+        if self._file.tell() > len(self._first) and self._file.tell() + len(data) > self._most_bytes // FILES:
             self._file.close()
             self._number += 1
-            self._file = self._path(self._number).open("wb")
-            self._path(self._number - FILES).unlink(missing_ok=True)
+            self._file = self._opened()
         self._file.write(data)
         self._file.flush()
 
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{self._instance}.{number:04}"
+    def _opened(self) -> BinaryIO:
+        """Opens the next file, after the oldest ones of this worker have left room for it."""
+        worker = self._instance.partition("-")[0]
+        sizes = {path: path.stat() for path in self._folder.glob(f"{worker}-*.[0-9]*")}
+        left = sum(each.st_size for each in sizes.values()) + self._most_bytes // FILES - self._most_bytes
+        for path in sorted(sizes, key=lambda path: sizes[path].st_mtime_ns):
+            if left > 0:
+                left -= sizes[path].st_size
+                path.unlink()
+        file = (self._folder / f"{self._instance}.{self._number:04}").open("wb")
+        file.write(self._first)
+        file.flush()
+        return file
+
+
+def _encoded(value: Any) -> bytes:
+    frames = encode(value)
+    return b"".join([_COUNT.pack(len(frames)), *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
+
+
+def is_whole(folder: Path, instance: str) -> bool:
+    """Returns whether no file of an instance was removed."""
+    return (folder / f"{instance}.0000").exists()
 
 
 def recorded_instances(folder: Path) -> list[str]:

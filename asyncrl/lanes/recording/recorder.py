@@ -4,7 +4,7 @@
     answer ──> ("answer", number, value, digests)            rows kept ──> ("kept", name, row)
     error ──> ("failed", number, class, text)
 
-The first record is ("worker", specification as JSON).
+Each file begins with ("worker", specification as JSON).
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from asyncrl.config.install_hints import program
 from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.recording.record_files import read_records, recorded_instances
-from asyncrl.lanes.recording.recorder import REPLAYED
+from asyncrl.lanes.recording.record_files import is_whole, read_records, recorded_instances
+from asyncrl.lanes.recording.recorder import LEARNING, REPLAYED
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Cuts, SampleName
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -28,13 +29,15 @@ class RecordedWorker:
 
     @property
     def versions(self) -> list[int]:
-        """Returns the versions from which batches were learnt, in order; none of a service that does not learn."""
+        """Returns the versions from which batches were learnt, in order, without one whose rows may be forgotten; none
+        of a service that does not learn."""
         found = [
             record[3][0].version
             for record in self.records
-            if record[0] == "call" and record[2] in ("step", "update") and isinstance(record[3][0], Cuts)
+            if record[0] == "call" and record[2] in LEARNING and isinstance(record[3][0], Cuts)
         ]
-        return list(dict.fromkeys(found))
+        is_all = is_whole(RunDirectory(self.run_dir).recorded, self.spec.instance)
+        return list(dict.fromkeys(found))[0 if is_all else 1 :]
 
     def start(self, version: int) -> tuple[int, Path | None]:
         """Returns the newest version up to `version` of which there is a state, and its checkpoint; None: the beginning
@@ -60,18 +63,16 @@ class RecordedWorker:
         return max(usable), states[max(usable)]
 
     def records_from(self, version: int) -> Iterator[Any]:
-        """Yields the records since the step before that which began from `version`."""
-        skipped, begins = 0, 0
+        """Returns the records since the call before the one that learnt from `version`. The trainer reads the rows of a
+        batch while the batch before it is trained, so for it they begin where that call came, else where it ended."""
+        begins = 0
         for number, record in enumerate(self.records):
-            if record[0] == "call" and record[2] in ("step", "update"):
-                if record[3][0].version >= version:
-                    break
-            elif record[0] in ("answer", "failed"):
+            learns = record[0] == "call" and record[2] in LEARNING
+            if learns and record[3][0].version >= version:
+                break
+            if learns if self.spec.service == "training" else record[0] in ("answer", "failed"):
                 begins = number + 1
-            skipped = number
-        for number, record in enumerate(self.records):
-            if number >= min(begins, skipped + 1):
-                yield record
+        return islice(self.records, begins, None)
 
     def batch(self, version: int) -> tuple[Cuts, list[TrainRow]]:
         """Returns the batch that was trained from a version. Raises ConfigError when it is not recorded."""
@@ -125,11 +126,11 @@ def _age(folder: Path, instance: str) -> float:
 
 
 def _spec(folder: Path, instance: str) -> WorkerSpec:
-    """Raises ConfigError when the first file of the records is gone."""
+    """Raises ConfigError when the records of an instance are empty: it was killed before it wrote any."""
     match next(read_records(folder, instance), None):
         case "worker", str(text):
             return WorkerSpec.from_json(text)
-    raise ConfigError(f"{folder}/{instance}: its first file, which names the worker, is gone or empty")
+    raise ConfigError(f"{folder}/{instance}: its first file, which names the worker, is empty")
 
 
 def steps_from(arguments: Sequence[int | None], recorded: Sequence[int]) -> tuple[int, int]:

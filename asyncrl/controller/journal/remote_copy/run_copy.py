@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from asyncrl.controller.journal.remote_copy.objects import Objects, OtherWriter
+from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, JournalError
 
 FORMAT = 1
@@ -56,6 +57,8 @@ class Head:
         """Raises JournalError for what is no head, or names files outside a run directory."""
         try:
             given = json.loads(data)
+            if given["format"] != FORMAT:
+                raise ValueError(f"it has format {given['format']!r}, and this asyncrl reads {FORMAT}")
             head = cls(int(given["version"]), str(given["writer"]), dict(_files(given["files"])))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise JournalError(f"{address} holds no copy of a run that this asyncrl reads: {error!r:.200}") from error
@@ -70,10 +73,10 @@ class Head:
 
 
 def _is_inside(path: str) -> bool:
+    """Returns whether it is a relative path, written as pathlib writes it, that leads to no folder above."""
     pure = PurePosixPath(path)
-    return (
-        pure.as_posix() == path and path != "." and not pure.is_absolute() and not {"..", "\0"} & {*pure.parts, *path}
-    )
+    is_plain = pure.as_posix() == path != "." and "\0" not in path
+    return is_plain and not pure.is_absolute() and ".." not in pure.parts
 
 
 def _files(given: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, CopiedFile]]:
@@ -119,8 +122,8 @@ class Snapshot:
 
 
 def upload(objects: Objects, snapshot: Snapshot, before: Head | None, tag: str, writer: str) -> tuple[Head, str]:
-    """Sends what the store lacks, then the head; returns it with its tag. Afterwards removes parts that only the head
-    before named. Raises OSError when the store cannot be reached, with nothing changed, and OtherWriter."""
+    """Sends what the store lacks, then the head; returns it with its tag. Raises OSError when the store cannot be
+    reached, and OtherWriter; then the head is the one before."""
     there = before.parts if before is not None else set()
     files, sent = {}, set[str]()
     for name, path, size in snapshot.files():
@@ -132,9 +135,12 @@ def upload(objects: Objects, snapshot: Snapshot, before: Head | None, tag: str, 
                 sent.add(digest)
         files[name] = CopiedFile(size, tuple(digests))
     head = Head(snapshot.version, writer, files)
-    tag = objects.write_head(head.encode(), tag)
-    objects.remove([_object(part) for part in sorted(there - head.parts)])
-    return head, tag
+    return head, objects.write_head(head.encode(), tag)
+
+
+def remove_unnamed(objects: Objects, before: Head, head: Head) -> None:
+    """Removes the parts that only the head before named. Raises OSError; then some stay, which costs space alone."""
+    objects.remove([_object(part) for part in sorted(before.parts - head.parts)])
 
 
 def _parts(path: Path, size: int) -> Iterator[bytes]:
@@ -194,7 +200,8 @@ def brought(objects: Objects, run_dir: Path) -> Head | None:
     """Returns the head of the store, after the run directory holds its run: what is there is kept if the head came from
     it, and moved aside if another machine went on since, or if it is no run. None: there is no copy yet.
 
-    Raises ConfigError when the run directory holds a run that was never copied there, and what `download` raises."""
+    Raises ConfigError when the run directory holds a run that was never copied there, or goes on now, and what
+    `download` raises."""
     if (found := objects.read_head()) is None:
         return None
     head = Head.decode(found[0], objects.address)
@@ -204,7 +211,8 @@ def brought(objects: Objects, run_dir: Path) -> Head | None:
         if not writers:
             raise ConfigError(f"{objects.address} holds another run than {run_dir}: name another address")
     if run_dir.exists():
-        run_dir.rename(run_dir.with_name(f"{run_dir.name}.before-{secrets.token_hex(4)}"))
+        with run_lock(run_dir):  # A run that goes on in it would lose it.
+            run_dir.rename(run_dir.with_name(f"{run_dir.name}.before-{secrets.token_hex(4)}"))
     download(objects, head, run_dir)
     return head
 

@@ -2,13 +2,21 @@
 
 import asyncio
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.journal.remote_copy.objects import Objects
-from asyncrl.controller.journal.remote_copy.run_copy import Head, Snapshot, upload, write_mark, writers_of
+from asyncrl.controller.journal.remote_copy.run_copy import (
+    STAGED,
+    Head,
+    Snapshot,
+    remove_unnamed,
+    upload,
+    write_mark,
+)
 from asyncrl.errors import FleetFailed
 
 LAST_UPLOAD = 600.0
@@ -31,11 +39,13 @@ class Uploads:
         self._tag = tag
         self._say = say
         self._writer = secrets.token_hex(8)
+        self._made = 0
         self._waiting: Snapshot | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._changed = asyncio.Event()
-        write_mark(run_dir, [*writers_of(run_dir)[-1:], self._writer])
+        shutil.rmtree(run_dir / STAGED, ignore_errors=True)  # A start that was killed left it.
+        write_mark(run_dir, [self._writer] if head is None else [head.writer, self._writer])
 
     async def committed(self, version: int) -> None:
         """Takes a snapshot of a checkpoint that was just committed."""
@@ -63,31 +73,41 @@ class Uploads:
             self._is_idle.set()
 
     async def _upload(self, snapshot: Snapshot) -> None:
+        before, work = self._head, (self._objects, snapshot, self._head, self._tag, self._writer)
         try:
-            work = (self._objects, snapshot, self._head, self._tag, self._writer)
-            head, tag = await asyncio.to_thread(upload, *work)
-            self._head = head
-            self._tag = tag
-            self.copied = snapshot.version
+            head, self._tag = await asyncio.to_thread(upload, *work)
         except OSError as error:
             after = f"the copy is of step {self.copied}" if self.copied >= 0 else "there is no copy yet"
             self._say(f"{self._objects.address} did not take step {snapshot.version}: {error}; {after}")
+        else:
+            self._head = head
+            self.copied = snapshot.version
+            self._made += 1
+            await self._remove_unnamed(before, head)
         finally:
             if self._waiting is None or self._waiting.version != snapshot.version:
                 await asyncio.to_thread(snapshot.release)
 
+    async def _remove_unnamed(self, before: Head | None, head: Head) -> None:
+        try:
+            if before is not None:
+                await asyncio.to_thread(remove_unnamed, self._objects, before, head)
+        except OSError as error:
+            self._say(f"{self._objects.address} keeps parts that no copy names any more: {error}")
+
     async def finish(self, version: int) -> None:
         """Copies the end of the run, with all that it wrote. Raises FleetFailed when that takes too long or fails."""
-        self.copied = min(self.copied, version - 1)
+        before = self._made
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_UPLOAD):
                 await self._is_idle.wait()
+                before = self._made
                 await self.committed(version)
                 await self._is_idle.wait()
-        if self.copied != version:
+        if self._made == before:
             raise FleetFailed(
-                f"{self._objects.address} has no copy of step {version}, at which the run in {self._run_dir} is: the "
-                "same command copies it"
+                f"{self._objects.address} did not take the end of the run, step {version}, which is in "
+                f"{self._run_dir}: the same command copies it"
             )
 
 

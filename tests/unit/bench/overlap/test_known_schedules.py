@@ -1,4 +1,4 @@
-"""What the runtime says of its workers' time is the truth, where the truth follows from the schedule."""
+"""The runtime reports how workers spent their time, and agrees with schedules whose shares are known."""
 
 import sys
 from dataclasses import dataclass

@@ -15,11 +15,13 @@ from asyncrl.controller.journal.remote_copy.run_copy import (
     brought,
     download,
     head_of,
+    remove_unnamed,
     upload,
     write_mark,
     writers_of,
 )
 from asyncrl.controller.journal.remote_copy.uploads import Uploads, uploading
+from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, FleetFailed, JournalError
 
 
@@ -52,8 +54,10 @@ def copied(objects: MemoryObjects, run_dir: Path, version: int, writer: str = "o
     head, tag = head_of(objects, run_dir)
     write_mark(run_dir, [*writers_of(run_dir), writer])
     snapshot = Snapshot.take(run_dir, version)
-    upload(objects, snapshot, head, tag, writer)
+    made, _ = upload(objects, snapshot, head, tag, writer)
     snapshot.release()
+    if head is not None:
+        remove_unnamed(objects, head, made)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -160,12 +164,13 @@ def test_parts_that_are_damaged_or_gone_are_found_and_leave_no_folder(
         b"",
         b"[]",
         b"{}",
-        b'{"version": 0, "writer": "x", "files": {"a": 1}}',
-        b'{"version": 0, "writer": "x", "files": {"../a": {"size": 0, "parts": []}}}',
-        b'{"version": 0, "writer": "x", "files": {"/etc/a": {"size": 0, "parts": []}}}',
-        b'{"version": 0, "writer": "x", "files": {"a\\u0000": {"size": 0, "parts": []}}}',
-        b'{"version": 0, "writer": "x", "files": {"\\ud800": {"size": 0, "parts": []}}}',
-        b'{"version": 1e999, "writer": "x", "files": {}}',
+        b'{"format": 2, "version": 0, "writer": "x", "files": {}}',
+        b'{"format": 1, "version": 0, "writer": "x", "files": {"a": 1}}',
+        b'{"format": 1, "version": 0, "writer": "x", "files": {"../a": {"size": 0, "parts": []}}}',
+        b'{"format": 1, "version": 0, "writer": "x", "files": {"/etc/a": {"size": 0, "parts": []}}}',
+        b'{"format": 1, "version": 0, "writer": "x", "files": {"a\\u0000": {"size": 0, "parts": []}}}',
+        b'{"format": 1, "version": 0, "writer": "x", "files": {"\\ud800": {"size": 0, "parts": []}}}',
+        b'{"format": 1, "version": 1e999, "writer": "x", "files": {}}',
         b"[" * 100_000,
     ],
 )
@@ -231,7 +236,7 @@ def test_a_run_whose_last_copy_fails_says_so(run_dir: Path) -> None:
     async def play(uploads: Uploads) -> None:
         await uploads.finish(0)
 
-    with pytest.raises(FleetFailed, match=r"has no copy of step 0, at which the run in .* is: the same command"):
+    with pytest.raises(FleetFailed, match=r"did not take the end of the run, step 0, which is in .*: the same command"):
         played(MemoryObjects(failing={"head"}), run_dir, play)
 
 
@@ -267,3 +272,49 @@ def test_later_checkpoints_take_the_place_of_one_that_waits(run_dir: Path) -> No
     asyncio.run(main())
     assert said == [f"memory://run is slow: step {late} is not copied, step {late + 1} will be" for late in (0, 1)]
     assert not list(run_dir.glob("copying/*"))
+
+
+class Undeletable(MemoryObjects):
+    """Refuses to remove objects, as a bucket does for keys that may not delete."""
+
+    def remove(self, names: list[str]) -> None:
+        raise OSError("403")
+
+
+def test_parts_that_cannot_be_removed_do_not_make_the_copy_fail(run_dir: Path) -> None:
+    objects = Undeletable()
+
+    async def play(uploads: Uploads) -> None:
+        for version in (1, 2):
+            checkpoint(run_dir, version)
+            await uploads.finish(version)
+
+    said = played(objects, run_dir, play)
+    assert said == ["memory://run keeps parts that no copy names any more: 403"]
+    assert objects.head is not None
+    assert Head.decode(objects.head, objects.address).version == 2
+
+
+def test_a_run_that_was_killed_before_its_first_copies_keeps_its_folder(run_dir: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    for _ in range(3):
+        head, tag = head_of(objects, run_dir)
+        asyncio.run(made(objects, run_dir, head, tag))
+    assert brought(objects, run_dir) is not None
+    assert (run_dir / "join_keys").exists(), "it was not moved aside"
+
+
+async def made(objects: MemoryObjects, run_dir: Path, head: Head | None, tag: str) -> Uploads:
+    return Uploads(objects, run_dir, head, tag, print)
+
+
+def test_the_folder_of_a_run_that_goes_on_is_not_moved(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    brought(objects, other := tmp_path / "other")
+    checkpoint(other, 1)
+    copied(objects, other, 1, "two")
+    with run_lock(run_dir), pytest.raises(ConfigError, match="is in use by process"):
+        brought(objects, run_dir)
+    assert (run_dir / "journal").exists()

@@ -1,4 +1,4 @@
-"""What the dashboard shows of runs, from files as a run writes them."""
+"""The dashboard shows runs from the files that they write."""
 
 import json
 import sys
