@@ -1,7 +1,10 @@
 """asyncrl replay: where answers differ, the smallest batch, and mistakes in its arguments."""
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +14,13 @@ from hypothesis import strategies as st
 
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands.inspecting.differences import differences
-from asyncrl.deploy.commands.inspecting.recorded_run import steps_from
+from asyncrl.deploy.commands.inspecting.recorded_run import RecordedWorker, steps_from
 from asyncrl.deploy.commands.inspecting.replayed_service import KeptRows
 from asyncrl.deploy.commands.inspecting.smallest_batch import Condition, smallest
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.batch import Batch, Column, RowRef
+from asyncrl.lanes.recording.record_files import RecordFiles, read_records
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
 from asyncrl.protocols.messages import Score
 
 ROW = RowRef(1, 0, 0, 0, 3, 2, 0, 0, "stop", ())
@@ -122,3 +126,24 @@ def test_a_run_that_was_not_recorded_is_refused(
     (tmp_path / "config.toml").write_text("")
     assert cli.main(["replay", str(tmp_path), *flags]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_the_first_step_after_forgotten_records_is_not_replayed(tmp_path: Path) -> None:
+    """The rows of its batch may have been read before."""
+
+    async def write(most_bytes: int, instance: str) -> list[int]:
+        with closing(RecordFiles(tmp_path / "recorded", instance, most_bytes, ("worker", "{}"))) as files:
+            for version in range(40):
+                cuts = Cuts(0, version, BatchRef((ROW,)), 3, 1)
+                files.append(("call", version, "step", [cuts]))
+                files.append(("answer", version, None, {}))
+        spec: Any = SimpleNamespace(instance=instance, service="training")
+        return RecordedWorker(tmp_path, spec).versions
+
+    assert asyncio.run(write(1 << 20, "training0.0-0-a")) == list(range(40))
+    kept = asyncio.run(write(1_500, "training1.0-0-b"))
+    recorded = [
+        record[3][0].version for record in read_records(tmp_path / "recorded", "training1.0-0-b") if record[0] == "call"
+    ]
+    assert recorded[0] > 0
+    assert kept == recorded[1:]
