@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",
     "preferences": "fit a reward model to what people said in runs with live feedback",
     "report": "write the curves, timeline and samples of a run as one HTML file, or compare runs",
+    "tune": "search for better values of an experiment's keys with short runs of it",
     "replay": "give a service of a recorded run again what it was given, and say where its answers differ",
     "audit": "check that a run trained each sample at most once and lost none",
     "graph": "print the services, endpoints, protocols and sockets of an experiment",
@@ -36,7 +37,8 @@ COMMANDS = {
 
 FOLDERS = {
     **dict.fromkeys(("monitor", "dashboard", "scale", "pause", "unpause", "stop"), "running"),
-    **dict.fromkeys(("graph", "plan", "replay", "report"), "inspecting"),
+    **dict.fromkeys(("experiments", "graph", "plan", "replay", "report"), "inspecting"),
+    "tune": "tuning",
 }
 """Folders of commands that do not lie beside the others."""
 

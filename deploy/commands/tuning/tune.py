@@ -1,0 +1,152 @@
+"""`asyncrl tune` searches for better values of an experiment's keys: short runs, of which the better ones go on."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.config.install_hints import program
+from asyncrl.errors import ConfigError, Interrupted
+
+if TYPE_CHECKING:
+    from asyncrl.deploy.commands.tuning.search import SearchCandidate
+    from asyncrl.deploy.commands.tuning.study import SearchRequest
+
+DESCRIPTION = f"""{__doc__} Optuna (extra `tune`) proposes values, and sequential halving spends the steps. All
+candidates and the experiment's own values train with the same seeds, and are compared seed by seed. The same command
+goes on after an end. Further --section.key flags set keys of every run."""
+
+
+def main(arguments: list[str]) -> int:
+    asked, flags = _parser().parse_known_args(arguments)
+    _refuse_mistakes(asked, flags)
+    from asyncrl.deploy.commands.tuning.search import Search
+    from asyncrl.deploy.commands.tuning.search_space import parse_space
+    from asyncrl.deploy.commands.tuning.study import Study, open_request
+    from asyncrl.deploy.commands.tuning.trial_process import run_trial
+    from asyncrl.deploy.commands.tuning.tuning_report import write_tuning_report
+
+    wanted = None if asked.experiment is None else _request(asked, flags)
+    name = Path(asked.experiment or "").stem
+    folder = asked.to or Path("runs") / f"tune-{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+    request = open_request(folder, wanted)
+    search = Search(folder, request, Study(folder, parse_space(request.search)), run_trial, _say)
+    try:
+        own, found = search.run()
+    except Interrupted as error:
+        raise Interrupted(f"{error}. Go on with: {program()} tune --to {shlex.quote(str(folder))}") from None
+    print("\n" + "\n".join(table(request, own, found)))
+    print(conclusion(request, found))
+    print(f"report: {write_tuning_report(folder, request, own, found)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("asyncrl tune", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("experiment", nargs="?", metavar="NAME|FILE", help="Name the experiment; without: see --to.")
+    text = "A key and its values: KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C. Several keys: several times."
+    parser.add_argument("--search", action="append", default=[], metavar="KEY=VALUES", help=text)
+    parser.add_argument("--candidates", type=_count, default=9, help="of a round; default: 9")
+    parser.add_argument("--keep", type=_count, default=3, metavar="N", help="One candidate in N goes on; default: 3.")
+    text = "Rounds, of which each is guided by the results of those before; default: 1."
+    parser.add_argument("--rounds", type=_count, default=1, help=text)
+    parser.add_argument("--seeds", type=_count, default=2, metavar="N", help="Seeds of each candidate; default: 2.")
+    parser.add_argument("--stop-at", type=_count, metavar="STEP", help="Last step; default: the experiment's.")
+    text = "Metric of metrics.jsonl that decides, as its mean over the last fourth of the steps; default: reward/mean."
+    parser.add_argument("--metric", default="reward/mean", help=text)
+    parser.add_argument("--minimize", action="store_true", help="Less of the metric is better.")
+    text = "Directory of the search; default: runs/tune-NAME-TIME. `asyncrl tune --to DIR` goes on."
+    parser.add_argument("--to", type=Path, metavar="DIR", help=text)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
+    return int(text)
+
+
+def _refuse_mistakes(asked: argparse.Namespace, flags: Sequence[str]) -> None:
+    if asked.experiment is None:
+        if asked.to is None or asked.search or flags:
+            raise ConfigError(f"name an experiment: `{program()} tune quickstart --search KEY=VALUES`")
+        return
+    if not asked.search:
+        raise ConfigError("name what to search, for instance --search training.learning_rate=1e-5..1e-3:log")
+    if asked.keep < 2:
+        raise ConfigError("--keep 1: one candidate in 2 goes on at most")
+    if asked.candidates < 2:
+        raise ConfigError("--candidates 1: a search needs two at least")
+
+
+def _request(asked: argparse.Namespace, flags: Sequence[str]) -> "SearchRequest":
+    """Raises ConfigError for mistakes in the experiment, in flags, and in the ends of what is searched."""
+    from asyncrl.config.sources import load
+    from asyncrl.deploy.commands.tuning.search_space import parse_space
+    from asyncrl.deploy.commands.tuning.study import SearchRequest
+    from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+
+    config = load(asked.experiment, flags).config
+    for dimension in parse_space(asked.search):
+        for value in dimension.ends:
+            load(asked.experiment, flags, values={dimension.key: value})
+    if asked.metric not in {**METRICS, **FURTHER_METRICS} and not asked.metric.startswith(
+        ("reward/", "time/", "eval/")
+    ):
+        raise ConfigError(f"--metric: there is no metric {asked.metric!r}; metrics.jsonl of a run has all names")
+    return SearchRequest(
+        experiment=asked.experiment,
+        search=asked.search,
+        flags=list(flags),
+        candidates=asked.candidates,
+        keep=asked.keep,
+        rounds=asked.rounds,
+        seeds=[config.seed + number for number in range(asked.seeds)],
+        steps=min(asked.stop_at or config.steps, config.steps),
+        metric=asked.metric,
+        minimize=asked.minimize,
+    )
+
+
+def table(request: "SearchRequest", own: "SearchCandidate", found: "Sequence[SearchCandidate]") -> list[str]:
+    """Returns the lines of the table: two for each candidate, of which the second has its values."""
+    from asyncrl.deploy.commands.tuning.study import shown_values
+
+    head = f"{'':>9} {'steps':>6} {request.metric:>12} {'over own values':>20} {'s a step':>9}"
+    lines = [head]
+    for each in (own, *found):
+        name = each.number or "own"
+        numbers = f"{each.mean:>12.4g} {'-' if each is own else str(each.difference):>20} {each.step_seconds:>9.3g}"
+        line = f"{name:>9} {each.steps:>6} " + (f"failed: {each.failure}" if each.failure else numbers)
+        lines += [line] if each is own else [line, f"{'':>11}{shown_values(each.values)}"]
+    return lines
+
+
+def conclusion(request: "SearchRequest", found: "Sequence[SearchCandidate]") -> str:
+    """Returns the sentence that says what to do. found: the best first."""
+    if not found or (difference := found[0].difference) is None:
+        return "no candidate could be trained; the messages above say why"
+    best = f"candidate {found[0].number}"
+    if difference.error is None:
+        return f"{best} is the best, by {difference}; one seed cannot tell that from chance: --seeds 3"
+    if not difference.is_clear:
+        return (
+            f"no candidate is clearly better than the experiment's own values; the best is {best}, by {difference}: "
+            "more seeds or longer runs tell more"
+        )
+    flags = [part for key, value in found[0].values.items() for part in (f"--{key}", _typed(value))]
+    command = shlex.join(["run", request.experiment, *request.flags, *flags])
+    return (
+        f"{best} is better by {difference} over {len(request.seeds)} seeds; as the best of {len(found)} it may be "
+        f"lucky, so try seeds that the search did not use:\n  {program()} {command} --seed {max(request.seeds) + 1}"
+    )
+
+
+def _typed(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,195 @@
+"""A whole search without training: a fake writes the metrics that a run would."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.deploy import cli
+from asyncrl.deploy.commands.tuning.search import Search, SearchCandidate
+from asyncrl.deploy.commands.tuning.search_space import parse_space
+from asyncrl.deploy.commands.tuning.study import SearchRequest, Study, open_request, run_path
+from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
+from asyncrl.deploy.commands.tuning.tune import conclusion, table
+from asyncrl.errors import ConfigError, Interrupted
+
+needs_optuna = pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None, reason="Optuna (extra `tune`) is not installed"
+)
+REQUEST = SearchRequest("quickstart", ["staleness.limit=0..63"], candidates=9, seeds=[3, 4], steps=18)
+
+
+def fake_training(
+    best: int, calls: list[CandidateRun], failing: Callable[[CandidateRun], str] = lambda run: ""
+) -> object:
+    """Returns what writes rewards that grow with the step, most for the value `best`, and differ by seed."""
+
+    def train(run: CandidateRun) -> str:
+        calls.append(run)
+        if text := failing(run):
+            return text
+        limit, seed = run.values.get("staleness.limit", 40), run.values["seed"]
+        Path(run.run_dir).mkdir(parents=True, exist_ok=True)
+        made = [
+            {
+                "step": step,
+                "incarnation": 0,
+                "time": step / 2,
+                "reward/mean": step * (1 - abs(limit - best) / 64) + seed,
+            }
+            for step in range(1, run.last_step + 1)
+        ]
+        (Path(run.run_dir) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+        return ""
+
+    return train
+
+
+def search(
+    folder: Path, train: object, request: SearchRequest = REQUEST
+) -> tuple[SearchCandidate, list[SearchCandidate]]:
+    assert callable(train)
+    folder.mkdir(exist_ok=True)
+    return Search(folder, request, Study(folder, parse_space(request.search)), train, lambda text: None).run()
+
+
+@needs_optuna
+def test_the_nearest_candidates_get_all_steps(tmp_path: Path) -> None:
+    calls: list[CandidateRun] = []
+    own, found = search(tmp_path, fake_training(7, calls))
+    nearest = sorted(found, key=lambda each: abs(each.values["staleness.limit"] - 7))
+    assert found[0] is nearest[0]
+    assert [each.steps for each in found] == [18, 6, 6, 2, 2, 2, 2, 2, 2]
+    assert {each.number for each in found[:3]} == {each.number for each in nearest[:3]}
+    assert len({each.values["staleness.limit"] for each in found}) == 9
+    # Seed by seed the difference is the same, whatever a seed adds.
+    assert found[0].difference is not None
+    assert found[0].difference.error == pytest.approx(0, abs=1e-9)
+    assert (own.steps, own.number, own.step_seconds) == (18, 0, 0.5)
+    # Both seeds of own values, and of 9, 3 and 1 candidates.
+    assert len(calls) == 2 * (1 + 9 + 3 + 1)
+    assert {run.values["seed"] for run in calls} == {3, 4}
+
+
+@needs_optuna
+def test_a_search_that_was_cut_off_goes_on_with_the_same_candidates(tmp_path: Path) -> None:
+    def cut_off(run: CandidateRun) -> str:
+        if len(calls) == 9:
+            raise Interrupted("the search was interrupted")
+        return ""
+
+    calls: list[CandidateRun] = []
+    with pytest.raises(Interrupted):
+        search(tmp_path, fake_training(7, calls, cut_off))
+    begun = {run.run_dir: run.values for run in calls}
+    _, found = search(tmp_path, fake_training(7, again := []))
+    values = {run.run_dir: run.values for run in again}
+    assert begun.items() <= values.items()
+    assert len(found) == 9
+    # What was told to Optuna once is told once.
+    _, same = search(tmp_path, fake_training(7, []))
+    assert [each.values for each in same] == [each.values for each in found]
+
+
+@needs_optuna
+def test_later_rounds_come_near_the_best_of_the_earlier_ones(tmp_path: Path) -> None:
+    request = SearchRequest("quickstart", REQUEST.search, candidates=12, rounds=3, seeds=[0], steps=9)
+    _, found = search(tmp_path, fake_training(20, []), request)
+    distances = {each.number: abs(each.values["staleness.limit"] - 20) for each in found}
+    numbers = sorted(distances)
+    first, last = numbers[:12], numbers[24:]
+    assert sum(distances[each] for each in last) < 0.6 * sum(distances[each] for each in first)
+
+
+@needs_optuna
+def test_what_fails_is_last_and_says_why(tmp_path: Path) -> None:
+    calls: list[CandidateRun] = []
+    own = str(run_path(tmp_path, 0, 3))
+    fails = fake_training(7, calls, lambda run: "no memory" if "candidate-2/" in run.run_dir else "")
+    _, found = search(tmp_path, fails)
+    assert found[-1].number == 2
+    assert found[-1].failure == f"no memory ({tmp_path}/candidate-2/seed-3.log)"
+    assert len(found) == 9
+    with pytest.raises(ConfigError, match="own values cannot be trained: no memory"):
+        search(tmp_path / "other", fake_training(7, [], lambda run: "no memory" if run.run_dir != own else ""))
+
+
+@needs_optuna
+def test_a_small_space_has_no_more_candidates_than_values(tmp_path: Path) -> None:
+    request = SearchRequest("quickstart", ["staleness.limit=1,2"], candidates=9, seeds=[0], steps=9)
+    _, found = search(tmp_path, fake_training(2, []), request)
+    assert [each.values["staleness.limit"] for each in found] == [2, 1]
+
+
+def test_a_directory_goes_on_with_its_own_search_only(tmp_path: Path) -> None:
+    folder = tmp_path / "search"
+    assert open_request(folder, REQUEST) == REQUEST
+    assert list(open_request(folder, None).seeds) == [3, 4]
+    assert open_request(folder, REQUEST).steps == 18
+    with pytest.raises(ConfigError, match="holds a search with steps = 18, not 30"):
+        open_request(folder, SearchRequest("quickstart", REQUEST.search, seeds=[3, 4], steps=30))
+    (folder / "search.json").write_text('{"experiment": "quickstart", "sear')
+    with pytest.raises(ConfigError, match="is damaged"):
+        open_request(folder, None)
+    with pytest.raises(ConfigError, match="is not empty, and holds no search"):
+        open_request(tmp_path, REQUEST)
+    with pytest.raises(ConfigError, match="holds no search"):
+        open_request(tmp_path / "none", None)
+
+
+def candidate(number: int, mean: float, differences: list[float]) -> SearchCandidate:
+    from asyncrl.deploy.commands.tuning.halving import paired
+
+    scores = dict(enumerate(mean + each for each in differences))
+    found = paired(scores, dict.fromkeys(scores, 0.5))
+    return SearchCandidate(number, {"staleness.policy": "drop"}, 18, scores, found, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("differences", "sentence"),
+    [
+        ([0.1, 0.11, 0.12], "candidate 4 is better by"),
+        ([0.1, -0.11, 0.12], "no candidate is clearly better"),
+        ([0.1], "one seed cannot tell that from chance"),
+    ],
+)
+def test_the_conclusion_says_what_the_seeds_allow(differences: list[float], sentence: str) -> None:
+    found = [candidate(4, 0.5, differences)]
+    text = conclusion(REQUEST, found)
+    assert sentence in text
+    assert ("--staleness.policy drop --seed 5" in text) == (sentence == "candidate 4 is better by")
+
+
+def test_the_table_is_narrow_and_names_failures() -> None:
+    failed = SearchCandidate(2, {"staleness.policy": "mask"}, 2, failure="no memory (log)")
+    shown = table(REQUEST, SearchCandidate(0, {}, 18, {3: 0.5}), [candidate(4, 0.5, [0.1, 0.3]), failed])
+    assert max(map(len, shown)) <= 80
+    assert "failed: no memory" in "\n".join(shown)
+    assert "+0.2 ± 0.1" in "\n".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name an experiment"),
+        (["quickstart"], "name what to search"),
+        (["quickstart", "--search", "staleness.limit=0..4", "--keep", "1"], "one candidate in 2"),
+        (["quickstart", "--search", "staleness.limit=0..4", "--candidates", "1"], "needs two at least"),
+        (["quickstart", "--search", "staleness.limit=-1..4"], "staleness.limit"),
+        (["quickstart", "--search", "staleness.limit=0..4", "--metric", "rewards"], "no metric 'rewards'"),
+        (["nowhere", "--search", "staleness.limit=0..4"], "nowhere"),
+    ],
+)
+def test_mistakes_end_before_anything_is_written(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["tune", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

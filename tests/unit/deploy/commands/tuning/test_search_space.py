@@ -1,0 +1,49 @@
+"""The values of a search as they are typed, and mistakes in them."""
+
+import pytest
+
+from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_dimension, parse_space
+from asyncrl.errors import ConfigError
+
+RATE = "training.learning_rate"
+
+
+def test_ranges_and_choices() -> None:
+    assert parse_dimension(f"{RATE}=1e-5..1e-3:log") == Dimension(RATE, low=1e-5, high=1e-3, log=True)
+    whole = parse_dimension("staleness.limit=0..4")
+    assert whole == Dimension("staleness.limit", low=0, high=4, whole=True)
+    assert whole.ends == (0, 4)
+    assert parse_dimension("staleness.policy=mask,drop").choices == ("mask", "drop")
+    assert parse_dimension("training.gradient_checkpointing=true,false").choices == (True, False)
+    assert parse_dimension(f"{RATE}=1e-4,3e-4").ends == (1e-4, 3e-4)
+
+
+def test_values_can_be_typed_again() -> None:
+    assert parse_dimension(f"{RATE}=1e-5..1e-3:log").of(0.000123456) == 0.000123
+    assert parse_dimension("staleness.policy=mask,drop").of(1) == "drop"
+    assert parse_dimension("staleness.limit=0..4").of(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RATE, "write KEY=LOW..HIGH"),
+        (f"{RATE}=", "write KEY=LOW..HIGH"),
+        ("training.learning_rat=1..2", "did you mean training.learning_rate"),
+        ("staleness.policy=1..2", "is no number; write its values"),
+        (f"{RATE}=1..2:square", "no scale 'square'"),
+        ("staleness.limit=0.5..2", "must be integers"),
+        (f"{RATE}=a..b", "must be numbers"),
+        (f"{RATE}=2..1", "below the second"),
+        (f"{RATE}=0..1:log", "begins above 0"),
+        ("staleness.policy=mask,mask", "two different values"),
+    ],
+)
+def test_mistakes_say_what_to_write(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_dimension(text)
+
+
+def test_a_key_is_given_once() -> None:
+    with pytest.raises(ConfigError, match=f"{RATE} is given twice"):
+        parse_space([f"{RATE}=1..2", f"{RATE}=2..3"])
