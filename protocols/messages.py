@@ -185,6 +185,7 @@ class SampleText:
     text: str
     turns: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: tuple[float, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()
     token_versions: tuple[int, ...] = ()
@@ -364,7 +365,7 @@ class Profile:
     kernels: list[tuple[str, int, float]]
 
 
-PROTOCOL = 28
+PROTOCOL = 29
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

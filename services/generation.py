@@ -22,6 +22,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.engine_interface import GenerationEngine
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key
+from asyncrl.engines.generation.stored_sample_engine import StoredSampleEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.trajectory import ROW, Trajectory
 from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
@@ -209,8 +210,9 @@ class GenerationService(Service, Generation):
             row.member,
             prompt,
             bytes(columns["text"]).decode(),
+            prompt_ids=tuple(columns["prompt_ids"].tolist()),
             token_ids=tuple(sampled.tolist()),
-            token_logprobs=tuple(round(value, 4) for value in columns["logprobs"].tolist()),
+            token_logprobs=tuple(round(value, 6) for value in columns["logprobs"].tolist()),
             token_versions=tuple(columns["versions"].tolist()),
         )
         if "transcript" not in columns:
@@ -287,6 +289,8 @@ class GenerationService(Service, Generation):
         """Loads the engine of the experiment. An evaluation copies its weights, because it holds no lease."""
         if self.context.config.generation.engine == "vllm":
             return await VllmGeneration.open(self.context)
+        if self.context.config.generation.stored_samples and not self._evaluates:
+            return await TorchGeneration.open(self.context, copies=False, engine=StoredSampleEngine)
         return await TorchGeneration.open(self.context, copies=self._evaluates)
 
     def _check_incarnation(self, incarnation: int, subject: str) -> None:

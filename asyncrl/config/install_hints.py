@@ -110,6 +110,7 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     """Yields what prompts, texts and reward functions need."""
     task = config.task
     specs = {"task.prompts": task.prompts, "task.pretrain": task.pretrain, "evaluate.prompts": config.evaluate.prompts}
+    specs["generation.stored_samples"] = config.generation.stored_samples
     for key, spec in specs.items():
         if spec.startswith("hub:"):
             yield (key, spec, "datasets", install_extra("hub"))

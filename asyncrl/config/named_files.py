@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DATA_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of files with rows."""
-ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts")
+ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts", "generation.stored_samples")
 FUNCTIONS = ("reward.functions", "cost.functions")
 CODE = ("algorithm.custom", "environment.use")
 OPTIONS = "environment.options"

@@ -16,7 +16,7 @@ from asyncrl.config.sections.algorithm_config import (
     has_dual_clip,
 )
 from asyncrl.config.service_placement import joining_problems, pool_problems
-from asyncrl.config.serving_rules import feedback_problems, telemetry_problems
+from asyncrl.config.serving_rules import feedback_problems, stored_sample_problems, telemetry_problems
 from asyncrl.config.toml_writer import value_text
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*_unread_bounds(config), *_inherited_bounds(a), *_unread_sections(config))
     yield from (*_learning_rate_rules(config), *_environment_rules(config))
     yield from (*model_problems(config), *weights_problems(config), *joining_problems(config))
-    yield from (*pool_problems(config), *telemetry_problems(config))
+    yield from (*pool_problems(config), *telemetry_problems(config), *stored_sample_problems(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:

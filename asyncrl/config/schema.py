@@ -80,6 +80,8 @@ class GenerationConfig(Section):
     """Device of the generation workers, e.g. cpu or cuda:0."""
     pool: str = ""
     """Pool of the generation workers, a table of `pools`, which has their devices; `device` is then not read."""
+    stored_samples: str = ""
+    """Parquet file of samples (`asyncrl samples RUN_DIR --parquet FILE`) that are trained instead of sampled ones."""
     deadline: PositiveFloat = 600.0
     """Seconds that a sample may hold a slot; it then ends with the reason `length`. Waiting for one does not count."""
 

@@ -15,6 +15,21 @@ SHARE_OF_CALL = 0.9
 """Share of fleet.call_deadline that a sample may wait for a person; the rest is for scoring it."""
 
 
+def stored_sample_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what stored samples cannot stand in for."""
+    key = "generation.stored_samples"
+    if not config.generation.stored_samples:
+        return
+    if config.generation.engine == "vllm":
+        text = 'vLLM samples; stored samples need generation.engine = "torch"'
+        yield Problem(key, "", text, ("generation.engine",))
+    if config.environment.use:
+        yield Problem(key, "", "episodes cannot be trained again from a file: remove one", ("environment.use",))
+    if config.algorithm.advantage == "greedy":
+        text = "a file has no greedy answers, which are this baseline: write another algorithm.advantage"
+        yield Problem(key, "", text, ("algorithm.advantage",))
+
+
 def feedback_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong with the section, and warnings about it."""
     section = config.feedback

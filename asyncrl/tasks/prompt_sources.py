@@ -80,8 +80,8 @@ def write_texts(path: Path, task: TaskConfig) -> None:
 
 
 def pretraining_rows(task: TaskConfig) -> list[dict[str, Any]]:
-    """Reads the rows of `task.pretrain`: {text}, or {prompt, answer}; raises TaskError if there is no such source, or
-    no row, or a row has other columns."""
+    """Reads the rows of `task.pretrain`: {text}, {prompt, answer}, TRL's {prompt, completion}, or {messages}, of which
+    the last is learnt; raises TaskError if there is no such source, or no row, or a row has other columns."""
     key, source = "task.pretrain", task.pretrain
     try:
         rows = _read(source, {"size": task.size, "seed": TRAINING_SEED}, held_out=False)
@@ -97,12 +97,18 @@ def _text_row(row: Mapping[str, Any], where: str, system: str) -> dict[str, Any]
     match dict(row):
         case {"text": str(text)} if text:
             return {"text": text}
-        case {"prompt": _, "answer": str(answer)} if answer:
+        case {"prompt": _, "completion": str(answer) | [{"role": "assistant", "content": str(answer)}]} if answer:
             return {"prompt": Prompts([row], where, system).row(0).prompt, "answer": answer}
-        case {"text": ""} | {"prompt": _, "answer": ""}:
-            column = "text" if row.get("text") == "" else "answer"
+        case {"prompt": _, "answer": str(answer)} if answer and "completion" not in row:
+            return {"prompt": Prompts([row], where, system).row(0).prompt, "answer": answer}
+        case {"messages": [*asked, {"role": "assistant", "content": str(answer)}]} if asked and answer:
+            return {"prompt": Prompts([{"prompt": asked}], where, system).row(0).prompt, "answer": answer}
+        case {"text": ""} | {"prompt": _, "answer": ""} | {"prompt": _, "completion": ""}:
+            column = next(name for name in ("text", "completion", "answer") if row.get(name) == "")
             raise TaskError(f"{where}: its `{column}` is empty, so there is nothing to learn; remove the row")
-    raise TaskError(f"{where}: a row has a `text`, or a `prompt` and an `answer`; found are {', '.join(map(str, row))}")
+    found = ", ".join(map(str, row))
+    names = "a `text`, a `prompt` with an `answer` or a `completion`, or `messages`"
+    raise TaskError(f"{where}: a row has {names}; found are {found}")
 
 
 def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:

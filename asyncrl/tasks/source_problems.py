@@ -1,6 +1,7 @@
 """Finds mistakes in the sources of prompts before a run starts, without running the user's code."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.children.code.program_extraction import cases_in
@@ -13,6 +14,7 @@ from asyncrl.rewards.code_templates import passes_tests
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.prompt_rows import Prompts
 from asyncrl.tasks.prompt_sources import READERS, held_out_prompts, pretraining_rows, training_prompts
+from asyncrl.tasks.stored_samples import read_stored_samples
 
 READ_AHEAD = 16 * 2**20
 """Bytes of the largest file whose rows are read before the run starts, in about half a second. The run reads its rows
@@ -35,6 +37,12 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
     for key, (spec, read) in sources.items():
         if spec not in ("", IN_MEMORY) and (problem := _problem(key, spec, read, columns)) is not None:
             yield problem
+    stored = config.generation.stored_samples
+    if stored and find_spec("pyarrow") is not None:  # Its absence is another problem.
+        try:
+            read_stored_samples(Path(stored), config.task.samples_per_prompt)
+        except TaskError as error:
+            yield Problem("generation.stored_samples", "", str(error).removeprefix("generation.stored_samples: "))
 
 
 def _columns_of_tests(config: Config) -> set[str]:

@@ -9,7 +9,7 @@ from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import read_records
 
-TOKEN_FIELDS = ("token_ids", "token_logprobs", "token_versions")
+TOKEN_FIELDS = ("prompt_ids", "token_ids", "token_logprobs", "token_versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class SampleRecord:
     first and last token; trained, masked: response tokens in the loss and left out, with the reason; rejected: tokens
     that a correction gave no weight; skipped: why the whole step trained nothing. advantage: None also when a critic
     gives each token its own. turns, turn_rewards: of an episode, the messages after its prompt ({"role", "content"}),
-    and what the environment gave for each of the policy's, whose role is "assistant". token_ids, token_logprobs,
-    token_versions: of each sampled token. The file lacks these five where they are empty.
+    and what the environment gave for each of the policy's, whose role is "assistant". prompt_ids: tokens of the prompt;
+    token_ids, token_logprobs, token_versions: of each sampled token. The file lacks these six where they are empty.
     """
 
     step: int
@@ -45,6 +45,7 @@ class SampleRecord:
     skipped: str = ""
     turns: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     token_logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)

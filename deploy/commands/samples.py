@@ -24,11 +24,18 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--masked", action="store_true", help="Show only samples with tokens left out of the loss.")
     parser.add_argument("-n", type=_positive, default=8, dest="count", help="Show at most this many (default: 8).")
+    parser.add_argument("--parquet", type=Path, metavar="FILE", help="Write all recorded samples to FILE instead.")
+    parser.add_argument("--verl", action="store_true", help="With --parquet: in the columns of verl.")
     asked = parser.parse_args(arguments)
     path = asked.run / "samples.jsonl"
     if not path.exists():
         raise ConfigError(f"{path} does not exist: name a run directory that has trained a step")
     records = read_samples(path)
+    if asked.parquet is not None:
+        from asyncrl.deploy.commands.inspecting.parquet_samples import export_samples
+
+        export_samples(asked.run, records, asked.parquet, "verl" if asked.verl else "asyncrl", print)
+        return 0
     chosen = select_samples(records, asked.step, asked.group, asked.order, asked.masked, asked.count)
     if not chosen:
         steps = [record.step for record in records]

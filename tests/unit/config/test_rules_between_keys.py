@@ -25,6 +25,15 @@ def config(**sections: Any) -> Config:
             "r.py:best scores the members of a group together, and a greedy answer is scored alone",
         ),
         ({"staleness": {"cut_at": 9}}, "2 to 8"),
+        ({"generation": {"stored_samples": "s.parquet", "engine": "vllm"}}, "stored samples need generation.engine"),
+        (
+            {"generation": {"stored_samples": "s.parquet"}, "environment": {"use": "e.py:Game"}},
+            "episodes cannot be trained again from a file",
+        ),
+        (
+            {"generation": {"stored_samples": "s.parquet"}, "algorithm": {"preset": "remax"}},
+            "a file has no greedy answers",
+        ),
         ({"algorithm": {"weight_cap": 2.0}}, "count the staleness twice"),
         ({"algorithm": {"weight_cap": 0.5, "old_logprobs": "recomputed"}}, "corrects nothing"),
         ({"task": {"samples_per_prompt": 1}, "algorithm": {"dynamic_sampling": True}}, "always equal"),

@@ -32,6 +32,7 @@ DIGESTS = {
     26: "9048ad32f759a7b0",
     27: "60f9e279c28cacd2",
     28: "940540794494535f",
+    29: "36cb056e07297dbd",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

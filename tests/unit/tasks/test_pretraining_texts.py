@@ -33,7 +33,14 @@ def test_a_row_with_other_columns_is_named(tmp_path: Path, row: dict[str, Any]) 
         written(tmp_path, {"text": "fine"}, row)
 
 
-@pytest.mark.parametrize(("row", "column"), [({"text": ""}, "text"), ({"prompt": "a", "answer": ""}, "answer")])
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"text": ""}, "text"),
+        ({"prompt": "a", "answer": ""}, "answer"),
+        ({"prompt": "a", "completion": ""}, "completion"),
+    ],
+)
 def test_what_is_empty_is_named(tmp_path: Path, row: dict[str, Any], column: str) -> None:
     with pytest.raises(TaskError, match=rf"^task\.pretrain: .*texts\.jsonl, row 1: its `{column}` is empty"):
         written(tmp_path, {"text": "fine"}, row)

@@ -102,13 +102,15 @@ def test_whole_groups_are_shown_that_are_spread_over_the_batch() -> None:
 
 
 def test_tokens_of_a_sample_are_kept(tmp_path: Path) -> None:
-    text = SampleText(3, 1, "1+1?", "two", token_ids=(7, 9), token_logprobs=(-0.5, -1.0), token_versions=(6, 7))
+    text = SampleText(
+        3, 1, "1+1?", "two", [], (), (4, 5), token_ids=(7, 9), token_logprobs=(-0.5, -1.0), token_versions=(6, 7)
+    )
     record = sample_record(8, ROW, text, {}, TrainedSample(3, 1, 0, 2, 0))
     write(tmp_path / "samples.jsonl", [record, RECORD])
     assert read_samples(tmp_path / "samples.jsonl") == [record, RECORD]
     first, second = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
     assert (first["token_ids"], first["token_logprobs"], first["token_versions"]) == ([7, 9], [-0.5, -1.0], [6, 7])
-    assert set(first) - set(second) == {"token_ids", "token_logprobs", "token_versions"}
+    assert set(first) - set(second) == {"prompt_ids", "token_ids", "token_logprobs", "token_versions"}
 
 
 @pytest.mark.parametrize(

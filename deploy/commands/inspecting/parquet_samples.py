@@ -1,0 +1,42 @@
+"""Writes the recorded samples of a run to a Parquet file, for `asyncrl samples RUN_DIR --parquet FILE`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.config.schema import IN_MEMORY
+from asyncrl.config.sources import read
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks import Draw, Row, training_prompts
+from asyncrl.tasks.stored_samples import ColumnNames, write_samples
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.samples_file import SampleRecord
+
+
+def export_samples(
+    run_dir: Path, records: Sequence[SampleRecord], target: Path, names: ColumnNames, say: Callable[[str], None]
+) -> None:
+    """Writes the samples with the rows of their prompts, and says what the file has and lacks. Raises ConfigError."""
+    directory = RunDirectory(run_dir.absolute())
+    row_of = _rows(directory, say)
+    try:
+        as_json = write_samples(target, directory.path.name, records, row_of, names)
+    except OSError as error:
+        raise ConfigError(f"--parquet: {target} cannot be written: {error.strerror}") from error
+    say(f"{len(records)} samples of {len({record.group for record in records})} groups are in {target}")
+    if as_json:
+        say(f"as JSON, because their values have several types: {', '.join(as_json)}")
+    if without := sum(not record.token_ids for record in records):
+        say(f"{without} of them have no tokens, and cannot be trained with generation.stored_samples")
+
+
+def _rows(directory: RunDirectory, say: Callable[[str], None]) -> Callable[[int], Row | None]:
+    """Returns what gives the row of a group's prompt, as the run drew it."""
+    config = read(directory.config)
+    if config.task.prompts == IN_MEMORY:
+        say("the prompts were given from Python, so the file has their text, and none of their other columns")
+        return lambda group: None
+    try:
+        return Draw(training_prompts(config), config.seed)
+    except (TaskError, ConfigError) as error:
+        say(f"the file has the text of the prompts, and none of their other columns, for they cannot be read: {error}")
+        return lambda group: None
