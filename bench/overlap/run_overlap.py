@@ -7,16 +7,23 @@ from asyncrl.bench.measurements import table
 from asyncrl.bench.overlap.accounting import Overlap, overlap_of
 from asyncrl.bench.overlap.bottleneck import bottleneck
 from asyncrl.bench.overlap.definitions import bubble_ratio
+from asyncrl.bench.overlap.model_flops import mfu_of
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.time_shares import ACCOUNTED
 from asyncrl.deploy.report.worker_trace import read_trace
 
 
-def analyse(paths: Sequence[Path]) -> None:
-    """Prints the accounting of finished runs, and compares them."""
-    found = [overlap_of(read_run(path), read_trace(path / "logs")) for path in paths]
-    for overlap in found:
-        print("\n".join([*described(overlap), ""]))
+def analyse(paths: Sequence[Path], peak: float | None = None) -> None:
+    """Prints the accounting of finished runs, and compares them. peak: FLOPs a second of one device, for loop MFU."""
+    runs = [read_run(path) for path in paths]
+    found = [overlap_of(run, read_trace(run.path / "logs")) for run in runs]
+    for run, overlap in zip(runs, found, strict=True):
+        print("\n".join(described(overlap)))
+        if peak is not None:
+            print(
+                f"loop MFU {mfu_of(run, peak):.2%} of {run.devices} x {peak / 1e12:g} TFLOP/s, completion tokens only"
+            )
+        print()
     if len(found) > 1:
         print(compared(found))
 

@@ -21,6 +21,7 @@ from asyncrl.bench.overlap.comparison.gains import Gains, Rounds, best_baseline,
 from asyncrl.bench.overlap.comparison.side_run import SideRequest, run_side, side_config
 from asyncrl.bench.overlap.comparison.sides import Side, sides_of
 from asyncrl.bench.overlap.emulation.stage_times import StageTimes
+from asyncrl.bench.overlap.model_flops import peak_flops
 from asyncrl.bench.overlap.run_overlap import analyse
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.errors import ConfigError
@@ -38,12 +39,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=at_least(8), default=30, help="of each run")
     parser.add_argument("--times", nargs="+", default=[], metavar="NAME=VALUE", help="of emulated stages, in seconds")
     parser.add_argument("--calibrate", type=Path, metavar="RUN_DIR", help="take times from this run")
+    text = "of a run: also print loop MFU; a GPU by name (H100), or the FLOPs a second of one device"
+    parser.add_argument("--peak", metavar="GPU|FLOPS", help=text)
     asked, flags = parser.parse_known_args(arguments)
     if len(asked.what) == 1 and not Path(asked.what[0]).is_dir():
+        if asked.peak is not None:
+            raise ConfigError("--peak is for run directories: name one, or several")
         sys.exit(compare(asked.what[0], flags, asked))
     if flags:
         raise ConfigError(f"{flags[0]}: keys of the config are for experiments, and {asked.what[0]} is a run")
-    analyse([Path(path) for path in asked.what])
+    analyse([Path(path) for path in asked.what], None if asked.peak is None else peak_flops(asked.peak))
 
 
 def compare(experiment: str, flags: Sequence[str], asked: argparse.Namespace) -> int:
