@@ -232,7 +232,8 @@ class Cuts:
     """The batch of one training iteration: samples by reference, sorted by (group, member), with advantages.
 
     incarnation, version: the trainer's state this step starts from; the step is refused at any other one. tokens,
-    samples: denominators of the whole batch (all response tokens, all samples), the same on every rank.
+    samples: denominators of the whole batch (all response tokens, all samples), the same on every rank. shown: (group,
+    member) of samples of the whole batch of which the trainer reports the numbers of each token.
     """
 
     incarnation: int
@@ -240,6 +241,7 @@ class Cuts:
     batch: BatchRef
     tokens: int
     samples: int
+    shown: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -248,7 +250,7 @@ class Cuts:
         return self.batch.row_weights()
 
     def take(self, rows: Sequence[int]) -> "Cuts":
-        return Cuts(self.incarnation, self.version, self.batch.take(rows), self.tokens, self.samples)
+        return replace(self, batch=self.batch.take(rows))
 
     @classmethod
     def join(cls, parts: Sequence["Cuts"]) -> "Cuts":

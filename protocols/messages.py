@@ -277,7 +277,8 @@ LEFT_OUT = "left out"
 class TrainedSample:
     """The trainer's account of one sample. trained: response tokens in the loss of an update that was taken. masked:
     those left out, with the reason ("stale", "truncated", "not finite", LEFT_OUT). rejected: tokens within the limit
-    that the correction gave no weight."""
+    that the correction gave no weight. advantages, rewards: of each sampled token of a sample in Cuts.shown, where they
+    differ from token to token."""
 
     group: int
     member: int
@@ -286,6 +287,8 @@ class TrainedSample:
     masked: int
     reason: str = ""
     rejected: int = 0
+    advantages: tuple[float, ...] = ()
+    rewards: tuple[float, ...] = ()
 
     @property
     def name(self) -> SampleName:
@@ -365,7 +368,7 @@ class Profile:
     kernels: list[tuple[str, int, float]]
 
 
-PROTOCOL = 29
+PROTOCOL = 30
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

@@ -182,7 +182,7 @@ class TrainingService(Service, Training):
             step.rows_checked.set()
 
     def _begin(self, cuts: Cuts, columns: Batch) -> PolicyStep:
-        rows = train_rows(cuts.batch, columns, self.context.config.generation.temperature)
+        rows = train_rows(cuts.batch, columns, self.context.config.generation.temperature, set(cuts.shown))
         return self._engine.begin(rows, cuts.incarnation, cuts.version)
 
     def _lost_on_any_rank(self, own: LostRows | None) -> LostRows:

@@ -22,6 +22,7 @@ from asyncrl.objectives.advantages import Advantages, RewardedCut, group_estimat
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import LEFT_OUT, StepReport
 from asyncrl.protocols.service_contracts import Training
+from asyncrl.telemetry.samples_file import shown_by_token, to_show
 
 Iteration: TypeAlias = AbstractContextManager[Cuts]
 """One iteration as an algorithm gets it: `with iteration as cuts`."""
@@ -64,7 +65,8 @@ class Iterations:
         counted = [row for row in rows if self._counts(row)]
         tokens = sum(row.tokens for row in counted)
         incarnation = self.tracker.journal.ledger.incarnation
-        self.cuts = Cuts(incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted))
+        shown = shown_by_token(to_show(rows, self.config.telemetry.samples_per_step))
+        self.cuts = Cuts(incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted), shown)
         self._picked = picked
         self._began = asyncio.get_running_loop().time()
         self.tracker.observe(StepBegan(self.cuts))

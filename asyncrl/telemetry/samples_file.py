@@ -10,6 +10,9 @@ from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import read_records
 
 TOKEN_FIELDS = ("prompt_ids", "token_ids", "token_logprobs", "token_versions")
+BY_TOKEN = ("token_advantages", "token_rewards")
+TOKENS_BY_TOKEN = 32_768
+"""Tokens of a step with numbers of their own, some 20 bytes each in the report of the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,8 @@ class SampleRecord:
     that a correction gave no weight; skipped: why the whole step trained nothing. advantage: None also when a critic
     gives each token its own. turns, turn_rewards: of an episode, the messages after its prompt ({"role", "content"}),
     and what the environment gave for each of the policy's, whose role is "assistant". prompt_ids: tokens of the prompt;
-    token_ids, token_logprobs, token_versions: of each sampled token. The file lacks these six where they are empty.
+    token_ids, token_logprobs, token_versions: of each sampled token, and token_advantages, token_rewards, where they
+    differ from token to token. The file lacks these eight where they are empty.
     """
 
     step: int
@@ -49,10 +53,13 @@ class SampleRecord:
     token_ids: list[int] = field(default_factory=list)
     token_logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    token_advantages: list[float] = field(default_factory=list)
+    token_rewards: list[float] = field(default_factory=list)
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that the file has."""
         absent = {*(() if self.turns else ("turns", "turn_rewards")), *(() if self.token_ids else TOKEN_FIELDS)}
+        absent |= {name for name in BY_TOKEN if not getattr(self, name)}
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
@@ -66,6 +73,7 @@ def sample_record(
     copied |= {name: getattr(trained, name) for name in ("trained", "masked", "reason", "rejected")}
     copied |= {name: getattr(text, name) for name in ("prompt", "text", "turns")}
     copied |= {name: list(getattr(text, name)) for name in ("turn_rewards", *TOKEN_FIELDS)}
+    copied |= {"token_advantages": list(trained.advantages), "token_rewards": list(trained.rewards)}
     return SampleRecord(step=step, terms=terms, skipped=skipped, **copied)
 
 
@@ -81,6 +89,18 @@ def to_show(rows: Sequence[RowRef], count: int | Literal["all"]) -> list[RowRef]
     by_group = list(groups.values())
     whole = max(1, count // max(map(len, by_group)))
     return [row for index in range(whole) for row in by_group[index * len(by_group) // whole]][:count]
+
+
+def shown_by_token(rows: Sequence[RowRef]) -> tuple[tuple[int, int], ...]:
+    """Returns the keys of the first of these samples, with up to TOKENS_BY_TOKEN tokens in sum: of each of those tokens
+    the trainer reports numbers with its step."""
+    tokens, keys = 0, []
+    for row in rows:
+        tokens += row.tokens
+        if tokens > TOKENS_BY_TOKEN:
+            break
+        keys.append(row.key)
+    return tuple(keys)
 
 
 def read_samples(path: Path) -> list[SampleRecord]:

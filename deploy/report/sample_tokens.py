@@ -1,4 +1,4 @@
-"""Colours the tokens of samples by advantage, log-prob or the age of the weights that sampled them."""
+"""Colours the tokens of samples by advantage, reward, log-prob or the age of the weights that sampled them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,12 +21,13 @@ Decode = Callable[[int], str]
 @dataclass(frozen=True, slots=True)
 class ShownToken:
     """A token. about: what the page says when a reader points at it. masked: whether its age left it out of the loss.
-    by_advantage, by_logprob, by_age: CSS colours."""
+    by_advantage, by_reward, by_logprob, by_age: CSS colours."""
 
     text: str
     about: str
     masked: bool
     by_advantage: str
+    by_reward: str
     by_logprob: str
     by_age: str
 
@@ -60,18 +61,21 @@ def shown_tokens(record: SampleRecord, decode: Decode, config: Config) -> list[S
     version before it, so the age of a token is counted from there."""
     trained_version = record.step - 1
     admitted = config.staleness.policy == "admit"
-    advantage = "" if record.advantage is None else f", advantage {record.advantage:+.3f}"
+    numbers = zip(record.token_ids, record.token_logprobs, record.token_versions, *_by_token(record), strict=True)
     found = []
-    for token, logprob, version in zip(record.token_ids, record.token_logprobs, record.token_versions, strict=True):
+    for token, logprob, version, advantage, reward in numbers:
         age = trained_version - version
         masked = not (admitted or live(version, trained_version, config.staleness.limit))
         found.append(
             ShownToken(
                 decode(token),
-                f"{json.dumps(decode(token))} ({token}), log-prob {logprob:.3f}, version {version}{advantage}"
+                f"{json.dumps(decode(token))} ({token}), log-prob {logprob:.3f}, version {version}"
+                + ("" if advantage is None else f", advantage {advantage:+.3f}")
+                + (f", reward {reward:+.3f}" if reward else "")
                 + (", masked: too old" if masked else ""),
                 masked,
-                signed_colour(record.advantage or 0.0, full=2.0),
+                signed_colour(advantage or 0.0, full=2.0),
+                signed_colour(reward or 0.0, full=1.0),
                 signed_colour(logprob, full=5.0),
                 f"rgba(59,125,216,{0.6 * min(1.0, max(0, age) / max(1, config.staleness.limit)):.2f})",
             )
@@ -80,8 +84,16 @@ def shown_tokens(record: SampleRecord, decode: Decode, config: Config) -> list[S
     return found if len(found) <= MAX_TOKENS else [*found[:half], _gap(len(found) - 2 * half), *found[-half:]]
 
 
+def _by_token(record: SampleRecord) -> tuple[Sequence[float | None], Sequence[float | None]]:
+    """Returns advantages and rewards of the tokens. Where those of tokens are not recorded, all have the advantage of
+    the sample, and the last one has its reward."""
+    count = len(record.token_ids)
+    rewards: Sequence[float | None] = record.token_rewards or [*[None] * (count - 1), record.reward][:count]
+    return record.token_advantages or [record.advantage] * count, rewards
+
+
 def _gap(tokens: int) -> ShownToken:
-    return ShownToken(f" [{tokens} tokens] ", "not shown", False, *["transparent"] * 3)
+    return ShownToken(f" [{tokens} tokens] ", "not shown", False, *["transparent"] * 4)
 
 
 def signed_colour(value: float, full: float) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.telemetry.samples_file import read_samples
+
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
 
@@ -43,6 +45,9 @@ def test_a_recorded_run_is_replayed_and_a_change_is_found(quickstart_model: Path
     flags += ["--training.keep_checkpoints", "10"]
     status, shown = asyncrl("run", "quickstart", *flags)
     assert status == 0, shown
+    samples = read_samples(run_dir / "samples.jsonl")
+    assert samples
+    assert all(len(each.token_advantages) == len(each.token_ids) > 0 for each in samples)
     for service in ("training", "critic", "reference", "reward"):
         status, shown = asyncrl("replay", str(run_dir), "--service", service)
         assert (status, "were compared: the same" in shown) == (0, True), shown

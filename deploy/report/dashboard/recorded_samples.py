@@ -12,7 +12,7 @@ from asyncrl.deploy.report.dashboard.line_tail import LineTail
 from asyncrl.deploy.report.sample_tokens import Decode, shown_tokens, token_decoder
 from asyncrl.telemetry.jsonl import Object
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.samples_file import BY_TOKEN, TOKEN_FIELDS, SampleRecord
 
 MAX_GROUPS = 20_000
 """Groups that are remembered, the newest ones: some 300 bytes each."""
@@ -113,6 +113,5 @@ class RecordedSamples:
     def _shown(self, record: SampleRecord) -> dict[str, Any]:
         """Returns what the page shows of a sample: its turns, or its answer with a colour for each token."""
         tokens = shown_tokens(record, self._decode, self._config) if self._decode and record.token_ids else []
-        left_out = ("token_ids", "token_logprobs", "token_versions")
-        kept = {name: value for name, value in asdict(record).items() if name not in left_out}
+        kept = {name: value for name, value in asdict(record).items() if name not in (*TOKEN_FIELDS, *BY_TOKEN)}
         return {**kept, "behind": record.step - 1 - record.first, "tokens_shown": [asdict(each) for each in tokens]}

@@ -33,6 +33,7 @@ DIGESTS = {
     27: "60f9e279c28cacd2",
     28: "940540794494535f",
     29: "36cb056e07297dbd",
+    30: "7e1619c6f665ab23",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

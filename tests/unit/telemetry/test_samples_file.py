@@ -12,7 +12,14 @@ import pytest
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
-from asyncrl.telemetry.samples_file import SampleRecord, read_samples, sample_record, select_samples, to_show
+from asyncrl.telemetry.samples_file import (
+    SampleRecord,
+    read_samples,
+    sample_record,
+    select_samples,
+    shown_by_token,
+    to_show,
+)
 
 ROW = RowRef(3, 1, 0, 0, 5, 12, 6, 7, "stop", (), 0.5, -0.25)
 RECORD = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {"numeric": 0.5}, TrainedSample(3, 1, 0, 8, 4, "stale"))
@@ -142,3 +149,18 @@ def test_damaged_lines_are_told_and_left_out(tmp_path: Path, capsys: pytest.Capt
     assert read_samples(path) == some()[:2]
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(" is damaged")[0] for line in told] == [f"asyncrl: {path}, line {n}" for n in (2, 3, 4, 5)]
+
+
+def test_numbers_of_tokens_are_asked_for_up_to_a_sum_of_tokens() -> None:
+    rows = [ROW._replace(member=member, tokens=10_000) for member in range(5)]
+    assert shown_by_token(rows) == ((3, 0), (3, 1), (3, 2))
+    assert shown_by_token([]) == ()
+
+
+def test_numbers_of_tokens_are_kept_where_they_differ(tmp_path: Path) -> None:
+    trained = TrainedSample(3, 1, 0, 2, 0, advantages=(0.5, -0.5), rewards=(0.0, 1.0))
+    record = sample_record(8, ROW, SampleText(3, 1, "1+1?", "two"), {}, trained)
+    assert (record.token_advantages, record.token_rewards) == ([0.5, -0.5], [0.0, 1.0])
+    write(tmp_path / "samples.jsonl", [record, RECORD])
+    assert read_samples(tmp_path / "samples.jsonl") == [record, RECORD]
+    assert "token_rewards" not in (tmp_path / "samples.jsonl").read_text().splitlines()[1]

@@ -1,7 +1,7 @@
 """Masks response tokens out of the loss, and counts them. This module alone enforces the staleness limit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 from asyncrl.protocols.staleness import Policy, live
+
+SHOWN_DIGITS = 4
+"""Decimal digits of numbers that are shown."""
 
 
 @dataclass(slots=True)
@@ -53,9 +56,19 @@ class MaskedRow:
         """Returns what the step did with the response tokens, after its last update."""
         tokens, live = len(self.live), self.live_tokens
         reason = "truncated" if not self.counted else "stale" if live < tokens else ""
+        account = TrainedSample(*self.row.key, self.trained, tokens - live, reason, self.rejected)
         if live and (self.lost or not self.in_loss + self.rejected):
-            return TrainedSample(*self.row.key, 0, tokens, self.lost or LEFT_OUT)
-        return TrainedSample(*self.row.key, self.trained, tokens - live, reason, self.rejected)
+            account = TrainedSample(*self.row.key, 0, tokens, self.lost or LEFT_OUT)
+        if not self.row.is_shown:
+            return account
+        return replace(account, advantages=_shown(self.advantages), rewards=_shown(self.row.rewards))
+
+
+def _shown(numbers: float | NDArray[np.float64] | None) -> tuple[float, ...]:
+    """Returns the number of each token; () where all have the same."""
+    if not isinstance(numbers, np.ndarray):
+        return ()
+    return tuple(round(number, SHOWN_DIGITS) for number in numbers.tolist())
 
 
 def mask_rows(

@@ -1,6 +1,7 @@
 """Training rows: the columns that an algorithm reads, the rows made of them, and the targets of critics in each row."""
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -29,7 +30,7 @@ class TrainRow:
     truncated: a limit ended the sample. advantage: one number for all tokens, or float64 [tokens]; with a critic it is
     the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came. values
     [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken by
-    then. cost, cost_values, cost_valued_at: the same for the cost.
+    then. cost, cost_values, cost_valued_at: the same for the cost. is_shown: the step reports what each token has.
     """
 
     group: int
@@ -51,6 +52,7 @@ class TrainRow:
     cost: float | None = None
     cost_values: NDArray[np.float32] | None = None
     cost_valued_at: int = 0
+    is_shown: bool = False
 
     def __post_init__(self) -> None:
         tokens = len(self.response_ids)
@@ -114,8 +116,10 @@ def columns_of(config: Config) -> list[str]:
     return [*plain, *reference, *by_token, *(column for each in targets for column in (each.values, each.valued_at))]
 
 
-def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRow]:
-    """Joins the references of samples with their rows in `batch`, which has the same order."""
+def train_rows(
+    refs: BatchRef, batch: Batch, temperature: float, shown: Collection[tuple[int, int]] = ()
+) -> list[TrainRow]:
+    """Joins the references of samples with their rows in `batch`, which has the same order. shown: see Cuts."""
     rows = []
     for index, ref in enumerate(refs):
         assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
@@ -135,6 +139,7 @@ def train_rows(refs: BatchRef, batch: Batch, temperature: float) -> list[TrainRo
                 temperature=temperature,
                 truncated=ref.truncated,
                 cost=ref.cost,
+                is_shown=ref.key in shown,
                 **others,
             )
         )

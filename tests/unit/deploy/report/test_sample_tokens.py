@@ -42,6 +42,27 @@ def test_tokens_say_their_text_number_and_age_and_stale_ones_are_masked(run: Pat
     assert [token.by_age for token in (second, third)] == ["rgba(59,125,216,0.60)", "rgba(59,125,216,0.00)"]
 
 
+def test_tokens_have_advantages_and_rewards_of_their_own_where_they_are_recorded(run: Path) -> None:
+    record, decode = read_run(run), token_decoder([run / "model"])
+    assert decode is not None
+    plain = shown_tokens(record.samples[0], decode, record.config)
+    assert [token.by_advantage for token in plain] == ["rgba(42,157,85,0.15)"] * 3
+    assert [token.by_reward != "transparent" for token in plain] == [False, False, bool(record.samples[0].reward)]
+    by_token = replace(record.samples[0], token_advantages=[1.0, -2.0, 0.0], token_rewards=[0.0, -1.0, 0.5])
+    first, second, third = shown_tokens(by_token, decode, record.config)
+    assert [token.by_advantage for token in (first, second, third)] == [
+        "rgba(42,157,85,0.30)",
+        "rgba(209,73,91,0.60)",
+        "transparent",
+    ]
+    assert [token.by_reward for token in (first, second, third)] == [
+        "transparent",
+        "rgba(209,73,91,0.60)",
+        "rgba(42,157,85,0.30)",
+    ]
+    assert second.about.endswith("advantage -2.000, reward -1.000")
+
+
 def test_no_token_is_too_old_where_all_are_admitted(run: Path) -> None:
     record, decode = read_run(run), token_decoder([run / "model"])
     assert decode is not None

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import asyncrl.engines.training.training_step
@@ -79,3 +80,16 @@ def test_a_batch_whose_every_token_is_rejected_is_no_step(
     expect(outcome, rows, ["rejected"] * 4)
     assert all(parameter.grad is None for parameter in engine.optimizer.parameters)
     assert all(now.equal(then) for now, then in zip(engine.optimizer.parameters, before, strict=True))
+
+
+def test_shown_rows_have_the_numbers_of_their_tokens(train: Train, make_rows: Callable) -> None:
+    rows = make_rows(3)
+    count = len(rows[0].versions)
+    parts = np.linspace(-1.0, 1.0, count) / 3
+    rows[0] = dataclasses.replace(rows[0], is_shown=True, advantage=parts, rewards=parts[::-1].copy())
+    rows[1] = dataclasses.replace(rows[1], is_shown=True)
+    rows[2] = dataclasses.replace(rows[2], advantage=np.zeros(len(rows[2].versions)))
+    first, second, third = train(rows).samples
+    assert first.advantages == pytest.approx(parts, abs=5e-5)
+    assert first.rewards == pytest.approx(parts[::-1], abs=5e-5)
+    assert (second.advantages, second.rewards, third.advantages) == ((), (), ())
