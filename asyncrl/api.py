@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from inspect import iscoroutinefunction
 from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -13,13 +14,15 @@ from asyncrl.config.schema import IN_MEMORY, Config, RewardConfig
 from asyncrl.config.sources import load
 from asyncrl.config.user_code import name_of
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory, new_run_directory
 from asyncrl.telemetry.samples_file import read_samples
 
 if TYPE_CHECKING:
     from asyncrl.controller.algorithm_interface import Algorithm
-    from asyncrl.controller.observers.held_out_evaluation import Evaluation
+    from asyncrl.controller.observers.evaluation.evaluator import Evaluation
+    from asyncrl.controller.training_run import OnStep
     from asyncrl.fleet.fleet import ServiceSpec
 
 T = TypeVar("T")
@@ -29,13 +32,32 @@ RewardArgument: TypeAlias = str | Function | Sequence[str | Function | Mapping[s
 SectionArgument: TypeAlias = Mapping[str, Any] | str | type
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """A finished run. path: its directory. services: services of this process, for rewards without importable names."""
 
     path: Path
     config: Config
     services: "Mapping[str, ServiceSpec]" = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """Returns a small table of what the run came to."""
+        facts = self._facts()
+        width = max(len(name) for name, _ in facts)
+        return "\n".join(f"{name:{width}} {text}" for name, text in facts)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        """Returns what a notebook shows of the run, by name."""
+        directory, lines = RunDirectory(self.path), self.metrics
+        rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
+        evaluations = {line.get("name", ""): line for line in read_lines(directory.evaluations)}
+        found = [("run", str(self.path)), ("steps", f"{lines[-1]['step'] if lines else 0} of {self.config.steps}")]
+        found += [("reward", f"{rewards[0]:.3f} -> {rewards[-1]:.3f}")] if rewards else []
+        for name, line in evaluations.items():
+            mean = "unknown" if line["mean"] is None else f"{line['mean']:.3f}"
+            found.append((f"held out {name}".strip(), f"{mean} at version {line['version']}"))
+        made = sorted(int(each.name) for each in directory.checkpoints.glob("*") if each.name.isdecimal())
+        return [*found, ("checkpoints", ", ".join(map(str, made)) or "none")]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -47,22 +69,25 @@ class Run:
         """Returns the samples in `samples.jsonl`: prompt, text, reward by term, trained and masked tokens ..."""
         return [asdict(record) for record in read_samples(RunDirectory(self.path).samples)]
 
-    def evaluate(self, prompts: str | Rows | None = None) -> "Evaluation":
-        """Scores the newest checkpoint on held-out prompts; default: those of the run's section `evaluate`."""
-        from asyncrl.deploy.standalone_evaluation import evaluate_run
+    def evaluate(self, prompts: str | Rows | None = None, name: str = "", step: str | int = "") -> "Evaluation":
+        """Scores a checkpoint on held-out prompts. name: of a set of `evaluate.sets`; default: the prompts of the run's
+        section `evaluate`. step: number of the checkpoint, or "best"; default: the newest one."""
+        from asyncrl.deploy.standalone_evaluation import Wanted, evaluate_run
 
-        if prompts is None and not self.config.evaluate.prompts:
+        if prompts is None and not name and not self.config.evaluate.prompts:
             raise ConfigError(
                 "there are no held-out prompts: write run.evaluate(prompts=...), or train with "
                 'evaluate={"prompts": ...}'
             )
-        return _run_to_end(evaluate_run(self.path, self.config, prompts, self.services))
+        wanted = Wanted(prompts, sets=(name,), step=str(step))
+        return _run_to_end(evaluate_run(self.path, self.config, wanted, self.services))[0]
 
-    def save_pretrained(self, target: str | Path) -> Path:
-        """Copies the newest checkpoint's model and tokenizer to a folder for `from_pretrained`."""
-        from asyncrl.deploy.commands.export import export
+    def save_pretrained(self, target: str | Path, step: str | int = "") -> Path:
+        """Copies the model and tokenizer of a checkpoint to a folder for `from_pretrained`. step: its number, or
+        "best"; default: the newest one."""
+        from asyncrl.deploy.commands.exporting.export import export
 
-        export(self.path, Path(target))
+        export(self.path, Path(target), step=str(step))
         return Path(target)
 
 
@@ -76,6 +101,7 @@ def train(
     staleness: int | Mapping[str, Any] = 2,
     run_dir: str | Path | None = None,
     accept_changes: bool = False,
+    on_step: "OnStep | None" = None,
     **sections: SectionArgument,
 ) -> Run:
     """Trains `model` on `prompts` with `reward`; returns when all steps are done.
@@ -88,24 +114,16 @@ def train(
         algorithm: a preset, an algorithm of your own, or keys of the section: `{"preset": "rloo", "custom": mine}`.
         staleness: the limit, or keys of the section: `{"limit": 4, "policy": "drop"}`.
         run_dir: the directory of an existing run, which is resumed; by default a fresh directory below runs/.
+        on_step: is called with the metrics of each step, a dict with the names of docs/metrics.md, in the run's event
+            loop. What it returns says whether the run shall end; the same call with its run_dir goes on.
         sections: further keys by section, as in the file: `training={"learning_rate": 3e-6}`. `environment` may be a
             class that other processes can import, or `{"use": Game, "options": {"size": 3}}`, and needs no reward.
 
     Raises ConfigError or TaskError with all mistakes. In a running event loop `await train_async(...)` blocks nothing.
     """
-    return _run_to_end(
-        train_async(
-            model=model,
-            prompts=prompts,
-            reward=reward,
-            algorithm=algorithm,
-            steps=steps,
-            staleness=staleness,
-            run_dir=run_dir,
-            accept_changes=accept_changes,
-            **sections,
-        )
-    )
+    begun = partial(train_async, model=model, prompts=prompts, reward=reward, algorithm=algorithm, steps=steps)
+    begun = partial(begun, staleness=staleness, run_dir=run_dir, accept_changes=accept_changes, on_step=on_step)
+    return _run_to_end(begun(**sections))
 
 
 async def train_async(
@@ -118,23 +136,22 @@ async def train_async(
     staleness: int | Mapping[str, Any] = 2,
     run_dir: str | Path | None = None,
     accept_changes: bool = False,
+    on_step: "OnStep | None" = None,
     **sections: SectionArgument,
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
     from asyncrl.deploy.run_setup import RunRequest, run
-    from asyncrl.telemetry.display import open_display
+    from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
 
-    if prompts is None:
-        raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
     scored, here = ({}, []) if reward is None else _reward(reward)
     chosen, custom = _algorithm(algorithm)
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
-    values = {**_with_names(sections), **own, "algorithm": chosen, "reward": scored, "steps": steps}
-    values["task.prompts"] = prompts if isinstance(prompts, str) else IN_MEMORY
-    config = load(None, (), values=values).config
+    config = _config(prompts, {**own, "algorithm": chosen, "reward": scored, "steps": steps}, sections)
     _refuse_person_beside(here, config)
+    _refuse_mistaken_callback(on_step)
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
-    with fresh if run_dir is None else nullcontext(Path(run_dir)) as directory, open_display(config.steps) as display:
+    place = fresh if run_dir is None else nullcontext(Path(run_dir))
+    with place as directory, open_cell_or_terminal(config) as display:
         request = RunRequest(
             config=config,
             run_dir=directory,
@@ -144,9 +161,18 @@ async def train_async(
             prompts=None if isinstance(prompts, str) else prompts,
             algorithm=_algorithm_here(custom, config.algorithm.custom, display.say),
             services=_reward_here(here, config.reward, display.say),
+            on_step=on_step,
         )
         finished = await run(request)
     return Run(finished.path, config, request.services)
+
+
+def _config(prompts: str | Rows, own: Mapping[str, Any], sections: Mapping[str, SectionArgument]) -> Config:
+    """Returns the config of the arguments of a call. own: those that are no sections."""
+    if prompts is None:
+        raise ConfigError("prompts: write a form of task.prompts, a list of rows or a datasets.Dataset, not None")
+    source = prompts if isinstance(prompts, str) else IN_MEMORY
+    return load(None, (), values={**_with_names(sections), **own, "task.prompts": source}).config
 
 
 def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None:
@@ -154,6 +180,18 @@ def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None
         raise ConfigError(
             f"feedback.ask works beside functions that another process can import, and {name_of(functions[0])} has no "
             "importable name: put it into a module"
+        )
+    if functions and any(each.functions for each in config.evaluate.held_out):
+        raise ConfigError(
+            f"rewards of held-out sets work beside functions that another process can import, and "
+            f"{name_of(functions[0])} has no importable name: put it into a module"
+        )
+
+
+def _refuse_mistaken_callback(on_step: Any) -> None:
+    if on_step is not None and (not callable(on_step) or iscoroutinefunction(on_step)):
+        raise ConfigError(
+            f"on_step: write a plain function of a dict of metrics that returns whether to end, not {on_step!r:.100}"
         )
 
 

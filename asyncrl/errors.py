@@ -15,6 +15,10 @@ from collections.abc import Iterable
 class AsyncrlError(Exception):
     """Root of all errors of asyncrl."""
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that a notebook shows in place of a traceback, as a command prints them."""
+        return f"{type(self).__name__}: {self}".splitlines()
+
 
 class ConfigError(AsyncrlError, ValueError):
     """Reports a mistake of the user; the message says where it is and what to write instead."""

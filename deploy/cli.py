@@ -23,6 +23,7 @@ COMMANDS = {
     "samples": "show what the model wrote, the rewards of its samples, and which tokens were trained",
     "evaluate": "score a run's model, or any model, on held-out prompts",
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",
+    "push": "upload the model of a run to the Hugging Face hub",
     "preferences": "fit a reward model to what people said in runs with live feedback",
     "report": "write the curves, timeline and samples of a run as one HTML file, or compare runs",
     "tune": "search for better values of an experiment's keys with short runs of it",
@@ -39,6 +40,7 @@ FOLDERS = {
     **dict.fromkeys(("monitor", "dashboard", "scale", "pause", "unpause", "stop"), "running"),
     **dict.fromkeys(("experiments", "graph", "plan", "replay", "report"), "inspecting"),
     "tune": "tuning",
+    **dict.fromkeys(("export", "push"), "exporting"),
 }
 """Folders of commands that do not lie beside the others."""
 

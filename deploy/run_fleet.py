@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
-from asyncrl.config.named_files import code_folders, source_files
+from asyncrl.config.named_files import code_folders, is_read_by, source_files
 from asyncrl.config.service_placement import ONE_REPLICA, pool_names, pools_of
 from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.observers.worker_profile import WorkerProfiles
@@ -36,8 +36,8 @@ from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.weights.version_folder import folder_of_start
-from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.screen.display import Display
 
 if TYPE_CHECKING:
     from asyncrl.deploy.run_setup import RunRequest
@@ -173,7 +173,7 @@ def offered_files(service: str, facts: RunFacts, scorers: Mapping[str, Path]) ->
     if service in scorers:
         yield OfferedFiles(scorers[service], "folder")
     folders = code_folders(facts.config, service)
-    read = {path.expanduser().resolve() for key, path in source_files(facts.config) if key.startswith(f"{service}.")}
+    read = {path.expanduser().resolve() for key, path in source_files(facts.config) if is_read_by(key, service)}
     for folder, by_file in folders.items():
         real = folder.resolve()
         if names := tuple(sorted(path.relative_to(real).as_posix() for path in read if path.is_relative_to(real))):

@@ -4,7 +4,6 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 """
 
 import asyncio
-import errno
 import shlex
 import shutil
 import sys
@@ -36,9 +35,10 @@ from asyncrl.controller.journal.checkpoints import (
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
-from asyncrl.controller.training_run import Questions, RunState, TrainingRun
+from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
+from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.process.stop_signals import StopSignals
@@ -49,7 +49,7 @@ from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folders
-from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
+from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.launching.leftover_cleanup import new_start
 from asyncrl.fleet.weight_transport import transport_of
@@ -60,11 +60,11 @@ from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.prompt_lengths import write_longest
 from asyncrl.tasks.prompt_sources import Rows, write_texts
 from asyncrl.tasks.source_problems import check_tests
-from asyncrl.telemetry.display import Display, LoggedDisplay
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
+from asyncrl.telemetry.screen.display import Display, LoggedDisplay
 from asyncrl.telemetry.source_copies import INDEX, SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
 
@@ -73,24 +73,15 @@ CONTROLLER_LOG = "controller.jsonl"
 HEARTBEAT = 10.0
 """Seconds between heartbeats. Three missing ones mean that a worker's host is gone; loading a model takes less."""
 
-CAUSES = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "a file has reached the size that this user may write (ulimit -f)",
-    errno.EMFILE: "a process has as many files open as it may (ulimit -n)",
-    errno.ENFILE: "this machine has as many files open as it can",
-    errno.ENOMEM: "there is not enough memory",
-}
-"""Resources that run out, by error number."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
     """A run that the user requests.
 
     command: resumes the run. places: where the values of keys come from. prompts, algorithm, services: Python objects
-    that replace those of the config, such as rewards in this process. forks: what workers are forked from, if it was
-    started already. store: address that gets a copy of the run after each checkpoint, "" for none.
+    that replace those of the config, such as rewards in this process. on_step: takes the metrics of each step, and
+    returns whether the run shall end. forks: what workers are forked from, if it was started already. store: address
+    that gets a copy of the run after each checkpoint, "" for none.
     """
 
     config: Config
@@ -104,6 +95,7 @@ class RunRequest:
     services: Mapping[str, ServiceSpec] = field(default_factory=dict)
     forks: Forks | None = None
     store: str = ""
+    on_step: OnStep | None = None
 
 
 async def run(request: RunRequest) -> RunDirectory:
@@ -192,12 +184,6 @@ def _check_model(config: Config, model: Path, display: Display) -> None:
         display.say(f"warning: {warning}")
 
 
-def exhausted(error: Exception) -> str | None:
-    """Returns which resource ran out if that caused the error, else None. Errors of workers arrive as texts."""
-    number = errno_in(error.message) if isinstance(error, RemoteError) else getattr(error, "errno", None)
-    return f"{CAUSES[number]}: {error}" if number in CAUSES else None
-
-
 @contextmanager
 def _resume_advice(request: RunRequest, store: FileStore, signals: StopSignals) -> Iterator[None]:
     """Adds the command that resumes to errors after which the same request can go on."""
@@ -247,7 +233,7 @@ async def _train(
             rollback.begun = True
             display.say(f"run directory: {directory.path}")
             with gc_frozen(YOUNG_OF_CALLER) as frozen:
-                run = TrainingRun(
+                await TrainingRun(
                     state,
                     questions,
                     algorithm,
@@ -258,8 +244,8 @@ async def _train(
                     signals.abandon,
                     progress,
                     frozen,
-                )
-                await run.run()
+                    request.on_step,
+                ).run()
 
 
 @asynccontextmanager
@@ -280,8 +266,9 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
     config = request.config
     if plan is None or plan.version < config.steps:
         return False
-    evaluations = read_lines(directory.evaluations) if config.evaluate.prompts else []
-    if config.evaluate.prompts and all(line["version"] != plan.version for line in evaluations):
+    sets = {each.name for each in config.evaluate.held_out}
+    lines = read_lines(directory.evaluations) if sets else []
+    if sets - {line.get("name", "") for line in lines if line["version"] == plan.version}:
         return False
     beyond = f", beyond the {config.steps} asked for" if plan.version > config.steps else ""
     for line in (*plan.said, f"already done at step {plan.version}{beyond}; nothing to do (raise steps to go on)"):
@@ -348,17 +335,18 @@ def _repeated_steps(plan: ResumePlan) -> str:
 def load_questions(request: RunRequest, directory: RunDirectory) -> Questions:
     """Reads all prompts; raises TaskError for mistakes in them."""
     config = request.config
-    prompts, held_out = training_prompts(config, request.prompts), held_out_prompts(config)
+    prompts, held_out = training_prompts(config, request.prompts), {}
     name = f"task.prompts: {config.task.prompts if request.prompts is None else 'the rows given as prompts'}"
     sources = {name: prompts}
-    if held_out is not None:
-        sources[f"evaluate.prompts: {config.evaluate.prompts}"] = held_out
+    for each in config.evaluate.held_out:
+        if (found := held_out_prompts(config, name=each.name)) is not None:
+            sources[f"{each.section}.prompts: {each.prompts}"] = found
+            held_out[each.name] = found.first(each.size)
     check_tests(config, sources)
     if config.task.pretrain:
         write_texts(directory.logs / PRETRAIN, config.task)
     write_longest(directory.logs / LONGEST, sources)
-    questions = held_out.first(config.evaluate.size) if held_out is not None else []
-    return Questions(Draw(prompts, config.seed), questions, name, len(prompts))
+    return Questions(Draw(prompts, config.seed), held_out, name, len(prompts))
 
 
 def restore_run(

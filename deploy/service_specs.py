@@ -40,7 +40,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         specs.append(_critic_spec("critic"))
     if config.algorithm.constraint == "lagrangian":
         specs += [reward_spec(config, "cost"), _critic_spec("cost_critic")]
-    if config.evaluate.prompts:
+    if config.evaluate.is_on:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
     places = assignment(config)
     return [replace(spec, devices=_gpus(places.get(spec.name, ()))) for spec in specs]
@@ -71,7 +71,9 @@ def environment_spec(config: Config) -> ServiceSpec:
 def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
     """Returns the spec of a scoring service; a service without a model does not load torch."""
     section = config.scorers[service]
-    contract = GroupReward if any(function.group for function in section.functions) else Reward
+    held_out = [function for each in config.evaluate.held_out for function in each.functions]
+    functions = [*section.functions, *(held_out if service == "reward" else ())]
+    contract = GroupReward if any(function.group for function in functions) else Reward
     if service == "reward" and stores_token_rewards(config):
         contract = TokenReward
     if service == "reward" and config.feedback.asks:

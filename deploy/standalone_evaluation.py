@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +15,10 @@ from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sources import load, read
-from asyncrl.controller.journal.checkpoints import newest_model
-from asyncrl.controller.observers.held_out_evaluation import Evaluation, Evaluator, Question
+from asyncrl.config.user_code import suggestion
+from asyncrl.controller.journal.best_checkpoint import chosen_model
+from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer
+from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, Question
 from asyncrl.deploy.preflight import scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
@@ -39,16 +41,33 @@ VERSION = 0
 """Version of the weights in a model folder, which no trainer counts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Describes an evaluation. prompts: in place of those of the config, all of them. size: most prompts; 0: as the
+    config says. sets: names of held-out sets; none: all that there are. step: as in `chosen_model`. save: takes the
+    answers of each set."""
+
+    prompts: str | Rows | None = None
+    size: int = 0
+    sets: tuple[str, ...] = ()
+    step: str = ""
+    save: Callable[[str, int, Sequence[HeldOutAnswer]], None] | None = None
+
+
+ALL = Wanted()
+
+
 async def evaluate_run(
     run_dir: Path,
     config: Config | None = None,
-    prompts: str | Rows | None = None,
+    wanted: Wanted = ALL,
     services: Mapping[str, ServiceSpec] = NO_SERVICES,
-) -> Evaluation:
-    """Evaluates the newest checkpoint of a run with its rewards. prompts, services: replace those of the config."""
+) -> list[Evaluation]:
+    """Evaluates a checkpoint of a run with its rewards; returns one result for each set. services: replace those of the
+    config."""
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
-    saved, version = newest_model(run_dir)
+    saved, version = chosen_model(run_dir, wanted.step)
     own = read(RunDirectory(run_dir).config)
     config = config or own
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": own.model.lora})})
@@ -62,53 +81,72 @@ async def evaluate_run(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
             "`run.evaluate()`, or name an experiment with --task"
         )
-    found = await evaluate_model(model, config, _questions(config, prompts), services, adapters)
-    return replace(found, version=version)
+    config, questions = _questions(config, wanted)
+    found = await evaluate_model(model, config, questions, services, adapters, wanted.save)
+    return [replace(each, version=version) for each in found]
 
 
-def _questions(config: Config, prompts: str | Rows | None = None) -> list[Question]:
-    """Returns the given held-out prompts, or those of the section `evaluate`; raises ConfigError without any."""
-    found = held_out_prompts(config, prompts)
-    if found is None:
-        raise ConfigError("there are no held-out prompts: set evaluate.prompts, or name a task with --task")
-    return found.first(config.evaluate.size)
+def _questions(config: Config, wanted: Wanted) -> tuple[Config, dict[str, list[Question]]]:
+    """Returns the held-out prompts of each set, and the config with their numbers; raises ConfigError without any."""
+    if wanted.prompts is not None:
+        name, *more = wanted.sets or ("",)
+        found = held_out_prompts(config, wanted.prompts, name)
+        assert found is not None, "there is a source"
+        if more or name:
+            raise ConfigError("the prompts that are given stand for those of [evaluate]: name no set beside them")
+        size = min(len(found), wanted.size or len(found))
+        return _with_size(config, size), {name: found.first(size)}
+    known = {each.name: each for each in config.evaluate.held_out}
+    if not known:
+        text = "there are no held-out prompts: set evaluate.prompts, name a task with --task, or prompts with --prompts"
+        raise ConfigError(text)
+    for name in wanted.sets:
+        if name not in known:
+            raise ConfigError(f"there is no held-out set {name}{suggestion(name, filter(None, known))}")
+    read = {name: held_out_prompts(config, name=name) for name in wanted.sets or known}
+    sizes = {name: min(known[name].size, wanted.size or known[name].size) for name in read}
+    return config, {name: prompts.first(sizes[name]) for name, prompts in read.items() if prompts is not None}
 
 
-async def evaluate_target(target: str, task: str | None, say: Callable[[str], None]) -> Evaluation:
+def _with_size(config: Config, size: int) -> Config:
+    evaluate = config.evaluate.model_copy(update={"size": size})
+    return config.model_copy(update={"evaluate": evaluate})
+
+
+async def evaluate_target(
+    target: str, task: str | None, say: Callable[[str], None], wanted: Wanted = ALL
+) -> list[Evaluation]:
     """Evaluates a target, which is a run directory or a form of `model.name`. task: experiment with the held-out
     prompts and rewards. say: gets one line of progress at a time."""
     config = load(task).config if task is not None else None
     if RunDirectory(Path(target)).started_before:
-        return await evaluate_run(Path(target), config)
+        return await evaluate_run(Path(target), config, wanted)
     if config is None:
         raise ConfigError(f"{target} is no run directory; to evaluate a model name an experiment with --task")
-    questions = _questions(config)
+    if wanted.step:
+        raise ConfigError(f"{target} is no run directory, so it has no checkpoints: leave out --step")
+    config, questions = _questions(config, wanted)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": target, "lora": None})})
     refuse(missing_packages(config))
     with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as scratch:
-        return await evaluate_model(await prepare(config, Path(scratch) / "model", say), config, questions)
+        model = await prepare(config, Path(scratch) / "model", say)
+        return await evaluate_model(model, config, questions, save=wanted.save)
 
 
 async def evaluate_model(
     model: Path,
     config: Config,
-    questions: list[Question],
+    questions: Mapping[str, list[Question]],
     services: Mapping[str, ServiceSpec] = NO_SERVICES,
     adapters: Path | None = None,
-) -> Evaluation:
+    save: Callable[[str, int, Sequence[HeldOutAnswer]], None] | None = None,
+) -> list[Evaluation]:
     """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost.
-    adapters: folder of those that the model has in a run with `model.lora`."""
+    questions: by set. adapters: folder of those that the model has in a run with `model.lora`. save: as in Wanted."""
     config = config.model_copy(update={"feedback": FeedbackConfig()})  # Nobody is asked about held-out answers.
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
-    specs = [await asyncio.to_thread(_policy_spec, config, adapters)]
-    if config.environment.use:
-        specs.append(environment_spec(config))
-    for name in config.scorers:
-        if name in services:
-            specs.append(services[name])
-        else:
-            specs.append(await asyncio.to_thread(_scorer_spec, config, name, model))
+    specs = await asyncio.to_thread(_specs, config, model, services, adapters)
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:
         (Path(scratch) / "logs").mkdir()
         keys = CurveKeys.fresh()
@@ -127,8 +165,20 @@ async def evaluate_model(
                 scorers = {name: running.handle(name, Reward) for name in config.scorers}
                 environment = running.handle("environment", Environment) if config.environment.use else None
                 reward, cost = scorers["reward"], scorers.get("cost")
-                evaluator = Evaluator(generation, reward, questions, config, cost, environment)
-                return await evaluator.evaluate(VERSION, 0)
+                evaluators = [
+                    Evaluator(generation, reward, own, config, cost, environment, name, save)
+                    for name, own in questions.items()
+                ]
+                return [await each.evaluate(VERSION, 0) for each in evaluators]
+
+
+def _specs(
+    config: Config, model: Path, services: Mapping[str, ServiceSpec], adapters: Path | None
+) -> list[ServiceSpec]:
+    """Returns the services of an evaluation."""
+    plays = [environment_spec(config)] if config.environment.use else []
+    scorers = [services.get(name) or _scorer_spec(config, name, model) for name in config.scorers]
+    return [_policy_spec(config, adapters), *plays, *scorers]
 
 
 def _policy_spec(config: Config, adapters: Path | None) -> ServiceSpec:

@@ -50,6 +50,7 @@ class CriticService(Service, Critic):
         columns = value_columns(self._target.values, self._target.valued_at, config.response_tokens)
         self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
         self._engine = await self.context.compute.run(self._load)
+        self._engine.lane = self.context.tracer.lane
 
     async def tensor_digests(self) -> Mapping[str, tuple[str, float]]:
         return await self.context.compute.run(tensor_digests, self._engine.model.whole.state_dict())

@@ -90,7 +90,7 @@ class GenerationService(Service, Generation):
             prompt_ids = answered if episodes else tokenizer.prompt_ids
             await context.compute.run(refuse_what_has_no_room, Path(prompts), prompt_ids, budget)
         # One group of the run at least, and as many groups as an evaluation samples at a time.
-        evaluation_slots = max(generation.slots, config.evaluate.samples)
+        evaluation_slots = max(generation.slots, config.evaluate.most_samples)
         # And one more, because the row of a turn is stored before that of the turn before is freed.
         slots = evaluation_slots + 1 if self._evaluates else GateConfig.of(config).row_slots
         text = response * tokenizer.longest_token_bytes()
@@ -202,7 +202,8 @@ class GenerationService(Service, Generation):
         return {name: found[name][0] for name in names}
 
     async def _text(self, row: RowRef, columns: Mapping[str, Array]) -> SampleText:
-        prompt = await self.context.compute.run(self._engine.tokenizer.decode, columns["prompt_ids"])
+        decode = partial(self._engine.tokenizer.decode, skip_special_tokens=False)
+        prompt = await self.context.compute.run(decode, columns["prompt_ids"])
         ids = columns["response_ids"]
         sampled = ids[sampled_places(columns[SPANS])] if SPANS in columns else ids
         text = SampleText(

@@ -24,11 +24,12 @@ from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.protocols.row_columns import SPANS, TOKEN_REWARDS, sampled_places, token_reward_columns
 from asyncrl.protocols.service_contracts import Reward
 from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.chosen_functions import FunctionChoice
 from asyncrl.rewards.execution.scoring import score_of
 from asyncrl.rewards.execution.split_pool import SplitPool
 from asyncrl.rewards.execution.thread_pool import InProcessPool, named
 from asyncrl.rewards.execution.token_rewards import reward_tokens, stores_token_rewards, token_rewards
-from asyncrl.rewards.functions import FunctionSpec, function_specs, load, overlong_specs
+from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_specs, load, overlong_specs
 from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.row_cache import RowCache
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
@@ -56,21 +57,22 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         self._section = config.scorers[service]
         self._plays = bool(config.environment.use)
         printed = RunDirectory(context.facts.run_dir).printed_by(f"{service}{context.spec.replica}")
+        held_out = held_out_specs(config) if service == "reward" and not functions else {}
         if functions:
             shaping = [(spec.name, load(spec)) for spec in overlong_specs(config)]
             self._pool = InProcessPool([*named(functions), *shaping], self._section.deadline, printed)
         else:
-            specs = function_specs(config, service)
+            specs = [*function_specs(config, service), *(spec for own in held_out.values() for spec in own)]
             containment = self.containment([spec.use for spec in specs if spec.is_users])
             self._pool = SplitPool(specs, containment, partial(self._child_pool, printed))
-        self._specs: tuple[FunctionSpec, ...] = self._pool.specs
+        own = len(self._pool.specs) - sum(map(len, held_out.values()))
+        self._functions = FunctionChoice.of(config, self._pool.specs[:own], held_out)
+        self._specs: tuple[FunctionSpec, ...] = self._functions.run.specs
         group_deadline = SHARE_OF_CALL * min(config.generation.deadline, config.fleet.call_deadline)
         self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)
         self._rows = RowCache()
         self._by_token = service == "reward" and reward_tokens(config)
         self._text_of: Callable[[int], str] = str
-        self._single = [number for number, spec in enumerate(self._pool.specs) if not spec.group]
-        self._grouped = [number for number, spec in enumerate(self._pool.specs) if spec.group]
 
     def _child_pool(self, printed: Path, specs: Sequence[FunctionSpec], containment: Containment | None) -> ChildPool:
         return ChildPool(
@@ -89,11 +91,13 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         "fail", and LostRows when a sample is gone."""
         scored = await self._samples(samples, row)
         scores = []
-        found = await self._score_all(samples, scored)
+        chosen = self._functions.of_group(samples.rows[0].group) if len(samples) else self._functions.run
+        score_all = self._call_functions if chosen.is_own else self._score_all
+        found, specs = await score_all(samples, scored), chosen.specs if chosen.is_own else self._specs
         for sample, results, row_ref in zip(scored, found, samples, strict=True):
-            score = self._unplayed(sample) or score_of(sample, self._specs, results, self._section.on_error)
+            score = self._unplayed(sample) or score_of(sample, specs, results, self._section.on_error)
             if self.rows is not None and sample.group >= 0 and score.reward is not None:
-                rewards = token_rewards(sample, self._specs, results).astype(np.float32)
+                rewards = token_rewards(sample, specs, results).astype(np.float32)
                 score = replace(score, place=self.keep(row_ref.name, {TOKEN_REWARDS: rewards}))
             scores.append(score)
             if score.error:
@@ -142,29 +146,35 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         return Score(None, {}, f"the environment failed on member {sample.member} of group {sample.group}")
 
     async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
-        """Returns the results of all functions for each sample, in the order of `_specs`. Functions of groups score
+        """Returns all results for each sample, in the order of `_specs`."""
+        return await self._call_functions(refs, samples)
+
+    async def _call_functions(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
+        """Returns the results of the functions of the group for each sample, in their order. Functions of groups score
         once the other members of the group have arrived."""
+        if not samples:
+            return []
+        chosen = self._functions.of_group(samples[0].group)
         singly, in_groups = await gather(
-            gather(*(self._run(number, samples) for number in self._single)),
+            gather(*(self._run(number, samples) for number in chosen.single)),
             gather(*(self._score_member(sample, refs.rows[0].attempt) for sample in samples)),
         )
         results = []
         for index, of_groups in enumerate(in_groups):
-            own = dict(zip(self._single, (of_function[index] for of_function in singly), strict=True))
-            own |= zip(self._grouped, of_groups, strict=True)
+            own = dict(zip(chosen.single, (of_function[index] for of_function in singly), strict=True))
+            own |= zip(chosen.grouped, of_groups, strict=True)
             results.append([own[number] for number in sorted(own)])
         return results
 
     async def _score_member(self, sample: Sample, attempt: int) -> list[FunctionResult]:
-        if not self._grouped:
+        if not self._functions.of_group(sample.group).grouped:
             return []
-        config = self.context.config
-        # Groups of the evaluation have negative ids.
-        members = config.task.samples_per_prompt if sample.group >= 0 else config.evaluate.samples
+        members = self._functions.members(sample.group)
         return await self._barrier.results((sample.group, attempt), members, sample)
 
     async def _score_group(self, samples: list[Sample]) -> list[list[FunctionResult]]:
-        by_function = [await self._run(number, samples) for number in self._grouped]
+        grouped = self._functions.of_group(samples[0].group).grouped
+        by_function = [await self._run(number, samples) for number in grouped]
         return [list(own) for own in zip(*by_function, strict=True)]
 
     async def _run(self, function: int, samples: list[Sample]) -> list[FunctionResult]:

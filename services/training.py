@@ -249,6 +249,7 @@ class TrainingService(Service, Training):
         refuse_unusable("training.device", context.config.training.device)
         self._ranks = self.open_ranks(meeting)
         self._engine, extra = self.open_engine(self._ranks)
+        self._engine.lane = self.context.tracer.lane
         self._version = extra.get("version", 0)
         self._chain = bytes.fromhex(extra.get("chain", GENESIS.hex()))
 

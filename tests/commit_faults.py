@@ -1,9 +1,9 @@
 """Commits a checkpoint and calls a function after each of its steps, for tests that interrupt it there."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, commit
+from asyncrl.controller.journal.checkpoints import MANIFEST, Manifest, Spared, WriteFiles, commit, nothing_spared
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.protocols.messages import Checkpointed
 
@@ -12,7 +12,7 @@ FAULT_POINTS = ("appended", "synced", "written", "described", "renamed", "hinted
 
 
 async def faulty_commit(
-    journal: Journal, write: Callable[[str], Awaitable[Checkpointed]], keep: int, fault: Callable[[str], None]
+    journal: Journal, write: WriteFiles, keep: int, fault: Callable[[str], None], kept: Spared = nothing_spared
 ) -> Manifest:
     """Does what `commit` does, and calls `fault` with each step after it was done."""
     store: Any = journal.store
@@ -41,7 +41,7 @@ async def faulty_commit(
     store.put = after("put", lambda folder, file, data: "described" if file == MANIFEST else None)
     store.rename = after("rename", lambda folder, name: "renamed")
     try:
-        manifest = await commit(journal, written, keep)
+        manifest = await commit(journal, written, keep, kept)
     finally:
         for name in originals:
             delattr(store, name)

@@ -109,7 +109,7 @@ def _problems(needs: Iterable[Requirement]) -> list[Problem]:
 def _of_sources(config: "Config") -> Iterator[Requirement]:
     """Yields what prompts, texts and reward functions need."""
     task = config.task
-    specs = {"task.prompts": task.prompts, "task.pretrain": task.pretrain, "evaluate.prompts": config.evaluate.prompts}
+    specs = {"task.prompts": task.prompts, "task.pretrain": task.pretrain, **_of_held_out(config)}
     specs["generation.stored_samples"] = config.generation.stored_samples
     for key, spec in specs.items():
         if spec.startswith("hub:"):
@@ -139,11 +139,17 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
         for module in ("starlette", "uvicorn"):
             yield ("environment.use", config.environment.use, module, install_extra("serve"))
     yield from _of_transport(config.weights.transport)
-    for key, section in {"reward.functions": config.reward, "cost.functions": config.cost}.items():
-        if any(function.use == "reasoning_gym" for function in section.functions):
+    functions = {"reward.functions": config.reward.functions, "cost.functions": config.cost.functions}
+    functions |= {f"{each.section}.functions": each.functions for each in config.evaluate.held_out}
+    for key, named in functions.items():
+        if any(function.use == "reasoning_gym" for function in named):
             yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
-        if any(function.use == EMBEDDINGS[0] for function in section.functions):
+        if any(function.use == EMBEDDINGS[0] for function in named):
             yield (key, *EMBEDDINGS[:2], pip_install("--no-deps", EMBEDDINGS[2]))
+
+
+def _of_held_out(config: "Config") -> dict[str, str]:
+    return {f"{each.section}.prompts": each.prompts for each in config.evaluate.held_out}
 
 
 def _of_transport(named: str) -> Iterator[Requirement]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 DATA_SUFFIXES = (".jsonl", ".csv", ".parquet")
 """Endings of files with rows."""
 ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts", "generation.stored_samples")
+SETS = "evaluate.sets"
+"""The key with tables of held-out prompts, each with a source and functions of its own."""
 FUNCTIONS = ("reward.functions", "cost.functions")
 CODE = ("algorithm.custom", "environment.use")
 OPTIONS = "environment.options"
@@ -37,6 +39,8 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
         return [_anchored_function(each, folder) for each in value]
     if key == OPTIONS and isinstance(value, Mapping) and isinstance(tools := value.get("functions"), list):
         return {**value, "functions": [_anchored_function(each, folder) for each in tools]}
+    if key == SETS and isinstance(value, Mapping):
+        return {name: _anchored_set(each, folder) for name, each in value.items()}
     if not isinstance(value, str):
         return value
     if key == WEIGHTS:
@@ -45,6 +49,13 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
         is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
         return _absolute(value, folder) if is_path else value
     return _anchored_source(value, folder) if key in (*ROWS, *CODE) else value
+
+
+def _anchored_set(value: Any, folder: Path) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    parts = {"task.prompts": "prompts", "reward.functions": "functions"}
+    return {**value, **{part: anchored(key, value[part], folder) for key, part in parts.items() if part in value}}
 
 
 def _anchored_function(value: Any, folder: Path) -> Any:
@@ -87,9 +98,16 @@ def _named_sources(config: "Config") -> list[tuple[str, str]]:
     """Returns key and source of all prompts and code, without the name of the library that code was written for."""
     named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, *CODE)]
     named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
+    for each in config.evaluate.sets.values():
+        named += [(SETS, source) for source in (each.prompts, *(function.use for function in each.functions))]
     tools = config.environment.options.get("functions")
     named += [(OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else []
     return [(key, value.removeprefix("trl:").removeprefix("verl:")) for key, value in named]
+
+
+def is_read_by(key: str, service: str) -> bool:
+    """Returns whether a service runs the code of a key. Rewards of held-out sets are run where the others are."""
+    return key.partition(".")[0] == service or (key == SETS and service == "reward")
 
 
 def code_folders(config: "Config", section: str) -> dict[Path, bool]:
@@ -97,7 +115,7 @@ def code_folders(config: "Config", section: str) -> dict[Path, bool]:
     and not by modules."""
     folders: dict[Path, bool] = {}
     for key, source in _named_sources(config):
-        if key.partition(".")[0] == section and (path := _file_of(source)) is not None and path.suffix == ".py":
+        if is_read_by(key, section) and (path := _file_of(source)) is not None and path.suffix == ".py":
             folder = Path(os.path.abspath(path.expanduser())).parent
             folders[folder] = folders.get(folder, True) and source.rpartition(":")[0].endswith(".py")
     return folders

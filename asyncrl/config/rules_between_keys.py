@@ -16,7 +16,12 @@ from asyncrl.config.sections.algorithm_config import (
     has_dual_clip,
 )
 from asyncrl.config.service_placement import joining_problems, pool_problems
-from asyncrl.config.serving_rules import feedback_problems, stored_sample_problems, telemetry_problems
+from asyncrl.config.serving_rules import (
+    feedback_problems,
+    held_out_problems,
+    stored_sample_problems,
+    telemetry_problems,
+)
 from asyncrl.config.toml_writer import value_text
 
 if TYPE_CHECKING:
@@ -44,6 +49,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*_learning_rate_rules(config), *_environment_rules(config))
     yield from (*model_problems(config), *weights_problems(config), *joining_problems(config))
     yield from (*pool_problems(config), *telemetry_problems(config), *stored_sample_problems(config))
+    yield from held_out_problems(config)
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
@@ -175,7 +181,7 @@ def _loss_rules(a: AlgorithmConfig) -> Iterator[Problem]:
 
 
 def _step_rules(config: "Config") -> Iterator[Problem]:
-    training, evaluate = config.training, config.evaluate
+    training = config.training
     batch = config.task.prompts_per_step * config.task.samples_per_prompt
     if batch == 1 and config.algorithm.advantage == "batch":
         text = """a step has one sample, whose reward is the mean of its batch, so every advantage would be exactly 0:
@@ -193,9 +199,6 @@ def _step_rules(config: "Config") -> Iterator[Problem]:
     if training.layout_dp > 1 and config.fleet.wire == "inproc":
         text = 'ranks of the trainer are processes, and "inproc" has only one; write layout_dp = 1 or wire = "ipc"'
         yield _wrong("training.layout_dp fleet.wire", text)
-    if evaluate.samples > 1 and evaluate.temperature == 0:
-        text = "at temperature 0 all samples of a prompt are the same; write samples = 1 or a temperature over 0"
-        yield _wrong("evaluate.samples evaluate.temperature", text)
 
 
 def _scored_weight_rules(config: "Config", name: str, section: "RewardConfig") -> Iterator[Problem]:

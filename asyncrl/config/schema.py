@@ -11,10 +11,12 @@ from asyncrl.config.sections.algorithm_config import AlgorithmConfig as Algorith
 from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.sections.children_config import ChildrenConfig
 from asyncrl.config.sections.environment_config import EnvironmentConfig
+from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
 from asyncrl.config.sections.pools_config import PoolConfig
+from asyncrl.config.sections.reward_function import RewardFunction as RewardFunction
 from asyncrl.config.sections.telemetry_config import TelemetryConfig
 from asyncrl.config.sections.weights_config import WeightsConfig
 from asyncrl.config.service_placement import place_services
@@ -88,35 +90,6 @@ class GenerationConfig(Section):
 
 MODEL_TERM = "model"
 """Name of the reward term of `reward.model` or `cost.model`."""
-
-
-class RewardFunction(Section):
-    """One entry of reward.functions or cost.functions."""
-
-    use: str
-    """`exact_match`, `regex_format`, `numeric`, `length`, `repetition`, `reasoning_gym`, `judge`, `compiles`,
-    `passes_tests`, `lint`, `FILE.py:function` or `module:function`. With `trl:` or `verl:` before one of the last two,
-    a function of TRL or verl is adapted."""
-    name: str = ""
-    """Name of the function in metrics and samples; default: the last part of `use`."""
-    weight: float = 1.0
-    """Factor of the function's value in the reward."""
-    group: bool = False
-    """The function takes all samples of a group and returns one reward for each."""
-    by_token: bool = False
-    """The function returns a list with a reward for each sampled token of a sample."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments of a template."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_is_short_for_use(cls, value: Any) -> Any:
-        return {"use": value} if isinstance(value, str) else value
-
-    @property
-    def term(self) -> str:
-        """Returns the name of the function's term in metrics and samples."""
-        return self.name or self.use.rpartition(":")[2]
 
 
 class RewardConfig(Section):
@@ -203,6 +176,9 @@ class TrainingConfig(Section):
     """Number of steps between checkpoints. 0 writes only the first and the last one."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints that are kept."""
+    keep_best: str = ""
+    """Metric of which the best checkpoint is kept besides, e.g. eval/reward/mean; -eval/cost/mean: the lowest. Versions
+    that are evaluated then get a checkpoint. Empty: none is kept for its metrics."""
     device: str = "cpu"
     """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
     pool: str = ""
@@ -293,27 +269,6 @@ class GuardsConfig(Section):
     learning_rate: Reaction = "warn"
     """Reaction to a training.learning_rate over 0.03, five times that of the warm-up of `warmed:` models. It is checked
     before the run starts."""
-
-
-class EvaluateConfig(Section):
-    """Evaluation on held-out prompts while the run trains."""
-
-    prompts: str = ""
-    """Source of the held-out prompts, in the same forms as task.prompts, or `human_eval:`; default: no evaluation."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments of a procedural source. It gets another seed than the one of task.prompts."""
-    every: Positive = 10
-    """Number of steps between evaluations. Version 0 and the last version are always evaluated."""
-    samples: Positive = 1
-    """Number of samples for each prompt."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Sampling temperature; 0 is greedy."""
-    size: Positive = 64
-    """Number of prompts."""
-    replicas: Positive = 1
-    """Number of generation workers of the evaluation, each with its own copy of the model."""
-    pool: str = ""
-    """Pool of these workers, a table of `pools`; default: that of generation."""
 
 
 class Config(Section):

@@ -72,7 +72,7 @@ def _replicas(config: "Config") -> dict[str, int]:
     found["training"] = config.training.layout_dp
     if config.algorithm.advantage == "gae":
         found["critic"] = 1
-    if config.evaluate.prompts:
+    if config.evaluate.is_on:
         found["evaluation"] = config.evaluate.replicas
     if config.reference_by_service:
         found["reference"] = config.reference.replicas
@@ -97,7 +97,7 @@ def pool_names(config: "Config") -> dict[str, str]:
         "cost_critic": config.algorithm.constraint == "lagrangian",
         "reference": config.reference_by_service,
         "environment": bool(config.environment.use),
-        "evaluation": bool(config.evaluate.prompts),
+        "evaluation": config.evaluate.is_on,
     }
     return {name: pool for name, pool in named.items() if pool and there.get(name, True)}
 

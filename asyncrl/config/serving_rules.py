@@ -1,4 +1,4 @@
-"""Rules about what a run serves: the page of live feedback, and metrics."""
+"""Rules about what a run shows of itself: the page of live feedback, metrics, and evaluation."""
 
 import re
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\[\]:/\s]+):(\d+)")
+SAME_SAMPLES = "at temperature 0 all samples of a prompt are the same; write samples = 1 or a temperature over 0"
 SHARE_OF_CALL = 0.9
 """Share of fleet.call_deadline that a sample may wait for a person; the rest is for scoring it."""
 
@@ -47,7 +48,7 @@ def feedback_problems(config: "Config") -> Iterator[Problem]:
     if section.otherwise == "model" and not config.reward.model:
         text = 'there is no model: write reward.model, a folder made by "asyncrl preferences fit"'
         yield Problem("feedback.otherwise", "", text, ("reward.model",))
-    if section.otherwise == "ignore" and config.evaluate.prompts and not config.reward.terms:
+    if section.otherwise == "ignore" and _rates_held_out(config) and not config.reward.terms:
         text = """nobody rates held-out answers, so they have no reward: write otherwise = "constant" or "model",
             reward.functions, or no evaluate.prompts"""
         yield Problem("feedback.otherwise", "", " ".join(text.split()), ("evaluate.prompts",))
@@ -57,9 +58,18 @@ def feedback_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("feedback.host", "", text, is_warning=True)
 
 
+def _rates_held_out(config: "Config") -> bool:
+    """Returns whether held-out answers are scored as those of training are."""
+    return any(not each.functions for each in config.evaluate.held_out)
+
+
 def telemetry_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong with the address of metrics, and warns of one that others can listen to."""
     section = config.telemetry
+    for key in ("wandb_project", "wandb_tags") if "wandb" not in section.sinks else ():
+        if getattr(section, key):
+            text = 'nothing reads it without the sink: remove it, or write telemetry.sinks = ["wandb"]'
+            yield Problem(f"telemetry.{key}", "", text, ("telemetry.sinks",), is_warning=True)
     if section.otlp and not section.otlp.startswith(("http://", "https://")):
         yield Problem("telemetry.otlp", "", f"{section.otlp!r} is no URL: write one such as http://127.0.0.1:4318")
     elif section.otlp and not section.trace:
@@ -82,6 +92,26 @@ def telemetry_problems(config: "Config") -> Iterator[Problem]:
         else:
             text = "whoever reaches this address can read token and metrics on their way: use a tunnel to 127.0.0.1"
             yield Problem("telemetry.prometheus", "", text, is_warning=True)
+
+
+def held_out_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what is wrong with held-out sets, and with the metric that a best checkpoint is chosen by."""
+    evaluate, metric = config.evaluate, config.training.keep_best.removeprefix("-")
+    if evaluate.samples > 1 and evaluate.temperature == 0:
+        yield Problem("evaluate.samples", "", SAME_SAMPLES, ("evaluate.temperature",))
+    for each in filter(lambda each: each.name, evaluate.held_out):
+        names = [function.term for function in each.functions]
+        if any(function.by_token for function in each.functions):
+            text = f"{each.name}: an answer is scored as a whole here; remove by_token = true"
+            yield Problem("evaluate.sets", "", text)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            text = f"{each.name}: two functions are called {twice[0]!r}; give each its own `name`"
+            yield Problem("evaluate.sets", "", text)
+        if each.samples > 1 and each.temperature == 0:
+            yield Problem("evaluate.sets", "", f"{each.name}: {SAME_SAMPLES}")
+    if metric.startswith("eval/") and not evaluate.is_on:
+        text = f"nothing measures {metric} without held-out prompts: write evaluate.prompts, or another metric"
+        yield Problem("training.keep_best", "", text, ("evaluate.prompts",))
 
 
 def _pick_problems(config: "Config") -> Iterator[Problem]:

@@ -25,6 +25,8 @@ LISTED = 12
 """Names that an error message lists when it knows of none that is close."""
 
 ONE_ARGUMENT = "a reward function is called with one argument, the sample (or the list of a group's samples)"
+LIBRARIES = {"trl": "TRL's reward functions", "verl": "verl's reward functions"}
+"""Names of functions of other libraries in messages, by the word before their names in `reward.functions`."""
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 PATTERNS = (ast.MatchAs, ast.MatchStar, ast.MatchMapping)
 MOST_IMPORTED = 500
@@ -162,6 +164,9 @@ def _only_definition(name: str, body: Sequence[ast.stmt]) -> ast.FunctionDef | a
 def _argument_mistake(arguments: ast.arguments, options: Collection[str]) -> str:
     """Returns what is wrong about a call with one positional argument and `options` by name; "" if it is right."""
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    named = [*positional, *(argument.arg for argument in arguments.kwonlyargs)]
+    if library := library_of(named, takes_any=arguments.kwarg is not None):
+        return f"it is one of {LIBRARIES[library]}: write {library}: before its name"
     if not positional and arguments.vararg is None:
         return "it takes no argument"
     needed = positional[: len(positional) - len(arguments.defaults)][1:]
@@ -169,6 +174,14 @@ def _argument_mistake(arguments: ast.arguments, options: Collection[str]) -> str
     needed += [argument.arg for argument, default in by_name if default is None]
     missing = [name for name in needed if name not in options]
     return f"nothing is given for {', '.join(missing)}" if missing else ""
+
+
+def library_of(parameters: Sequence[str], *, takes_any: bool) -> str:
+    """Returns the library that a reward function with these parameters was written for, `trl` or `verl`; "" for ours.
+    takes_any: whether it takes further arguments by any name."""
+    if "completions" in parameters and (takes_any or len(parameters) > 1):
+        return "trl"
+    return "verl" if "solution_str" in parameters else ""
 
 
 def _path_of(source: str, key: str) -> Path | None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.algorithm_interface import Algorithm
@@ -17,11 +17,13 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.gate.pause_switch import PauseSwitch
-from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, ResumePlan, SavedSamples, commit
+from asyncrl.controller.journal.best_checkpoint import BestCheckpoint
+from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, ResumePlan, SavedSamples, commit, versions
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops, PoisonedGroups, RewardFailures
+from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Question
+from asyncrl.controller.observers.evaluation.schedule import EvaluationSchedule, schedule_of
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
-from asyncrl.controller.observers.held_out_evaluation import Evaluation, EvaluationSchedule, Evaluator, Question
 from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.observers.reward_output import RewardOutput
@@ -37,25 +39,27 @@ from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.tasks import Draw
 from asyncrl.tasks.prompt_draw import drawn_row
-from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import RunStatus
 from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.screen.display import Display
 from asyncrl.telemetry.sinks import open_sinks
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.exporters.prometheus import PrometheusExporter
 
+OnStep: TypeAlias = Callable[[dict[str, float]], object]
 STOP_TIMEOUT = 6.0
 """Seconds that Ctrl-C leaves the running iteration, so that all of it, checkpoint included, ends within ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The prompts of a run. training: by group id; source: names the training rows in messages; rows: their number."""
+    """The prompts of a run. training: by group id; held_out: by set; source: names the training rows in messages; rows:
+    their number."""
 
     training: Draw
-    held_out: Sequence[Question]
+    held_out: Mapping[str, Sequence[Question]]
     source: str
     rows: int
 
@@ -137,7 +141,8 @@ class TrainingRun:
 
     ending_in_order: returns a scope in which the first interrupt calls its argument, and does not abandon the run.
     abandon: cancels the run, and says why. progress: shows what the run does while no step ends. frozen: takes what is
-    in flight after each step.
+    in flight after each step. on_step: takes the metrics of each step, and returns whether the run
+    shall end.
     """
 
     state: RunState
@@ -150,11 +155,13 @@ class TrainingRun:
     abandon: Callable[[str], None]
     progress: RunProgress
     frozen: FrozenObjects
+    on_step: OnStep | None = None
 
     def __post_init__(self) -> None:
         self.config = self.running.facts.config
         self._fleet = self.running.fleet
         self._stopping = False
+        self._ended_early = False
         self._abandon_timer: asyncio.TimerHandle | None = None
         self._last_commit = self.state.plan.version if self.state.plan else -1
         gate = self.state.gate
@@ -170,19 +177,23 @@ class TrainingRun:
             self.progress,
         )
         self.progress.in_flight = lambda: gate.in_flight
-        self._evaluations = self._evaluation_schedule() if self.questions.held_out else None
+        self._evaluations = self._evaluation_schedule()
+        self._best = self._best_checkpoint()
         self._shown = ShownRows()
         self._exporter: PrometheusExporter | None = None
         self._recorder = self._open_recorder()
         self._controller = self._make_controller()
 
-    def _evaluation_schedule(self) -> EvaluationSchedule:
-        fleet, config = self._fleet, self.config
-        assert fleet.evaluation is not None, "a run with held-out prompts has this service"
-        evaluator = Evaluator(
-            fleet.evaluation, fleet.reward, self.questions.held_out, config, fleet.cost, fleet.environment
-        )
-        return EvaluationSchedule(fleet, evaluator, config, self._evaluated, self._not_evaluated)
+    def _evaluation_schedule(self) -> EvaluationSchedule | None:
+        questions, answers = self.questions.held_out, self.state.directory.answers
+        return schedule_of(self._fleet, self.config, questions, answers, self._evaluated, self._not_evaluated)
+
+    def _best_checkpoint(self) -> BestCheckpoint:
+        schedule = self._evaluations
+        pending = tuple if schedule is None else lambda: schedule.pending
+        best = BestCheckpoint(self.state.directory.best, self.config.training.keep_best, pending)
+        best.restore(self._last_commit)
+        return best
 
     async def run(self) -> None:
         """Runs the controller to its end; makes the last checkpoint and the last evaluation.
@@ -248,7 +259,8 @@ class TrainingRun:
     async def _between(self, version: int) -> None:
         self.frozen.add_survivors()
         every = self.config.training.checkpoint_every
-        if self._last_commit < 0 or (every and version - self._last_commit >= every):
+        is_evaluated = self._best.is_evaluated and version in self._best.kept(()) and version > self._last_commit
+        if self._last_commit < 0 or (every and version - self._last_commit >= every) or is_evaluated:
             await self._commit(version)
 
     async def _commit(self, version: int) -> None:
@@ -265,8 +277,9 @@ class TrainingRun:
                 made.append(replace(saved, files=await asyncio.to_thread(write_terms, directory, terms), ready=()))
             return Checkpointed.merge(made)
 
-        await commit(self.state.journal, write, self.config.training.keep_checkpoints)
+        await commit(self.state.journal, write, self.config.training.keep_checkpoints, self._best.kept)
         self._last_commit = version
+        self._best.write(versions(self.state.journal.store))
         if self.state.on_commit is not None:
             await self.state.on_commit(version)
 
@@ -316,6 +329,12 @@ class TrainingRun:
 
     def _show(self, metrics: Mapping[str, float], sample: SampleRecord | None) -> None:
         self.display.step(metrics, sample)
+        if not (self._best.is_evaluated or any(name.startswith("skipped/") for name in metrics)):
+            self._best.note(int(metrics["version"]), metrics)
+        if self.on_step is not None and self.on_step(dict(metrics)) and not self._ended_early:
+            self._ended_early = True
+            self.display.say(f"on_step asked for the end after step {metrics['step']:.0f}")
+            self._controller.stop()
         if self._exporter is not None:
             self._exporter.take_step(metrics)
 
@@ -355,20 +374,19 @@ class TrainingRun:
             case GroupFinished(poison=False):
                 self.running.supervisor.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:
-                if report.version % self.config.evaluate.every == 0 and report.version < self.config.steps:
-                    self._evaluations.ask(report.published)
+                due = [each.name for each in self.config.evaluate.held_out if report.version % each.every == 0]
+                if due and report.version < self.config.steps:
+                    self._evaluations.ask(report.published, due)
 
     def _not_evaluated(self, version: int, why: str) -> None:
         self.display.say(f"version {version} is not evaluated: {why}")
 
     def _evaluated(self, evaluation: Evaluation) -> None:
         self._recorder.evaluated(evaluation)
-        cost = "" if evaluation.cost is None else f", cost {evaluation.cost:.3f}"
-        code = "" if evaluation.code is None else f"; {evaluation.code}"
-        self.display.say(
-            f"held out, version {evaluation.version}: reward {evaluation.mean:.3f} ± {evaluation.stderr:.3f}{cost} "
-            f"over {evaluation.prompts} prompts{code}"
-        )
+        if self._best.is_evaluated:
+            self._best.note(evaluation.version, evaluation.metrics())
+            self._best.write(versions(self.state.journal.store))
+        self.display.say(str(evaluation))
 
     def _kill_reader(self, reader: str) -> None:
         self.display.say(f"{reader} did not take over new weights in time; it is killed and started again")

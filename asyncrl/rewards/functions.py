@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.children.code.code_runner import MOST_SECONDS, sandbox_problem
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import ONE_ARGUMENT, is_of_asyncrl, name_of, resolve, source_problem, suggestion
+from asyncrl.config.user_code import (
+    LIBRARIES,
+    ONE_ARGUMENT,
+    is_of_asyncrl,
+    library_of,
+    name_of,
+    resolve,
+    source_problem,
+    suggestion,
+)
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.code_templates import CODE_TEMPLATES, SANDBOX
 from asyncrl.rewards.sample import Function
@@ -73,6 +82,25 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
     return specs + (overlong_specs(config) if service == "reward" else [])
 
 
+def held_out_specs(config: "Config") -> dict[str, list[FunctionSpec]]:
+    """Returns the specs of the held-out sets that have functions of their own, by set."""
+    return {
+        each.name: [
+            FunctionSpec(
+                one.use,
+                one.term,
+                one.weight,
+                one.group,
+                _options(one, config.reward.deadline, config),
+                f"{each.section}.functions",
+            )
+            for one in each.functions
+        ]
+        for each in config.evaluate.held_out
+        if each.functions
+    }
+
+
 def _options(function: "RewardFunction", deadline: float, config: "Config") -> dict[str, Any]:
     """Returns the options of a function: a judge has to end its tries before its call is given up, and programs are
     contained as `children.sandbox` says."""
@@ -97,6 +125,8 @@ def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Pr
     """Returns problems of a section's functions that are known before any of the user's code runs."""
     try:
         specs = function_specs(config, service)
+        if service == "reward":
+            specs += [spec for own in held_out_specs(config).values() for spec in own]
     except ConfigError as error:
         return [Problem.of_error(error, f"{service}.functions")]
     found = [problem for problem in map(_problem, specs) if problem is not None]
@@ -156,6 +186,13 @@ def taking_one(function: Function) -> Function:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # written in C: it may take anything
         return function
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    if library := library_of(list(signature.parameters), takes_any=takes_any):
+        name = name_of(function)
+        raise ConfigError(
+            f"{name}{signature} is one of {LIBRARIES[library]}: write from_{library}({name}), with "
+            f"`from asyncrl.rewards import from_{library}`, or {library}:FILE.py:{name} in a config"
+        )
     try:
         signature.bind(None)
     except TypeError as error:

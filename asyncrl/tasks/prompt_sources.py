@@ -39,13 +39,14 @@ def training_prompts(config: Config, given: Rows | None = None) -> Prompts:
     return load_prompts(task.prompts if given is None else given, options, task.system)
 
 
-def held_out_prompts(config: Config, given: str | Rows | None = None) -> Prompts | None:
-    """Reads the held-out prompts; None without evaluation. given: read instead of `evaluate.prompts`."""
-    if not config.evaluate.prompts and given is None:
+def held_out_prompts(config: Config, given: str | Rows | None = None, name: str = "") -> Prompts | None:
+    """Reads the prompts of a held-out set; None where it has none. given: read instead of those."""
+    chosen = config.evaluate.set_named(name)
+    spec = chosen.prompts if given is None else given
+    if not spec and given is None:
         return None
-    options = {"size": config.evaluate.size, "seed": HELD_OUT_SEED, **config.evaluate.options}
-    spec = config.evaluate.prompts if given is None else given
-    with _mistakes_of("evaluate"):
+    options = {"size": chosen.size, "seed": HELD_OUT_SEED, **chosen.options}
+    with _mistakes_of(chosen.section):
         return load_prompts(spec, options, config.task.system, held_out=True)
 
 

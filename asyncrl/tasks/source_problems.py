@@ -1,6 +1,7 @@
 """Finds mistakes in the sources of prompts before a run starts, without running the user's code."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,11 +32,13 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
     sources: dict[str, tuple[str, Callable[[], object]]] = {
         "task.prompts": (config.task.prompts, lambda: training_prompts(config)),
         "task.pretrain": (config.task.pretrain, lambda: pretraining_rows(config.task)),
-        "evaluate.prompts": (config.evaluate.prompts, lambda: held_out_prompts(config)),
     }
-    columns = _columns_of_tests(config)
+    for each in config.evaluate.held_out:
+        sources[f"{each.section}.prompts"] = (each.prompts, partial(held_out_prompts, config, name=each.name))
+    columns, otherwise_scored = _columns_of_tests(config), _otherwise_scored(config)
     for key, (spec, read) in sources.items():
-        if spec not in ("", IN_MEMORY) and (problem := _problem(key, spec, read, columns)) is not None:
+        needed = set() if key in otherwise_scored else columns
+        if spec not in ("", IN_MEMORY) and (problem := _problem(key, spec, read, needed)) is not None:
             yield problem
     stored = config.generation.stored_samples
     if stored and find_spec("pyarrow") is not None:  # Its absence is another problem.
@@ -43,6 +46,11 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
             read_stored_samples(Path(stored), config.task.samples_per_prompt)
         except TaskError as error:
             yield Problem("generation.stored_samples", "", str(error).removeprefix("generation.stored_samples: "))
+
+
+def _otherwise_scored(config: Config) -> set[str]:
+    """Returns the keys of held-out prompts that have rewards of their own."""
+    return {f"{each.section}.prompts" for each in config.evaluate.held_out if each.functions}
 
 
 def _columns_of_tests(config: Config) -> set[str]:
@@ -56,10 +64,10 @@ def _columns_of_tests(config: Config) -> set[str]:
 def check_tests(config: Config, sources: Mapping[str, Prompts]) -> None:
     """Raises TaskError, which begins with the name of the source, for the first row that has no tests of programs where
     the config runs them. sources: by names in messages."""
-    columns = _columns_of_tests(config)
+    columns, otherwise_scored = _columns_of_tests(config), _otherwise_scored(config)
     for name, prompts in sources.items():
         try:
-            _check_tests(prompts, columns)
+            _check_tests(prompts, () if name.partition(": ")[0] in otherwise_scored else columns)
         except TaskError as error:
             raise TaskError(f"{name}{str(error).removeprefix(prompts.source)}") from None
 

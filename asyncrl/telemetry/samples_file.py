@@ -78,17 +78,19 @@ def sample_record(
 
 
 def to_show(rows: Sequence[RowRef], count: int | Literal["all"]) -> list[RowRef]:
-    """Returns up to `count` of a step's samples: whole groups, so that siblings can be compared, evenly spread over the
-    step. They are chosen by position, so without bias. One group is cut where all of its samples are more than `count`.
-    """
+    """Returns about `count` of a step's samples: whole groups, so that siblings can be compared, evenly spread over the
+    step. They are chosen by position, so without bias. One group is returned where all of its samples are more than
+    `count`, and none for a count of 0."""
     if count == "all" or count >= len(rows):
         return list(rows)
+    if not count:
+        return []
     groups: dict[int, list[RowRef]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     by_group = list(groups.values())
     whole = max(1, count // max(map(len, by_group)))
-    return [row for index in range(whole) for row in by_group[index * len(by_group) // whole]][:count]
+    return [row for index in range(whole) for row in by_group[index * len(by_group) // whole]]
 
 
 def shown_by_token(rows: Sequence[RowRef]) -> tuple[tuple[int, int], ...]:

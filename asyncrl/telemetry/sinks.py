@@ -65,15 +65,16 @@ class TensorboardSink:
 
 
 class WandbSink:
-    """Writes to one wandb run per run directory; a resumed run resumes it. wandb reads WANDB_PROJECT, WANDB_MODE and
-    its other environment variables."""
+    """Writes to one wandb run per run directory; a resumed run resumes it. Project and tags are those of the config;
+    wandb reads WANDB_MODE and its other environment variables."""
 
     def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        named = run_dir / "run.id"
+        named, chosen = run_dir / "run.id", config.get("telemetry", {})
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "asyncrl"),
+            project=chosen.get("wandb_project") or os.environ.get("WANDB_PROJECT", "asyncrl"),
+            tags=list(chosen.get("wandb_tags", ())),
             dir=str(run_dir),
             name=name,
             config=dict(config),

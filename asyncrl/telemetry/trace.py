@@ -59,7 +59,7 @@ class Tracer:
         self._path = path
         self._process = process
         self._now = now
-        self._tracks: dict[int, _Track] = {}
+        self._tracks: dict[int | str, _Track] = {}
         # A deque, because several threads append events while one removes them.
         self._events: deque[_Event] = deque()
         self._recorded = count(1)
@@ -76,6 +76,15 @@ class Tracer:
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Returns a context manager whose block is drawn as a slice. Spans of concurrent tasks may overlap freely."""
         return _NO_SPAN if self._path is None else _Span(self, name, args)
+
+    def lane(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Returns a span that is drawn on a track of its own name, which all of these share."""
+        return _NO_SPAN if self._path is None else _Span(self, name, args, name)
+
+    def count(self, name: str, **values: float) -> None:
+        """Draws numbers of this moment as curves on a track of this name."""
+        if self._path is not None:
+            self._record(("C", 0, name, self._now(), 0.0, values))
 
     def flow_start(self, flow: str) -> None:
         """Starts the arrow `flow` at the span that is open here, or at a mark of its own."""
@@ -115,8 +124,12 @@ class Tracer:
             self._record(("X", tid, flow, at, SHORTEST, None))
         self._record((kind, tid, flow, at, 0.0, None))
 
-    def _track(self) -> "_Track":
-        """Returns the track of this thread."""
+    def _track(self, lane: str = "") -> "_Track":
+        """Returns the track of this lane; "": of this thread."""
+        if lane:
+            if lane not in self._tracks:
+                self._tracks[lane] = _Track(lane, self._make_tid)
+            return self._tracks[lane]
         thread = threading.get_ident()
         if thread not in self._tracks:
             try:
@@ -154,12 +167,14 @@ class Tracer:
         head = f'{head},"ts":{1e6 * (self._wall + at):.3f}'
         if kind == "X":
             return f'{head},"cat":"asyncrl","name":{quoted(name)},"dur":{1e6 * took:.3f}{tail}'
+        if kind == "C":
+            return f'{head},"cat":"asyncrl","name":{quoted(name)}{tail}'
         binding = ',"bp":"e"' if kind == "f" else ""
         return f'{head}{binding},"cat":"sample","name":"sample","id":{quoted(name)}{tail}'
 
 
 _Event = tuple[str, int, str, float, float, dict[str, Any] | None]
-"""Kind ("X" slice, "s", "f" ends of an arrow, "M" name of a track), thread, name, begin, length, args."""
+"""Kind ("X" slice, "s", "f" ends of an arrow, "C" numbers, "M" name of a track), thread, name, begin, length, args."""
 
 _NO_SPAN = nullcontext()
 
@@ -205,16 +220,17 @@ class _Track:
 class _Span:
     """The context manager of Tracer.span. row: where it is drawn while it is open."""
 
-    __slots__ = ("_args", "_name", "_outer", "_start", "_tracer", "row", "task", "track")
+    __slots__ = ("_args", "_lane", "_name", "_outer", "_start", "_tracer", "row", "task", "track")
 
-    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
+    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any], lane: str = "") -> None:
         self._tracer = tracer
+        self._lane = lane
         self._name = name
         self._args = args
         self.row: _Row | None = None
 
     def __enter__(self) -> None:
-        self.track = self._tracer._track()
+        self.track = self._tracer._track(self._lane)
         self._outer = _open_span.get()
         self.task = asyncio.current_task() if self.track.name == CALLS else None
         self.row = self.track.row_in(self._outer, self.task)

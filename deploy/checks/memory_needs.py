@@ -71,7 +71,7 @@ def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> li
     if config.algorithm.constraint == "lagrangian":
         critic = _critic("cost_critic", config, config.cost_critic, shape, lengths)
         found += [_scorer("cost", config.cost, shape), critic]
-    if config.evaluate.prompts:
+    if config.evaluate.is_on:
         found.append(_generation(config, shape, lengths, "evaluation", config.evaluate.replicas))
     return [*found, *_copies_of_weights(config, shape)]
 
@@ -97,7 +97,7 @@ def _copies_of_weights(config: Config, shape: Shape) -> list[MemoryNeed]:
     """Returns the need of versions of the weights where generation does not read them in place."""
     if (transport := transport_of(config).name) in ("shm", "inproc"):
         return []
-    readers = config.generation.replicas + (config.evaluate.replicas if config.evaluate.prompts else 0)
+    readers = config.generation.replicas + (config.evaluate.replicas if config.evaluate.is_on else 0)
     copies = {"file": 1, "cuda_ipc": SLOTS}.get(transport, BUFFERS) + (
         0 if transport == "cuda_ipc" else SLOTS * readers
     )

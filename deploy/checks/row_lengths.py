@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,8 +48,8 @@ class RowLengths:
 def measured_lengths(config: Config, model: str) -> RowLengths:
     """Counts tokens of training and held-out prompts; returns what the config allows where that is not possible."""
     allowed = RowLengths.allowed(config)
-    sources = {config.task.prompts: training_prompts, config.evaluate.prompts: held_out_prompts}
-    sources.pop("", None)
+    sources: dict[str, Callable[[Config], Prompts | None]] = {config.task.prompts: training_prompts}
+    sources |= {each.prompts: partial(held_out_prompts, name=each.name) for each in config.evaluate.held_out}
     if config.environment.use or not all(spec.startswith(BUILTIN) or is_read_ahead(spec) for spec in sources):
         return allowed  # Environments make prompts too.
     try:

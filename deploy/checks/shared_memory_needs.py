@@ -64,8 +64,8 @@ def _rows(config: Config, prompt: int, text: int) -> int:
     if config.reference_by_service:
         total += bytes_of_rows(gate.kept, bytes_of_row(reference_columns(response)), config.reference.replicas)
     total += critic_count(config) * bytes_of_rows(gate.kept, bytes_of_row(value_columns("values", "at", response)))
-    if config.evaluate.prompts:
-        total += bytes_of_rows(max(config.generation.slots, config.evaluate.samples), sample)
+    if config.evaluate.is_on:
+        total += bytes_of_rows(max(config.generation.slots, config.evaluate.most_samples), sample)
     return total
 
 

@@ -3,22 +3,60 @@
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer
 
 
 def main(arguments: list[str]) -> int:
+    asked = _parser().parse_args(arguments)
+    from asyncrl.controller.observers.evaluation.answers import write_answers
+    from asyncrl.deploy.standalone_evaluation import Wanted, evaluate_target
+
+    answers: list[HeldOutAnswer] = []
+
+    def save(name: str, version: int, found: "Sequence[HeldOutAnswer]") -> None:
+        answers.extend(found)
+
+    wanted = Wanted(asked.prompts, asked.size, tuple(asked.set), asked.step, save if asked.answers else None)
+    found = asyncio.run(evaluate_target(asked.target, asked.task, lambda line: print(line, file=sys.stderr), wanted))
+    if asked.answers:
+        write_answers(asked.answers, answers)
+    for each in found:
+        cost = "" if each.cost is None else f", cost {each.cost:.4f}"
+        passed = "".join(f", pass@{k} {rate.mean:.4f}" for k, rate in each.pass_at.items())
+        unscorable = f"; {each.unscorable} samples could not be scored" if each.unscorable else ""
+        code = "" if each.code is None else f"; {each.code} (intervals of 95 %)"
+        print(
+            f"{f'{each.name}: ' if each.name else ''}reward {each.mean:.4f} ± {each.stderr:.4f} (standard error){cost}"
+            f"{passed} over {each.prompts} prompts, version {each.version}, {each.seconds:.1f} s{unscorable}{code}"
+        )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("asyncrl evaluate", description=__doc__)
     parser.add_argument("target", help="Name a run directory, or a model as model.name does.")
     task_help = "Use the held-out prompts, rewards and costs of this experiment; a run has its own."
     parser.add_argument("--task", metavar="NAME|FILE", help=task_help)
-    asked = parser.parse_args(arguments)
-    from asyncrl.deploy.standalone_evaluation import evaluate_target
-
-    found = asyncio.run(evaluate_target(asked.target, asked.task, lambda line: print(line, file=sys.stderr)))
-    cost = "" if found.cost is None else f", cost {found.cost:.4f}"
-    unscorable = f"; {found.unscorable} samples could not be scored" if found.unscorable else ""
-    code = "" if found.code is None else f"; {found.code} (intervals of 95 %)"
-    print(
-        f"reward {found.mean:.4f} ± {found.stderr:.4f} (standard error){cost} over {found.prompts} prompts, "
-        f"version {found.version}, {found.seconds:.1f} s{unscorable}{code}"
+    prompts_help = "Use all prompts of this source, a form of task.prompts, in place of the held-out ones."
+    parser.add_argument("--prompts", metavar="FILE", help=prompts_help)
+    parser.add_argument(
+        "--size", type=_positive, default=0, metavar="N", help="Use at most this many prompts of a set."
     )
-    return 0
+    set_help = "Use this set of evaluate.sets, several times for several; default: all sets."
+    parser.add_argument("--set", action="append", default=[], metavar="NAME", help=set_help)
+    parser.add_argument(
+        "--step", default="", metavar="N", help="Score the checkpoint of this step of a run, or `best`."
+    )
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="Write the answers as JSON lines to this file.")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"invalid positive number: {text!r}")
+    return int(text)

@@ -217,9 +217,10 @@ def _train(
     config = loaded.config
     with forks_of(config, begun) as forks:
         from asyncrl.deploy.run_setup import RunRequest, run
-        from asyncrl.telemetry.display import open_display
+        from asyncrl.telemetry.screen.bottleneck import workers_of
+        from asyncrl.telemetry.screen.display import open_display
 
-        with open_display(config.steps) as display:
+        with open_display(config.steps, workers=workers_of(config)) as display:
             wanted = RunRequest(config, run_dir, display, command, accept_changes, loaded.sources, forks=forks)
             asyncio.run(run(replace(wanted, store=store)))
     return 0

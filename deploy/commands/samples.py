@@ -1,7 +1,15 @@
 """`asyncrl samples` shows what the model wrote, the reward of each sample by term, and why its tokens were masked."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.telemetry.samples_file import SampleRecord
+    from asyncrl.telemetry.screen.sample_panel import SpecialTokens
 
 DESCRIPTION = f"{__doc__} Without --step, --group, --best, --worst or --masked it shows samples of the last step."
 
@@ -9,24 +17,10 @@ DESCRIPTION = f"{__doc__} Without --step, --group, --best, --worst or --masked i
 def main(arguments: list[str]) -> int:
     from rich.console import Console
 
-    from asyncrl.errors import ConfigError
-    from asyncrl.telemetry.sample_panel import sample_panel
     from asyncrl.telemetry.samples_file import read_samples, select_samples
+    from asyncrl.telemetry.screen.sample_panel import group_panel, sample_panel
 
-    parser = argparse.ArgumentParser("asyncrl samples", description=DESCRIPTION)
-    parser.add_argument("run", type=Path, help="Name the run directory to read.")
-    parser.add_argument("--step", type=int, help="Show samples of this step only.")
-    parser.add_argument("--group", type=int, metavar="ID", help="Show samples of this group only.")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", action="store_const", const="best", dest="order", help="Sort by reward, best first.")
-    order.add_argument(
-        "--worst", action="store_const", const="worst", dest="order", help="Sort by reward, worst first."
-    )
-    parser.add_argument("--masked", action="store_true", help="Show only samples with tokens left out of the loss.")
-    parser.add_argument("-n", type=_positive, default=8, dest="count", help="Show at most this many (default: 8).")
-    parser.add_argument("--parquet", type=Path, metavar="FILE", help="Write all recorded samples to FILE instead.")
-    parser.add_argument("--verl", action="store_true", help="With --parquet: in the columns of verl.")
-    asked = parser.parse_args(arguments)
+    asked = _parser().parse_args(arguments)
     path = asked.run / "samples.jsonl"
     if not path.exists():
         raise ConfigError(f"{path} does not exist: name a run directory that has trained a step")
@@ -41,10 +35,53 @@ def main(arguments: list[str]) -> int:
         steps = [record.step for record in records]
         written = f"the file has samples of steps {min(steps)} to {max(steps)}" if steps else "the file has no samples"
         raise ConfigError(f"no sample fits; {written} (telemetry.samples_per_step says how many a step writes)")
-    console = Console()
+    console, tokens = Console(), _special_tokens(asked.run)
+    if asked.compare:
+        for group in _groups_of(chosen, records):
+            console.print(group_panel(group, tokens))
+        return 0
     for record in chosen:
-        console.print(sample_panel(record))
+        console.print(sample_panel(record, tokens=tokens))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("asyncrl samples", description=DESCRIPTION)
+    parser.add_argument("run", type=Path, help="Name the run directory to read.")
+    parser.add_argument("--step", type=int, help="Show samples of this step only.")
+    parser.add_argument("--group", type=int, metavar="ID", help="Show samples of this group only.")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_const", const="best", dest="order", help="Sort by reward, best first.")
+    order.add_argument(
+        "--worst", action="store_const", const="worst", dest="order", help="Sort by reward, worst first."
+    )
+    parser.add_argument("--masked", action="store_true", help="Show only samples with tokens left out of the loss.")
+    compare_help = "Show whole groups, each with its prompt once and all of its answers beneath, best first."
+    parser.add_argument("--compare", action="store_true", help=compare_help)
+    parser.add_argument("-n", type=_positive, default=8, dest="count", help="Show at most this many (default: 8).")
+    parser.add_argument("--parquet", type=Path, metavar="FILE", help="Write all recorded samples to FILE instead.")
+    parser.add_argument("--verl", action="store_true", help="With --parquet: in the columns of verl.")
+    return parser
+
+
+def _groups_of(chosen: "Sequence[SampleRecord]", records: "Sequence[SampleRecord]") -> "list[list[SampleRecord]]":
+    """Returns the groups of the chosen samples, with all members that are recorded."""
+    groups: dict[tuple[int, int], list[SampleRecord]] = {(each.step, each.group): [] for each in chosen}
+    for record in records:
+        if (key := (record.step, record.group)) in groups:
+            groups[key].append(record)
+    return list(groups.values())
+
+
+def _special_tokens(run_dir: Path) -> "SpecialTokens":
+    """Returns what shows special tokens, by the tokenizer of the run if it is there."""
+    from asyncrl.config.sources import read
+    from asyncrl.deploy.report.sample_tokens import special_tokens
+    from asyncrl.telemetry.run_directory import RunDirectory
+
+    directory = RunDirectory(run_dir)
+    named = [Path(read(directory.config).model.name).expanduser()] if directory.started_before else []
+    return special_tokens([directory.model, *named])
 
 
 def _positive(text: str) -> int:

@@ -11,8 +11,8 @@ from asyncrl.errors import Refused
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.scaling import scale
 from asyncrl.protocols.messages import Call
-from asyncrl.telemetry.display import Display
 from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.screen.display import Display
 
 
 @dataclass

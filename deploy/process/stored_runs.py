@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncrl.controller.journal.remote_copy.s3_objects import S3Objects
     from asyncrl.controller.journal.run_storage import FileStore
 
-READ = frozenset(("samples", "evaluate", "export", "report", "audit", "replay"))
+READ = frozenset(("samples", "evaluate", "export", "push", "report", "audit", "replay"))
 """Commands that read a run directory, and may be given such an address."""
 
 

@@ -72,8 +72,11 @@ def _seconds_trained(lines: list[Object], steps: list[Object]) -> list[float]:
 
 
 def _newest_evaluations(path: Path) -> list[Object]:
-    """Returns the newest evaluation of each version; a resume evaluates the versions again that it repeats."""
-    by_version = {line["version"]: line for line in read_lines(path)}
+    """Returns the newest evaluation of each version; a resume evaluates the versions again that it repeats. Of several
+    held-out sets they are those of `[evaluate]` itself, or of the first one where it has none."""
+    lines = list(read_lines(path))
+    name = min((line.get("name", "") for line in lines), key=lambda name: name != "", default="")
+    by_version = {line["version"]: line for line in lines if line.get("name", "") == name}
     return [by_version[version] for version in sorted(by_version)]
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.schema import Config
 from asyncrl.protocols.staleness import live
 from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.screen.sample_panel import PLAIN, SpecialTokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,6 +41,21 @@ def token_decoder(folders: Sequence[Path]) -> Decode | None:
 
             return _decoder(Tokenizer.from_file(str(path)))
     return None
+
+
+def special_tokens(folders: Sequence[Path]) -> SpecialTokens:
+    """Returns what shows answers with their special tokens, by the first of the folders with a tokenizer."""
+    for folder in folders:
+        if (path := folder / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
+
+            return _special_tokens(Tokenizer.from_file(str(path)))
+    return PLAIN
+
+
+def _special_tokens(tokenizer: "Tokenizer") -> SpecialTokens:
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    return SpecialTokens(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), tuple(names))
 
 
 def _decoder(tokenizer: "Tokenizer") -> Decode:

@@ -55,6 +55,7 @@ UNFUZZED: dict[str, str] = {
     "config/sources/keys.py": OWN,
     "config/sources/layers.py": USER,
     "config/sources/value_validation.py": USER,
+    "controller/journal/best_checkpoint.py": RUN,
     "controller/saved_rows.py": RUN,
     "deploy/checks/row_lengths.py": MODEL,
     "deploy/checks/shared_memory_needs.py": MODEL,

@@ -21,7 +21,7 @@ from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
 from asyncrl.controller import training_run
-from asyncrl.controller.journal.checkpoints import Manifest
+from asyncrl.controller.journal.checkpoints import Manifest, Spared
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run_fleet, run_setup
 from asyncrl.fleet.fleet import ServiceSpec
@@ -35,7 +35,7 @@ DIED = Path(FAULTS.get("died", "/nonexistent"))
 
 
 async def commit_until_the_fault(
-    journal: Journal, write: Callable[[str], Awaitable[Checkpointed]], keep: int
+    journal: Journal, write: Callable[[str], Awaitable[Checkpointed]], keep: int, kept: Spared
 ) -> Manifest:
     def fault(point: str) -> None:
         if (point, journal.ledger.version) != (POINT, VERSION) or DIED.exists():
@@ -47,7 +47,7 @@ async def commit_until_the_fault(
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: dead(victim), "its death")
 
-    return await faulty_commit(journal, write, keep, fault)
+    return await faulty_commit(journal, write, keep, fault, kept)
 
 
 def _folder(path: Path) -> Path:

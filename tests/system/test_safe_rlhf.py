@@ -17,10 +17,10 @@ from asyncrl.controller.journal.checkpoints import MANIFEST
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.deploy.standalone_evaluation import evaluate_run
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.display import LineDisplay
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
+from asyncrl.telemetry.screen.display import LineDisplay
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(200)]
 
@@ -156,7 +156,7 @@ async def test_reward_and_cost_models_score_and_a_resume_restores_multiplier_and
     held_out = [json.loads(line) for line in again.evaluations.read_text().splitlines()]
     assert [each["version"] for each in held_out][-1] == 3
     assert all(each["prompts"] == 6 and each["unscorable"] == 0 for each in held_out)
-    alone = await evaluate_run(again.path)
+    (alone,) = await evaluate_run(again.path)
     assert alone.mean == pytest.approx(held_out[-1]["mean"], rel=1e-3)
     assert alone.cost == pytest.approx(held_out[-1]["cost"], rel=1e-3)
     assert lines[2]["cost/multiplier"] == left < lines[1]["cost/multiplier"] < lines[0]["cost/multiplier"]

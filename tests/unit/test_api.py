@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,8 @@ import pytest
 import asyncrl.api
 from asyncrl.algorithms import grpo
 from asyncrl.api import _algorithm, _algorithm_here, _by_name, _environment, _reward, _reward_here, _section
-from asyncrl.config.schema import RewardConfig
+from asyncrl.config.schema import Config, RewardConfig
+from asyncrl.config.user_code import source_problem
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.deploy.process import notebook_run
@@ -230,3 +232,78 @@ def test_an_algorithm_without_a_name_is_said_to_be_one() -> None:
 def test_an_old_name_of_the_package_names_the_new_one() -> None:
     with pytest.raises(AttributeError, match=r"asyncrl\.Page is called asyncrl\.Algorithm"):
         getattr(asyncrl, "Page")  # noqa: B009
+
+
+def for_trl(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def test_a_reward_that_was_written_for_another_library_is_recognised() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str) -> float:
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"is one of TRL's reward functions: write from_trl\(cell\)"):
+        _by_name([{"use": in_a_cell("def cell(completions, **columns): return [1.0]")}])
+    with pytest.raises(ConfigError, match=r"is one of verl's reward functions: write from_verl\(compute_score\)"):
+        _by_name([{"use": compute_score}])
+    problem = source_problem(f"{__file__}:for_trl", "reward.functions", {})
+    assert problem is not None
+    assert problem.text.endswith("it is one of TRL's reward functions: write trl: before its name")
+    group = in_a_cell("def cell(completions): return [1.0 for _ in completions]")
+    assert _by_name([{"use": group}])[1] == [group], "a function of a group may call its samples so"
+
+
+def in_a_cell(source: str) -> Any:
+    """Returns the function `cell` as a notebook defines it: in a module that no other process can import."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, names)
+    return names["cell"]
+
+
+def test_functions_of_a_cell_are_rewards_and_algorithms_of_this_process() -> None:
+    scored, here = _reward(in_a_cell("def cell(sample): return 1.0"))
+    assert scored["functions"] == []
+    assert [function(None) for function in here] == [1.0]
+    algorithm = in_a_cell(
+        "class cell:\n    async def roll_out(fleet, control, group): ...\n    async def train(fleet, control): ..."
+    )
+    said: list[str] = []
+    keys, custom = _algorithm(algorithm)
+    assert custom is not None
+    assert _algorithm_here(custom, keys["custom"], said.append) is not None
+    assert said == ["the algorithm has no importable name: only the same call resumes this run"]
+
+
+@pytest.mark.parametrize("wrong", [3, "stop"])
+def test_a_callback_is_a_plain_function(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="on_step: write a plain function of a dict of metrics"):
+        asyncrl.train(model="m", prompts=[{"prompt": "a"}], reward="exact_match", on_step=wrong)
+
+
+def test_a_mistake_is_a_few_lines_in_a_notebook() -> None:
+    with pytest.raises(ConfigError) as mistaken:
+        asyncrl.train(model="m", prompts=[{"prompt": "a"}], reward="exact_match", steps=0, staleness=-1)
+    lines = mistaken.value._render_traceback_()
+    assert lines[0].startswith("ConfigError: 2 mistakes in the configuration:")
+    assert len(lines) == 3
+
+
+def test_a_finished_run_is_a_small_table(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    steps = [{"step": step, "reward/mean": step / 4} for step in (1, 2, 4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    evaluations = [
+        {"version": 0, "mean": 0.5},
+        {"version": 4, "mean": 0.75},
+        {"version": 4, "mean": None, "name": "hard"},
+    ]
+    (tmp_path / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in evaluations))
+    config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 4})
+    assert [line.split(None, 1)[1] for line in repr(asyncrl.Run(tmp_path, config)).splitlines()] == [
+        str(tmp_path),
+        "4 of 4",
+        "0.250 -> 1.000",
+        "out      0.750 at version 4",
+        "out hard unknown at version 4",
+        "4",
+    ]

@@ -4,16 +4,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.sections.algorithm_config import Section
+from asyncrl.config.sections.algorithm_config import NonEmpty, Section
 
 
 class TelemetryConfig(Section):
     """Output of the run besides its checkpoints."""
 
     samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
-    """Number of samples of each step that are written to samples.jsonl, in whole groups."""
+    """Number of samples of each step that are written to samples.jsonl, in whole groups: one group at least, unless it
+    is 0."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Services that get the metrics besides metrics.jsonl."""
+    wandb_project: str = ""
+    """Project of the run at wandb; default: the environment variable WANDB_PROJECT, else asyncrl."""
+    wandb_tags: tuple[NonEmpty, ...] = ()
+    """Tags of the run at wandb."""
     trace: bool = True
     """Writes trace.json.gz, which opens in Perfetto."""
     report: bool = True

@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from asyncrl.config.problems import Incoherent, Problem
 from asyncrl.config.schema import Config, RewardFunction
+from asyncrl.config.sections.evaluate_config import EvaluationSet
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sources.keys import all_keys, closest
@@ -92,7 +93,7 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
-        tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig}
+        tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig, "evaluate": EvaluationSet}
         near = closest(str(detail["loc"][-1]), tables.get(str(detail["loc"][0]), RewardFunction).model_fields)
         return "there is no such key" + (f"; did you mean {near}?" if near else "")
     if detail["type"] in ("tuple_type", "list_type"):

@@ -6,7 +6,7 @@ files match their digests and the journal still begins with the bytes that the c
 
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -31,6 +31,14 @@ REFUSED = "refused-"
 
 WriteFiles = Callable[[str], Awaitable[Checkpointed]]
 """Lets the trainer write its files, fsynced, into a directory."""
+
+
+Spared = Callable[[Sequence[int]], Collection[int]]
+"""Returns those of the checkpoints that are not removed, however old they are."""
+
+
+def nothing_spared(made: Sequence[int]) -> Collection[int]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +102,9 @@ class ResumePlan:
         return SavedSamples(waiting, self.answered)
 
 
-async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
-    """Makes the checkpoint of the journal's version, while no iteration runs, and leaves the newest `keep`.
+async def commit(journal: Journal, write: WriteFiles, keep: int, kept: Spared = nothing_spared) -> Manifest:
+    """Makes the checkpoint of the journal's version, while no iteration runs, and leaves the newest `keep` and those
+    that `kept` returns.
 
     What waits for the disk does not hold up the event loop; records that are appended meanwhile lie behind the
     checkpoint. Raises JournalError when the trainer is at another version, or trained other samples, than the journal
@@ -116,8 +125,11 @@ async def commit(journal: Journal, write: WriteFiles, keep: int) -> Manifest:
         raise
     await store.run(store.rename, unfinished, str(manifest.version))
     journal.append(CheckpointMade(manifest.version, sha256(manifest.encode()).hexdigest()))
-    for old in versions(store)[:-keep]:
-        await store.run(store.remove, str(old))
+    made = versions(store)
+    spared = kept(made)
+    for old in made[:-keep]:
+        if old not in spared:
+            await store.run(store.remove, str(old))
     return manifest
 
 
@@ -346,3 +358,20 @@ def newest_model(run_dir: Path) -> tuple[Path, int]:
     if not refused:
         raise ConfigError(f"{run_dir} has no checkpoint yet")
     raise JournalError(f"no checkpoint of {run_dir} can be used ({'; '.join(refused)})")
+
+
+def saved_model(run_dir: Path, version: int) -> tuple[Path, int]:
+    """Returns `model/` of this checkpoint, and its version. Raises ConfigError when the run has none of this version,
+    JournalError when it is damaged."""
+    store = CheckpointFolders(run_dir)
+    if version not in (there := versions(store)):
+        known = f"there are {', '.join(map(str, there))}" if there else "there is none yet"
+        raise ConfigError(
+            f"{run_dir} has no checkpoint of step {version}; {known} (training.checkpoint_every and "
+            "training.keep_checkpoints say which are kept)"
+        )
+    try:
+        _check_files(store, read_manifest(store, version))
+    except JournalError as error:
+        raise JournalError(f"checkpoint {version}: {error}") from error
+    return Path(store.path(str(version))) / "model", version

@@ -13,15 +13,16 @@ from statistics import fmean
 from typing import Literal
 
 from asyncrl.controller.journal.ledger import Dropped
-from asyncrl.controller.observers.code_metrics import code_metrics
+from asyncrl.controller.observers.evaluation.code_metrics import code_metrics
+from asyncrl.controller.observers.evaluation.evaluator import Evaluation
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
-from asyncrl.controller.observers.held_out_evaluation import Evaluation
 from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.observers.step_metrics import (
     EnvironmentCounts,
     TimeShares,
     batch_metrics,
     feedback_metrics,
+    queue_metrics,
     report_metrics,
     step_of,
     term_metric,
@@ -113,13 +114,9 @@ class Recorder:
     def evaluated(self, evaluation: Evaluation) -> None:
         """Writes one evaluation; sinks get it under its version, `metrics.jsonl` with the next step."""
         self._evaluations.append({"incarnation": self.incarnation, **asdict(evaluation)})
-        numbers = {"eval/reward/mean": evaluation.mean, "eval/reward/stderr": evaluation.stderr}
-        if evaluation.cost is not None:
-            numbers["eval/cost/mean"] = evaluation.cost
-        if evaluation.code is not None:
-            numbers |= evaluation.code.metrics()
+        numbers = evaluation.metrics()
         self._send(evaluation.version, numbers)
-        self._evaluated = {**numbers, "eval/version": evaluation.version}
+        self._evaluated |= {**numbers, evaluation.metric("version"): evaluation.version}
 
     async def _handle(self, event: Event) -> None:
         match event:
@@ -157,7 +154,7 @@ class Recorder:
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         healths = await self.poll_health()
         metrics |= self._shares.since_last(healths) | self._counts.since_last(healths) | feedback_metrics(healths)
-        metrics |= self._evaluated
+        metrics |= queue_metrics(healths) | self._evaluated
         records = self._records(done)
         self._metrics.append(metrics)
         for record in records:

@@ -57,6 +57,14 @@ def feedback_metrics(healths: Sequence[Health]) -> dict[str, float]:
     return {name: value for name, value in counters if name.startswith("feedback/")}
 
 
+def queue_metrics(healths: Sequence[Health]) -> dict[str, float]:
+    """Returns the calls that wait for a compute thread, by service, over its workers."""
+    found = Counter[str]()
+    for health in healths:
+        found[f"perf/queued/{health.service}"] += health.queued
+    return {name: float(count) for name, count in found.items()}
+
+
 class EnvironmentCounts:
     """Turns what workers counted as `environment/*` since they started into the counts between two calls."""
 

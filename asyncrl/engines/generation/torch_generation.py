@@ -149,6 +149,12 @@ class TorchGeneration:
         the finished requests, and whether there is more to sample. Keys and values of released samples are dropped."""
         self.core.end(aborted, "abort")
         self.core.parked.forget(released, self._oldest)
+        tracer, core = self._worker.tracer, self.core
+        tracer.count("samples", running=core.running, waiting=core.waiting)
+        with tracer.lane("decode", running=core.running):
+            return self._decode(), core.active
+
+    def _decode(self) -> list[Completion]:
         until = time.monotonic() + SLICE_SECONDS
         done: list[Completion] = []
         while not done and self.core.active:
@@ -159,7 +165,7 @@ class TorchGeneration:
             done = self.core.step()
             if self._worker.compute.queued > 1 or time.monotonic() >= until:
                 break
-        return done, self.core.active
+        return done
 
     def _set_paused(self, paused: bool) -> int:
         """Prevents or allows further steps; returns the number of steps begun."""

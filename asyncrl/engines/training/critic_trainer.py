@@ -113,12 +113,14 @@ class CriticStep(TrainingStep):
         old = live_values(rows, [values for _, values, _ in samples], model.device)
         returns = live_values(rows, [item.returns for item in rows], model.device)
         budget = self._config.training.micro_batch_tokens
-        values = model.values(live_rows(rows, model.device, model.sharing_width, budget))
+        with self._lane("forward"):
+            values = model.values(live_rows(rows, model.device, model.sharing_width, budget))
         terms, clipped = value_loss(values, old, returns, target.settings(self._config).value_clip)
         loss = weight * terms.sum()
         if not math.isfinite(loss.item()):
             return False
-        torch.autograd.backward(loss)
+        with self._lane("backward"):
+            torch.autograd.backward(loss)
         for item in rows:
             item.in_loss = item.live_tokens
         ages = [float(self._optimizer.updates - valued_at) for _, _, valued_at in samples]

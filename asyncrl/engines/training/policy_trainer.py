@@ -189,7 +189,7 @@ class PolicyStep(TrainingStep):
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
             temperatures, spans = [item.row.temperature for item in items], [item.row.spans for item in items]
             chunk, budget = self._config.training.logits_chunk, self._config.training.micro_batch_tokens
-            with base_model(self._trainer.model.whole) if of_base else nullcontext():
+            with base_model(self._trainer.model.whole) if of_base else nullcontext(), self._lane("forward"):
                 logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans, budget)
             found += zip(items, logprobs, strict=True)
             yield True
@@ -228,7 +228,8 @@ class PolicyStep(TrainingStep):
         model, training = self._trainer.model, self._config.training
         batch = micro_batch(rows, model.device, model.sharing_width, training.micro_batch_tokens)
         chunk, bonus = training.logits_chunk, self._algorithm.entropy_bonus > 0
-        logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
+        with self._lane("forward"):
+            logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
         terms = policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)
         loss = terms.policy.sum() + terms.kl.sum() + terms.entropy.sum()
         if not math.isfinite(loss.item()):
@@ -237,7 +238,8 @@ class PolicyStep(TrainingStep):
             # All samples when only the sum is not finite.
             self._culprits += [key for key, tokens in zip(keys, broken, strict=True) if tokens] or keys
             return False
-        torch.autograd.backward(loss)
+        with self._lane("backward"):
+            torch.autograd.backward(loss)
         self._update_totals.add(terms, logprobs, entropy, batch, first=not self._norms)
         for item, rejected in zip(rows, batch.ragged.sum((terms.weight == 0).float()).tolist(), strict=True):
             item.rejected = int(rejected)

@@ -1,7 +1,8 @@
 """The part that training steps of policy and critic share: masks, the split into updates, one pass at a time."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,12 +41,22 @@ class StepOutcome:
     culprits: tuple[SampleName, ...] = ()
 
 
+Lane: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Draws a block of work on the track of this name in the trace."""
+
+
+def undrawn(name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class Trainer(ABC):
-    """Trains one model. Not thread-safe: all calls come from one thread."""
+    """Trains one model. Not thread-safe: all calls come from one thread. lane: draws forward and backward passes, which
+    a GPU may still compute when they end here, and optimizer steps."""
 
     config: Config
     ranks: Ranks
     optimizer: Optimizer
+    lane: Lane = staticmethod(undrawn)
 
     @abstractmethod
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "TrainingStep":
@@ -72,6 +83,7 @@ class TrainingStep(ABC):
         self._config = config = trainer.config
         self._ranks = trainer.ranks
         self._optimizer = trainer.optimizer
+        self._lane = trainer.lane
         staleness, truncated = config.staleness, config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
         self._norms: list[float] = []  # gradient norms of the updates taken
@@ -129,13 +141,17 @@ class TrainingStep(ABC):
         if not in_loss and not broken:
             self._optimizer.discard()
             self._not_taken.add("rejected" if rejected else LEFT_OUT)
-        elif (norm := self._optimizer.step(self._ranks, finite=finite)) is not None:
+        elif (norm := self._optimizer_step(finite)) is not None:
             self._norms.append(norm)
             self._keep_sums()
         else:
             self._not_taken.add(NOT_FINITE)
             for item in part:
                 item.lost = NOT_FINITE
+
+    def _optimizer_step(self, finite: bool) -> float | None:
+        with self._lane("optimizer"):
+            return self._optimizer.step(self._ranks, finite=finite)
 
     @abstractmethod
     def _prepare(self) -> Iterator[bool]:

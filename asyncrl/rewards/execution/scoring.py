@@ -39,7 +39,8 @@ def score_of(
             terms[spec.name] = result.value
             total += spec.weight * result.value
     if "fail" in effects:
-        advice = f'{specs[0].key.partition(".")[0]}.on_error = "zero" or "ignore" lets the run go on'
+        section = "cost" if specs[0].key.startswith("cost.") else "reward"
+        advice = f'{section}.on_error = "zero" or "ignore" lets the run go on'
         raise RewardError("\n".join([*failures, advice]))
     return Score(None if "ignore" in effects else total, terms, "\n".join(failures), _turns(sample, specs, results))
 

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from asyncrl.deploy.commands.running.watched_runs import looking_at
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.display import shown, skipped
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus
-from asyncrl.telemetry.sample_panel import filled
+from asyncrl.telemetry.screen.display import shown, skipped
+from asyncrl.telemetry.screen.sample_panel import filled
 
 LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called old: a loaded machine is late by some of them."""

@@ -21,10 +21,10 @@ from typing import Any
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import AsyncrlError, ConfigError, Interrupted
-from asyncrl.telemetry.display import LineDisplay, Metrics
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.screen.display import LineDisplay, Metrics
 
 QUIET = {"ASYNCRL_TELEMETRY__REPORT": "false", "ASYNCRL_TELEMETRY__TRACE": "false"}
 """Keys of every trial, unless flags set them: one report shows the whole search."""

@@ -11,9 +11,9 @@ from asyncrl.config.sources import read
 from asyncrl.deploy.report.dashboard.line_tail import LineTail
 from asyncrl.deploy.report.dashboard.recorded_samples import RecordedSamples
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.display import shown, skipped
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, read_status
+from asyncrl.telemetry.screen.display import shown, skipped
 
 LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called silent: a loaded machine is late by some of them."""

@@ -21,7 +21,7 @@ from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.tasks import source_problems
-from asyncrl.telemetry.display import open_display
+from asyncrl.telemetry.screen.display import open_display
 
 PACKAGED = Path("pypi:smollm2")
 UNREAD = 'algorithm.dual_clip, algorithm.loss: nothing reads it with loss = "gspo": remove it'

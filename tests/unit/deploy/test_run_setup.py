@@ -18,10 +18,10 @@ from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
+from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.run_fleet import LONGEST
 from asyncrl.deploy.run_setup import (
     RunRequest,
-    exhausted,
     facts_of,
     load_questions,
     nothing_left,
@@ -32,9 +32,9 @@ from asyncrl.errors import ConfigError, FleetFailed, RemoteError, TaskError
 from asyncrl.tasks import training_prompts
 from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.tasks.source_problems import check_tests
-from asyncrl.telemetry.display import open_display
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
+from asyncrl.telemetry.screen.display import open_display
 
 ROWS = [{"prompt": "x" * length} for length in (1, 2, 3)]
 

@@ -36,8 +36,23 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         yield
 
     monkeypatch.setattr(module, "running_fleet", running_fleet)
-    monkeypatch.setattr(module, "newest_model", lambda run_dir: (tmp_path / "model", 3))
+    monkeypatch.setattr(module, "chosen_model", lambda run_dir, step: (tmp_path / "model", 3))
     return seen
+
+
+class Asked(Exception):
+    """Carries what an evaluation of a model was asked for."""
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ends an evaluation where its model would be started, with Asked(config, questions by set)."""
+
+    async def evaluate_model(model: Path, config: Config, questions: Any, *_: object, **__: object) -> None:
+        raise Asked(config, questions)
+
+    monkeypatch.setattr(module, "evaluate_model", evaluate_model)
+    monkeypatch.setattr(module, "chosen_model", lambda run_dir, step: (tmp_path / f"model-{step}", 3))
 
 
 def config(*functions: str) -> Config:
@@ -139,3 +154,43 @@ def test_prompts_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"^prompts: write a form of task\.prompts, .* not None$"):
         train(model="m", prompts=nothing, reward="exact_match")
     assert list(tmp_path.iterdir()) == []
+
+
+def with_sets(tmp_path: Path) -> Config:
+    lines = [f'{{"prompt": "{number}", "answer": "a"}}' for number in range(100)]
+    (tmp_path / "many.jsonl").write_text("\n".join(lines))
+    many = str(tmp_path / "many.jsonl")
+    evaluate = {"prompts": many, "size": 8, "sets": {"hard": {"prompts": many, "size": 5}}}
+    return Config.model_validate({**config("exact_match").model_dump(), "evaluate": evaluate})
+
+
+@pytest.mark.usefixtures("questions")
+def test_all_sets_are_evaluated_or_those_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_of(tmp_path / "run", with_sets(tmp_path)).path
+    sizes = {}
+    for flags in ((), ("--set", "hard"), ("--size", "2")):
+        with pytest.raises(Asked) as asked:
+            cli.main(["evaluate", str(path), *flags])
+        sizes[flags] = {name: len(own) for name, own in asked.value.args[1].items()}
+    assert sizes == {(): {"": 8, "hard": 5}, ("--set", "hard"): {"hard": 5}, ("--size", "2"): {"": 2, "hard": 2}}
+    assert cli.main(["evaluate", str(path), "--set", "heard"]) == 2
+    assert "there is no held-out set heard; did you mean hard?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("questions")
+def test_all_prompts_of_a_given_file_are_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_of(tmp_path / "run", with_sets(tmp_path)).path
+    with pytest.raises(Asked) as asked:
+        cli.main(["evaluate", str(path), "--prompts", str(tmp_path / "many.jsonl")])
+    used, questions = asked.value.args
+    assert {name: len(own) for name, own in questions.items()} == {"": 100}
+    assert used.evaluate.set_of(-100).name == "", "the rewards of another set do not score the last ones"
+    assert cli.main(["evaluate", str(path), "--prompts", str(tmp_path / "mani.jsonl")]) == 2
+    assert "evaluate.prompts: there is no file" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(path), "--prompts", str(tmp_path / "many.jsonl"), "--set", "hard"]) == 2
+    assert "name no set beside them" in capsys.readouterr().err
+
+
+def test_only_a_run_has_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate", "warmed:reverse", "--task", "quickstart", "--step", "4"]) == 2
+    assert "leave out --step" in capsys.readouterr().err

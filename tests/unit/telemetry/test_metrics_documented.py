@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.observers.held_out_evaluation import Evaluation
+from asyncrl.controller.observers.evaluation.evaluator import Evaluation
 from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
-from asyncrl.telemetry.display import SHOWN
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+from asyncrl.telemetry.screen.display import SHOWN
 from asyncrl.telemetry.state_clock import STATES
 
 ROOT = Path(__file__).parents[3]

@@ -100,7 +100,7 @@ def test_whole_groups_are_shown_that_are_spread_over_the_batch() -> None:
     shown = [(row.group, row.member) for row in to_show(batch, 8)]
     assert shown == [(0, 0), (0, 1), (0, 2), (0, 3), (8, 0), (8, 1), (8, 2), (8, 3)]
     assert [row.group for row in to_show(batch, 11)] == [row.group for row in to_show(batch, 8)]
-    assert [(row.group, row.member) for row in to_show(batch, 2)] == [(0, 0), (0, 1)]
+    assert [(row.group, row.member) for row in to_show(batch, 2)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert [row.group for row in to_show(rows(*((group, 1) for group in range(64))), 8)] == list(range(0, 64, 8))
     assert len(to_show(rows((0, 1), (1, 4), (2, 2)), 4)) == 1, "how many fit follows from the largest group"
     assert to_show(batch, "all") == batch

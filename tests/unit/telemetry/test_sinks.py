@@ -150,11 +150,16 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Takes the place of wandb, and returns what it logs: tables as lists of rows, each a dict."""
     found: list[dict[str, Any]] = []
 
+    def opened(given: dict[str, Any], run: Any) -> Any:
+        run.given = given
+        found.append({"given": given}) if given["tags"] else None
+        return run
+
     def table(columns: list[str], data: list[list[Any]]) -> list[dict[str, Any]]:
         return [dict(zip(columns, row, strict=True)) for row in data]
 
     run = SimpleNamespace(log=found.append, define_metric=lambda *_, **__: None, finish=lambda: found.append({}))
-    fake = SimpleNamespace(init=lambda **_: run, Table=table)
+    fake = SimpleNamespace(init=lambda **given: opened(given, run), Table=table)
     monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
     return found
 
@@ -188,3 +193,16 @@ def test_a_table_is_bounded_and_an_episode_is_one_text(logged: list[dict[str, An
     assert rows[0]["text"] == "assistant: left\nuser: wall"
     assert len(rows[1]["prompt"]) == CELL_CHARACTERS + len(" ... ")
     assert json.loads(rows[1]["terms"]) == {"numeric": 0.5}
+
+
+def test_project_and_tags_of_the_config_reach_wandb(
+    logged: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "of-the-shell")
+    telemetry = {"wandb_project": "sums", "wandb_tags": ["tiny", "second try"]}
+    for settings in (telemetry, {"wandb_tags": ["tiny"]}):
+        (sink,) = open_sinks(["wandb"], tmp_path, "run", {"telemetry": settings}, print)
+        sink.close()
+    first, second = [line["given"] for line in logged if "given" in line]
+    assert (first["project"], first["tags"]) == ("sums", ["tiny", "second try"])
+    assert second["project"] == "of-the-shell"

@@ -297,3 +297,20 @@ def test_nothing_is_left_of_events_of_which_a_part_fits(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, before)
     assert path.read_bytes() == b"whole\n"
+
+
+def test_work_of_a_kind_has_a_track_of_its_own_and_numbers_are_curves(tmp_path: Path) -> None:
+    tracer = Tracer(file_of(tmp_path, "generation0.0"), "generation0.0", now=Ticks(), since_1970=Ticks(1000.0))
+    with tracer.span("step"), tracer.lane("forward"):
+        pass
+    with tracer.lane("forward", tokens=3):
+        tracer.count("samples", running=4, waiting=2)
+    tracer.close()
+    events = merged(tmp_path)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    lanes = [names[event["tid"]] for event in events if event["ph"] == "X" and event["name"] == "forward"]
+    assert lanes == ["forward", "forward"]
+    assert next(names[event["tid"]] for event in events if event["name"] == "step") != "forward"
+    (numbers,) = [event for event in events if event["ph"] == "C"]
+    assert (numbers["name"], numbers["args"]) == ("samples", {"running": 4, "waiting": 2})
+    Tracer(None, "nobody").count("samples", running=1)

@@ -329,3 +329,13 @@ def test_one_process_works_in_a_run_directory(tmp_path: Path) -> None:
         pass
     with run_lock(tmp_path):
         pass
+
+
+async def test_a_spared_checkpoint_outlives_the_rotation(saga: Saga) -> None:
+    for _ in range(5):
+        await commit(saga.journal, saga.trainer.write, 1, lambda made: {1})
+        saga.train()
+    assert versions(saga.store) == [1, 4]
+    plan = plan_resume(saga.store.after_death())
+    assert plan is not None
+    assert plan.version == 4, "a resume goes on from the newest one"

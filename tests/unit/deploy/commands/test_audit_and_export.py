@@ -167,3 +167,17 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_named(
 def test_export_to_where_nothing_can_be_made(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(run_dir), "/proc/model"]) == 2
     assert "/proc/model cannot be written: " in capsys.readouterr().err
+
+
+def test_the_checkpoint_of_a_step_is_exported(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(run_dir), str(tmp_path / "model"), "--step", "0"]) == 0
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == WEIGHTS
+    assert cli.main(["export", str(run_dir), str(tmp_path / "other"), "--step", "4"]) == 2
+    assert "has no checkpoint of step 4; there are 0 (training.checkpoint_every" in capsys.readouterr().err
+    (run_dir / "best.json").write_text('{"version": 0}')
+    assert cli.main(["export", str(run_dir), str(tmp_path / "best"), "--step", "best"]) == 0
+    damage(run_dir / "checkpoints" / "0" / "model" / "model.safetensors")
+    assert cli.main(["export", str(run_dir), str(tmp_path / "damaged"), "--step", "0"]) == 1
+    assert "checkpoint 0: model/model.safetensors was changed or damaged" in capsys.readouterr().err

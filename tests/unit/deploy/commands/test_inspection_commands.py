@@ -1,7 +1,7 @@
 """The commands that look at something: samples, keys, experiments, graph, audit, export, evaluate."""
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +52,19 @@ def test_samples(flags: list[str], groups: list[int], run_dir: Path, capsys: pyt
     text = capsys.readouterr().out
     assert [group for group in (10, 11, 20, 21) if f"answer {group}" in text] == groups
     assert ("(stale)" in text) == (20 in groups)
+
+
+def test_whole_groups_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = LineFile(tmp_path / "samples.jsonl")
+    for member, reward in enumerate((0.0, 1.0, 0.5)):
+        file.append(asdict(replace(record(1, 10, reward), member=member)))
+    file.close()
+    assert cli.main(["samples", str(tmp_path), "--compare", "--best", "-n", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("question 10") == 1
+    assert [text.index(f"member {member}") for member in (1, 2, 0)] == sorted(
+        text.index(f"member {each}") for each in range(3)
+    )
 
 
 def test_samples_that_are_not_there(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from types import MappingProxyType
 from typing import Any, Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -15,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.telemetry.sample_panel import Items, sample_panel
 from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.screen.bottleneck import LongCurve, ServiceLoad
+from asyncrl.telemetry.screen.sample_panel import Items, sample_panel
 
 Metrics = Mapping[str, Any]
+NO_WORKERS: Mapping[str, int] = MappingProxyType({})
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward/mean", "reward", ".3f"),
@@ -62,11 +65,12 @@ class Display(AbstractContextManager["Display", None]):
         """Takes what happened for a log; nothing of it is shown."""
 
 
-def open_display(steps: int, stream: TextIO | None = None) -> Display:
-    """Returns the live view if `stream` (standard output) is a terminal, else lines. steps: of the whole run."""
+def open_display(steps: int, stream: TextIO | None = None, workers: Mapping[str, int] = NO_WORKERS) -> Display:
+    """Returns the live view if `stream` (standard output) is a terminal, else lines. steps: of the whole run. workers:
+    as in ServiceLoad."""
     stream = stream or sys.stdout
     console = Console(file=stream)
-    return LiveDisplay(console, steps) if console.is_terminal else LineDisplay(stream, steps)
+    return LiveDisplay(console, steps, workers) if console.is_terminal else LineDisplay(stream, steps)
 
 
 class LoggedDisplay(Display):
@@ -138,7 +142,9 @@ class LineDisplay(Display):
 class LiveDisplay(Display):
     """Redraws a progress bar, the numbers of the last step and one of its samples in place."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int, workers: Mapping[str, int] = NO_WORKERS) -> None:
+        self._load = ServiceLoad(workers)
+        self._rewards = LongCurve()
         self._progress = Progress(
             TextColumn("step"),
             BarColumn(None),
@@ -185,8 +191,20 @@ class LiveDisplay(Display):
             self.say(f"step {metrics['step']}: {reason}")
         table = _number_table(shown(metrics), self._live.console.width)
         panels = [] if sample is None else [sample_panel(sample, SHOWN_CHARACTERS)]
-        self._last_step = [table, *panels]
+        self._last_step = [table, *self._course(metrics), *panels]
         self.progress("")
+
+    def _course(self, metrics: Metrics) -> Iterator[RenderableType]:
+        """Yields the curve of the reward, who waits for whom, and what the run waits for."""
+        self._load.observe(metrics)
+        if isinstance(reward := metrics.get("reward/mean"), float | int):
+            self._rewards.add(reward)
+        if curve := self._rewards.line(self._live.console.width - len("reward ")):
+            yield Text.assemble(("reward ", "dim"), curve)
+        for line in self._load.lines():
+            yield Items(line.split(", "), ", ", "dim")
+        if slowest := self._load.bottleneck():
+            yield Text(slowest, "yellow")
 
     def progress(self, text: str) -> None:
         if self._terminal_is_gone:

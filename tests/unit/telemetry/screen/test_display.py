@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl.telemetry.display import SHOWN, LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
-from asyncrl.telemetry.sample_panel import sample_panel
 from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.screen.display import SHOWN, LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
+from asyncrl.telemetry.screen.sample_panel import SpecialTokens, group_panel, sample_panel
 
 SAMPLE = SampleRecord(
     step=3, incarnation=0, group=5, member=2, attempt=0, prompt="Reverse abc", text="cba [bold]", finish="stop",
@@ -134,7 +134,7 @@ def test_an_episode_shows_who_said_what_and_what_each_turn_earned() -> None:
     turns = [{"role": role, "content": text} for role, text in said]
     lines = [line.strip("│ ") for line in rendered(replace(SAMPLE, turns=turns, turn_rewards=[0.0, 0.75])).splitlines()]
     assert lines[1:6] == [
-        "Reverse abc",
+        "Reverse abc▶",
         "assistant: 5  [reward 0]",
         "user: more\N{REPLACEMENT CHARACTER}[2J",
         "tool: 12",
@@ -232,3 +232,50 @@ def test_no_line_of_the_live_view_is_broken_at_80_columns() -> None:
     assert [item for item in items if not any(item in line for line in printed.splitlines())] == []
     assert "step " in printed
     assert "123456/250000" in printed.splitlines()[0]
+
+
+def test_the_picture_says_what_the_run_waits_for_and_draws_the_reward() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
+    shares = {"time/reward/busy": 0.96, "time/training/busy": 0.2, "time/training/starved": 0.75}
+    display = LiveDisplay(console, 10, {"reward.workers": 2})
+    with display:
+        for step in (1, 2, 3):
+            display.step({**METRICS, **shares, "step": step, "reward/mean": step / 4}, SAMPLE)
+    lines = Console(file=io.StringIO(), width=100, color_system=None)
+    lines.print(display._live.renderable)
+    assert isinstance(lines.file, io.StringIO)
+    drawn = " ".join(lines.file.getvalue().split())
+    assert "reward 0.250 ▁▅█ 0.750" in drawn
+    assert "reward 96% busy, training 20% busy training 75% waits for work" in drawn
+    assert (
+        "reward is the slowest: it is busy 96% of the time, and training waits 75% for samples; reward.workers" in drawn
+    )
+
+
+def test_the_end_of_the_prompt_is_marked_and_special_tokens_stand_out() -> None:
+    tokens = SpecialTokens(lambda ids: "cba<|end|>", ("<|end|>", "<s>"))
+    panel = sample_panel(replace(SAMPLE, prompt="<s>Reverse abc: ", token_ids=[1, 2]), tokens=tokens)
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system="standard")
+    console.print(panel)
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue()
+    assert "\x1b[7m<|end|>\x1b[0m" in drawn
+    assert "\x1b[7m<s>\x1b[0m" in drawn
+    assert "Reverse abc: \x1b[0m\x1b[35m▶" in drawn
+    assert "cba [bold]" not in drawn, "the whole answer is shown, and not what rewards see"
+
+
+def test_siblings_stand_below_their_prompt_the_best_first() -> None:
+    group = [
+        replace(SAMPLE, member=member, text=text, reward=reward)
+        for member, text, reward in ((0, "cbx", 0.0), (1, "cba", 1.0), (2, "z", None))
+    ]
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system="standard")
+    console.print(group_panel(group))
+    assert isinstance(console.file, io.StringIO)
+    drawn = console.file.getvalue()
+    assert drawn.count("Reverse abc") == 1
+    assert [drawn.index(f"member {member}") for member in (1, 0, 2)] == sorted(
+        drawn.index(f"member {member}") for member in range(3)
+    )
+    assert "\x1b[2mcb\x1b[0m\x1b[1mx" in drawn, "what an answer shares with the best one is dimmed"

@@ -2,23 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.controller.observers.held_out_evaluation import (
-    Evaluation,
-    EvaluationSchedule,
-    Evaluator,
-    copy_weights,
-    summary,
-)
+from asyncrl.controller.observers.evaluation.answers import AnswersFolder, HeldOutAnswer
+from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, summary
+from asyncrl.controller.observers.evaluation.schedule import EvaluationSchedule, copy_weights
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.weights.leases import Leases
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
-from asyncrl.protocols.messages import Opening, PromptGroup, Published, Score, Using
+from asyncrl.protocols.messages import Opening, PromptGroup, Published, SampleText, Score, Using
 from asyncrl.simulation import virtual_loop
 
 PATIENCE = 10.0
@@ -150,7 +148,7 @@ def scheduled(fleet_back: float, evaluated: Any, told: list[tuple[int, str]], do
     fleet = Fleet(UNUSED, UNUSED, training, None, evaluation)
     return EvaluationSchedule(
         fleet,
-        evaluated,
+        {"": evaluated} if not isinstance(evaluated, dict) else evaluated,
         config(100.0),
         lambda found: done.append(found.version),
         lambda version, why: told.append((version, why)),
@@ -267,3 +265,123 @@ def test_prompts_are_sampled_as_the_evaluation_says_and_not_as_training_does() -
     evaluator = Evaluator(generation, reward, [("one", {}), ("two", {})], chosen)
     virtual_loop.run(evaluator.evaluate(4, 0))
     assert [(each.temperature, each.members, each.not_before) for each in generation.asked] == [(0.3, (0, 1), 4)] * 2
+
+
+SETS = {"easy": {"prompts": "e", "samples": 2, "temperature": 1.0, "every": 5}, "hard": {"prompts": "h", "size": 3}}
+
+
+class Named(Evaluated):
+    """An evaluator of one set, which notes what it evaluates."""
+
+    def __init__(self, name: str, seen: list[tuple[str, int]]) -> None:
+        super().__init__(asyncio.Event())
+        self._may_answer.set()
+        self._name = name
+        self._seen = seen
+
+    async def evaluate(self, version: int, incarnation: int) -> Evaluation:
+        self._seen.append((self._name, version))
+        return replace(await super().evaluate(version, incarnation), name=self._name)
+
+
+def test_each_set_is_evaluated_when_it_is_asked_for_and_all_of_them_at_the_end() -> None:
+    seen: list[tuple[str, int]] = []
+    told: list[tuple[int, str]] = []
+
+    async def main() -> None:
+        schedule = scheduled(0.0, {name: Named(name, seen) for name in ("", "easy")}, told, [])
+        leases: Any = schedule.fleet.training
+        schedule.ask(published(0))
+        assert schedule.pending == {0}
+        await schedule._next()
+        leases.leases.end_write(3)
+        schedule.ask(published(3), ["easy"])
+        await schedule.finish(published(3))
+        assert schedule.pending == set()
+
+    virtual_loop.run(main())
+    assert seen == [("", 0), ("easy", 0), ("easy", 3), ("", 3)]
+    assert told == []
+
+
+def test_a_version_that_replaces_another_one_is_evaluated_on_the_sets_of_both() -> None:
+    seen: list[tuple[str, int]] = []
+
+    async def main() -> None:
+        schedule = scheduled(0.0, {name: Named(name, seen) for name in ("", "easy", "hard")}, [], [])
+        leases: Any = schedule.fleet.training
+        schedule.ask(published(0), ["hard"])
+        schedule.ask(published(3), ["easy"])
+        leases.leases.end_write(3)
+        await schedule._next()
+
+    virtual_loop.run(main())
+    assert seen == [("hard", 3), ("easy", 3)]
+
+
+class Answers(Asked):
+    """Generation whose samples of a prompt end after as many tokens as their number says."""
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        self.asked.append(prompts)
+        for member in prompts.members:
+            yield BatchRef((RowRef(prompts.id, member, prompts.attempt, 0, 1, member + 1, 4, 4, "stop", ()),))
+
+    async def texts(self, refs: BatchRef) -> list[SampleText]:
+        return [SampleText(row.group, row.member, "<s>one", "x" * row.tokens) for row in refs]
+
+
+class ScoresTheSecond:
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        values = [float(sample.member == 1 and row["answer"] == "b") for sample in samples]
+        return [Score(value, {"right": value, "brief": 0.5}) for value in values]
+
+
+def answered(saved: list[tuple[str, int, list[HeldOutAnswer]]]) -> tuple[Evaluation, Answers]:
+    generation: Any = Answers()
+    reward: Any = ScoresTheSecond()
+    chosen = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "evaluate": {"sets": SETS}})
+    questions: Any = [("one", {"prompt": "one", "answer": "a"}), ("two", {"prompt": "two", "answer": "b"})]
+    evaluator = Evaluator(
+        generation, reward, questions, chosen, name="easy", save=lambda *each: saved.append((*each[:2], list(each[2])))
+    )
+    return virtual_loop.run(evaluator.evaluate(4, 0)), generation
+
+
+def test_a_set_has_its_own_samples_means_of_terms_and_pass_at_k() -> None:
+    found, generation = answered([])
+    assert [(each.id, each.members, each.temperature) for each in generation.asked] == [
+        (-65, (0, 1), 1.0),
+        (-66, (0, 1), 1.0),
+    ]
+    assert (found.name, found.mean, found.terms) == ("easy", 0.25, {"right": 0.25, "brief": 0.5})
+    assert {k: rate.mean for k, rate in found.pass_at.items()} == {1: 0.25, 2: 0.5}
+    metrics = found.metrics()
+    assert (
+        metrics["eval/easy/reward/mean"] == metrics["eval/easy/reward/right"] == metrics["eval/easy/pass_at_1"] == 0.25
+    )
+    assert metrics["eval/easy/pass_at_2"] == 0.5
+    assert replace(found, name="").metrics()["eval/reward/brief"] == 0.5
+    assert str(found).startswith(
+        "held out, set easy, version 4: reward 0.250 ± 0.250, pass@1 0.250, pass@2 0.500 over 2"
+    )
+
+
+def test_answers_are_saved_and_the_oldest_go(tmp_path: Path) -> None:
+    saved: list[tuple[str, int, list[HeldOutAnswer]]] = []
+    answered(saved)
+    ((name, version, answers),) = saved
+    assert (name, version, len(answers)) == ("easy", 4, 4)
+    last = answers[-1]
+    assert (last.set, last.question, last.member, last.prompt, last.text) == ("easy", 1, 1, "<s>one", "xx")
+    assert (last.reward, last.terms, last.row) == (1.0, {"right": 1.0, "brief": 0.5}, {"answer": "b"})
+    folder = AnswersFolder(tmp_path, keep=2)
+    for number in (2, 10, 9):
+        folder.save(name, number, answers)
+    folder.save("", 9, answers[:1])
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.jsonl")) == [
+        "9.jsonl",
+        "easy/10.jsonl",
+        "easy/9.jsonl",
+    ]
+    assert len((tmp_path / "easy/10.jsonl").read_text().splitlines()) == 4

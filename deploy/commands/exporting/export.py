@@ -1,5 +1,6 @@
-"""`asyncrl export` copies the model of a run's newest good checkpoint to a folder that from_pretrained loads. The
-adapters of a run with model.lora are copied as a folder that peft loads, or merged into the model with --merge."""
+"""`asyncrl export` copies the model of a run's newest good checkpoint, or of another one, to a folder that
+from_pretrained loads. The adapters of a run with model.lora are copied as a folder that peft loads, or merged into the
+model with --merge."""
 
 import argparse
 import shutil
@@ -20,8 +21,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", type=Path, help="Name the run directory to copy from.")
     parser.add_argument("target", type=Path, help="Name a folder that does not exist yet or is empty.")
     parser.add_argument("--merge", action="store_true", help="Merge the adapters of a run with model.lora.")
+    parser.add_argument("--step", default="", metavar="N", help="Copy the checkpoint of this step, or `best`.")
     asked = parser.parse_args(arguments)
-    version = export(asked.run, asked.target, merged=asked.merge)
+    version = export(asked.run, asked.target, merged=asked.merge, step=asked.step)
     call = f"AutoModelForCausalLM.from_pretrained({str(asked.target)!r})"
     if (asked.target / ADAPTER_CONFIG).exists():
         call = f"PeftModel.from_pretrained(base_model, {str(asked.target)!r})"
@@ -29,17 +31,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def export(run_dir: Path, target: Path, *, merged: bool = False) -> int:
-    """Copies the model, or merges its adapters into it; returns its version. The target appears complete or not at all.
-    Raises ConfigError for a mistake in the arguments, and JournalError when none of the run's checkpoints is good."""
+def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "") -> int:
+    """Copies the model, or merges its adapters into it; returns its version. step: as in `chosen_model`. The target
+    appears complete or not at all. Raises ConfigError for a mistake in the arguments, and JournalError when none of the
+    run's checkpoints is good."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a folder that does not")
     if not RunDirectory(run_dir).started_before:
         raise ConfigError(f"{run_dir} holds no run: name a directory made by `{program()} run --run-dir`")
-    from asyncrl.controller.journal.checkpoints import newest_model
+    from asyncrl.controller.journal.best_checkpoint import chosen_model
 
-    model, version = newest_model(run_dir)
+    model, version = chosen_model(run_dir, step)
     write: Callable[[Path], object] = partial(shutil.copytree, model)
     if merged:
         config = read(RunDirectory(run_dir).config)

@@ -37,7 +37,7 @@ class CodeRates:
         compiled = [[terms[COMPILES] for terms in each if COMPILES in terms] for each in problems]
         passed = [[terms[PASSES] == 1.0 for terms in each if PASSES in terms] for each in problems]
         rates = [fmean(each) for each in compiled if each]
-        found = cls(rate_over(rates) if rates else None, dict(_pass_at([each for each in passed if each])))
+        found = cls(rate_over(rates) if rates else None, dict(pass_rates([each for each in passed if each])))
         return found if found.compile_rate or found.pass_at else None
 
     def metrics(self) -> dict[str, float]:
@@ -58,7 +58,7 @@ class CodeRates:
         return ", ".join(f"{name} {rate.mean:.3f} [{rate.low:.3f} - {rate.high:.3f}]" for name, rate in named.items())
 
 
-def _pass_at(problems: Sequence[Sequence[bool]]) -> Iterator[tuple[int, Rate]]:
+def pass_rates(problems: Sequence[Sequence[bool]]) -> Iterator[tuple[int, Rate]]:
     """Yields pass@k for each power of two that every problem has samples for."""
     k = 1
     while problems and k <= min(map(len, problems)):

@@ -1,0 +1,143 @@
+"""The section `[evaluate]` and the tables `[evaluate.sets.NAME]`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
+
+from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, Section
+from asyncrl.config.sections.reward_function import RewardFunction
+
+SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
+TAKEN = ("reward", "cost", "code", "version")
+"""Names that metrics `eval/NAME/...` have already."""
+
+
+def _set_name(name: str) -> str:
+    if not SET_NAME.fullmatch(name) or name in TAKEN:
+        raise ValueError(f"{name!r} cannot name a set: write letters and digits, and none of {', '.join(TAKEN)}")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutSet:
+    """A set of held-out prompts with all its values. name: "" for that of `[evaluate]` itself. functions: its own
+    rewards; none: those of the run. groups_before: groups that the sets before may have."""
+
+    name: str
+    prompts: str
+    options: dict[str, Any]
+    functions: tuple[RewardFunction, ...]
+    every: int
+    samples: int
+    temperature: float
+    size: int
+    groups_before: int
+
+    @property
+    def section(self) -> str:
+        """Returns the beginning of its keys."""
+        return f"evaluate.sets.{self.name}" if self.name else "evaluate"
+
+    def group(self, question: int) -> int:
+        """Returns the id of the group of a question. Groups of training have none below 0."""
+        return -1 - self.groups_before - question
+
+
+class EvaluationSet(Section):
+    """One table of `[evaluate.sets]`. The keys that it lacks have the values of `[evaluate]`."""
+
+    prompts: NonEmpty
+    """Source of the held-out prompts, in the same forms as task.prompts."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a procedural source."""
+    functions: tuple[RewardFunction, ...] = ()
+    """Rewards of this set alone, as in reward.functions; default: those of the run."""
+    every: Positive | None = None
+    """Number of steps between evaluations."""
+    samples: Positive | None = None
+    """Number of samples for each prompt."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """Sampling temperature; 0 is greedy."""
+    size: Positive | None = None
+    """Number of prompts."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Returns the keys that have a value: a file cannot hold others."""
+        return {key: value for key, value in write(self).items() if value is not None}
+
+
+class EvaluateConfig(Section):
+    """Evaluation on held-out prompts while the run trains."""
+
+    prompts: str = ""
+    """Source of the held-out prompts, in the same forms as task.prompts, or `human_eval:`; default: no evaluation."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a procedural source. It gets another seed than the one of task.prompts."""
+    every: Positive = 10
+    """Number of steps between evaluations. Version 0 and the last version are always evaluated."""
+    samples: Positive = 1
+    """Number of samples for each prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    size: Positive = 64
+    """Number of prompts."""
+    sets: dict[Annotated[str, AfterValidator(_set_name)], EvaluationSet] = Field(default={})
+    """Further sets by name, with metrics eval/NAME/...: { math = { prompts = "math.jsonl", functions = ["numeric"],
+    every = 50 } }. Each is a table with the keys `prompts`, `options`, `functions`, `every`, `samples`, `temperature`
+    and `size`."""
+    pass_reward: float = 1.0
+    """Smallest reward of an answer that passes. With several samples a prompt, pass@k is the chance that one of k
+    answers passes."""
+    keep_answers: Annotated[int, Field(ge=0)] = 20
+    """Number of evaluations of each set whose answers are kept in evaluations/, the newest ones; 0: no answers."""
+    replicas: Positive = 1
+    """Number of generation workers of the evaluation, each with its own copy of the model."""
+    pool: str = ""
+    """Pool of these workers, a table of `pools`; default: that of generation."""
+
+    @property
+    def is_on(self) -> bool:
+        """Says whether there are held-out prompts."""
+        return bool(self.prompts or self.sets)
+
+    @property
+    def held_out(self) -> list[HeldOutSet]:
+        """Returns all sets that there are, the one without a name first."""
+        return [each for each in self._every_set() if each.prompts]
+
+    @property
+    def most_samples(self) -> int:
+        """Returns the largest number of samples of a prompt in any set."""
+        return max(each.samples for each in self._every_set())
+
+    def set_named(self, name: str) -> HeldOutSet:
+        """Returns a set; "" is that of the section itself, also where it has no prompts."""
+        return next(each for each in self._every_set() if each.name == name)
+
+    def set_of(self, group: int) -> HeldOutSet:
+        """Returns the set of a group of the evaluation, whose id is below 0."""
+        *_, found = (each for each in self._every_set() if each.group(0) >= group)
+        return found
+
+    def _every_set(self) -> Iterator[HeldOutSet]:
+        yield HeldOutSet(
+            "", self.prompts, self.options, (), self.every, self.samples, self.temperature, self.size, groups_before=0
+        )
+        before = self.size
+        for name, each in self.sets.items():
+            yield HeldOutSet(
+                name,
+                each.prompts,
+                each.options,
+                each.functions,
+                each.every or self.every,
+                each.samples or self.samples,
+                self.temperature if each.temperature is None else each.temperature,
+                size := each.size or self.size,
+                before,
+            )
+            before += size

@@ -1,0 +1,36 @@
+"""One entry of `reward.functions`, `cost.functions` or the functions of a held-out set."""
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from asyncrl.config.sections.algorithm_config import Section
+
+
+class RewardFunction(Section):
+    """One entry of reward.functions or cost.functions."""
+
+    use: str
+    """`exact_match`, `regex_format`, `numeric`, `length`, `repetition`, `reasoning_gym`, `judge`, `compiles`,
+    `passes_tests`, `lint`, `FILE.py:function` or `module:function`. With `trl:` or `verl:` before one of the last two,
+    a function of TRL or verl is adapted."""
+    name: str = ""
+    """Name of the function in metrics and samples; default: the last part of `use`."""
+    weight: float = 1.0
+    """Factor of the function's value in the reward."""
+    group: bool = False
+    """The function takes all samples of a group and returns one reward for each."""
+    by_token: bool = False
+    """The function returns a list with a reward for each sampled token of a sample."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a template."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_short_for_use(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+    @property
+    def term(self) -> str:
+        """Returns the name of the function's term in metrics and samples."""
+        return self.name or self.use.rpartition(":")[2]

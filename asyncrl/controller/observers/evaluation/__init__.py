@@ -1,0 +1,1 @@
+"""Evaluates versions on sets of held-out prompts beside training."""

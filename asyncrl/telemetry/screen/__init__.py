@@ -1,0 +1,1 @@
+"""Shows a run and its samples on a terminal, or in a notebook."""

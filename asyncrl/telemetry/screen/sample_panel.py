@@ -1,0 +1,155 @@
+"""Renders samples for a terminal: one, or the members of a group beside one another."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rich.console import Console, ConsoleOptions, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from asyncrl.telemetry.samples_file import SampleRecord
+
+Styled: TypeAlias = tuple[str, str]
+"""A text and its style."""
+
+
+END_OF_PROMPT: Styled = ("\N{BLACK RIGHT-POINTING TRIANGLE}", "magenta")
+"""Stands where the prompt ends, so that spaces at its end are seen."""
+SPECIAL, SHARED = "reverse", "dim"
+"""Styles of special tokens, and of the beginning that an answer shares with the best one of its group."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Shows answers as the model wrote them. decode: returns the text of token ids, special ones included. names: texts
+    of special tokens."""
+
+    decode: Callable[[Sequence[int]], str]
+    names: tuple[str, ...]
+
+    def split(self, text: str, style: str) -> Iterator[Styled]:
+        """Yields the parts of a text, special tokens with a style of their own."""
+        pattern = "|".join(map(re.escape, sorted(filter(None, self.names), key=len, reverse=True)))
+        for number, part in enumerate(re.split(f"({pattern})", text) if pattern else [text]):
+            if part:
+                yield part, SPECIAL if number % 2 else style
+
+
+PLAIN = SpecialTokens(lambda ids: "", ())
+"""Shows answers without a tokenizer: as rewards see them."""
+
+
+def sample_panel(sample: SampleRecord, characters: int | None = None, tokens: SpecialTokens = PLAIN) -> Panel:
+    """Renders one sample: prompt, completion or turns, reward, and what was trained of it."""
+    said = _turns(sample, characters) if sample.turns else _answer(_written(sample, tokens), characters, tokens)
+    body = Group(Text.assemble(*_prompt(sample, characters, tokens), "\n", *said), Items(_summary(sample), " · "))
+    title = f"step {sample.step} · group {sample.group} · member {sample.member}"
+    return Panel(body, title=title, title_align="left")
+
+
+def group_panel(samples: Sequence[SampleRecord], tokens: SpecialTokens = PLAIN) -> Panel:
+    """Renders the samples of one group: their prompt once, then each answer, best first. What an answer shares with the
+    beginning of the best one is dimmed."""
+    ordered = sorted(samples, key=lambda each: (each.reward is None, -(each.reward or 0.0), each.member))
+    best = _written(ordered[0], tokens)
+    parts: list[Text | Items] = [Text.assemble(*_prompt(ordered[0], None, tokens))]
+    for sample in ordered:
+        text = _written(sample, tokens)
+        shared = _shared(best, text) if sample is not ordered[0] else 0
+        said = (
+            _turns(sample, None)
+            if sample.turns
+            else [(_short(text[:shared], None), SHARED), *_answer(text[shared:], None, tokens)]
+        )
+        parts += [Items([f"member {sample.member}", *_summary(sample)], " · "), Text.assemble(*said)]
+    title = f"step {ordered[0].step} · group {ordered[0].group} · {len(ordered)} samples"
+    return Panel(Group(*parts), title=title, title_align="left")
+
+
+def _shared(best: str, text: str) -> int:
+    """Returns how many characters two texts have in common at their beginning."""
+    pairs = zip(best, text, strict=False)
+    return next((number for number, (one, other) in enumerate(pairs) if one != other), min(len(best), len(text)))
+
+
+def _written(sample: SampleRecord, tokens: SpecialTokens) -> str:
+    """Returns what the model wrote, with special tokens where they are known."""
+    return (tokens.decode(sample.token_ids) if sample.token_ids else "") or sample.text
+
+
+def _prompt(sample: SampleRecord, characters: int | None, tokens: SpecialTokens) -> Iterator[Styled]:
+    yield from tokens.split(_short(sample.prompt, characters), "dim")
+    yield END_OF_PROMPT
+
+
+def filled(items: Iterable[str], width: int, heading: str = "", gap: str = "  ") -> list[str]:
+    """Returns lines of whole items, which are indented after the first one; an item that is longer has its own line."""
+    lines, first = [heading], True
+    for item in items:
+        longer = f"{lines[-1]}{'' if first else gap}{item}"
+        if first or len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines[-1] += gap.rstrip()
+            lines.append(f"  {item}")
+        first = False
+    return lines
+
+
+@dataclass
+class Items:
+    """Renders items on as many lines as the screen needs, none of them broken."""
+
+    items: list[str]
+    gap: str
+    style: str = "cyan"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        width = options.max_width - len(self.gap.rstrip())
+        yield Text("\n".join(filled(self.items, width, gap=self.gap)), self.style)
+
+
+def _answer(text: str, characters: int | None, tokens: SpecialTokens = PLAIN) -> Iterator[Styled]:
+    yield from tokens.split(_short(text, characters), "bold") if text else [("(nothing)", "dim italic")]
+
+
+def _turns(sample: SampleRecord, characters: int | None) -> Iterator[Styled]:
+    """Yields who said what in an episode, and the reward of each turn of the policy."""
+    rewards = iter(sample.turn_rewards)
+    for number, message in enumerate(sample.turns):
+        role, text = str(message.get("role")), str(message.get("content") or "")
+        own = role == "assistant"
+        reward = next(rewards, None) if own else None
+        yield (f"{chr(10) if number else ''}{_short(role, characters)}: ", "cyan")
+        yield from _answer(text, characters) if own else [(_short(text, characters), "dim")]
+        if reward is not None:
+            yield (f"  [reward {reward:.3g}]", "cyan")
+
+
+def _summary(sample: SampleRecord) -> list[str]:
+    reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3g}"
+    terms = ", ".join(f"{name} {value:.3g}" for name, value in sample.terms.items()) if len(sample.terms) > 1 else ""
+    parts = [f"{reward} ({terms})" if terms else reward]
+    if sample.advantage is not None:
+        parts.append(f"advantage {sample.advantage:+.3g}")
+    if sample.turn_rewards:
+        parts.append(f"{len(sample.turn_rewards)} turns")
+    single = sample.first == sample.last
+    versions = f"version {sample.first}" if single else f"versions {sample.first} to {sample.last}"
+    parts += [f"ended by {sample.finish}", versions, f"{sample.trained} tokens trained"]
+    if sample.masked:
+        parts.append(f"{sample.masked} masked ({sample.reason})")
+    if sample.rejected:
+        parts.append(f"{sample.rejected} rejected by the correction")
+    return parts
+
+
+def _short(text: str, characters: int | None) -> str:
+    # Without control characters: a model may write escape sequences, which a terminal would execute.
+    text = "".join(each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text)
+    if characters is None or len(text) <= characters:
+        return text
+    half = characters // 2
+    return f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,1 @@
+"""Commands that hand the model of a run to others."""
