@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
@@ -119,6 +120,27 @@ async def test_group_functions_wait_for_all_members_and_answer_each(
 async def test_groups_of_the_evaluation_have_their_own_size(tmp_path: Path, mine: str, serving: Serving) -> None:
     async with serving(config({"use": f"{mine}:share", "group": True}), tmp_path) as bench:
         assert (await bench.score("cba", group=-1)).reward == 1.0
+
+
+async def test_a_held_out_set_is_scored_by_its_own_functions_alone(tmp_path: Path, mine: str, serving: Serving) -> None:
+    own = [{"use": f"{mine}:share", "group": True, "weight": 2.0}, f"{mine}:fussy"]
+    sets = {
+        "plain": {"prompts": "p", "size": 4},
+        "own": {"prompts": "o", "samples": 2, "temperature": 1.0, "functions": own},
+    }
+    settings = config("exact_match").model_copy(update={"evaluate": EvaluateConfig(size=2, sets=sets)})
+    async with serving(settings, tmp_path) as bench:
+        in_training, unnamed, plain = [await bench.score("cba", group=group) for group in (4, -2, -6)]
+        async with asyncio.TaskGroup() as tasks:
+            scores = [tasks.create_task(bench.score(text, member, -7)) for member, text in enumerate(("abcd", "cb"))]
+        failing = [asyncio.ensure_future(bench.score("none", member, -8)) for member in range(2)]
+        failed = await asyncio.gather(*failing, return_exceptions=True)
+    assert in_training.terms == unnamed.terms == plain.terms == {"exact_match": 1.0}
+    assert [(score.result().reward, score.result().terms) for score in scores] == [
+        (3.0, {"share": 1.0, "fussy": 1.0}),
+        (2.0, {"share": 0.5, "fussy": 1.0}),
+    ]
+    assert all(isinstance(error, RewardError) and "reward.on_error" in str(error) for error in failed)
 
 
 async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: str, serving: Serving) -> None:

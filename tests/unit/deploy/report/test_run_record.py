@@ -25,6 +25,14 @@ def test_of_the_evaluations_of_a_version_the_newest_counts(tmp_path: Path) -> No
     assert [(each["version"], each["mean"]) for each in run.evaluations] == [(0, 0.0), (10, 0.2)]
 
 
+def test_a_report_shows_the_unnamed_set_of_several(tmp_path: Path) -> None:
+    evaluations = [{"version": 0, "mean": 0.5, "name": "hard"}, {"version": 0, "mean": 0.1, "name": ""}]
+    run = read_run(recorded_run(tmp_path / "run", [step(1, 1.0)], evaluations=evaluations))
+    assert [each["mean"] for each in run.evaluations] == [0.1]
+    run = read_run(recorded_run(tmp_path / "named", [step(1, 1.0)], evaluations=evaluations[:1]))
+    assert [each["mean"] for each in run.evaluations] == [0.5]
+
+
 def test_a_journal_that_is_not_there_is_said_in_place_of_the_audit(tmp_path: Path) -> None:
     run = read_run(recorded_run(tmp_path / "run", [step(1, 1.0)]))
     assert run.audit is None
