@@ -25,7 +25,8 @@ from asyncrl.rewards.execution.token_rewards import stores_token_rewards
 
 def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
-    layout = Layout(dp=config.training.layout_dp)
+    chosen = config.training.layout
+    layout = Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard)
     specs = [
         generation_spec(config, "generation", replicas=config.generation.replicas),
         reward_spec(config, "reward"),

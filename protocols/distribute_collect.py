@@ -190,7 +190,7 @@ def _to_everyone(weights: Sequence[int], layout: Layout) -> list[Rows]:
 
 
 def _by_data_index(weights: Sequence[int], layout: Layout) -> list[Rows]:
-    parts = even_parts(weights, layout.dp)
+    parts = even_parts(weights, layout.data)
     return [parts[layout.place(rank).dp] for rank in range(layout.size)]
 
 
@@ -224,7 +224,7 @@ TO_HOLDERS = Transfer("TO_HOLDERS", _to_everyone, _all_ranks, to_holders=True)
 Table 3."""
 
 THREE_D_PROTO = Transfer(
-    "THREE_D_PROTO", _by_data_index, lambda layout: [layout.rank(pp=-1, dp=index) for index in range(layout.dp)]
+    "THREE_D_PROTO", _by_data_index, lambda layout: [layout.rank(pp=-1, dp=index) for index in range(layout.data)]
 )
 """Split over data groups, the same rows inside each; the answers of each group's last stage, first tensor rank."""
 

@@ -1,15 +1,19 @@
 """Rank arithmetic of 3D-parallel models: pp x tp x dp for training, and its regrouping for generation.
 
 Training groups follow HybridFlow (EuroSys 2025) section 5.3: pipeline and tensor groups lie on consecutive ranks, data
-groups at stride pp x tp.
+groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`) are data ranks, side by side.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
+
+Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards"]
+"""The axes along which ranks form groups, see `Layout.groups`."""
+AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards")
 
 
 class Place3D(NamedTuple):
-    """Index of a rank inside its pipeline, tensor and data group."""
+    """Index of a rank inside its pipeline, tensor and data group; shards count as data ranks."""
 
     pp: int
     tp: int
@@ -18,10 +22,11 @@ class Place3D(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """pp x tp x dp ranks, one worker each. rank = dp_index * (pp * tp) + pp_index * tp + tp_index (HybridFlow 5.3).
+    """pp x tp x data ranks, one worker each. rank = data_index * (pp * tp) + pp_index * tp + tp_index (HybridFlow 5.3).
 
-    generation_pp, generation_tp: sizes of the model in generation, divisors of pp and tp (None: as in training).
-    Raises ValueError for sizes that do not fit.
+    shard: ranks that hold a part of each weight of their stage and tensor rank, and train rows of their own, as FSDP
+    does; data_index = dp_index * shard + shard_index. generation_pp, generation_tp: sizes of the model in generation,
+    divisors of pp and tp (None: as in training). Raises ValueError for sizes that do not fit.
     """
 
     pp: int = 1
@@ -29,9 +34,11 @@ class Layout:
     dp: int = 1
     generation_pp: int | None = None
     generation_tp: int | None = None
+    shard: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "generation pp": self.gpp, "generation tp": self.gtp}
+        sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "shard": self.shard}
+        sizes |= {"generation pp": self.gpp, "generation tp": self.gtp}
         if min(sizes.values()) < 1:
             raise ValueError(f"every size of a layout is at least 1, not {sizes}")
         if self.pp % self.gpp or self.tp % self.gtp:
@@ -41,7 +48,12 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.data
+
+    @property
+    def data(self) -> int:
+        """Returns the number of data ranks, each of which has rows of its own."""
+        return self.dp * self.shard
 
     @property
     def gpp(self) -> int:
@@ -52,8 +64,8 @@ class Layout:
         return self.tp if self.generation_tp is None else self.generation_tp
 
     def rank(self, pp: int = 0, tp: int = 0, dp: int = 0) -> int:
-        """Returns the rank at these indices; -1 is the last one."""
-        return (dp % self.dp) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp
+        """Returns the rank at these indices, dp among all data ranks; -1 is the last one."""
+        return (dp % self.data) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp
 
     def place(self, rank: int) -> Place3D:
         model = self.pp * self.tp
@@ -71,3 +83,26 @@ class Layout:
             at = self.place(rank)
             groups.setdefault((at.dp, at.pp % every_pp, at.tp % every_tp), []).append(rank)
         return list(groups.values())
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """Returns the groups of ranks along an axis, which cover every rank once.
+
+        everyone: all ranks. rows: ranks with the same part of the model and different rows. copies: those of them with
+        the same weights. shards: those of them whose parts make up the same weights.
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            groups.setdefault(self._group(axis, rank), []).append(rank)
+        return list(groups.values())
+
+    def _group(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        at = self.place(rank)
+        match axis:
+            case "everyone":
+                return ()
+            case "rows":
+                return (at.pp, at.tp)
+            case "copies":
+                return (at.pp, at.tp, at.dp % self.shard)
+            case "shards":
+                return (at.pp, at.tp, at.dp // self.shard)

@@ -13,7 +13,7 @@ import torch
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
-from asyncrl.engines.training.ranks.data_parallel import DistributedRanks, Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
 from asyncrl.engines.training.trainer_checkpoint import file_digests, tensor_digests
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
@@ -51,14 +51,14 @@ class TrainingService(Service, Training):
 
     A step that has begun is finished even if its call ends: half a step would leave weights without a version, and
     other ranks wait for this one. A repeated call with the same batch waits for the running step or returns its report.
-    All ranks decide together whether rows are lost, and, in the engine, whether there is an update. They hold the same
-    weights, which the first rank publishes; it also manages the leases of the readers.
+    All ranks decide together whether rows are lost, and, in the engine, whether there is an update. The first rank
+    publishes the weights, of which the others hold copies or shards; it also manages the leases of the readers.
     """
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: PolicyTrainer
-        self._ranks: Ranks
+        self._mesh: RankMesh
         self._published: Published
         self._writer: WeightSender | None = None  # stays None on every rank but the first
         self._version = 0
@@ -134,8 +134,7 @@ class TrainingService(Service, Training):
             try:
                 files = await self.context.compute.run(self._save, Path(directory))
             except PeerLost as lost:
-                await asyncio.sleep(DEATH_NOTICE)
-                raise FleetFailed(str(lost)) from lost  # A retry would fail too: ranks have lost contact.
+                raise await self._lost_contact(lost) from lost
             return Checkpointed(version, self._chain.hex(), files)
 
     async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
@@ -164,7 +163,7 @@ class TrainingService(Service, Training):
         except LostRows as lost:
             step.lost = lost
         try:
-            found = await context.compute.run(self._ranks.largest, torch.tensor([float(step.lost is not None)]))
+            found = await context.compute.run(self._mesh.everyone.largest, torch.tensor([float(step.lost is not None)]))
             if found.item():
                 step.lost = await context.compute.run(self._lost_on_any_rank, step.lost)
                 return None
@@ -189,8 +188,9 @@ class TrainingService(Service, Training):
         """Returns an error that names what all ranks lost, because the caller sees that of one rank."""
         text = "".join(f"\n{owner} {slot}" for owner, slot in (own.places if own is not None else ()))
         letters = torch.tensor(list((text or "\n").encode()), dtype=torch.uint8).reshape(-1, 1)
-        lines = bytes(self._ranks.gather(letters).flatten().tolist()).decode().split("\n")
-        places = [(owner, int(slot)) for owner, _, slot in (line.rpartition(" ") for line in lines if line)]
+        lines = bytes(self._mesh.everyone.gather(letters).flatten().tolist()).decode().split("\n")
+        unique = dict.fromkeys(line for line in lines if line)  # Ranks with the same rows lost the same.
+        places = [(owner, int(slot)) for owner, _, slot in (line.rpartition(" ") for line in unique)]
         return LostRows(str(own or "another rank of the trainer lost rows of its share"), places)
 
     async def _complete(self, step: StepInProgress) -> StepReport:
@@ -207,7 +207,10 @@ class TrainingService(Service, Training):
         version = self._version + 1
         if self._writer is not None:
             await self._wait_for_slot(self._writer.leases, version)
-        self._published = await self.context.compute.run(self._write, version)
+        try:
+            self._published = await self.context.compute.run(self._write, version)
+        except PeerLost as lost:
+            raise await self._lost_contact(lost) from lost
         self._version = version
         self._chain = chain(self._chain, outcome.trained)
         report = self._report(outcome)
@@ -215,6 +218,12 @@ class TrainingService(Service, Training):
         self._step = None
         self._last_report = {step.digest: report}
         return report
+
+    async def _lost_contact(self, lost: PeerLost) -> FleetFailed:
+        """Returns the error of ranks that have lost contact, so that a retry would fail too, once the death of the
+        other rank had time to be noticed."""
+        await asyncio.sleep(DEATH_NOTICE)
+        return FleetFailed(str(lost))
 
     async def _wait_for_slot(self, leases: Leases, version: int) -> None:
         """Waits until no reader uses the slot of `version`, and closes the slot for readers. The controller kills a
@@ -247,8 +256,8 @@ class TrainingService(Service, Training):
     def _load(self, meeting: MeetingPlace | None) -> None:
         context = self.context
         refuse_unusable("training.device", context.config.training.device)
-        self._ranks = self.open_ranks(meeting)
-        self._engine, extra = self.open_engine(self._ranks)
+        self._mesh = self.open_mesh(meeting)
+        self._engine, extra = self.open_engine(self._mesh)
         self._engine.lane = self.context.tracer.lane
         self._version = extra.get("version", 0)
         self._chain = bytes.fromhex(extra.get("chain", GENESIS.hex()))
@@ -276,33 +285,42 @@ class TrainingService(Service, Training):
             return None
         return await context.rank_meeting.place(context.config.fleet.start_deadline)
 
-    def open_ranks(self, meeting: MeetingPlace | None) -> Ranks:
+    def open_mesh(self, meeting: MeetingPlace | None) -> RankMesh:
         """Connects the ranks, where there are several."""
         context, fleet = self.context, self.context.config.fleet
         if meeting is None:
-            return Ranks()
-        return DistributedRanks(
-            meeting,
+            return RankMesh()
+        place = RankPlace(
             context.spec.rank,
-            context.spec.layout.size,
+            context.spec.layout,
             context.config.training.device,
             waiting=context.occupancy.exchanging,
             start=fleet.start_deadline,
             exchange=fleet.call_deadline,
             has_own_gpu=bool(context.spec.devices),
         )
+        return connect_mesh(meeting, place)
 
-    def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
+    def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
         """Makes the engine; returns it with the values saved beside its state. options: `pretrain`: file of texts."""
         context = self.context
         texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
         if context.facts.checkpoint_dir is None:
-            return PolicyTrainer(context.config, context.facts.model_dir, ranks, texts), {}
+            return PolicyTrainer(context.config, context.facts.model_dir, mesh, texts), {}
         base = context.facts.model_dir
-        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, ranks, texts, base)
+        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, mesh, texts, base)
 
     def _write(self, version: int) -> Published:
+        """Publishes the weights of a version at the first rank, which sharded ones are gathered at. Raises PeerLost
+        when a rank with shards is gone."""
+        with self._mesh.failing():
+            return self._write_together(version)
+
+    def _write_together(self, version: int) -> Published:
         if self._writer is None:
+            if self._mesh.sharding is not None:
+                with self.context.occupancy.exchanging():
+                    self._engine.publish_shards()
             return Published(self.context.facts.incarnation, version, "", slot_of(version), "")
         with self.context.occupancy.exchanging():
             written = self._writer.write(self.context.facts.incarnation, version, self._engine.named_tensors())

@@ -15,7 +15,7 @@ from asyncrl.config.sections.algorithm_config import (
     AlgorithmConfig,
     has_dual_clip,
 )
-from asyncrl.config.service_placement import joining_problems, pool_problems
+from asyncrl.config.service_placement import joining_problems, layout_problems, pool_problems
 from asyncrl.config.serving_rules import (
     feedback_problems,
     held_out_problems,
@@ -193,12 +193,7 @@ def _step_rules(config: "Config") -> Iterator[Problem]:
     if training.schedule != "constant" and training.warmup_steps >= config.steps:
         text = f"the learning rate falls after the warm-up, which takes all of the {config.steps} steps; write fewer"
         yield _wrong("training.warmup_steps steps", text)
-    if training.layout_dp > batch:
-        text = f"a step has {batch} samples, and some of {training.layout_dp} ranks get none; write {batch} or fewer"
-        yield _wrong("training.layout_dp task.prompts_per_step task.samples_per_prompt", text)
-    if training.layout_dp > 1 and config.fleet.wire == "inproc":
-        text = 'ranks of the trainer are processes, and "inproc" has only one; write layout_dp = 1 or wire = "ipc"'
-        yield _wrong("training.layout_dp fleet.wire", text)
+    yield from layout_problems(config, batch)
 
 
 def _scored_weight_rules(config: "Config", name: str, section: "RewardConfig") -> Iterator[Problem]:

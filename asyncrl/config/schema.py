@@ -14,6 +14,7 @@ from asyncrl.config.sections.environment_config import EnvironmentConfig
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
+from asyncrl.config.sections.layout_config import LayoutConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.reward_function import RewardFunction as RewardFunction
@@ -183,8 +184,10 @@ class TrainingConfig(Section):
     """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
     pool: str = ""
     """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
-    layout_dp: Positive = 1
-    """Number of data-parallel ranks of the trainer, one process each. A step's samples are divided by their tokens."""
+    layout: LayoutConfig = LayoutConfig()
+    """Ranks of the trainer, one process each: a table with the keys `dp` (ranks that each hold all weights) and `shard`
+    (ranks that share out the weights of a copy, as FSDP does), such as {dp = 2} or {shard = 4}. A step's samples are
+    divided over all of them by their tokens. `tp` and `pp` are not built yet."""
 
 
 class CriticConfig(Section):

@@ -45,7 +45,7 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
                 yield Problem("fleet.joined", "", f"{text}: raise {key}", (key,))
         elif service == "training" and needed < replicas[service]:
             text = f"the {replicas[service]} ranks of the trainer join together: write training = {replicas[service]}"
-            yield Problem("fleet.joined", "", text, ("training.layout_dp",))
+            yield Problem("fleet.joined", "", text, ("training.layout",))
     if fleet.joined and fleet.wire != "tcp":
         text = 'workers that join reach the others over a network: write fleet.wire = "tcp"'
         yield Problem("fleet.wire", "", text, ("fleet.joined",))
@@ -55,6 +55,22 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
     if "reward" in fleet.joined and config.feedback.asks:
         text = "the reward worker serves the page on which people rate, on the host of the controller: it cannot join"
         yield Problem("fleet.joined", "", text, ("feedback.ask",))
+
+
+def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
+    """Yields what is wrong about the ranks of the trainer. batch: samples of a step."""
+    layout = config.training.layout
+    for axis, size, name in (("tp", layout.tp, "tensor"), ("pp", layout.pp, "pipeline")):
+        if size > 1:
+            text = f"{axis} = {size}: {name} parallelism is not built yet; write {axis} = 1, and dp or shard for ranks"
+            yield Problem("training.layout", "", text)
+    if layout.data > batch:
+        text = f"a step has {batch} samples, and some of {layout.data} ranks get none; write {batch} or fewer"
+        keys = ("task.prompts_per_step", "task.samples_per_prompt")
+        yield Problem("training.layout", "", text, keys)
+    if layout.size > 1 and config.fleet.wire == "inproc":
+        text = 'ranks of the trainer are processes, and "inproc" has only one; write layout = {} or wire = "ipc"'
+        yield Problem("training.layout", "", text, ("fleet.wire",))
 
 
 def joinable(config: "Config") -> dict[str, int]:
@@ -69,7 +85,7 @@ def joinable(config: "Config") -> dict[str, int]:
 def _replicas(config: "Config") -> dict[str, int]:
     """Returns the services of an experiment whose workers may join, with the number of their workers."""
     found = {"generation": config.generation.replicas, "reward": config.reward.replicas}
-    found["training"] = config.training.layout_dp
+    found["training"] = config.training.layout.size
     if config.algorithm.advantage == "gae":
         found["critic"] = 1
     if config.evaluate.is_on:
@@ -104,7 +120,7 @@ def pool_names(config: "Config") -> dict[str, str]:
 
 def demands(config: "Config") -> list[Demand]:
     """Returns what each service with a pool asks of it."""
-    workers = {name: 1 for name in ("critic", "cost_critic")} | {"training": config.training.layout_dp}
+    workers = {name: 1 for name in ("critic", "cost_critic")} | {"training": config.training.layout.size}
     workers["evaluation"] = config.evaluate.replicas
     found = []
     for name, pool in pool_names(config).items():

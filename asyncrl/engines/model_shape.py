@@ -45,6 +45,11 @@ class Shape:
         shared = sharing_width(SimpleNamespace(**{"model_type": "", **config}))
         return cls(vocabulary, hidden, layers, parameters, 2 * layers * keys * FLOAT, linear, shared)
 
+    @property
+    def layer_parameters(self) -> int:
+        """Returns the parameters of one decoder layer, its two norms included."""
+        return sum(inputs * outputs for _, inputs, outputs in self.linear) + 2 * self.hidden
+
     def width(self, name: str) -> int:
         """Returns the outputs of a linear layer of one decoder layer."""
         return next(outputs for each, _, outputs in self.linear if each == name)

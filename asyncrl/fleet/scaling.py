@@ -50,7 +50,7 @@ def scalable(specs: Mapping[str, ServiceSpec], service: str, count: int) -> Serv
     if not spec.restart:
         raise Refused(
             f"the number of {service} workers does not change while a run goes on, because each has a part of what is "
-            f"learnt. Stop the run, and resume it with another training.layout_dp. {listed}"
+            f"learnt. Stop the run, and resume it with another training.layout. {listed}"
         )
     if not _may_scale(spec):
         raise Refused(f"{service} has one worker in this run, which no other one can stand in for. {listed}")

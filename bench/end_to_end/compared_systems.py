@@ -62,7 +62,7 @@ def run_asyncrl(limit: int, ranks: int, workload: Workload, steps: int, warm: in
         "training.learning_rate": LEARNING_RATE,
         "training.micro_batch_tokens": MICRO_BATCH_TOKENS,
         "training.checkpoint_every": 0,
-        "training.layout_dp": ranks,
+        "training.layout": {"dp": ranks},
         "staleness.limit": limit,
         "fleet.threads": THREADS,
     }

@@ -9,7 +9,7 @@ NOTICEABLE = 0.1
 
 KNOBS = {
     "generation": "more workers (generation.replicas), more samples at a time (generation.slots) or a second device",
-    "training": "a device of its own, more ranks (training.layout_dp) or larger micro-batches",
+    "training": "a device of its own, more ranks (training.layout) or larger micro-batches",
     "reward": "more workers or processes (reward.replicas, reward.workers)",
     "cost": "more workers or processes (cost.replicas, cost.workers)",
     "reference": "more workers (reference.replicas), or algorithm.kl = 0",

@@ -7,7 +7,14 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.checks.training_memory import ForwardPass, kept_bytes, largest_pass, likely_pass, pass_bytes
+from asyncrl.deploy.checks.training_memory import (
+    ForwardPass,
+    gathered_bytes,
+    kept_bytes,
+    largest_pass,
+    likely_pass,
+    pass_bytes,
+)
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, shape_of
 from asyncrl.engines.models.model_folder import longest_row
@@ -145,7 +152,8 @@ def _policy(config: Config, shape: Shape, lengths: RowLengths) -> MemoryNeed:
     """Estimates the trainer; with adapters only these have gradient and moments."""
     lora = config.model.lora
     adapters = None if lora is None else shape.adapters(lora)
-    return _trained("training", config, shape, lengths, config.training.device, config.training.layout_dp, adapters)
+    layout, device = config.training.layout, config.training.device
+    return _trained("training", config, shape, lengths, device, layout.size, adapters, layout.shard)
 
 
 def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
@@ -168,8 +176,10 @@ def _trained(
     device: str,
     ranks: int = 1,
     adapters: int | None = None,
+    shard: int = 1,
 ) -> MemoryNeed:
-    """Estimates a service that trains a model. adapters: their parameters, where nothing else is trained."""
+    """Estimates a service that trains a model. adapters: their parameters, where nothing else is trained. shard: ranks
+    that share out the weights."""
 
     def taken(size: ForwardPass) -> tuple[int, int]:
         batch = pass_bytes(config, shape, size, lora=adapters is not None, head=name == "training")
@@ -181,18 +191,21 @@ def _trained(
     learnt = shape.parameters if adapters is None else adapters
     if adapters is not None:
         state, what = shape.parameters * FLOAT + adapters * ADAM_BYTES, "frozen weights, and adapters as they train,"
-    doc = f"{what} {size_text(state)}, a micro-batch {size_text(batch)}"
+    gathered = 0 if shard == 1 else gathered_bytes(shape, frozen=adapters is not None)
+    own = -(-state // shard) + gathered
+    doc = f"{what} {size_text(own)}, a micro-batch {size_text(batch)}"
     parts = {
         "process": _process_bytes(device),
-        "weights": state - 3 * FLOAT * learnt,
-        "gradients": FLOAT * learnt,
-        "optimizer": 2 * FLOAT * learnt,
+        "weights": -(-(state - 3 * FLOAT * learnt) // shard),
+        "gradients": -(-FLOAT * learnt // shard),
+        "optimizer": -(-2 * FLOAT * learnt // shard),
+        **({"gathered": gathered} if gathered else {}),
         "activations": batch,
         "kept by malloc": kept,
     }
     size = ranks * sum(parts.values())
     expected = size - ranks * max(0, batch + kept - sum(likely))
-    return MemoryNeed(name, size, ranks * state, doc, device, LESS_AT_ONCE, parts, expected)
+    return MemoryNeed(name, size, ranks * own, doc, device, LESS_AT_ONCE, parts, expected)
 
 
 def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape, lengths: RowLengths) -> MemoryNeed:

@@ -69,7 +69,7 @@ def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = N
 def _size(config: Config, name: str) -> tuple[int, int]:
     """Returns the workers of a service, and how many of them are one replica."""
     if name == "training":
-        return config.training.layout_dp, config.training.layout_dp
+        return config.training.layout.size, config.training.layout.size
     section = "evaluate" if name == "evaluation" else name
     return getattr(getattr(config, section, None), "replicas", 1), 1
 

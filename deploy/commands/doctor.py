@@ -118,7 +118,7 @@ def _workers_check(config: "Config") -> Check:
 
     workers, threads = worker_count(config), config.fleet.threads
     generating = config.generation.replicas * config.generation.layout_tp
-    busiest = (generating + config.training.layout_dp + critic_count(config)) * threads
+    busiest = (generating + config.training.layout.size + critic_count(config)) * threads
     found = f"{workers} with {threads} torch threads each, {usable_cores():g} cores"
     remedy = "the workers will slow each other down: lower fleet.threads or generation.replicas"
     return check("workers", busiest <= usable_cores() or threads == 1, found, remedy, "note")

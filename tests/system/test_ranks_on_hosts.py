@@ -29,7 +29,7 @@ def test_two_ranks_train_on_two_hosts_and_the_death_of_one_ends_the_run(quicksta
         address = f"tcp://{hosts.address(1)}:7000"
         assert hosts.start(1, [*CLI, "admit", str(keys), "training"], tmp_path / "admit.out").wait(PATIENCE) == 0
         flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--evaluate.prompts="]
-        flags += ["--listen", address, "--fleet.joined", "{training = 2}", "--training.layout_dp", "2"]
+        flags += ["--listen", address, "--fleet.joined", "{training = 2}", "--training.layout.dp", "2"]
         flags += ["--fleet.join_keys", str(keys), "--steps", "5000"]
         run = hosts.start(1, [*CLI, "run", "quickstart", *flags], shown, variables)
         serve = [*CLI, "serve", "training", "--join", address, "--key", str(keys / "training.key")]

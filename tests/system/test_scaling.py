@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_takes_commands(quickstart_model: Path, tmp_path: Pat
     with program("run", "quickstart", *flags, "--steps", "5000", output=shown) as run:
         wait_until(lambda: steps_in(shown) >= 2, shown.read_text)
         for wrong, why in (
-            ("training=2", "training.layout_dp"),
+            ("training=2", "training.layout"),
             ("generation=0", "out of range"),
             ("a=1", "no service"),
         ):

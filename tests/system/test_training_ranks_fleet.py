@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,8 +52,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(ranks: int) -> Config:
-    training = {"learning_rate": 1e-3, "updates": 2, "layout_dp": ranks}
-    return Config.model_validate({"model": {"name": "tiny"}, "task": {"prompts": "none"}, "training": training})
+    return config_of(training={"learning_rate": 1e-3, "updates": 2, "layout": {"dp": ranks}})
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"name": "tiny"}, "task": {"prompts": "none"}, **sections})
 
 
 def rows_of(version: int) -> list[TrainRow]:
@@ -84,7 +88,11 @@ def store() -> Iterator[RowStore]:
 
 
 def cuts_of(version: int, store: RowStore) -> Cuts:
-    refs = [reference(each, store) for each in rows_of(version)]
+    return cuts_from(rows_of(version), version, store)
+
+
+def cuts_from(rows: list[TrainRow], version: int, store: RowStore) -> Cuts:
+    refs = [reference(each, store) for each in rows]
     return Cuts(0, version, BatchRef(tuple(refs)), sum(ref.tokens for ref in refs), len(refs))
 
 
@@ -96,11 +104,13 @@ def reference(row: TrainRow, store: RowStore) -> RowRef:
 
 
 @asynccontextmanager
-async def trainer(ranks: int, model: Path, run_dir: Path) -> AsyncIterator[tuple[RunningFleet, Training]]:
-    run = secrets.token_hex(4)
-    facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config(ranks))
+async def trainer(
+    config: Config, model: Path, run_dir: Path, **facts_of_resume: Any
+) -> AsyncIterator[tuple[RunningFleet, Training]]:
+    run, chosen = secrets.token_hex(4), config.training.layout
+    facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config, **facts_of_resume)
     with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
-        layout, service = Layout(dp=ranks), "asyncrl.services.training:TrainingService"
+        layout, service = Layout(dp=chosen.dp, shard=chosen.shard), "asyncrl.services.training:TrainingService"
         spec = ServiceSpec("training", Training, service, layout=layout, origin="torch")
         async with running_fleet([spec], facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running, running.handle("training", Training)
@@ -124,7 +134,7 @@ async def test_ranks_train_like_one_process_and_end_when_one_of_them_dies(
     killed: list[float] = []
 
     async def life() -> None:
-        async with asyncio.timeout(60), trainer(ranks, model, tmp_path) as (running, training):
+        async with asyncio.timeout(60), trainer(config(ranks), model, tmp_path) as (running, training):
             link = await trains(training, expected, store)
             await holds(training, one)
             await answers_for_each_rank(training, ranks)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.protocols.rank_layout import Axis, Layout
 
 PATIENCE = 30.0
 
 
-class ThreadRank:
+class ThreadRank(Ranks):
     """One of several ranks that are threads of this process. given: what each has put in, shared by all."""
 
     def __init__(self, rank: int, given: list[torch.Tensor], barrier: threading.Barrier) -> None:
@@ -40,14 +42,30 @@ class ThreadRank:
 
 
 @pytest.fixture
-def thread_ranks() -> Callable[[int], list[Ranks]]:
-    """thread_ranks(size) -> the ranks, each to be used by a thread of its own."""
+def thread_ranks() -> Callable[[int], list[RankMesh]]:
+    """thread_ranks(size) -> the data ranks, each to be used by a thread of its own."""
+    return lambda size: [RankMesh.of_data(ranks) for ranks in thread_group(size)]
 
-    def make(size: int) -> list[Ranks]:
-        given, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=PATIENCE)
-        return [ThreadRank(rank, given, barrier) for rank in range(size)]
+
+@pytest.fixture
+def thread_meshes() -> Callable[[Layout], list[RankMesh]]:
+    """thread_meshes(layout) -> the ranks of a layout that hold whole weights, each to be used by its own thread."""
+
+    def make(layout: Layout) -> list[RankMesh]:
+        axes: list[Axis] = ["everyone", "rows", "copies"]
+        groups: list[dict[str, Ranks]] = [{} for _ in range(layout.size)]
+        for axis in axes:
+            for numbers in layout.groups(axis):
+                for number, ranks in zip(numbers, thread_group(len(numbers)), strict=True):
+                    groups[number][axis] = ranks
+        return [RankMesh(**each) for each in groups]
 
     return make
+
+
+def thread_group(size: int) -> list[Ranks]:
+    given, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=PATIENCE)
+    return [ThreadRank(rank, given, barrier) for rank in range(size)]
 
 
 NOBODY = 65534

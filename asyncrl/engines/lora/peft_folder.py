@@ -5,6 +5,7 @@ peft loads such a folder by `PeftModel.from_pretrained(base, folder)`, or transf
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ PREFIX, SUFFIX = "base_model.model.", ".weight"
 """What peft writes before and after the name of a tensor."""
 
 
-def write_adapters(folder: Path, model: Any, lora: LoraConfig, base: str) -> None:
-    """Writes the adapters of a model. base: folder or hub name of the model that they were trained on."""
+def write_adapters(
+    folder: Path, model: Any, lora: LoraConfig, base: str, adapters: Mapping[str, Tensor] | None = None
+) -> None:
+    """Writes the adapters of a model. base: folder or hub name of the model that they were trained on. adapters: whole
+    ones, where those of the model are shards."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{PREFIX}{name}{SUFFIX}": each.cpu() for name, each in published_tensors(model).items()}
+    found = published_tensors(model) if adapters is None else adapters
+    tensors = {f"{PREFIX}{name}{SUFFIX}": each.cpu() for name, each in found.items()}
     save_file(tensors, folder / ADAPTERS, metadata={"format": "pt"})
     described = {
         "peft_type": "LORA",

@@ -19,7 +19,7 @@ from asyncrl.engines.training.batch.micro_batches import live_rows, live_values,
 from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.token_advantages import token_advantages
 from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state, write_model, write_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
@@ -43,7 +43,7 @@ class CriticTrainer(Trainer):
         rate = CRITIC_RATE * config.training.learning_rate if own.learning_rate is None else own.learning_rate
         settings = config.training.model_copy(update={"learning_rate": rate})
         self.config = config
-        self.ranks = Ranks()
+        self.mesh = RankMesh()
         self.target = target
         self.model = load_value_model(folder, own.device, settings.precision)
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
@@ -60,12 +60,12 @@ class CriticTrainer(Trainer):
                 "none; start anew with another --run-dir"
             )
         critic = cls(config, directory / MODEL, target)
-        return critic, read_state(directory, critic.optimizer, critic.ranks)["extra"]
+        return critic, read_state(directory, critic.optimizer, critic.mesh)["extra"]
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         """Writes model/ and trainer.pt below `directory`, with the plain values `extra`."""
         write_model(directory / MODEL, self.model)
-        write_state(directory, self.optimizer, self.ranks.size, extra=extra)
+        write_state(directory, self.optimizer, self.mesh.size, self.optimizer.adamw.state_dict(), extra=extra)
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)
@@ -102,7 +102,7 @@ class CriticStep(TrainingStep):
         self._update_sums = torch.zeros_like(self._sums)
         finite = True
         for items in self._micro_batches(rows):
-            finite = finite and self._value_pass(items, 1.0 / tokens)
+            finite = self._value_pass(items, 1.0 / tokens) and finite
             yield True
         return finite
 
@@ -135,7 +135,7 @@ class CriticStep(TrainingStep):
         self._sums += self._update_sums
 
     def _metrics(self, counts: Tensor) -> dict[str, float]:
-        sums = dict(zip(SUMS, self._ranks.sum(self._sums).tolist(), strict=True))
+        sums = dict(zip(SUMS, self._mesh.rows.sum(self._sums).tolist(), strict=True))
         critic, updates, tokens = self._trainer.target.critic, len(self._norms), sums["tokens"]
         if not updates:
             return {f"{critic}/updates": 0.0}

@@ -1,12 +1,13 @@
 """Models with their heads, for trainer, reference, critic and reward model: logits, or one number per token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
@@ -15,8 +16,10 @@ from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.ranks.shards import PassRoot, shard_model
 from asyncrl.errors import ConfigError
 
+Found = TypeVar("Found")
 Precision = Literal["float32", "bfloat16"]
 
 HEAD_TOLERANCE = 1e-3
@@ -43,7 +46,20 @@ class LoadedModel:
         self.sharing_width = sharing_width(whole.config)
         self.is_random = False
         self._precision = precision
+        self._root: PassRoot | None = None
         self._check_head(folder, scored)
+
+    def shard_over(self, mesh: DeviceMesh | None) -> None:
+        """Shares out the weights over the ranks of a mesh, if there is one. Raises ConfigError as `shard_model`."""
+        if mesh is not None:
+            self._root = shard_model(self.whole, mesh)
+
+    def in_pass(self, compute: Callable[[], Found]) -> Found:
+        """Runs a computation with body and head. Sharded weights need it to be one, and all ranks to run it."""
+        if self._root is None:
+            return compute()
+        found: Found = self._root(compute)
+        return found
 
     def hidden(self, ids: Tensor, **layout: Tensor) -> Tensor:
         """Computes hidden states [rows, length, width] of ids [rows, length]. Rows are right-padded: under causal

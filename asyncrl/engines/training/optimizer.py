@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from asyncrl.config.schema import TrainingConfig
-from asyncrl.engines.training.ranks.data_parallel import Ranks, sum_gradients
+from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradients
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 
 
 class Optimizer:
@@ -33,13 +34,13 @@ class Optimizer:
         ]
         self.adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
 
-    def step(self, ranks: Ranks, *, finite: bool) -> float | None:
+    def step(self, mesh: RankMesh, *, finite: bool) -> float | None:
         """Takes one step on the accumulated gradients of all ranks, and returns their norm before clipping; None, with
-        no weight changed on any rank, when it or a loss is not finite. finite: the loss of this rank was finite."""
+        no weight changed on any rank, when it or a loss is not finite. finite: the losses of all ranks were finite."""
         norm = math.inf
-        if not ranks.largest(torch.tensor([0.0 if finite else 1.0])).item():
-            sum_gradients(ranks, self.parameters)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
+        if finite:
+            sum_gradients(mesh, self.parameters)
+            norm = clip_gradients(mesh, self.parameters, self.settings.max_grad_norm)
         if math.isfinite(norm):
             self.rate = learning_rate(self.settings, self.updates, self._planned)
             for group in self.adamw.param_groups:

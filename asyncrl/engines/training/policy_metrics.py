@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.engines.training.batch.micro_batches import MicroBatch
 from asyncrl.engines.training.policy_loss_terms import LossTerms
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.objectives.corrections import effective_sample_share
 from asyncrl.objectives.ragged import Ragged
 

@@ -27,12 +27,15 @@ from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.policy_loss_terms import policy_loss_terms
 from asyncrl.engines.training.policy_metrics import PolicyTotals
-from asyncrl.engines.training.ranks.data_parallel import Ranks, check_same, own_device
+from asyncrl.engines.training.ranks.gradients import check_same
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
+from asyncrl.engines.training.ranks.shards import gather_state
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
-from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
+from asyncrl.engines.training.token_logprobs import frozen_logprobs, idle_pass, logprobs_after, token_logprobs
 from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_model, write_own_state, write_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import WeightsError
+from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
@@ -52,20 +55,31 @@ class PolicyTrainer(Trainer):
     samples. multiplier and texts are None where the algorithm has none.
     """
 
-    def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None, texts: Path | None = None) -> None:
-        """Loads model and pretraining texts, if any. Raises TaskError when a text cannot be used, and ConfigError when
-        `model.lora` does not fit the model."""
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        mesh: RankMesh | None = None,
+        texts: Path | None = None,
+        adapters: Path | None = None,
+    ) -> None:
+        """Loads model, adapters and pretraining texts, if any. Raises TaskError when a text cannot be used, and
+        ConfigError when `model.lora` does not fit the model."""
         settings, algorithm, cost = config.training, config.algorithm, config.cost
         self.config = config
-        self.ranks = ranks or Ranks()
+        self.mesh = mesh or RankMesh()
         self._folder = folder
         refuse_rotation_by_longest_row(folder, config)
-        device = own_device(settings.device, self.ranks.rank, self.ranks.size)
+        device = own_device(settings.device, self.mesh.rank, self.mesh.size)
         self.model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
         if config.model.lora is not None:
-            self._base_digest = weights_digest(folder) if self.ranks.rank == 0 else ""
+            self._base_digest = weights_digest(folder) if self.mesh.rank == 0 else ""
             attach(self.model.whole, config.model.lora, config.seed)
             self.model.is_random = config.model.lora.dropout > 0
+        if adapters is not None:
+            load_adapters(adapters, self.model.whole)
+        self._spec = published_spec(self.model.whole, config.model.dtype)
+        self.model.shard_over(self.mesh.sharding)
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
         self.kl = KlCoefficient(algorithm.kl, algorithm.kl_target)
         self.multiplier: Multiplier | None = None
@@ -81,7 +95,7 @@ class PolicyTrainer(Trainer):
         cls,
         config: Config,
         directory: Path,
-        ranks: Ranks | None = None,
+        mesh: RankMesh | None = None,
         texts: Path | None = None,
         base: Path | None = None,
     ) -> tuple["PolicyTrainer", dict[str, Any]]:
@@ -92,10 +106,14 @@ class PolicyTrainer(Trainer):
         """
         lora = config.model.lora
         assert lora is None or base is not None, "adapters are restored on their base model"
-        trainer = cls(config, directory / MODEL if lora is None or base is None else base, ranks, texts)
-        state = read_state(directory, trainer.optimizer, trainer.ranks)
+        folder = directory / MODEL
+        if lora is None or base is None:
+            trainer = cls(config, folder, mesh, texts)
+        else:
+            trainer = cls(config, base, mesh, texts, folder)
+        state = read_state(directory, trainer.optimizer, trainer.mesh)
         if lora is not None:
-            trainer.load_adapters(directory / MODEL, Canary(*map(tuple, state["canary"])))
+            trainer.check_base(folder, Canary(*map(tuple, state["canary"])))
         if trainer.kl.target is not None:
             trainer.kl.value = state["kl"]
         if trainer.multiplier is not None and "multiplier" in state:
@@ -104,25 +122,37 @@ class PolicyTrainer(Trainer):
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         """Writes model/ and trainer.pt below `directory`, with the plain values `extra`; ranks other than 0 write only
-        the state that is their own. Raises WeightsError when the ranks do not hold the same weights."""
-        check_same(self.ranks, self.optimizer.parameters)
-        if self.ranks.rank > 0:
-            write_own_state(directory, self.ranks.rank)
+        the state that is their own, and give rank 0 their shards. Raises WeightsError when ranks that should hold the
+        same weights do not."""
+        with self.mesh.failing():
+            check_same(self.mesh, self.optimizer.parameters)
+            saved = self._gathered(keep=self.mesh.rank == 0)
+        if self.mesh.rank > 0:
+            write_own_state(directory, self.mesh.rank)
             return
         state: dict[str, Any] = {} if self.multiplier is None else {"multiplier": self.multiplier.value}
         lora = self.config.model.lora
         if lora is None:
-            write_model(directory / MODEL, self.model)
+            write_model(directory / MODEL, self.model, saved["model"])
         else:
-            write_adapters(directory / MODEL, self.model.whole, lora, str(self._folder))
+            write_adapters(directory / MODEL, self.model.whole, lora, str(self._folder), saved["model"])
             self.model.tokenizer.save_pretrained(directory / MODEL)
             write_base(directory, self._folder, self._base_digest)
-            state["canary"] = list(astuple(self.canary()))
-        write_state(directory, self.optimizer, self.ranks.size, kl=self.kl.value, extra=extra, **state)
+            state["canary"] = list(astuple(saved["canary"]))
+        state |= {"kl": self.kl.value, "extra": extra}
+        write_state(directory, self.optimizer, self.mesh.size, saved["adamw"], **state)
 
-    def load_adapters(self, folder: Path, canary: Canary) -> None:
-        """Reads adapters and compares the model with the canary that was saved beside them. Raises WeightsError."""
-        load_adapters(folder, self.model.whole)
+    def _gathered(self, *, keep: bool) -> dict[str, Any]:
+        """Returns what ranks compute together for a checkpoint: whole weights and moments, and with adapters a canary;
+        nothing useful where `keep` is False."""
+        lora = self.config.model.lora
+        found: dict[str, Any] = {} if lora is None else {"canary": self.canary()}
+        weights = self.model.whole.state_dict(keep_vars=True) if lora is None else self.named_tensors()
+        found["model"] = gather_state(weights, keep=keep)
+        return found | {"adamw": gather_state(self.optimizer.adamw.state_dict(), keep=keep)}
+
+    def check_base(self, folder: Path, canary: Canary) -> None:
+        """Compares the model with the canary that was saved beside its adapters. Raises WeightsError."""
         distance = canary_distance(canary, logprobs_after(self.model, np.array(canary.prompt)).numpy(force=True))
         if not distance <= BASE_TOLERANCE:
             raise WeightsError(
@@ -137,15 +167,24 @@ class PolicyTrainer(Trainer):
     @property
     def weights_spec(self) -> WeightsSpec:
         """Returns names, shapes and dtype of the published weights."""
-        return published_spec(self.model.whole, self.config.model.dtype)
+        return self._spec
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Returns the float32 master weights, tied ones under every name; with `model.lora` only the adapters. The next
-        step changes them in place."""
+        step changes them in place. Sharded ones are gathered by `whole_tensor`, on all ranks in the order of the
+        specification."""
         return published_tensors(self.model.whole)
 
+    def publish_shards(self) -> None:
+        """Takes part in what rank 0 does when it publishes sharded weights: each is gathered, then the canary."""
+        tensors = self.named_tensors()
+        for tensor in self._spec.tensors:
+            whole_tensor(tensors[tensor.name])
+        self.canary()
+
     def canary(self) -> Canary:
-        """Returns the canary of the current weights, which generation engines compare themselves with."""
+        """Returns the canary of the current weights, which generation engines compare themselves with. Ranks that share
+        out the weights compute it together."""
         return canary_of(self._probe, logprobs_after(self.model, self._probe))
 
 
@@ -171,11 +210,11 @@ class PolicyStep(TrainingStep):
     def _prepare(self) -> Iterator[bool]:
         algorithm, kl, multiplier = self._algorithm, self._trainer.kl.value, self._trainer.multiplier
         if multiplier is not None:
-            self._cost = mean_cost(self._rows, self._ranks)
+            self._cost = mean_cost(self._rows, self._mesh.rows)
         if self._algorithm.kl > 0 and not self._config.reference_by_service:
             for item, logprobs in (yield from self._logprobs(self._rows, of_base=True)):
                 item.row = replace(item.row, reference_logprobs=logprobs)
-        set_token_advantages(self._rows, algorithm, kl, self._ranks, multiplier)
+        set_token_advantages(self._rows, algorithm, kl, self._mesh.rows, multiplier)
         needed = algorithm.old_logprobs != "engine" or algorithm.rejection != "none"
         if needed and self._config.training.updates > 1:  # The first update alone would find them unchanged.
             for item, logprobs in (yield from self._logprobs(self._rows)):
@@ -186,9 +225,13 @@ class PolicyStep(TrainingStep):
         adapters, of all rows, because advantages with a KL in the reward are over all rows."""
         found: RowLogprobs = []
         for items in self._micro_batches([item for item in rows if item.live_tokens or of_base]):
+            if not items:
+                idle_pass(self._trainer.model, backward=False)
+                yield True
+                continue
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
             temperatures, spans = [item.row.temperature for item in items], [item.row.spans for item in items]
-            chunk, budget = self._config.training.logits_chunk, self._config.training.micro_batch_tokens
+            chunk, budget = self._config.training.logits_chunk, self._pass_budget
             with base_model(self._trainer.model.whole) if of_base else nullcontext(), self._lane("forward"):
                 logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans, budget)
             found += zip(items, logprobs, strict=True)
@@ -205,7 +248,7 @@ class PolicyStep(TrainingStep):
         second_moment = yield from self._second_moment(rows)
         finite = True
         for items in self._micro_batches(rows):
-            finite = finite and self._policy_pass(items, second_moment)
+            finite = self._policy_pass(items, second_moment) and finite
             yield True
         yield from self._pretrain(number)
         return finite
@@ -221,25 +264,28 @@ class PolicyStep(TrainingStep):
             squares.append(log_ratio[pushed_away(log_ratio, advantages)].square())
         budget = self._algorithm.second_moment
         assert budget is not None, "the config requires second_moment with m2po"
-        return second_moment_bound(torch.cat(squares), budget, self._ranks.sum, self._ranks.largest)
+        return second_moment_bound(torch.cat(squares), budget, self._mesh.rows.sum, self._mesh.rows.largest)
 
     def _policy_pass(self, rows: Sequence[MaskedRow], second_moment: float) -> bool:
-        """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
+        """Runs forward and backward of a micro-batch; returns False if its loss is not finite."""
         model, training = self._trainer.model, self._config.training
-        batch = micro_batch(rows, model.device, model.sharing_width, training.micro_batch_tokens)
+        if not rows:
+            idle_pass(model, backward=True)
+            return True
+        batch = micro_batch(rows, model.device, model.sharing_width, self._pass_budget)
         chunk, bonus = training.logits_chunk, self._algorithm.entropy_bonus > 0
         with self._lane("forward"):
             logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
         terms = policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)
         loss = terms.policy.sum() + terms.kl.sum() + terms.entropy.sum()
+        with self._lane("backward"):  # Also of a loss that is not finite: ranks with shards of the weights take part.
+            torch.autograd.backward(loss)
         if not math.isfinite(loss.item()):
             finite = torch.isfinite(terms.policy + terms.kl + terms.entropy)
             broken, keys = batch.ragged.sum((~finite).float()).tolist(), [item.row.key for item in rows]
             # All samples when only the sum is not finite.
             self._culprits += [key for key, tokens in zip(keys, broken, strict=True) if tokens] or keys
             return False
-        with self._lane("backward"):
-            torch.autograd.backward(loss)
         self._update_totals.add(terms, logprobs, entropy, batch, first=not self._norms)
         for item, rejected in zip(rows, batch.ragged.sum((terms.weight == 0).float()).tolist(), strict=True):
             item.rejected = int(rejected)
@@ -255,8 +301,12 @@ class PolicyStep(TrainingStep):
         model, training = self._trainer.model, self._config.training
         texts = texts_of(self._trainer.texts, self._config, self._version, number)
         tokens = sum(len(text.learnt) for text in texts)
-        own = texts[self._ranks.rank :: self._ranks.size]
-        for indices in micro_batches([text.tokens for text in own], training.micro_batch_tokens):
+        own = texts[self._mesh.rows.rank :: self._mesh.rows.size]
+        for indices in self._mesh.in_step(micro_batches([text.tokens for text in own], training.micro_batch_tokens)):
+            if not indices:
+                idle_pass(model, backward=True)
+                yield True
+                continue
             given, learnt = [own[index].given for index in indices], [own[index].learnt for index in indices]
             rows = pad_rows(given, learnt, 1.0, model.device)
             logprobs, _ = token_logprobs(model, rows, training.logits_chunk)
@@ -271,10 +321,10 @@ class PolicyStep(TrainingStep):
 
     def _metrics(self, counts: Tensor) -> dict[str, float]:
         trainer, reference, planned = self._trainer, self._algorithm.kl > 0, self._config.training.updates
-        found = self._totals.metrics(self._ranks, len(self._norms), planned, reference=reference)
+        found = self._totals.metrics(self._mesh.rows, len(self._norms), planned, reference=reference)
         metrics = mask_metrics(counts)
         if trainer.texts is not None:
-            pretrain_loss = self._ranks.sum(torch.tensor(self._pretrain_losses, dtype=torch.float64)).mean()
+            pretrain_loss = self._mesh.rows.sum(torch.tensor(self._pretrain_losses, dtype=torch.float64)).mean()
         if not self._norms:
             return metrics
         metrics |= {"grad_norm": sum(self._norms) / len(self._norms), "learning_rate": trainer.optimizer.rate, **found}

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from asyncrl.config.schema import AlgorithmConfig
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, TrainRow, ValueTarget
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.objectives.advantages import STD_EPSILON, generalized_advantages, token_rewards
 from asyncrl.objectives.kl import kl_to_go
 from asyncrl.objectives.lagrangian import Multiplier, constrained_advantages
@@ -44,7 +44,8 @@ def set_token_advantages(
     """Sets the advantage of each token in the rows, where a critic or a KL in the reward makes them differ.
 
     kl: current coefficient of the KL. multiplier: price of costs, if any. With `normalize_std` the advantages of GAE
-    are standardized over all response tokens of the batch on all ranks, stale ones too: masking re-weights nothing.
+    are standardized over all response tokens of the batch, those of all `ranks`, which have rows of their own; stale
+    ones too: masking re-weights nothing.
     """
     if algorithm.advantage == "gae":
         found = [token_advantages(item.row, algorithm) for item in rows]

@@ -25,6 +25,13 @@ def token_logprobs(
     recomputes the head, unless all tokens fit into one chunk.
     """
 
+    parts = model.in_pass(lambda: _parts(model, rows, chunk, entropy_gradient))
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _parts(model: CausalModel, rows: PaddedRows, chunk: int, entropy_gradient: bool) -> list[tuple[Tensor, Tensor]]:
+    """Returns log-probs and entropies of each chunk."""
+
     def head(states: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
         for_entropy = logprobs if entropy_gradient else logprobs.detach()
@@ -37,14 +44,24 @@ def token_logprobs(
             parts.append(head(*inputs))
         else:
             parts.append(checkpoint(head, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return parts
+
+
+def idle_pass(model: CausalModel, *, backward: bool) -> None:
+    """Computes one token that counts for nothing, while other ranks have rows: ranks that share out the weights gather
+    them together in every pass."""
+    token = np.zeros(1, np.int64)
+    with torch.set_grad_enabled(backward):
+        logprobs, _ = token_logprobs(model, pad_rows([token], [token], 1.0, model.device), 1)
+    if backward:
+        torch.autograd.backward(0.0 * logprobs.sum())
 
 
 @torch.no_grad()
 def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
     """Returns the log-probs of the token after the prompt at temperature 1, float32 [vocabulary]."""
     ids = torch.from_numpy(prompt).to(model.device)
-    return model.logits(model.hidden(ids[None])[0, -1:])[0].log_softmax(-1)
+    return model.in_pass(lambda: model.logits(model.hidden(ids[None])[0, -1:])[0].log_softmax(-1))
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """The files of a trainer in a checkpoint: model/, which transformers or peft loads, and trainer.pt, which resumes it.
-Rank 0 writes both, because ranks hold the same weights and moments. Others write rank-N.pt with their random state."""
+Rank 0 writes both, with the whole of weights and moments. Others write rank-N.pt with their random state."""
 
 import hashlib
 import io
@@ -14,24 +14,26 @@ from xxhash import xxh3_64_hexdigest
 
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.shards import own_part, share_out
 from asyncrl.errors import ConfigError, JournalError
 
 MODEL = "model"
 TRAINER = "trainer.pt"
 
 
-def write_model(folder: Path, model: LoadedModel) -> None:
-    """Writes safetensors, tokenizer, and the config that came with the model, dropout included."""
-    model.whole.save_pretrained(folder)
+def write_model(folder: Path, model: LoadedModel, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Writes safetensors, tokenizer, and the config that came with the model, dropout included. weights: the whole
+    ones, where those of the model are shards."""
+    model.whole.save_pretrained(folder, state_dict=weights)
     model.source_config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
 
 
-def write_state(directory: Path, optimizer: Optimizer, ranks: int, **state: Any) -> None:
-    """Writes trainer.pt (optimizer, RNG, number of `ranks`, and `state`, which is tensors and plain values), and fsyncs
-    it with all other files of the directory."""
-    state |= {"optimizer": {"adamw": optimizer.adamw.state_dict(), "updates": optimizer.updates}}
+def write_state(directory: Path, optimizer: Optimizer, ranks: int, adamw: Mapping[str, Any], **state: Any) -> None:
+    """Writes trainer.pt (optimizer with the state `adamw`, RNG, number of `ranks`, and `state`, which is tensors and
+    plain values), and fsyncs it with all other files of the directory."""
+    state |= {"optimizer": {"adamw": adamw, "updates": optimizer.updates}}
     _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
     for path in [*directory.rglob("*"), directory]:
         _sync(path)
@@ -44,23 +46,33 @@ def write_own_state(directory: Path, rank: int) -> None:
     _sync(directory)
 
 
-def read_state(directory: Path, optimizer: Optimizer, ranks: Ranks) -> dict[str, Any]:
+def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[str, Any]:
     """Restores optimizer and RNG, and returns all that trainer.pt holds. Raises JournalError when the directory is not
     the checkpoint of a trainer, and ConfigError when another number of ranks with different states wrote it."""
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
     others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
-    optimizer.adamw.load_state_dict(state["optimizer"]["adamw"])
+    optimizer.adamw.load_state_dict(_own_moments(state["optimizer"]["adamw"], optimizer))
     optimizer.updates = state["optimizer"]["updates"]
     random = [each["rng"] for each in (state, *others)]
-    if len(random) != ranks.size and not all(torch.equal(each, random[0]) for each in random):
+    if len(random) != mesh.size and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(
-            f"training.layout_dp = {ranks.size}: {len(random)} ranks with different random states wrote checkpoint "
-            f"{directory}; write {len(random)}"
+            f"{len(random)} ranks with different random states wrote checkpoint {directory}, and training.layout has "
+            f"{mesh.size}; write one of {len(random)}"
         )
-    torch.set_rng_state(random[ranks.rank if len(random) == ranks.size else 0])
+    torch.set_rng_state(random[mesh.rank if len(random) == mesh.size else 0])
     return state
+
+
+def _own_moments(adamw: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the state of AdamW with this rank's parts of the moments."""
+    parameters = [each for group in optimizer.adamw.param_groups for each in group["params"]]
+    moments = {
+        number: {name: share_out(value, parameters[number]) for name, value in values.items()}
+        for number, values in adamw["state"].items()
+    }
+    return {**adamw, "state": moments}
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -113,10 +125,10 @@ def _sync(path: Path) -> None:
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
-    """Returns XXH3 of the bytes of each tensor, and its Euclidean norm."""
+    """Returns XXH3 of the bytes of each tensor, and its Euclidean norm; of a sharded one those of this rank's part."""
     found = {}
     for name, tensor in tensors.items():
-        values = tensor.detach().cpu().contiguous()
+        values = own_part(tensor).detach().cpu().contiguous()
         digest = xxh3_64_hexdigest(values.view(torch.uint8).numpy().data) if values.dim() else str(values.item())
         found[name] = (digest, float(values.double().norm()))
     return found

@@ -1,5 +1,6 @@
 """The part that training steps of policy and critic share: masks, the split into updates, one pass at a time."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,8 @@ from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_
 from asyncrl.engines.training.batch.micro_batches import micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 
@@ -54,7 +56,7 @@ class Trainer(ABC):
     a GPU may still compute when they end here, and optimizer steps."""
 
     config: Config
-    ranks: Ranks
+    mesh: RankMesh
     optimizer: Optimizer
     lane: Lane = staticmethod(undrawn)
 
@@ -81,11 +83,13 @@ class TrainingStep(ABC):
 
     def __init__(self, trainer: Trainer, rows: Sequence[TrainRow], incarnation: int, version: int) -> None:
         self._config = config = trainer.config
-        self._ranks = trainer.ranks
+        self._mesh = trainer.mesh
         self._optimizer = trainer.optimizer
         self._lane = trainer.lane
         staleness, truncated = config.staleness, config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
+        # Passes of sharded weights are not split further: each is an exchange, and all ranks need as many.
+        self._pass_budget = config.training.micro_batch_tokens if self._mesh.sharding is None else math.inf
         self._norms: list[float] = []  # gradient norms of the updates taken
         self._not_taken: set[str] = set()  # why updates with a live token were not taken, the same on all ranks
         self._culprits: list[SampleName] = []
@@ -99,16 +103,18 @@ class TrainingStep(ABC):
         return self._outcome
 
     def advance(self) -> bool:
-        """Runs the next micro-batch or optimizer step; returns False when the step is complete."""
-        return next(self._work, False)
+        """Runs the next micro-batch or optimizer step; returns False when the step is complete. Raises PeerLost when
+        another rank is gone."""
+        with self._mesh.failing():
+            return next(self._work, False)
 
     def _run(self) -> Iterator[bool]:
-        batch = gather_keys(self._ranks, [item.row.key for item in self._rows])
-        counts = self._ranks.sum(mask_counts(self._rows))
+        batch = gather_keys(self._mesh.rows, [item.row.key for item in self._rows])
+        counts = self._mesh.rows.sum(mask_counts(self._rows))
         yield from self._prepare()
         for number, part in enumerate(split_into_updates(self._rows, batch, self._config.training.updates)):
             yield from self._update(part, number)
-        trained = gather_keys(self._ranks, [item.row.key for item in self._rows if item.trained])
+        trained = gather_keys(self._mesh.rows, [item.row.key for item in self._rows if item.trained])
         self._outcome = StepOutcome(
             updates=len(self._norms),
             skipped="" if self._norms else self._why_skipped(counts),
@@ -126,7 +132,7 @@ class TrainingStep(ABC):
     def _update(self, part: Sequence[MaskedRow], number: int) -> Iterator[bool]:
         counted = [item for item in part if item.counted]
         own = [sum(len(item.live) for item in counted), len(counted), sum(item.live_tokens for item in counted)]
-        tokens, samples, live = self._ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        tokens, samples, live = self._mesh.rows.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         if live == 0:
             return
         rows = [item for item in part if item.live_tokens]
@@ -136,12 +142,13 @@ class TrainingStep(ABC):
 
     def _take(self, part: Sequence[MaskedRow], finite: bool) -> None:
         """Takes the optimizer step of an update, unless its loss is empty or not finite on any rank."""
-        own = [sum(item.in_loss for item in part), sum(item.rejected for item in part), not finite]
-        in_loss, rejected, broken = self._ranks.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        own = [sum(item.in_loss for item in part), sum(item.rejected for item in part)]
+        in_loss, rejected = self._mesh.rows.sum(torch.tensor(own, dtype=torch.float64)).tolist()
+        broken = self._mesh.everyone.largest(torch.tensor([int(not finite)])).item()
         if not in_loss and not broken:
             self._optimizer.discard()
             self._not_taken.add("rejected" if rejected else LEFT_OUT)
-        elif (norm := self._optimizer_step(finite)) is not None:
+        elif (norm := self._optimizer_step(finite=not broken)) is not None:
             self._norms.append(norm)
             self._keep_sums()
         else:
@@ -151,7 +158,7 @@ class TrainingStep(ABC):
 
     def _optimizer_step(self, finite: bool) -> float | None:
         with self._lane("optimizer"):
-            return self._optimizer.step(self._ranks, finite=finite)
+            return self._optimizer.step(self._mesh, finite=finite)
 
     @abstractmethod
     def _prepare(self) -> Iterator[bool]:
@@ -170,11 +177,12 @@ class TrainingStep(ABC):
         """Computes the metrics of the whole step. counts: `mask_counts` of all ranks."""
 
     def _micro_batches(self, rows: Sequence[MaskedRow]) -> Iterator[list[MaskedRow]]:
+        """Yields the rows of each pass; none where only other ranks still have rows, see `RankMesh.in_step`."""
         budget = self._config.training.micro_batch_tokens
         spans, prompts = [row.row.spans for row in rows], [len(row.row.prompt_ids) for row in rows]
         longest, contexts = padded_sizes(prompts, spans, [row.tokens for row in rows])
-        for indices in micro_batches(longest, budget, contexts):
-            yield [rows[index] for index in indices]
+        parts = micro_batches(longest, budget, contexts)
+        yield from self._mesh.in_step([[rows[index] for index in indices] for indices in parts])
 
 
 def gather_keys(ranks: Ranks, keys: Sequence[SampleName]) -> list[SampleName]:

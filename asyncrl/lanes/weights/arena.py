@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
 from asyncrl.lanes.weights.receiver_report import Fetched
-from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
+from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, fill, views, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.messages import Published
 
@@ -79,9 +78,7 @@ class Writer(_Slots):
         slot = slot_of(version)
         self.leases.begin_write(version)
         self._stamp(slot, incarnation, BEING_WRITTEN)
-        with torch.no_grad():
-            for name, view in self._tensors[slot].items():
-                view.copy_(tensors[name])
+        fill(self._tensors[slot], tensors)
         self._stamp(slot, incarnation, version)
         self.leases.end_write(version)
         digested = digested_tensor(self._spec, version)

@@ -80,6 +80,21 @@ def checked(named: Mapping[str, Tensor], spec: WeightsSpec) -> Mapping[str, Tens
     return named
 
 
+def fill(slot: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copies tensors into those of a slot, one after the other; of sharded ones every rank has to call `whole_tensor`
+    in the order of the slot meanwhile."""
+    with torch.no_grad():
+        for name, view in slot.items():
+            view.copy_(whole_tensor(tensors[name]))
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Returns a tensor with the parts of all ranks, where it is sharded over ranks."""
+    gather = getattr(tensor, "full_tensor", None)  # A DTensor, whose module takes a second to import.
+    whole: Tensor = tensor if gather is None else gather()
+    return whole
+
+
 def check_digest(memory: memoryview, spec: WeightsSpec, published: Published) -> None:
     """Raises WeightsError unless the memory has the published digest; one that was published without is not checked."""
     if published.digest:

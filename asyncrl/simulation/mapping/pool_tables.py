@@ -58,6 +58,6 @@ def _sections(role: str, strategy: Strategy, pool: str) -> Iterator[str]:
         values |= {"engine": "vllm", "layout_tp": generate.tp} if generate.tp > 1 else {}
         yield from section("generation", values)
     if role in ("actor", "training"):
-        yield from section("training", {"layout_dp": degrees.dp}, note)
+        yield from section("training", {"layout": {"dp": degrees.dp}}, note)
     elif role != "generation":
         yield from section(role, {}, note)

@@ -27,7 +27,7 @@ KEYS = {
     "cost": "cost.workers",
     "reference": "reference.replicas",
     "environment": "environment.workers",
-    "training": "training.layout_dp",
+    "training": "training.layout.dp",
 }
 """Key that adds workers to each service."""
 

@@ -39,7 +39,7 @@ def test_what_cannot_join_is_refused(joined: dict[str, int], fleet: dict[str, An
 
 def test_all_ranks_of_the_trainer_join_or_none() -> None:
     base = load("quickstart").config.model_dump()
-    base["training"]["layout_dp"] = 2
+    base["training"]["layout"] = {"dp": 2}
     for ranks in (1, 3):
         fleet = FleetConfig(joined={"training": ranks}, **LISTENS).model_dump()
         with pytest.raises(ValidationError, match="write training = 2"):

@@ -145,7 +145,7 @@ def test_a_worker_that_nobody_has_started_yet_goes_first() -> None:
     ("service", "count", "why"),
     [
         ("generatoin", 2, r"no service 'generatoin' .* The services that may are generation$"),
-        ("training", 2, r"the number of training workers does not change .* training.layout_dp"),
+        ("training", 2, r"the number of training workers does not change .* training.layout"),
         ("reward", 2, "reward has one worker in this run"),
         ("generation", 0, f"generation=0 is out of range: write 1 to {MOST_WORKERS}"),
         ("generation", MOST_WORKERS + 1, "is out of range"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.token_advantages import _moments
 from asyncrl.objectives import corrections, surrogate_losses
 from asyncrl.objectives.advantages import (

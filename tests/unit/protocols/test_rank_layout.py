@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from asyncrl.protocols.distribute_collect import THREE_D_PROTO
 from asyncrl.protocols.rank_layout import Layout, Place3D
 from tests.unit.protocols.resharding_cost import (
     formula,
@@ -89,3 +90,30 @@ def test_ranks_of_a_training_layout() -> None:
 def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"must divide|at least 1"):
         Layout(*sizes)
+
+
+def test_groups_along_the_axes_of_four_ranks() -> None:
+    layout = Layout(tp=2, shard=2)
+    assert layout.groups("everyone") == [[0, 1, 2, 3]]
+    assert layout.groups("rows") == layout.groups("shards") == [[0, 2], [1, 3]]
+    assert layout.groups("copies") == [[0], [1], [2], [3]]
+    assert Layout(dp=2, shard=2).groups("shards") == [[0, 1], [2, 3]]
+    assert Layout(dp=2, shard=2).groups("copies") == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("sizes", list(product((1, 2), (1, 3), (1, 2), (1, 2))))
+def test_each_sum_over_rows_counts_every_row_once(sizes: tuple[int, int, int, int]) -> None:
+    """Ranks of one group have all rows between them and no row twice; copies times shards are those ranks."""
+    pp, tp, dp, shard = sizes
+    layout, count = Layout(pp, tp, dp, shard=shard), 13
+    rows = THREE_D_PROTO.distribute([1] * count, layout)
+    for group in layout.groups("rows"):
+        assert sorted(row for rank in group for row in rows[rank]) == list(range(count))
+        assert len({(layout.place(rank).pp, layout.place(rank).tp) for rank in group}) == 1
+    for axis, size in (("rows", dp * shard), ("copies", dp), ("shards", shard), ("everyone", layout.size)):
+        groups = layout.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(layout.size))
+        assert {len(group) for group in groups} == {size}
+    for copies, shards in product(layout.groups("copies"), layout.groups("shards")):
+        assert len(set(copies) & set(shards)) <= 1
+    assert THREE_D_PROTO.collect(layout) == [layout.rank(pp=-1, dp=index) for index in range(dp * shard)]

@@ -12,7 +12,7 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import StepOutcome, gather_keys
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
@@ -38,11 +38,13 @@ class CountingRun:
 
     def advance(self) -> bool:
         self.passes += 1
-        ranks = self._engine.ranks
+        mesh = self._engine.mesh
         if self.passes == 1:
-            self._trained = gather_keys(ranks, [row.key for row in self._rows if row.advantage and not self._skipped])
+            self._trained = gather_keys(
+                mesh.rows, [row.key for row in self._rows if row.advantage and not self._skipped]
+            )
         if self.passes == 2 and not self._skipped:
-            self._engine.weight += ranks.sum(torch.tensor([sum(row.advantage for row in self._rows)])).item()
+            self._engine.weight += mesh.rows.sum(torch.tensor([sum(row.advantage for row in self._rows)])).item()
         return self.passes < 3
 
     @property
@@ -59,8 +61,8 @@ class CountingRun:
 class CountingEngine:
     weights_spec = SPEC
 
-    def __init__(self, ranks: Ranks, weight: float = 0.0) -> None:
-        self.ranks, self.weight = ranks, weight
+    def __init__(self, mesh: RankMesh, weight: float = 0.0) -> None:
+        self.mesh, self.weight = mesh, weight
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> CountingRun:
         return CountingRun(self, rows)
@@ -72,22 +74,22 @@ class CountingEngine:
         return Canary((0,), (0,), (-self.weight,))
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        name = "state" if self.ranks.rank == 0 else f"rank-{self.ranks.rank}.pt"
+        name = "state" if self.mesh.rank == 0 else f"rank-{self.mesh.rank}.pt"
         (directory / name).write_text(json.dumps({"weight": self.weight, "extra": extra}))
 
 
 class CountingService(TrainingService):
-    def open_engine(self, ranks: Ranks) -> tuple[PolicyTrainer, dict[str, Any]]:
+    def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
         if self.context.facts.checkpoint_dir is None:
-            return CountingEngine(ranks), {}
+            return CountingEngine(mesh), {}
         state = json.loads((self.context.facts.checkpoint_dir / "state").read_text())
-        return CountingEngine(ranks, state["weight"]), state["extra"]
+        return CountingEngine(mesh, state["weight"]), state["extra"]
 
     async def find_meeting(self) -> None:
         """Ranks of this test exchange in memory."""
 
-    def open_ranks(self, meeting: MeetingPlace | None) -> Ranks:
-        return cast(Ranks, self.context.spec.options.get("ranks", Ranks()))
+    def open_mesh(self, meeting: MeetingPlace | None) -> RankMesh:
+        return cast(RankMesh, self.context.spec.options.get("mesh", RankMesh()))
 
 
 class PatientCompute(ThreadCompute):

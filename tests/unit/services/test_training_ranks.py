@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
@@ -23,7 +23,7 @@ from tests.unit.services.counting import INCARNATION, CountingService, context_m
 
 
 class Two:
-    """Ranks in this process, two mostly, each with a compute thread of its own, called as a handle calls them."""
+    """RankMesh in this process, two mostly, each with a compute thread of its own, called as a handle calls them."""
 
     def __init__(self, ranks: list[CountingService]) -> None:
         self.ranks = ranks
@@ -55,7 +55,9 @@ ServingTwo = Callable[..., AbstractAsyncContextManager[Two]]
 
 
 @pytest.fixture
-def serving_two(worker_context: Callable[..., WorkerContext], thread_ranks: Callable[[int], list[Ranks]]) -> ServingTwo:
+def serving_two(
+    worker_context: Callable[..., WorkerContext], thread_ranks: Callable[[int], list[RankMesh]]
+) -> ServingTwo:
     @asynccontextmanager
     async def serve(tmp_path: Path, size: int = 2) -> AsyncIterator[Two]:
         store = RowStore.private("inproc://rows", 64, 4096)
@@ -65,15 +67,15 @@ def serving_two(worker_context: Callable[..., WorkerContext], thread_ranks: Call
                     context_maker(worker_context)(
                         tasks,
                         tmp_path,
-                        rank=ranks.rank,
+                        rank=mesh.rank,
                         layout=Layout(dp=size),
-                        options={"ranks": ranks},
+                        options={"mesh": mesh},
                         make_compute=ThreadCompute,
                         source=store,
                         open_rows=lambda slots, row_bytes: store,
                     )
                 )
-                for ranks in thread_ranks(size)
+                for mesh in thread_ranks(size)
             ]
             await together(service.start() for service in services)
             try:

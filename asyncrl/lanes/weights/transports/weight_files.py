@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,7 +17,7 @@ from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
 from asyncrl.lanes.weights.receiver_report import Fetched
-from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, views, with_aliases
+from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, fill, views, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.chunk_plan import transfer_seconds
 from asyncrl.lanes.weights.transports.copied_versions import CopiedVersions
@@ -53,9 +52,7 @@ class FileSender:
     def write(self, incarnation: int, version: int, named_tensors: Mapping[str, Tensor]) -> Published:
         """Implements WeightSender; the file is on disk when it returns. Raises FleetFailed when that fails."""
         tensors = checked(named_tensors, self._spec)
-        with torch.no_grad():
-            for name, view in self._tensors.items():
-                view.copy_(tensors[name])
+        fill(self._tensors, tensors)
         path = self._folder / _file_name(incarnation, version)
         try:
             self._save(path)

@@ -9,14 +9,13 @@ import asyncio
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.codec.chunk import LOSSY
 from asyncrl.lanes.weights.leases import Leases, slot_of
-from asyncrl.lanes.weights.slot_memory import checked, digest, digested_tensor, views
+from asyncrl.lanes.weights.slot_memory import checked, digest, digested_tensor, fill, views
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
 from asyncrl.lanes.weights.transports.copied_versions import BUFFERS, CopiedVersions
 from asyncrl.lanes.weights.transports.held_version import HeldVersion
@@ -49,9 +48,7 @@ class StreamSender:
         spec = self._plan.spec
         tensors = checked(named_tensors, spec)
         memory = self._free_buffer()
-        with torch.no_grad():
-            for name, view in views(memory.data, spec).items():
-                view.copy_(tensors[name])
+        fill(views(memory.data, spec), tensors)
         before = self._stored[-1] if self._stored else None
         held = HeldVersion(self._plan, incarnation, version, memory)
         if before is not None and before.version < version:

@@ -62,7 +62,7 @@ def test_the_page_has_a_row_a_side_and_names_bottleneck_and_knob() -> None:
     whole, refused = ("\n".join(page(sides, FOUND, refused=each)) for each in (False, True))
     assert "over synchronous, 2 threads" in whole
     assert "limit 2 is fastest: training is busy 100% of the time" in whole
-    assert "training.layout_dp" in whole
+    assert "training.layout" in whole
     assert "over synchronous" not in refused
     assert "yield" not in refused
     assert "limit 2" in refused

@@ -47,6 +47,16 @@ def test_a_key_that_had_one_value_is_passed_over_in_a_run_directory_and_refused_
         check_resume(write_run(tmp_path, text.replace('"torch"', '"vllm"')), config(), accept=False)
 
 
+def test_the_old_number_of_ranks_is_passed_over_where_it_is_one_and_named_with_the_new_table_otherwise(
+    tmp_path: Path,
+) -> None:
+    text = dump(config()).replace("[training]\n", "[training]\nlayout_dp = 1\n")
+    assert check_resume(write_run(tmp_path, text), config(), accept=False) == []
+    says = r"training\.layout_dp: there is no such key; write training\.layout \(a table: layout = \{ dp = N \}\)"
+    with pytest.raises(ConfigError, match=says):
+        check_resume(write_run(tmp_path, text.replace("layout_dp = 1", "layout_dp = 2")), config(), accept=False)
+
+
 def test_the_old_name_of_a_task_is_refused_with_the_new_one() -> None:
     with pytest.raises(ConfigError, match=r"task\.prompts: .*: write asyncrl\.tasks\.builtin\.reverse$"):
         training_prompts(config(OLD_TASK))

@@ -69,6 +69,22 @@ def test_a_model_folder_tells_its_shape(tmp_path: Path) -> None:
     assert shape_of("warmed:reverse") is not None
 
 
+def test_ranks_that_share_out_the_weights_hold_a_part_each_and_gather_a_layer_at_a_time() -> None:
+    """Embedding and last norm are gathered for the whole pass, two layers at once, their gradients with them."""
+    layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536) + 2 * 576
+    outside = 49152 * 576 + 576
+    parts = {"whole": _training_parts(1), "shards": _training_parts(4)}
+    for name in ("weights", "gradients", "optimizer"):
+        assert parts["shards"][name] == parts["whole"][name] // 4
+    assert "gathered" not in parts["whole"]
+    assert parts["shards"]["gathered"] == 4 * 2 * (outside + 2 * layer)
+
+
+def _training_parts(shard: int) -> dict[str, int]:
+    wanted = config(training={"layout": {"shard": shard}})
+    return next(dict(each.parts) for each in needs(wanted, SMOLLM2) if each.name == "training")
+
+
 def test_needs_grow_with_what_causes_them() -> None:
     assert need("generation", generation={"slots": 64}) > need("generation", generation={"slots": 32})
     assert need("generation", generation={"replicas": 2}) == 2 * need("generation")

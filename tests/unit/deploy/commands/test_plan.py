@@ -54,7 +54,7 @@ def test_every_worker_is_planned_on_its_device_and_parts_add_up_to_what_doctor_s
 
 
 def test_ranks_of_the_trainer_are_planned_one_by_one() -> None:
-    ranks = pooled(training={"pool": "gpus", "layout_dp": 2})
+    ranks = pooled(training={"pool": "gpus", "layout": {"dp": 2}})
     names = [(each.name, each.device) for each in planned_workers(ranks, SMOLLM2) if each.need.name == "training"]
     assert names == [("training0.0", "cuda:0"), ("training0.1", "cuda:1")]
 

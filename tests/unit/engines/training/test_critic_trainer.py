@@ -15,7 +15,7 @@ from asyncrl.engines.training.batch.masking import mask_rows
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.token_advantages import set_token_advantages, token_advantages
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import StepOutcome, run_step

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: gradients as of one rank; the real collective in real processes."""
+"""Ranks: gradients as of one rank, whatever they have in common; the real collective in real processes."""
 
 import os
 import random
@@ -21,22 +21,27 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks import data_parallel, rank_store
-from asyncrl.engines.training.ranks.data_parallel import DistributedRanks, Ranks, backend_of
+from asyncrl.engines.training.ranks import gradients, rank_store
+from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, backend_of, connect_mesh
 from asyncrl.engines.training.training_step import StepOutcome, run_step, split_into_updates
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
+from asyncrl.protocols.distribute_collect import THREE_D_PROTO
+from asyncrl.protocols.rank_layout import Layout
 
 PATIENCE = 30.0
 
 EXCHANGES = """
 import asyncio, sys, torch
 from contextlib import nullcontext
-from asyncrl.engines.training.ranks.data_parallel import backend_of, DistributedRanks, Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankPlace, connect_mesh
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 rank, meeting = int(sys.argv[1]), RankMeeting()
 print(meeting.take("" if rank == 0 else input()), flush=True)
-ranks = DistributedRanks(asyncio.run(meeting.place(30.0)), rank, 2, "cpu", nullcontext, 30.0, 30.0)
+place = RankPlace(rank, Layout(dp=2), "cpu", nullcontext, 30.0, 30.0)
+ranks = connect_mesh(asyncio.run(meeting.place(30.0)), place).rows
 print(ranks.sum(torch.tensor([1.0, rank])).tolist(), ranks.largest(torch.tensor([-rank, 5 * rank])).tolist())
 print(ranks.gather(torch.full((2 * rank, 3), rank)).tolist())
 """
@@ -46,10 +51,13 @@ OnRanks = Callable[..., list[tuple[PolicyTrainer, StepOutcome]]]
 
 
 @pytest.fixture
-def on_ranks(thread_ranks: Callable[[int], list[Ranks]]) -> OnRanks:
-    def run(config: Config, folder: Path, shares: list[list[TrainRow]]) -> list[tuple[PolicyTrainer, StepOutcome]]:
+def on_ranks(thread_meshes: Callable[[Layout], list[RankMesh]]) -> OnRanks:
+    def run(
+        config: Config, folder: Path, shares: list[list[TrainRow]], layout: Layout | None = None
+    ) -> list[tuple[PolicyTrainer, StepOutcome]]:
         # Loaded one after the other: transformers patches global state while it loads.
-        engines = [PolicyTrainer(config, folder, rank) for rank in thread_ranks(len(shares))]
+        meshes = thread_meshes(layout or Layout(dp=len(shares)))
+        engines = [PolicyTrainer(config, folder, mesh) for mesh in meshes]
         return side_by_side([lambda e=e, s=s: (e, run_step(e, s, 1, 5)) for e, s in zip(engines, shares, strict=True)])
 
     return run
@@ -78,6 +86,24 @@ def test_two_ranks_train_what_one_does(
         assert torch.equal(one.named_tensors()[name], other.named_tensors()[name]), "ranks must not drift apart"
     for ours, whole in zip(_moments(one), _moments(alone), strict=True):
         torch.testing.assert_close(ours, whole, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"preset": "m2po"}, {"preset": "ppo"}])
+def test_ranks_with_the_same_rows_count_once(
+    algorithm: dict[str, str], tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
+) -> None:
+    """As if tensor ranks each held everything: every sum over ranks names the axis along which rows differ."""
+    layout, draw = Layout(tp=2, dp=2), np.random.default_rng(5)
+    rows = [replace(row, values=draw.normal(size=len(row.versions)).astype(np.float32)) for row in make_rows(7)]
+    config = make_config(training={"max_grad_norm": 1e9, "updates": 2}, algorithm=algorithm)
+    alone = PolicyTrainer(config, tiny)
+    expected = run_step(alone, rows, 1, 5)
+    parts = THREE_D_PROTO.distribute([1] * len(rows), layout)
+    for engine, outcome in on_ranks(config, tiny, [[rows[index] for index in part] for part in parts], layout):
+        assert outcome.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-5)
+        assert outcome.trained == expected.trained
+        for name, weights in alone.named_tensors().items():
+            torch.testing.assert_close(engine.named_tensors()[name], weights, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("first", [4, 0])
@@ -151,7 +177,7 @@ async def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said() ->
     meeting = RankMeeting()
     meeting.take("")
     with pytest.raises(PeerLost, match=r"2 training ranks did not all join within 0\.2 s \(seen by rank 0"):
-        DistributedRanks(await meeting.place(1.0), 0, 2, "cpu", nullcontext, 0.2, 30.0)
+        connect_mesh(await meeting.place(1.0), RankPlace(0, Layout(dp=2), "cpu", nullcontext, 0.2, 30.0))
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -176,19 +202,19 @@ def part_row(key: tuple[int, int, int]) -> MaskedRow:
 
 @pytest.mark.parametrize("bucket", [1, 100, 10**9])
 def test_gradients_are_summed_whatever_the_bucket(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_parallel, "BUCKET", bucket)
+    monkeypatch.setattr(gradients, "BUCKET", bucket)
     sizes = [(3, 40), (7,), (2, 2), (90,)]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
     given = [torch.randn(size) for size in sizes]
     for parameter, gradient in zip(parameters[:-1], given, strict=False):
         parameter.grad = gradient.clone()
-    data_parallel.sum_gradients(Doubling(), parameters)
+    gradients.sum_gradients(RankMesh.of_data(Doubling()), parameters)
     for parameter, gradient in zip(parameters[:-1], given, strict=False):
         assert torch.equal(parameter.grad, 2 * gradient)
     assert torch.equal(parameters[-1].grad, torch.zeros(90))
 
 
-class Doubling(data_parallel.Ranks):
+class Doubling(Ranks):
     """As if a second rank had the same."""
 
     size = 2

@@ -16,7 +16,7 @@ from asyncrl.engines.training.batch.micro_batches import forward_passes, pad_row
 from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
 from asyncrl.protocols.batch import TRUNCATED, Batch, BatchRef, Column, RowRef
 
@@ -95,7 +95,7 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(
 
 
 def test_two_ranks_train_what_one_does(
-    tiny: Path, make_episodes: Callable, make_config: Callable, thread_ranks: Callable[[int], list[Ranks]]
+    tiny: Path, make_episodes: Callable, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -14,7 +14,7 @@ from asyncrl.engines.training.batch.train_rows import TrainRow, batch_digest, tr
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.data_parallel import DistributedRanks, Ranks
+from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Ranks
 from asyncrl.engines.training.token_advantages import set_token_advantages, token_advantages
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.engines.training.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.data_parallel import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import file_digests, write_own_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
@@ -144,20 +144,20 @@ def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config:
 
 
 def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
-    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[Ranks]]
+    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
 ) -> None:
     two = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
     made = {**file_digests(tmp_path), **file_digests(tmp_path, 1)}
     assert {"trainer.pt", "rank-1.pt", "model/model.safetensors"} <= made.keys()
     assert "rank-1.pt" not in file_digests(tmp_path), "it may not be whole yet when the first rank is done"
-    for ranks in (two, thread_ranks(3), [Ranks()]):
+    for ranks in (two, thread_ranks(3), [RankMesh()]):
         for rank in ranks:
             _, extra = PolicyTrainer.resume(make_config(), tmp_path, rank)
             assert extra == {"version": 3}
 
 
 def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_refused(
-    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[Ranks]]
+    tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
 ) -> None:
     two = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
     torch.manual_seed(5)
@@ -165,13 +165,13 @@ def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_ref
     expected = torch.rand(3)
     PolicyTrainer.resume(make_config(), tmp_path, two[1])
     assert torch.equal(torch.rand(3), expected)
-    with pytest.raises(ConfigError, match=r"layout_dp = 1: 2 ranks with different random states .*; write 2"):
+    with pytest.raises(ConfigError, match=r"2 ranks with different random states .*layout has 1; write one of 2"):
         PolicyTrainer.resume(make_config(), tmp_path)
 
 
 def save_on_two_ranks(
-    config: Config, model: Path, folder: Path, thread_ranks: Callable[[int], list[Ranks]]
-) -> list[Ranks]:
+    config: Config, model: Path, folder: Path, thread_ranks: Callable[[int], list[RankMesh]]
+) -> list[RankMesh]:
     two = thread_ranks(2)
     engines = [PolicyTrainer(config, model, rank) for rank in two]
     with ThreadPoolExecutor(2) as threads:

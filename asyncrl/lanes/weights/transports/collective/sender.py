@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from asyncrl.errors import PeerLost, Refused
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.slot_block import block_digest, block_views, new_block
-from asyncrl.lanes.weights.slot_memory import checked, digested_tensor
+from asyncrl.lanes.weights.slot_memory import checked, digested_tensor, fill
 from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
 from asyncrl.lanes.weights.transports.collective.communicator import (
     CONNECT_SECONDS,
@@ -96,9 +95,7 @@ class CollectiveSender:
         spec = self._plan.spec
         tensors = checked(named_tensors, spec)
         block = self._free_block()
-        with torch.no_grad():
-            for name, view in block_views(block, spec).items():
-                view.copy_(tensors[name])
+        fill(block_views(block, spec), tensors)
         digest_of = digested_tensor(spec, version)
         found = block_digest(block, spec, digest_of)
         self._stored = [*self._stored, SentVersion(incarnation, version, block)]

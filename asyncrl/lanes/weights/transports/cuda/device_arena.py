@@ -8,7 +8,6 @@ by each reader; a version costs one copy on the device. A version is published w
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from asyncrl.errors import PeerLost, WeightsError
@@ -17,7 +16,7 @@ from asyncrl.lanes.weights.arena import BEING_WRITTEN, HEADER, STAMP
 from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
 from asyncrl.lanes.weights.receiver_report import Fetched
 from asyncrl.lanes.weights.slot_block import block_digest, block_views, check_block_digest
-from asyncrl.lanes.weights.slot_memory import checked, digested_tensor, with_aliases
+from asyncrl.lanes.weights.slot_memory import checked, digested_tensor, fill, with_aliases
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.cuda.runtime import HANDLE_BYTES, CudaRuntime
 from asyncrl.protocols.messages import Published
@@ -52,9 +51,8 @@ class DeviceWriter:
         self.leases.begin_write(version)
         self._stamp(slot, incarnation, BEING_WRITTEN)
         digest_of = digested_tensor(self._spec, version)
-        with self._runtime.side_stream(), torch.no_grad():
-            for name, view in block_views(self._slots[slot], self._spec).items():
-                view.copy_(tensors[name])
+        with self._runtime.side_stream():
+            fill(block_views(self._slots[slot], self._spec), tensors)
             found = block_digest(self._slots[slot], self._spec, digest_of)  # Reads back, so all copies are done.
         self._stamp(slot, incarnation, version)
         self.leases.end_write(version)

@@ -1,0 +1,26 @@
+"""The table `training.layout`: how the ranks of the trainer share rows and weights."""
+
+from asyncrl.config.sections.algorithm_config import Positive, Section
+
+
+class LayoutConfig(Section):
+    """Sizes of the axes; the trainer has pp x tp x dp x shard ranks, one process each."""
+
+    pp: Positive = 1
+    """Pipeline stages. Only 1 is built."""
+    tp: Positive = 1
+    """Tensor-parallel ranks, which hold parts of every layer and train the same rows. Only 1 is built."""
+    dp: Positive = 1
+    """Copies of the weights, each of which trains rows of its own."""
+    shard: Positive = 1
+    """Ranks that share out the weights of a copy, as FSDP does, and train rows of their own."""
+
+    @property
+    def data(self) -> int:
+        """Returns the number of ranks with rows of their own."""
+        return self.dp * self.shard
+
+    @property
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return self.pp * self.tp * self.data

@@ -1,0 +1,72 @@
+"""Exchanges along one axis of a trainer's ranks: one rank alone, or processes over torch.distributed."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Exchange = Callable[[], AbstractContextManager[None]]
+"""Opens the scope of one exchange, which books its time, and raises PeerLost for what torch raises in it."""
+
+
+class Ranks:
+    """Exchanges tensors between the ranks of a group, which call the same methods in the same order; each call blocks
+    the compute thread until all ranks made it. This class is one rank alone, which has nothing to exchange.
+
+    rank, size: number of this rank in its group, and number of ranks in it.
+    """
+
+    rank = 0
+    size = 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums element-wise over ranks, with the same bits on each; may work in place."""
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the element-wise maximum over ranks; may work in place."""
+        return values
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Concatenates the tensors [rows, width] of all ranks in rank order; numbers of rows may differ."""
+        return rows
+
+
+class DistributedRanks(Ranks):
+    """Exchanges over a process group of torch.distributed, on its device. Every method raises PeerLost when another
+    rank is gone or late; no exchange works after it."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, exchange: Exchange) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self._group = group
+        self._device = device
+        self._exchange = exchange
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        counts = [int(count) for count in self._gather_equal(torch.tensor([len(rows)]))]
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = self._gather_equal(padded)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        moved = values.to(self._device)
+        with self._exchange():
+            dist.all_reduce(moved, operation, self._group)
+        return moved.to(values.device)
+
+    def _gather_equal(self, values: Tensor) -> list[Tensor]:
+        moved = values.to(self._device)
+        parts = [torch.empty_like(moved) for _ in range(self.size)]
+        with self._exchange():
+            dist.all_gather(parts, moved, self._group)
+        return [part.to(values.device) for part in parts]

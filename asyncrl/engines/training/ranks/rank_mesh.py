@@ -1,0 +1,159 @@
+"""The ranks of a trainer along each axis of its layout, and how they connect.
+
+    everyone   all ranks                                      decide whether an update is taken, and rows are lost
+    rows       same part of the model, different rows         sum denominators, counts, metrics
+    copies     of these, those with the same weights          sum gradients that no shard sums
+    shards     of these, those that share out the weights     gather weights, sum the squares of the gradient norm
+
+Ranks that hold the same rows (tensor ranks, pipeline stages) never meet in a sum over `rows`, so each row counts once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Exchange, Ranks
+from asyncrl.engines.training.ranks.rank_store import open_store
+from asyncrl.errors import PeerLost
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
+from asyncrl.protocols.rank_layout import AXES, Axis, Layout
+
+Waiting = Callable[[], AbstractContextManager[None]]
+Part = TypeVar("Part")
+GLOO = "gloo/"
+"""Stands in every error of gloo, which torch raises as a plain RuntimeError: a path of its source."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankMesh:
+    """The groups of one rank; this class with its defaults is one rank alone. sharding: the mesh on which weights are
+    sharded, None where each rank holds whole ones. failing: scope in which torch may fail because a rank is gone."""
+
+    everyone: Ranks = field(default_factory=Ranks)
+    rows: Ranks = field(default_factory=Ranks)
+    copies: Ranks = field(default_factory=Ranks)
+    shards: Ranks = field(default_factory=Ranks)
+    sharding: DeviceMesh | None = None
+    failing: Exchange = nullcontext
+
+    @property
+    def rank(self) -> int:
+        return self.everyone.rank
+
+    @property
+    def size(self) -> int:
+        return self.everyone.size
+
+    @classmethod
+    def of_data(cls, ranks: Ranks) -> "RankMesh":
+        """Returns a mesh of data ranks that hold whole weights."""
+        return cls(ranks, ranks, ranks)
+
+    def in_step(self, parts: Sequence[list[Part]]) -> list[list[Part]]:
+        """Adds empty parts, so that each rank computes as many where all gather weights in every pass."""
+        if self.sharding is None:
+            return list(parts)
+        most = int(self.everyone.largest(torch.tensor([len(parts)])).item())
+        return [*parts, *([] for _ in range(most - len(parts)))]
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlace:
+    """Tells a rank its place. device: of the config. start: seconds until all ranks must have joined. exchange: seconds
+    that one exchange may take, waiting for the slowest rank included. waiting: books the time of every exchange.
+    has_own_gpu: `device` is a GPU that no other rank has."""
+
+    rank: int
+    layout: Layout
+    device: str
+    waiting: Waiting
+    start: float
+    exchange: float
+    has_own_gpu: bool = False
+
+
+def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
+    """Connects the ranks that meet at a TCP store: by NCCL where each has its own GPU, as NCCL requires, else by gloo,
+    which copies to the host. Raises PeerLost when not all join."""
+    layout, size = place.layout, place.layout.size
+    backend = backend_of(place.device, size, torch.cuda.device_count(), has_own_gpu=place.has_own_gpu)
+    device = torch.device(own_device(place.device, place.rank, size) if backend == "nccl" else "cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    with _scope(place, f"did not all join within {place.start:g} s", place.waiting)():
+        store = open_store(meeting, place.start)
+        store.set(f"joined/{place.rank}", "1")  # gloo would wait for a missing rank as long as for an exchange.
+        store.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=place.start))
+        timeout = timedelta(seconds=place.exchange)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, timeout=timeout)
+        groups = {axis: _own_group(layout.groups(axis), place.rank, timeout) for axis in AXES}
+    late = f"could not exchange within {place.exchange:g} s, or one of them is gone"
+    exchange = _scope(place, late, place.waiting)
+
+    def ranks(axis: Axis) -> Ranks:
+        group = groups[axis]
+        return Ranks() if group is None else DistributedRanks(group, device, exchange)
+
+    sharding = _sharding_mesh(place, groups, device.type) if layout.shard > 1 else None
+    everyone, rows, copies, shards = (ranks(axis) for axis in AXES)
+    return RankMesh(everyone, rows, copies, shards, sharding, _scope(place, late, nullcontext, only_exchanges=True))
+
+
+def _own_group(groups: list[list[int]], own: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes the groups of an axis, as every rank has to, and returns this rank's; None where it is alone."""
+    if len(groups) == 1:
+        return dist.group.WORLD
+    if len(groups[0]) == 1:
+        return None
+    found: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(ranks, timeout)
+        found = made if own in ranks else found
+    return found
+
+
+def _sharding_mesh(place: RankPlace, groups: Mapping[Axis, dist.ProcessGroup | None], kind: str) -> DeviceMesh:
+    """Returns the mesh of shards, or of copies of shards, for FSDP2."""
+    shards, copies, layout = groups["shards"], groups["copies"], place.layout
+    assert shards is not None, "a mesh of shards has several"
+    if copies is None:
+        return DeviceMesh.from_group(shards, kind, mesh_dim_names=("shard",))
+    at = layout.place(place.rank)
+    numbers = [layout.rank(at.pp, at.tp, data) for data in range(layout.data)]
+    mesh = torch.tensor(numbers).reshape(layout.dp, layout.shard)
+    return DeviceMesh.from_group([copies, shards], kind, mesh, mesh_dim_names=("dp", "shard"))
+
+
+def _scope(place: RankPlace, failed: str, waiting: Waiting, *, only_exchanges: bool = False) -> Exchange:
+    """Returns a scope that raises PeerLost for errors of torch. only_exchanges: for those alone that name a backend,
+    because more than exchanges runs in the scope."""
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        try:
+            with waiting():
+                yield
+        except RuntimeError as error:
+            if only_exchanges and not (GLOO in str(error) or isinstance(error, dist.DistError)):
+                raise
+            ranks = f"the {place.layout.size} training ranks"
+            raise PeerLost(f"{ranks} {failed} (seen by rank {place.rank}: {error})") from error
+
+    return scope
+
+
+def backend_of(device: str, size: int, gpus: int, *, has_own_gpu: bool) -> str:
+    """Returns the backend of torch.distributed: NCCL where each rank has a GPU that no other rank has. gpus: those of
+    this host. has_own_gpu: `device` is one of a pool."""
+    return "nccl" if has_own_gpu or (device == "cuda" and gpus >= size) else "gloo"
+
+
+def own_device(device: str, rank: int, size: int) -> str:
+    """Returns the GPU of this rank where `device` is "cuda"; ranks share GPUs when there are too few."""
+    return device if device != "cuda" or size == 1 else f"cuda:{rank % torch.cuda.device_count()}"

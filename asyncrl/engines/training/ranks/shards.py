@@ -1,0 +1,90 @@
+"""Weights that ranks share out by FSDP2: each rank holds a part of every tensor, and layers gather theirs as they run.
+
+    forward     layer by layer: gather its weights, compute, free them
+    backward    the same from the last layer on, and each rank keeps the sum of its part of the layer's gradient
+    optimizer   each rank its parts
+
+All ranks run the same passes, because each gathers from all (`RankMesh.in_step`). Gradients are summed after each pass,
+so that no rank holds a gradient of all weights.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from asyncrl.errors import ConfigError
+from asyncrl.lanes.weights.slot_memory import whole_tensor
+
+Found = TypeVar("Found")
+
+
+class PassRoot(nn.Module):
+    """Runs computations with the weights outside of layers, embedding, last norm and head, which are one part of the
+    sharded model: gathered as the computation begins, and for its backward pass."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, compute: Callable[[], Found]) -> Found:
+        return compute()
+
+
+def shard_model(whole: Any, mesh: DeviceMesh) -> PassRoot:
+    """Shares out the weights of a transformers model over the mesh. Raises ConfigError when torch is too old, or a
+    weight is on another kind of device than the ranks exchange on."""
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise ConfigError(f"training.layout: shard needs torch 2.9 or newer, and {torch.__version__} is installed")
+    if whole.device.type != mesh.device_type:
+        raise ConfigError(
+            f"training.layout: sharded ranks on {whole.device.type} need a GPU of their own each: lower shard, or "
+            "give training a pool with as many devices"
+        )
+    root = PassRoot(whole)
+    layers = [each for each in whole.modules() if type(each).__name__ in (whole._no_split_modules or ())]
+    for module in (*layers, root):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # Each rank has divided by the denominators of all.
+            module.set_force_sum_reduction_for_comms(True)
+    return root
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that this rank holds, without a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_state(state: Any, *, keep: bool) -> Any:
+    """Returns the state of an optimizer, or of a model, with whole tensors in the memory of the host; each tensor that
+    stands there twice is gathered once. keep: False returns nothing, and only takes part in gathering."""
+    found: dict[int, Tensor] = {}
+
+    def gathered(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: gathered(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [gathered(each) for each in value]
+        if not isinstance(value, DTensor):
+            return value.detach() if isinstance(value, Tensor) else value
+        if id(value) not in found:
+            whole = whole_tensor(value.detach())
+            found[id(value)] = whole.cpu() if keep else torch.empty(0)
+        return found[id(value)]
+
+    state = gathered(state)
+    return state if keep else None
+
+
+def share_out(value: Tensor, like: Tensor) -> Tensor:
+    """Returns the part of a whole tensor that this rank holds, as `like` is shared out."""
+    if not isinstance(like, DTensor) or value.dim() != like.dim():
+        return value
+    moved = value.to(like.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
