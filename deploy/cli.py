@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "copy the newest good model of a run to a folder that from_pretrained loads",
     "push": "upload the model of a run to the Hugging Face hub",
     "preferences": "fit a reward model to what people said in runs with live feedback",
+    "try": "run a few rows through prompt, model and rewards without training, and show each",
     "report": "write the curves, timeline and samples of a run as one HTML file, or compare runs",
     "tune": "search for better values of an experiment's keys with short runs of it",
     "replay": "give a service of a recorded run again what it was given, and say where its answers differ",
@@ -38,7 +39,7 @@ COMMANDS = {
 
 FOLDERS = {
     **dict.fromkeys(("monitor", "dashboard", "scale", "pause", "unpause", "stop"), "running"),
-    **dict.fromkeys(("experiments", "graph", "plan", "replay", "report"), "inspecting"),
+    **dict.fromkeys(("experiments", "graph", "plan", "replay", "report", "try"), "inspecting"),
     "tune": "tuning",
     **dict.fromkeys(("export", "push"), "exporting"),
 }

@@ -36,6 +36,7 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
+from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.exhausted_resources import exhausted
@@ -56,10 +57,8 @@ from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
-from asyncrl.tasks import Draw, held_out_prompts, training_prompts
-from asyncrl.tasks.prompt_lengths import write_longest
-from asyncrl.tasks.prompt_sources import Rows, write_texts
-from asyncrl.tasks.source_problems import check_tests
+from asyncrl.tasks.prompt_sources import write_texts
+from asyncrl.tasks.row_files import Rows
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.metrics_file import read_metrics
@@ -220,9 +219,7 @@ async def _train(
     progress.begin("reading the prompts and the model")
     with forks_of(config, request.forks, display.say) as forks:
         restored = await asyncio.to_thread(settle_config, request, directory, plan)
-        questions = await asyncio.to_thread(load_questions, request, directory)
-        model = await prepare(config, directory.model, progress.noting(display.say))
-        _check_model(config, model, display)
+        model, questions = await _read_texts_and_model(request, directory, progress)
         scorers = await asyncio.to_thread(scoring_model_folders, config, model)
         state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
@@ -246,6 +243,24 @@ async def _train(
                     frozen,
                     request.on_step,
                 ).run()
+
+
+async def _read_texts_and_model(
+    request: RunRequest, directory: RunDirectory, progress: RunProgress
+) -> tuple[Path, Questions]:
+    """Reads all texts before the model, which may take long to make, and says what the user may not expect of them.
+    Raises TaskError and ConfigError for mistakes."""
+    config, say, notes = request.config, request.display.say, list[str]()
+    prompts = await asyncio.to_thread(read_prompts, config, request.prompts)
+    if config.task.pretrain:
+        await asyncio.to_thread(write_texts, directory.logs / PRETRAIN, config.task)
+    model = await prepare(config, directory.model, progress.noting(say))
+    _check_model(config, model, request.display)
+    longest = directory.logs / LONGEST
+    questions = await asyncio.to_thread(questions_of, config, prompts, model, longest, request.places, notes.append)
+    for note in notes:
+        say(note)
+    return model, questions
 
 
 @asynccontextmanager
@@ -330,23 +345,6 @@ def _repeated_steps(plan: ResumePlan) -> str:
     several = plan.last_version > plan.version + 1
     steps = f"steps {plan.version + 1} to {plan.last_version} are" if several else f"step {plan.last_version} is"
     return f"; {steps} done again"
-
-
-def load_questions(request: RunRequest, directory: RunDirectory) -> Questions:
-    """Reads all prompts; raises TaskError for mistakes in them."""
-    config = request.config
-    prompts, held_out = training_prompts(config, request.prompts), {}
-    name = f"task.prompts: {config.task.prompts if request.prompts is None else 'the rows given as prompts'}"
-    sources = {name: prompts}
-    for each in config.evaluate.held_out:
-        if (found := held_out_prompts(config, name=each.name)) is not None:
-            sources[f"{each.section}.prompts: {each.prompts}"] = found
-            held_out[each.name] = found.first(each.size)
-    check_tests(config, sources)
-    if config.task.pretrain:
-        write_texts(directory.logs / PRETRAIN, config.task)
-    write_longest(directory.logs / LONGEST, sources)
-    return Questions(Draw(prompts, config.seed), held_out, name, len(prompts))
 
 
 def restore_run(

@@ -3,7 +3,8 @@
 import asyncio
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,12 +29,12 @@ from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.fleet import ServiceSpec, running_fleet
+from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 from asyncrl.tasks import held_out_prompts
-from asyncrl.tasks.prompt_sources import Rows
+from asyncrl.tasks.row_files import Rows
 from asyncrl.telemetry.run_directory import RunDirectory
 
 NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})
@@ -143,6 +144,25 @@ async def evaluate_model(
 ) -> list[Evaluation]:
     """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost.
     questions: by set. adapters: folder of those that the model has in a run with `model.lora`. save: as in Wanted."""
+    async with scoring_fleet(model, config, services, adapters) as running:
+        generation = running.handle("evaluation", Generation)
+        scorers = {name: running.handle(name, Reward) for name in config.scorers}
+        environment = running.handle("environment", Environment) if config.environment.use else None
+        reward, cost = scorers["reward"], scorers.get("cost")
+        evaluators = [
+            Evaluator(generation, reward, own, config, cost, environment, name, save) for name, own in questions.items()
+        ]
+        return [await each.evaluate(VERSION, 0) for each in evaluators]
+
+
+@asynccontextmanager
+async def scoring_fleet(
+    model: Path,
+    config: Config,
+    services: Mapping[str, ServiceSpec] = NO_SERVICES,
+    adapters: Path | None = None,
+) -> AsyncIterator[RunningFleet]:
+    """Runs workers that sample a model and score what it wrote, as `evaluate_model` describes."""
     config = config.model_copy(update={"feedback": FeedbackConfig()})  # Nobody is asked about held-out answers.
     refuse(scoring_problems(config, services))
     model = await asyncio.to_thread(model.absolute)
@@ -161,15 +181,7 @@ async def evaluate_model(
         )
         with forks_of(config) as forks, LocalLauncher(facts.run, forks=forks) as launcher:
             async with running_fleet(specs, facts, launcher=launcher) as running:
-                generation = running.handle("evaluation", Generation)
-                scorers = {name: running.handle(name, Reward) for name in config.scorers}
-                environment = running.handle("environment", Environment) if config.environment.use else None
-                reward, cost = scorers["reward"], scorers.get("cost")
-                evaluators = [
-                    Evaluator(generation, reward, own, config, cost, environment, name, save)
-                    for name, own in questions.items()
-                ]
-                return [await each.evaluate(VERSION, 0) for each in evaluators]
+                yield running
 
 
 def _specs(

@@ -109,9 +109,10 @@ def _problems(needs: Iterable[Requirement]) -> list[Problem]:
 def _of_sources(config: "Config") -> Iterator[Requirement]:
     """Yields what prompts, texts and reward functions need."""
     task = config.task
-    specs = {"task.prompts": task.prompts, "task.pretrain": task.pretrain, **_of_held_out(config)}
-    specs["generation.stored_samples"] = config.generation.stored_samples
-    for key, spec in specs.items():
+    specs = [("task.prompts", each.use) for each in task.sources]
+    specs += [("task.pretrain", task.pretrain), *_of_held_out(config).items()]
+    specs.append(("generation.stored_samples", config.generation.stored_samples))
+    for key, spec in specs:
         if spec.startswith("hub:"):
             yield (key, spec, "datasets", install_extra("hub"))
         elif spec.startswith("reasoning_gym:"):
@@ -121,7 +122,7 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
         elif spec.startswith(DIALOGUE):
             for module in ("chitchat_dataset", "chatterbot_corpus"):
                 yield (key, spec, module, install_extra("dialogue"))
-        elif Path(spec).suffix.lower() == ".parquet":
+        elif Path(spec).suffix.lower() == ".parquet" or _has_parquet(spec):
             yield (key, spec, "pyarrow", install_extra("parquet"))
     if config.feedback.asks:
         for module in ("starlette", "uvicorn"):
@@ -139,17 +140,30 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
         for module in ("starlette", "uvicorn"):
             yield ("environment.use", config.environment.use, module, install_extra("serve"))
     yield from _of_transport(config.weights.transport)
+    yield from _of_functions(config)
+
+
+def _of_functions(config: "Config") -> Iterator[Requirement]:
+    """Yields what reward and cost functions need, also those of held-out sets."""
     functions = {"reward.functions": config.reward.functions, "cost.functions": config.cost.functions}
     functions |= {f"{each.section}.functions": each.functions for each in config.evaluate.held_out}
     for key, named in functions.items():
         if any(function.use == "reasoning_gym" for function in named):
             yield (key, "reasoning_gym", "reasoning_gym", install_extra("tasks"))
+        if any(function.use == "math_verify" for function in named):
+            yield (key, "math_verify", "math_verify", install_extra("math"))
         if any(function.use == EMBEDDINGS[0] for function in named):
             yield (key, *EMBEDDINGS[:2], pip_install("--no-deps", EMBEDDINGS[2]))
 
 
 def _of_held_out(config: "Config") -> dict[str, str]:
     return {f"{each.section}.prompts": each.prompts for each in config.evaluate.held_out}
+
+
+def _has_parquet(spec: str) -> bool:
+    """Returns whether a source is a folder with Parquet files."""
+    folder = Path(spec.partition("#")[0]).expanduser()
+    return bool(spec) and folder.is_dir() and any(folder.glob("*.parquet"))
 
 
 def _of_transport(named: str) -> Iterator[Requirement]:

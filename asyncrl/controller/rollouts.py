@@ -27,6 +27,7 @@ from asyncrl.protocols.batch import GREEDY, BatchRef, Cuts
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.staleness import live
+from asyncrl.tasks.chat_messages import TOOLS
 
 REMEMBERED_DEAD = 64
 """Dead instances whose rows may still be in a batch that is being trained: far more than die during one step."""
@@ -235,6 +236,7 @@ class Rollouts:
             max_new_tokens=self.config.generation.max_new_tokens,
             deadline=self.config.generation.deadline,
             continues=self._continued(group),
+            tools=tuple(row.get(TOOLS) or ()),
         )
         return Attempt(request, row, compared=not self._gate.awaits(group))
 

@@ -38,7 +38,6 @@ from asyncrl.fleet.worker.gc_freeze import FrozenObjects
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.tasks import Draw
-from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import RunStatus
 from asyncrl.telemetry.samples_file import SampleRecord
@@ -55,16 +54,13 @@ STOP_TIMEOUT = 6.0
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The prompts of a run. training: by group id; held_out: by set; source: names the training rows in messages; rows:
-    their number."""
+    """The prompts of a run. training: by group id; held_out: by set."""
 
     training: Draw
     held_out: Mapping[str, Sequence[Question]]
-    source: str
-    rows: int
 
-    def where(self, group: int, seed: int) -> str:
-        return f"{self.source}, row {drawn_row(seed, group, self.rows)}"
+    def where(self, group: int) -> str:
+        return f"task.prompts: {self.training.where(group)}"
 
 
 @dataclass(slots=True)
@@ -223,7 +219,7 @@ class TrainingRun:
             between=self._between,
             observe=self._observe,
             kill=self._kill_reader,
-            prompt_name=lambda group: self.questions.where(group, self.config.seed),
+            prompt_name=self.questions.where,
             checkpoint=self.state.plan.directory if self.state.plan else "",
             answered=self.state.restored.answered,
             shown=self._shown,

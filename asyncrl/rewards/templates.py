@@ -59,6 +59,26 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
     return reward
 
 
+def math_verify(column: str = "answer") -> OfSample:
+    """Gives 1 if the last expression of the completion equals the row's `column` by the package math-verify, else 0:
+    1/2, 0.5 and \\frac{1}{2} are equal, and so are sets, intervals and equations. Of a column with `####` what stands
+    behind it counts."""
+    # Its own time limits work in main threads only; a call has a deadline, after which its process is killed.
+    unlimited: dict[str, Any] = {"parsing_timeout": None}
+
+    def reward(sample: Sample) -> float:
+        import math_verify as package
+
+        text = str(_column(sample, column)).rpartition("####")[2].strip()
+        wanted = package.parse(text if "$" in text or "boxed" in text else f"${text}$", **unlimited)
+        if not wanted:
+            raise RewardError(f"math-verify finds no expression in the row's {column}: {text!r:.200}")
+        given = package.parse(sample.text, **unlimited)
+        return float(bool(given) and package.verify(wanted, given, timeout_seconds=None))
+
+    return reward
+
+
 def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "words"] = "tokens") -> OfSample:
     """Gives 0 up to `maximum - slack`, then falls to -1 at `maximum`: DAPO (arXiv 2503.14476, equation 13)."""
     if not 0 < slack <= maximum:
@@ -115,7 +135,7 @@ ENVIRONMENT = environment.__name__
 JUDGE_TEMPLATE = "judge"
 """Name of the template that asks a language model behind a URL."""
 
-OF_TEXT = (exact_match, regex_format, numeric, length, repetition, reasoning_gym, environment)
+OF_TEXT = (exact_match, regex_format, numeric, math_verify, length, repetition, reasoning_gym, environment)
 TEMPLATES: dict[str, Callable[..., OfSample]] = {made.__name__: made for made in OF_TEXT} | CODE_TEMPLATES
 TEMPLATES[JUDGE_TEMPLATE] = RemoteJudge
 

@@ -1,9 +1,12 @@
 """Draws the row of each group, as a pure function of seed and group id."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
 
-from asyncrl.tasks.prompt_rows import Prompts, Row
+from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Row
 
 ROUNDS = 6
 """Rounds of the permutation that orders the rows of an epoch."""
@@ -11,13 +14,45 @@ ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Returns the row of a group: each epoch has every row once, in another order."""
+    """Returns the row of a group: each epoch has every row of a source once, in another order, or always in the order
+    of the source where `shuffle` is false. Sources with weights have epochs of their own."""
 
-    prompts: Prompts
+    prompts: PromptRows
     seed: int
+    shuffle: bool = True
 
     def __call__(self, group: int) -> Row:
-        return self.prompts.row(drawn_row(self.seed, group, len(self.prompts)))
+        return self.prompts.row(self.number(group))
+
+    def where(self, group: int) -> str:
+        """Returns source and row of a group in words."""
+        return self.prompts.where(self.number(group))
+
+    def number(self, group: int) -> int:
+        """Returns the number of the row of a group."""
+        if not isinstance(self.prompts, MixedPrompts) or not self.prompts.weights:
+            return self._place(group, len(self.prompts))
+        part, turn = drawn_part(self.prompts.weights, group)
+        rows = len(self.prompts.parts[part])
+        return self.prompts.ends[part] - rows + self._place(turn, rows)
+
+    def _place(self, group: int, rows: int) -> int:
+        return drawn_row(self.seed, group, rows) if self.shuffle else group % rows
+
+
+def drawn_part(weights: Sequence[float], group: int) -> tuple[int, int]:
+    """Returns the source of a group, and how many groups before it have the same one. Among the first n groups each
+    source has its share of n within one group for each source before it, so that batches are mixed alike: the groups of
+    the first one are a Beatty sequence, those of the second one a Beatty sequence of what is left, and so on."""
+    left = sum(map(Fraction, weights))
+    for part, weight in enumerate(weights[:-1]):
+        share = Fraction(weight) / left
+        before = floor(group * share)
+        if floor((group + 1) * share) > before:
+            return part, before
+        group -= before
+        left -= Fraction(weight)
+    return len(weights) - 1, group
 
 
 def drawn_row(seed: int, group: int, rows: int) -> int:

@@ -4,12 +4,14 @@ conversation (chat templates depend on it), to a file. Generation counts their t
 
 import heapq
 import json
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_rows import Messages, Prompts
+from asyncrl.tasks.chat_messages import TOOLS
+from asyncrl.tasks.prompt_rows import Messages, PromptRows
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""
@@ -52,21 +54,24 @@ class TokenBudget:
         return None
 
 
-def write_longest(path: Path, sources: Mapping[str, Prompts]) -> None:
-    """Writes one JSON object a line: {where, prompt}. sources: prompts by their name in messages."""
+def write_longest(path: Path, sources: Mapping[str, PromptRows]) -> None:
+    """Writes one JSON object a line: {where, prompt, tools}. sources: prompts by config key."""
     with path.open("w", encoding="utf-8") as lines:
-        for source, prompts in sources.items():
+        for key, prompts in sources.items():
             for number in longest_rows(prompts):
-                line = {"where": f"{source}, row {number}", "prompt": prompts.row(number).prompt}
+                prompt, columns = prompts.row(number)
+                line = {"where": f"{key}: {prompts.where(number)}", "prompt": prompt, TOOLS: columns.get(TOOLS)}
                 lines.write(json.dumps(line, default=str) + "\n")
 
 
-def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], room: TokenBudget) -> None:
+def refuse_what_has_no_room(
+    path: Path, tokenize: Callable[[Messages, Sequence[dict[str, Any]]], Sized], room: TokenBudget
+) -> None:
     """Raises TaskError with the longest prompt in `path` of too many tokens or none, or that `tokenize` refuses."""
     refused: list[tuple[int, str]] = []
     for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         try:
-            tokens = len(tokenize(line["prompt"]))
+            tokens = len(tokenize(line["prompt"], line[TOOLS] or ()))
         except TaskError as error:
             raise TaskError(f"{line['where']}: {error}") from None
         if room.mistake(tokens):
@@ -77,15 +82,16 @@ def refuse_what_has_no_room(path: Path, tokenize: Callable[[Messages], Sized], r
         raise TaskError(f"{where}: {room.mistake(tokens)}{others}")
 
 
-def longest_rows(prompts: Prompts) -> list[int]:
+def longest_rows(prompts: PromptRows) -> list[int]:
     """Returns the rows of the longest prompts, and of the first prompt of each shape of conversation."""
     sizes: list[tuple[int, int]] = []
     shapes: dict[tuple[tuple[str, bool], ...], int] = {}
     looked_at = min(len(prompts), LOOKED_AT)
     for number in (place * len(prompts) // looked_at for place in range(looked_at)):
-        prompt = prompts.row(number).prompt
+        prompt, columns = prompts.row(number)
         texts = [("", prompt)] if isinstance(prompt, str) else [(each["role"], str(each["content"])) for each in prompt]
-        sizes.append((sum(len(text) for _, text in texts), -number))
+        tools = len(str(columns[TOOLS])) if columns.get(TOOLS) else 0
+        sizes.append((tools + sum(len(text) for _, text in texts), -number))
         if len(shapes) < COUNTED and not isinstance(prompt, str):
             shapes.setdefault(tuple((role, THOUGHTS in text) for role, text in texts), number)
     longest = [-negative for _, negative in heapq.nlargest(COUNTED, sizes)]

@@ -1,16 +1,23 @@
-"""Checks and holds the rows that prompts come from."""
+"""Checks and holds the rows that prompts come from, of one source or of several."""
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from asyncrl.config.user_code import suggestion
 from asyncrl.errors import TaskError
 from asyncrl.protocols.prompt_row import PromptRow
+from asyncrl.tasks.chat_messages import TOOLS, as_messages, plain_messages, tools_of
+from asyncrl.tasks.row_files import located, place_of
 
 Messages = str | list[dict[str, Any]]
+COLUMNS = "task.columns"
+"""Config key that names columns."""
 OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "messages", "text")
 """Names that other libraries give to the column `prompt`."""
 
@@ -22,13 +29,36 @@ class Row(NamedTuple):
     columns: PromptRow
 
 
+class PromptRows(Protocol):
+    """Rows that groups are drawn from, by number, from 0. source: its name in messages. notes: lines for the user about
+    what was read."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Row:
+        """Returns a row; raises TaskError if it has no prompt, or a value that cannot be sent to another process."""
+
+    def where(self, number: int) -> str:
+        """Returns source and row in words; rows of files are lines, and both count from 1."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """Holds rows by number. source: its name in messages. system: message put before every prompt."""
+    """Holds rows by number. source: its name in messages. system: message put before every prompt. named: columns of
+    the rows by the names that they get; "" leaves a column out. chat: prompts that are text become messages."""
 
     rows: Sequence[Mapping[str, Any]]
     source: str
     system: str = ""
+    named: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if len(self.rows) == 0:
@@ -40,33 +70,85 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def where(self, number: int) -> str:
+        return f"{self.source}, {place_of(self.rows, number)}"
+
     def row(self, number: int) -> Row:
-        """Returns a row; raises TaskError if it has no prompt, or a value that cannot be sent to another process."""
         raw = self.rows[number]
-        where = f"{self.source}, row {number}"
+        where = self.where(number)
         if not isinstance(raw, Mapping):
             raise TaskError(f'{where}: a row is a table such as {{"prompt": ...}}, this is {type(raw).__name__}')
-        if "prompt" not in raw:
-            raise TaskError(f"{where}: {_no_prompt(list(raw))}")
-        columns = {str(name): plain(value, f"{where}, column {name}") for name, value in raw.items()}
-        if not _is_prompt(columns["prompt"]):
-            raise TaskError(
-                f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all '
-                f"empty; this is {repr(columns['prompt'])[:200]}"
-            )
-        return Row(with_system(columns["prompt"], self.system, where), PromptRow(columns))
+        return checked_row(self._with_names(raw, where) if self.named else raw, where, self.system, self.chat)
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
         """Returns up to `count` rows from the beginning."""
         return [self.row(number) for number in range(min(count, len(self)))]
 
+    def _with_names(self, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Returns a row with the columns that `named` gives another name, beside those that it has."""
+        named = {name: column for name, column in self.named.items() if column}
+        found = {name: _column(raw, column, f"{where}: {COLUMNS}.{name}") for name, column in named.items()}
+        return {name: value for name, value in {**raw, **found}.items() if self.named.get(name, name)}
 
-def with_system(prompt: Messages, system: str, where: str) -> Messages:
+
+@dataclass(frozen=True)
+class MixedPrompts:
+    """The rows of several sources, numbered one source after the other. weights: shares of the sources in the groups;
+    none: each row is drawn equally often."""
+
+    parts: tuple[PromptRows, ...]
+    weights: tuple[float, ...] = ()
+
+    @property
+    def source(self) -> str:
+        return ", ".join(part.source for part in self.parts)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for part in self.parts for note in part.notes)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Returns the number behind the last row of each source."""
+        return list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def row(self, number: int) -> Row:
+        part, place = located(self.ends, number)
+        return self.parts[part].row(place)
+
+    def where(self, number: int) -> str:
+        part, place = located(self.ends, number)
+        return self.parts[part].where(place)
+
+
+def checked_row(raw: Mapping[str, Any], where: str, system: str = "", chat: bool = False) -> Row:
+    """Returns a row in plain values; raises TaskError, which begins with `where`, if it has no prompt. chat: a prompt
+    that is text becomes a message of the user."""
+    if "prompt" not in raw:
+        raise TaskError(f"{where}: {_no_prompt(list(raw))}")
+    columns = {str(name): plain(value, f"{where}, column {name}") for name, value in raw.items()}
+    if not _is_prompt(columns["prompt"]):
+        raise TaskError(
+            f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all '
+            f"empty; this is {repr(columns['prompt'])[:200]}"
+        )
+    prompt = with_system(columns["prompt"], system, where, chat)
+    if tools := tools_of(columns, isinstance(prompt, str), where):
+        columns[TOOLS] = tools
+    return Row(prompt, PromptRow(columns))
+
+
+def with_system(prompt: Messages, system: str, where: str, chat: bool = False) -> Messages:
     """Returns a prompt with the system message before it; "" is none. Raises TaskError, which begins with `where`, for
-    a prompt that has a system message of its own."""
+    a prompt that has a system message of its own, or content that is no text. chat: a text becomes a message too."""
+    if isinstance(prompt, str):
+        return as_messages(prompt, system) if system or chat else prompt
+    messages = plain_messages(prompt, where)
     if not system:
-        return prompt
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return messages
     if any(message["role"] == "system" for message in messages[:1]):
         raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
     return [{"role": "system", "content": system}, *messages]
@@ -88,9 +170,34 @@ def plain(value: Any, where: str) -> Any:
     raise TaskError(f"{where}: a value of type {kind} cannot be sent to reward functions; make it text or numbers")
 
 
+def has_column(raw: Mapping[str, Any], column: str) -> bool:
+    """Returns whether a row has this column, which may be nested."""
+    try:
+        _column(raw, column, "")
+    except TaskError:
+        return False
+    return True
+
+
+def _column(raw: Mapping[str, Any], column: str, where: str) -> Any:
+    """Returns a column; one whose name has dots may be nested."""
+    if column in raw:
+        return raw[column]
+    found: Any = raw
+    for name in column.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            raise TaskError(f"{where}: there is no column {column}{suggestion(column, map(str, raw))}")
+        found = found[name]
+    return found
+
+
 def _no_prompt(found: list[str]) -> str:
     near = difflib.get_close_matches("prompt", found, 1, 0.6) or [name for name in OTHER_NAMES if name in found]
-    closest = f'; the closest is "{near[0]}": rename it' if near else ""
+    closest = (
+        f'; the closest is "{near[0]}": write {COLUMNS} = {{ prompt = "{near[0]}" }}'
+        if near
+        else f"; name it by {COLUMNS}"
+    )
     return (
         f'there is no column "prompt"; found are {", ".join(found) or "no columns"}{closest}'
         ", or write a function FILE.py:NAME that returns rows with a prompt"

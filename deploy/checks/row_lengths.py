@@ -1,10 +1,8 @@
 """Counts the tokens of an experiment's prompts before a run, where that needs no code of the user and no download."""
 
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,11 +10,12 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.model_folder import chat_template_of
 from asyncrl.engines.models.model_preparation import demonstrations_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import held_out_prompts, training_prompts
 from asyncrl.tasks.prompt_lengths import longest_rows
-from asyncrl.tasks.prompt_rows import Messages, Prompts
+from asyncrl.tasks.prompt_rows import Messages, PromptRows
 from asyncrl.tasks.source_problems import is_read_ahead
 
 SPREAD = 256
@@ -48,20 +47,23 @@ class RowLengths:
 def measured_lengths(config: Config, model: str) -> RowLengths:
     """Counts tokens of training and held-out prompts; returns what the config allows where that is not possible."""
     allowed = RowLengths.allowed(config)
-    sources: dict[str, Callable[[Config], Prompts | None]] = {config.task.prompts: training_prompts}
-    sources |= {each.prompts: partial(held_out_prompts, name=each.name) for each in config.evaluate.held_out}
-    if config.environment.use or not all(spec.startswith(BUILTIN) or is_read_ahead(spec) for spec in sources):
+    specs = [*(each.use for each in config.task.sources), *(each.prompts for each in config.evaluate.held_out)]
+    if config.environment.use or not all(spec.startswith(BUILTIN) or is_read_ahead(spec) for spec in specs):
         return allowed  # Environments make prompts too.
     try:
-        count = _counter(model)
-        found = [_counted(prompts, count) for read in sources.values() if (prompts := read(config)) is not None]
+        count = _counter(model, config.task.chat_template_kwargs)
+        rows = [
+            training_prompts(config),
+            *(held_out_prompts(config, name=each.name) for each in config.evaluate.held_out),
+        ]
+        found = [_counted(prompts, count) for prompts in rows if prompts is not None]
     except (TaskError, ConfigError, TemplateError, OSError, ValueError, LookupError, TypeError):
         return allowed  # The checks of prompts and model say what is wrong with them.
-    bound, rows = allowed.longest, sum(each.rows for each in found)
-    return RowLengths(min(bound, found[0].mean), min(bound, max(each.longest for each in found)), rows)
+    bound, counted = allowed.longest, sum(each.rows for each in found)
+    return RowLengths(min(bound, found[0].mean), min(bound, max(each.longest for each in found)), counted)
 
 
-def _counted(prompts: Prompts, count: Count) -> RowLengths:
+def _counted(prompts: PromptRows, count: Count) -> RowLengths:
     """Counts tokens of rows that are evenly spread, and of those with the most characters."""
     number = min(len(prompts), SPREAD)
     spread = [count(prompts.row(place * len(prompts) // number).prompt) for place in range(number)]
@@ -69,35 +71,26 @@ def _counted(prompts: Prompts, count: Count) -> RowLengths:
     return RowLengths(-(-sum(spread) // number), max(*spread, *longest), number + len(longest))
 
 
-def _counter(model: str) -> Count:
+def _counter(model: str, arguments: Mapping[str, Any]) -> Count:
     """Returns what counts the tokens of a prompt for a model that is on this machine or that `warmed:` makes."""
     source, _, task = model.partition(":")
     if source == "warmed" and ":" not in task:  # One token for a word or a character.
         pattern = re.compile("|".join([*map(re.escape, demonstrations_of(task).words), r"[\s\S]"]))
-        return lambda prompt: len(pattern.findall(_text(prompt, None)))
+        return lambda prompt: len(pattern.findall(_text(prompt, None, arguments)))
     from tokenizers import Tokenizer
 
     folder = Path(model).expanduser()
     tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    template = _template(folder)
-    return lambda prompt: len(tokenizer.encode(_text(prompt, template)).ids)
+    template = chat_template_of(folder)
+    return lambda prompt: len(tokenizer.encode(_text(prompt, template, arguments)).ids)
 
 
-def _template(folder: Path) -> str | None:
-    """Returns the chat template of a model folder, if it has one."""
-    if (path := folder / "chat_template.jinja").is_file():
-        return path.read_text(encoding="utf-8")
-    described = folder / "tokenizer_config.json"
-    found = json.loads(described.read_text(encoding="utf-8")).get("chat_template") if described.is_file() else None
-    return found if isinstance(found, str) else None
-
-
-def _text(prompt: Messages, template: str | None) -> str:
-    """Renders a prompt, of messages by the template."""
+def _text(prompt: Messages, template: str | None, arguments: Mapping[str, Any]) -> str:
+    """Renders a prompt, of messages by the template with its further arguments."""
     if isinstance(prompt, str):
         return prompt
     if template is None:
         return "".join(str(message["content"]) for message in prompt)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    values: dict[str, Any] = {"messages": prompt, "add_generation_prompt": True, "bos_token": ""}
+    values: dict[str, Any] = {"messages": prompt, "add_generation_prompt": True, "bos_token": "", **arguments}
     return environment.from_string(template).render(values)

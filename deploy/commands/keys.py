@@ -14,7 +14,8 @@ INTRODUCTION = """\
 
 All keys of an experiment's TOML file. `asyncrl keys --markdown` writes this page from `asyncrl/config/schema.py`, and a
 test holds that it is current. A key is set in the file, by a flag `--section.key value`, by an environment variable
-`ASYNCRL_SECTION__KEY`, or in Python by `asyncrl.train(section={"key": value})`.
+`ASYNCRL_SECTION__KEY`, or in Python by `asyncrl.train(section={"key": value})`. `extends = "base.toml"` at the top of a
+file (or a list, or the name of an experiment) takes over the keys of another one, which the file then replaces.
 """
 
 

@@ -85,12 +85,12 @@ MEMBER = r"on member \d of group \d: "
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--task.prompts", "questions.jsonl"], [r"questions\.jsonl, row 0: .*prompt.*question"]),
+        (["--task.prompts", "questions.jsonl"], [r"questions\.jsonl, line 1: .*prompt.*question"]),
         (["--task.prompts", "nothing.jsonl"], [r"nothing\.jsonl: there are no rows"]),
         (
             ["--task.prompts", "chat.jsonl", *TOOLS],
             [
-                r"chat\.jsonl, row 0: an environment cannot answer in the role 'tool': the model's chat template "
+                r"chat\.jsonl, line 1: an environment cannot answer in the role 'tool': the model's chat template "
                 "leaves out messages of the role 'tool'; write environment.options.role = \"user\""
             ],
         ),

@@ -60,14 +60,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--task.prompts", "long.jsonl"], "long.jsonl, row 1: the prompt has 600 tokens"),
+        (["--task.prompts", "long.jsonl"], "long.jsonl, line 2: the prompt has 600 tokens"),
         (["--task.prompts", "shrot.jsonl"], "did you mean short.jsonl?"),
         (
             ["--model.name", "plain", "--task.system", "Be kind."],
-            "short.jsonl, row 0: the prompt is a list of messages and the model's tokenizer",
+            "short.jsonl, line 1: the prompt is a list of messages and the model's tokenizer",
         ),
-        (["--task.prompts", "blank.jsonl"], "blank.jsonl, row 0: a prompt is text that is not empty"),
-        (["--task.prompts", "wide.jsonl"], "row 0: the prompt has 200 tokens, and with generation.max_new_tokens = 64"),
+        (["--task.prompts", "blank.jsonl"], "blank.jsonl, line 1: a prompt is text that is not empty"),
+        (
+            ["--task.prompts", "wide.jsonl"],
+            "line 1: the prompt has 200 tokens, and with generation.max_new_tokens = 64",
+        ),
         (
             ["--generation.max_new_tokens", "256"],
             "generation.max_new_tokens: 256 new tokens leave no room",
@@ -75,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--model.name", "forgets", "--task.prompts", "talk.jsonl"], "changes a part of message 2 (assistant)"),
         (
             ["--model.name", "fails", "--task.prompts", "talk.jsonl"],
-            "talk.jsonl, row 0: the model's chat template fails",
+            "talk.jsonl, line 1: the model's chat template fails",
         ),
         (["--algorithm.preset", "grop"], "did you mean grpo?"),
         (["--algorithm.preset", "gspo", "--algorithm.aggregation", "token_mean"], "gspo has one term a sequence"),

@@ -1,4 +1,4 @@
-"""The section `[model]`: the policy."""
+"""The sections `[model]`, the policy, and `[weights]`, the way of its new weights to generation."""
 
 from typing import Annotated, Literal
 
@@ -37,3 +37,18 @@ class ModelConfig(Section):
     """Trains low-rank adapters (LoRA) instead of the model: a table with the keys `rank` (16), `alpha` (32), `targets`
     (["all-linear"], or names of layers such as "q_proj") and `dropout` (0.0). {} takes these values. Only adapters are
     saved in checkpoints and sent to the generation workers. They need about ten times the learning rate of a model."""
+
+
+class WeightsConfig(Section):
+    """The way of new weights from the trainer to the generation workers."""
+
+    transport: Literal["auto", "shm", "tcp", "file", "gloo", "nccl", "cuda_ipc"] = "auto"
+    """Transport of new weights. auto: shared memory on one host, else a network. shm: shared memory, read in place.
+    tcp: workers pull encrypted parts, and the trainer waits for none of them. file: safetensors in `folder`.
+    nccl: from GPU to GPU; gloo: the same path on CPUs, neither encrypted. cuda_ipc: read in place on one GPU."""
+    codec: Literal["dense", "sparse", "bfloat16", "float16", "fp8"] = "dense"
+    """Encoding of weights that cross a network. sparse: what differs from the version before, exactly. bfloat16 and
+    float16 halve float32. fp8: about 60 % fewer bytes than bfloat16, with an error of some 3 % of the weights."""
+    folder: str = ""
+    """Folder for `transport = "file"`, which the hosts of trainer and generation workers share. Default: `weights` in
+    the run directory."""

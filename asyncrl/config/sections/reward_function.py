@@ -11,9 +11,9 @@ class RewardFunction(Section):
     """One entry of reward.functions or cost.functions."""
 
     use: str
-    """`exact_match`, `regex_format`, `numeric`, `length`, `repetition`, `reasoning_gym`, `judge`, `compiles`,
-    `passes_tests`, `lint`, `FILE.py:function` or `module:function`. With `trl:` or `verl:` before one of the last two,
-    a function of TRL or verl is adapted."""
+    """`exact_match`, `regex_format`, `numeric`, `math_verify`, `length`, `repetition`, `reasoning_gym`, `judge`,
+    `compiles`, `passes_tests`, `lint`, `FILE.py:function` or `module:function`. With `trl:` or `verl:` before one of
+    the last two, a function of TRL or verl is adapted."""
     name: str = ""
     """Name of the function in metrics and samples; default: the last part of `use`."""
     weight: float = 1.0

@@ -57,7 +57,7 @@ def sections() -> tuple[str, ...]:
 
 def _key(prefix: str, name: str, section: Schema) -> Key:
     schema, required = section["properties"][name], name in section.get("required", [])
-    kinds = tuple("object" if "$ref" in part else part.get("type", "") for part in schema.get("anyOf", [schema]))
+    kinds = tuple("object" if "$ref" in part else part.get("type", "") for part in _forms(schema))
     doc = " ".join(schema.get("description", "").split())
     return Key(prefix + name, _type(schema), kinds, schema.get("default"), doc, required)
 
@@ -66,9 +66,14 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 _NAMES = {"string": "text", "integer": "int", "number": "float", "boolean": "true | false", "null": "none"}
 
 
+def _forms(schema: Schema) -> list[Schema]:
+    """Returns the schemas of the forms that a value may have."""
+    return list(schema.get("anyOf") or schema.get("oneOf") or [schema])
+
+
 def _type(schema: Schema) -> str:
-    if "anyOf" in schema:
-        return " | ".join(_type(part) for part in schema["anyOf"])
+    if len(forms := _forms(schema)) > 1:
+        return " | ".join(map(_type, forms))
     if "enum" in schema:
         return " | ".join(str(choice) for choice in schema["enum"])
     if "const" in schema:

@@ -16,12 +16,16 @@ PREFIX = "ASYNCRL_"
 """Beginning of the environment variables that are keys."""
 
 
+EXTENDS = "extends"
+"""Name under which a file lists the files or experiments whose keys it takes over; it is no key of a config."""
+
+
 @dataclass(slots=True)
 class ConfigLayer:
     """The keys of one source. entries: dotted key -> (value, place). problems: what could not be read as an entry.
     readable: False when nothing could be read, so that the keys are unknown. written: how this source writes a key.
     folder: where relative paths of this source begin; None: it has none. partial: keys of tables of which this source
-    gives some entries, so that those of weaker sources stay."""
+    gives some entries, so that those of weaker sources stay. bases: files or experiments that this one extends."""
 
     entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -29,6 +33,7 @@ class ConfigLayer:
     written: Callable[[str], str] = str
     folder: Path | None = None
     partial: set[str] = field(default_factory=set)
+    bases: tuple[str, ...] = ()
 
     def add(self, name: str, value: Any, place: str) -> None:
         """Adds an entry of a known key, or the problem of an unknown one; passes over a key that had one value."""
@@ -48,7 +53,7 @@ class ConfigLayer:
         kinds = all_keys()[name].kinds if name in all_keys() else ()
         if "null" in kinds and len(texts) == 1 and texts[0].lower() == "none":
             self.add(name, None, place)
-        elif "array" in kinds:
+        elif "array" in kinds and not _is_one_text(kinds, texts):
             self.add(name, [item for text in texts for item in _items(text)], place)
         elif len(texts) > 1 and kinds:
             self.problems.append(Problem(name, place, f"is given {len(texts)} times: {', '.join(texts)}"))
@@ -72,6 +77,11 @@ class ConfigLayer:
             self.partial.add(name)
         before, _ = self.entries.get(name, ({}, place))
         self.add(name, merged_tables(before, value), place)
+
+
+def _is_one_text(kinds: Sequence[str], texts: Sequence[str]) -> bool:
+    """Returns whether a key that takes a text or a list is given one text."""
+    return "string" in kinds and len(texts) == 1 and not texts[0].startswith("[")
 
 
 def merged_tables(weaker: Any, stronger: Any) -> Any:
@@ -112,6 +122,8 @@ def file_layer(text: str, named: str, folder: Path | None = None) -> ConfigLayer
     except tomllib.TOMLDecodeError as error:
         return ConfigLayer(problems=[Problem("", named, f"this is not valid TOML: {error}")], readable=False)
     layer, lines = ConfigLayer(folder=folder), _lines_of_keys(text)
+    bases = tables.pop(EXTENDS, ())
+    layer.bases = tuple(str(each) for each in (bases if isinstance(bases, list) else [bases] if bases else ()))
     for name, value in _leaves(tables):
         layer.add(name, value, f"{named}:{lines[name]}" if name in lines else named)
     return layer

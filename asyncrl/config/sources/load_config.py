@@ -10,6 +10,7 @@ from asyncrl.config.problems import report
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import closest
 from asyncrl.config.sources.layers import (
+    EXTENDS,
     ConfigLayer,
     environment_layer,
     file_layer,
@@ -66,21 +67,60 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
 
 
 def _target_layers(target: str | Path) -> list[ConfigLayer]:
-    """Reads a file (a Path, a name with a folder, or one that ends in .toml) or else an experiment of the package."""
+    """Reads a file (a Path, a name with a folder, or one that ends in .toml) or else an experiment of the package, and
+    what it extends; the weakest first."""
+    source = _read_text(target)
+    return [ConfigLayer({"name": (source.name, "the name of the experiment")}), *_with_bases(source, ())]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The text of a file or an experiment. place: its name in messages. folder: where its relative paths begin."""
+
+    name: str
+    place: str
+    text: str
+    folder: Path | None
+
+
+def _with_bases(source: _Text, above: tuple[str, ...]) -> list[ConfigLayer]:
+    """Returns the layer of a text after those of its bases, which give every key but the name of the experiment. above:
+    places of the texts that extend this one."""
+    if source.place in above:
+        raise ConfigError(
+            f"{above[-1]}: extends {source.place}, which extends it: {' -> '.join((*above, source.place))}"
+        )
+    layer, layers = file_layer(source.text, source.place, source.folder), list[ConfigLayer]()
+    for base in layer.bases:
+        try:
+            found = _read_text(_base_target(base, source.folder))
+        except ConfigError as error:
+            raise ConfigError(f"{source.place}: {EXTENDS}: {error}") from None
+        layers += _with_bases(found, (*above, source.place))
+    for each in layers:
+        each.entries.pop("name", None)
+    return [*layers, layer]
+
+
+def _base_target(base: str, folder: Path | None) -> str | Path:
+    """Returns a file beside the one that names it, or the name of an experiment."""
+    is_file = base.endswith(SUFFIX) or os.sep in base
+    return (folder or Path()) / Path(base).expanduser() if is_file else base
+
+
+def _read_text(target: str | Path) -> _Text:
     path = Path(target)
     if isinstance(target, str) and not target.endswith(SUFFIX) and os.sep not in target:
         if target not in experiments() and (path.is_dir() or _closest_files(path)):
             raise ConfigError(_no_file(path, f"there is no experiment {target!r}"))
-        name, place, text, folder = target, f"experiment {target}", experiment_text(target), None
-    elif not path.is_file():
+        return _Text(target, f"experiment {target}", experiment_text(target), None)
+    if not path.is_file():
         raise ConfigError(_no_file(path, f"there is no file {path}"))
-    else:
-        name, place, folder = path.stem, str(path), _folder_of_paths(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    return [ConfigLayer({"name": (name, "the name of the experiment")}), file_layer(text, place, folder)]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    return _Text(path.stem, str(path), text, _folder_of_paths(path))
 
 
 def _folder_of_paths(path: Path) -> Path:

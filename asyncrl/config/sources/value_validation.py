@@ -12,6 +12,7 @@ from asyncrl.config.schema import Config, RewardFunction
 from asyncrl.config.sections.evaluate_config import EvaluationSet
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sections.pools_config import PoolConfig
+from asyncrl.config.sections.task_config import SOURCE, SOURCES, MixedSource
 from asyncrl.config.sources.keys import all_keys, closest
 
 Entries = Mapping[str, tuple[Any, str]]
@@ -86,7 +87,7 @@ def _wrong_value(key: str, details: Sequence[ErrorDetails]) -> str:
 
 def _place_in_list(location: Iterable[int | str]) -> str:
     """Returns where in a list the wrong value is, without the names that validation gives to members of a union."""
-    union = ("constrained-", "literal[", "int", "str")
+    union = ("constrained-", "literal[", "int", "str", SOURCES, SOURCE)
     parts = [f"item {part + 1}" if isinstance(part, int) else part for part in location]
     return "".join(f"{part}: " for part in parts if not part.startswith(union))
 
@@ -94,6 +95,7 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig, "evaluate": EvaluationSet}
+        tables["task"] = MixedSource
         near = closest(str(detail["loc"][-1]), tables.get(str(detail["loc"][0]), RewardFunction).model_fields)
         return "there is no such key" + (f"; did you mean {near}?" if near else "")
     if detail["type"] in ("tuple_type", "list_type"):

@@ -4,24 +4,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from asyncrl.engines.generation.truncation import Truncation
 from asyncrl.errors import WeightsError
 
 BLOCK = 128  # tokens per block; a cumulative sum over a large vocabulary would take twice the time of the rest
+WHOLE = Truncation()  # leaves every token
 BELOW = 1 - 2.0**-50  # keeps a number that was rounded up to the sum of a block inside the block
 
 
-def sample(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, truncation: Truncation = WHOLE
+) -> tuple[Tensor, Tensor]:
     """Samples by inverse CDF: takes the first token whose cumulative probability exceeds the number of the row.
 
     logits: [rows, vocabulary]; -inf for a token that must not be sampled. temperatures: float32 [rows]; 0 takes the
     likeliest token. uniforms: float64 [rows] in (0, 1). Returns tokens, int64 [rows], and their
-    log-softmax(logits / temperature), float32 [rows]; temperature 0 counts as 1.
+    log-softmax(truncation(logits / temperature)), float32 [rows]; temperature 0 counts as 1.
 
     The cumulative sums are float64, over blocks and then inside one block: float32 would lose the small ones of 150,000
     probabilities. Raises WeightsError when the logits of a row are not finite.
     """
     greedy = temperatures == 0
     scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)[:, None]
+    if truncation:
+        scaled = truncation(scaled)
     peak = scaled.amax(-1, keepdim=True)
     # pad and view: [rows, vocabulary] -> [rows, blocks, BLOCK]
     blocks = pad((scaled - peak).exp_(), (0, -scaled.shape[-1] % BLOCK)).view(len(scaled), -1, BLOCK)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,21 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Around quoted text: Unicode assigns no chara
 QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 
 Message = dict[str, Any]
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+ASSISTANT = "assistant"
+BEFORE_ANSWER = {"add_generation_prompt": True}
+WHOLE = {"add_generation_prompt": False}
+INSIDE_ANSWER = {"add_generation_prompt": False, "continue_final_message": True}
+"""Ends of a rendered chat: the mark for the start of an answer, nothing, or the answer in the last message, open."""
 
 
 class TokenizerWithStops:
-    """Wraps a tokenizer of transformers with the strings that end a completion."""
+    """Wraps a tokenizer of transformers with the strings that end a completion. template: further arguments of the chat
+    template."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], template: Mapping[str, Any] = NO_ARGUMENTS) -> None:
         self._tokenizer = tokenizer
+        self._template = dict(template)
         self._stop = stop
         self._window = BYTES_PER_CHARACTER * max(map(len, stop), default=0) + WINDOW_MARGIN
         self._may_end = cache(self._finds_an_end)  # bounded by the vocabulary
@@ -37,13 +46,14 @@ class TokenizerWithStops:
 
     def prompt_ids(self, prompt: str | list[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
         """Returns the token ids of a prompt: text is tokenized with special tokens, messages by the chat template,
-        which writes its first token. tools: JSON schemas of functions, for the template. Raises TaskError when there is
-        none, it fails, or it changes or omits a part."""
+        which writes its first token. A last message of the assistant is an answer that goes on. tools: JSON schemas of
+        functions, for the template. Raises TaskError when there is none, it fails, or it changes or omits a part."""
         if isinstance(prompt, str):
             return np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
-        text = self.render_chat(prompt, tools)
+        is_begun = prompt[-1]["role"] == ASSISTANT
+        text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
         _refuse_changed_parts(prompt, text)
-        return self.text_ids(text)
+        return self.text_ids(self.render_chat(prompt, tools, INSIDE_ANSWER) if is_begun else text)
 
     def quoted_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
         """Returns the token ids of messages by the chat template; what reads like a special token in them is text.
@@ -80,17 +90,23 @@ class TokenizerWithStops:
         tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Renders messages with the model's template, which is third-party code, and its mark for the start of an
-        answer. Raises TaskError when there is no template or it fails."""
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        end: Mapping[str, bool] = BEFORE_ANSWER,
+    ) -> str:
+        """Renders messages with the model's template, which is third-party code. end: what the text ends with; the
+        template's mark for the start of an answer by default. Raises TaskError when there is no template or it
+        fails."""
         if not self._tokenizer.chat_template:
             raise TaskError(
                 "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as "
                 "text, without task.system, or use a model with a chat template (most -Instruct models have one)"
             )
-        settings = {"add_generation_prompt": True, "tokenize": False}
+        settings = {**self._template, **end, "tools": list(tools) or None, "tokenize": False}
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **settings))
+            return str(self._tokenizer.apply_chat_template(list(messages), **settings))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise TaskError(
                 f"the model's chat template fails on this prompt: {type(error).__name__}: {error}; write messages that "

@@ -42,6 +42,7 @@ from asyncrl.engines.generation.scheduling.sample_requests import (
 )
 from asyncrl.engines.generation.scheduling.step_plan import Chunk, Prefill, plan_chunks, step_budget
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
+from asyncrl.engines.generation.truncation import Truncation
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
 from asyncrl.engines.model_loading import vocabulary_size
@@ -92,7 +93,8 @@ class TorchEngine:
         )
         self._flat.verify(probe, expected)
         self._config = config
-        self.tokenizer = TokenizerWithStops(tokenizer, generation.stop)
+        self._truncation = Truncation(generation.top_p, generation.top_k, generation.min_p)
+        self.tokenizer = TokenizerWithStops(tokenizer, generation.stop, config.task.chat_template_kwargs)
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self._end_ids)
         self._batch = RunningBatch(slots, generation.max_new_tokens)
@@ -266,7 +268,7 @@ class TorchEngine:
     def _sample(self, logits: Tensor, rows: Ints) -> tuple[Ints, NDArray[np.float32]]:
         temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
         tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
-        tokens, logprobs = sample(logits, *tensors)
+        tokens, logprobs = sample(logits, *tensors, self._truncation)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, rows: Ints) -> tuple[Ints, Ints]:

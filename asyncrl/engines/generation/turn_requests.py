@@ -37,7 +37,7 @@ class TurnRequests:
         """Returns the first turn of each member. Raises TaskError for a prompt that cannot be rendered or has no
         room."""
         if self.renderer is None:
-            ids = self.tokenizer.prompt_ids(prompts.prompt)
+            ids = self.tokenizer.prompt_ids(prompts.prompt, prompts.tools)
         else:
             ids = self.renderer.prompt_ids(prompts.prompt, prompts.tools)
         if mistake := self.budget.mistake(len(ids)):

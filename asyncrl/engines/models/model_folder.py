@@ -102,6 +102,15 @@ def vocabulary(folder: Path) -> dict[int, str]:
         return {}
 
 
+def chat_template_of(folder: Path) -> str | None:
+    """Returns the chat template of a model folder, if it has one."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    described = folder / "tokenizer_config.json"
+    found = json.loads(described.read_text(encoding="utf-8")).get("chat_template") if described.is_file() else None
+    return found if isinstance(found, str) else None
+
+
 def context_of(shape: Mapping[str, Any]) -> int | None:
     """Returns the context length in tokens from the contents of config.json, or None if it names none."""
     shape = shape.get("text_config") or shape

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from asyncrl.config.schema import IN_MEMORY
 from asyncrl.config.sources import read
+from asyncrl.deploy.checks.run_prompts import draw_of
+from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks import Draw, Row, training_prompts
+from asyncrl.tasks import Row, training_prompts
 from asyncrl.tasks.stored_samples import ColumnNames, write_samples
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord
@@ -36,7 +38,8 @@ def _rows(directory: RunDirectory, say: Callable[[str], None]) -> Callable[[int]
         say("the prompts were given from Python, so the file has their text, and none of their other columns")
         return lambda group: None
     try:
-        return Draw(training_prompts(config), config.seed)
+        model = directory.model if is_complete(directory.model) else Path(config.model.name)
+        return draw_of(config, training_prompts(config), model)
     except (TaskError, ConfigError) as error:
         say(f"the file has the text of the prompts, and none of their other columns, for they cannot be read: {error}")
         return lambda group: None

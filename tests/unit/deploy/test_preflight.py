@@ -95,7 +95,7 @@ def test_sources_of_prompts_are_problems_with_their_key_and_place(tmp_path: Path
     assert [text.partition("; found are")[0] for text in found] == [
         f"mine.toml:3: task.prompts: {tmp_path}/mine.py has no row; did you mean rows?",
         f"task.pretrain: there is no file {tmp_path}/gone.csv; there are rows.jsonl",
-        f'evaluate.prompts: {tmp_path}/rows.jsonl, row 1: there is no column "prompt"',
+        f'evaluate.prompts: {tmp_path}/rows.jsonl, line 2: there is no column "prompt"',
     ]
 
 

@@ -18,12 +18,12 @@ from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
+from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
 from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.run_fleet import LONGEST
 from asyncrl.deploy.run_setup import (
     RunRequest,
     facts_of,
-    load_questions,
     nothing_left,
     restore_run,
     settle_config,
@@ -101,10 +101,13 @@ def test_a_change_of_what_a_reward_imports_is_refused_until_it_is_accepted(
 
 
 def test_the_prompt_of_a_group_is_named_by_its_row(directory: RunDirectory) -> None:
-    questions = load_questions(order(directory.path), directory)
+    request, said = order(directory.path), list[str]()
+    sets = read_prompts(request.config, request.prompts)
+    questions = questions_of(request.config, sets, directory.model, directory.logs / LONGEST, {}, said.append)
+    assert said == []
     assert len((directory.logs / LONGEST).read_text().splitlines()) == len(ROWS)
-    row = drawn_row(5, 4, len(ROWS))
-    assert questions.where(4, seed=5) == f"task.prompts: the rows given as prompts, row {row}"
+    row = drawn_row(request.config.seed, 4, len(ROWS))
+    assert questions.where(4) == f"task.prompts: the rows given as prompts, row {row + 1}"
 
 
 MADE = """
@@ -145,24 +148,24 @@ def test_rows_that_a_function_made_without_tests_are_refused_before_workers_star
     named = {name: {"prompts": each["prompts"].format(mine=mine)} for name, each in sections.items()}
     request = replace(order(tmp_path, **named, reward={"functions": ["passes_tests"]}), prompts=None)
     with pytest.raises(TaskError) as refused:
-        load_questions(request, directory)
-    missing = "row 2: the row has no column tests with tests; found are prompt, answer"
+        read_prompts(request.config, request.prompts)
+    missing = "row 3: the row has no column tests with tests; found are prompt, answer"
     assert str(refused.value) == f"{source.format(mine=mine)}, {missing}"
-    load_questions(replace(request, config=order(tmp_path, **named).config), directory)
+    read_prompts(order(tmp_path, **named).config)
 
 
 def test_rows_from_python_have_tests_too_where_programs_are_tested(directory: RunDirectory) -> None:
     request = order(directory.path, reward={"functions": ["passes_tests"]})
     with pytest.raises(
-        TaskError, match=r"^task\.prompts: the rows given as prompts, row 0: the row has no column tests"
+        TaskError, match=r"^task\.prompts: the rows given as prompts, row 1: the row has no column tests"
     ):
-        load_questions(request, directory)
+        read_prompts(request.config, request.prompts)
 
 
 def test_of_many_rows_only_the_first_are_read_for_their_tests(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MADE)
     config = order(tmp_path, task={"prompts": f"{tmp_path}/mine.py:endless"}, reward={"functions": ["passes_tests"]})
-    check_tests(config.config, {"endless": training_prompts(config.config)})
+    check_tests(config.config, {"task.prompts": training_prompts(config.config)})
 
 
 PLAN = ResumePlan(1, 5, 0, "checkpoints/5", Ledger(), 5, ("checkpoint 6 was passed over",), Scan(MemoryStore()))

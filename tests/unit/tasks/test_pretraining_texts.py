@@ -28,7 +28,7 @@ def test_texts_and_answers_with_their_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [{"text": 3}, {"prompt": "a"}, {"prompt": "a", "answer": 3}, {"body": "a"}])
 def test_a_row_with_other_columns_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
     with pytest.raises(
-        TaskError, match=rf"^task\.pretrain: .*texts\.jsonl, row 1: a row has .* found are {next(iter(row))}"
+        TaskError, match=rf"^task\.pretrain: .*texts\.jsonl, line 2: a row has .* found are {next(iter(row))}"
     ):
         written(tmp_path, {"text": "fine"}, row)
 
@@ -42,7 +42,7 @@ def test_a_row_with_other_columns_is_named(tmp_path: Path, row: dict[str, Any]) 
     ],
 )
 def test_what_is_empty_is_named(tmp_path: Path, row: dict[str, Any], column: str) -> None:
-    with pytest.raises(TaskError, match=rf"^task\.pretrain: .*texts\.jsonl, row 1: its `{column}` is empty"):
+    with pytest.raises(TaskError, match=rf"^task\.pretrain: .*texts\.jsonl, line 2: its `{column}` is empty"):
         written(tmp_path, {"text": "fine"}, row)
 
 
@@ -55,7 +55,7 @@ def test_mistakes_name_the_key(tmp_path: Path) -> None:
         write_texts(tmp_path / "out", TaskConfig(prompts="none", pretrain=str(broken)))
     with pytest.raises(TaskError, match="there are no rows"):
         written(tmp_path)
-    with pytest.raises(TaskError, match=r"row 0: a prompt is text that is not empty"):
+    with pytest.raises(TaskError, match=r"line 1: a prompt is text that is not empty"):
         written(tmp_path, {"prompt": "", "answer": "b"})
 
 

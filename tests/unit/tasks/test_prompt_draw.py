@@ -20,16 +20,19 @@ def test_rows_keep_all_columns() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"question": "2+2=", "answer": "4"}, 'found are question, answer; the closest is "question": rename it'),
+        (
+            {"question": "2+2=", "answer": "4"},
+            'found are question, answer; the closest is "question": write task.columns',
+        ),
         ({"promt": "2+2="}, 'the closest is "promt"'),
-        ({"a": 1}, "found are a, or write a function"),
+        ({"a": 1}, "found are a; name it by task.columns, or write a function"),
         ({}, "found are no columns"),
         ({"prompt": ""}, "text that is not empty"),
         ({"prompt": " \n"}, "text that is not empty"),
         ({"prompt": []}, "text that is not empty"),
         ({"prompt": [{"role": "user", "content": " "}, {"role": "user", "content": ""}]}, "not all empty"),
         ({"prompt": [{"content": "no role"}]}, "this is .*no role"),
-        ({"prompt": "x", "where": Path("/")}, "row 0, column where: a value of type PosixPath cannot be sent"),
+        ({"prompt": "x", "where": Path("/")}, "row 1, column where: a value of type PosixPath cannot be sent"),
         ("text", "this is str"),
     ],
 )
@@ -39,7 +42,7 @@ def test_bad_rows_say_what_is_wrong(row: object, said: str) -> None:
 
 
 def test_a_bad_row_in_the_middle_is_found_at_once() -> None:
-    with pytest.raises(TaskError, match="rows, row 2: "):
+    with pytest.raises(TaskError, match="rows, row 3: "):
         Prompts([{"prompt": "a"}, {"prompt": "b"}, {"prompt": None}], "rows")
 
 

@@ -19,7 +19,7 @@ def counted(path: Path, most: int) -> list[int]:
     """Lengths of the prompts whose tokens were counted; a token is a character."""
     seen: list[int] = []
 
-    def tokenize(prompt: Any) -> Sequence[int]:
+    def tokenize(prompt: Any, tools: Any) -> Sequence[int]:
         seen.append(len(prompt))
         return range(len(prompt))
 
@@ -33,18 +33,18 @@ def test_the_longest_are_counted_and_fit(tmp_path: Path) -> None:
 
 
 def test_the_row_and_the_remedy_are_named(tmp_path: Path) -> None:
-    write_longest(tmp_path / "l", {"task.prompts: p.jsonl": prompts(5, 30, 4, 21)})
+    write_longest(tmp_path / "l", {"task.prompts": prompts(5, 30, 4, 21)})
     with pytest.raises(TaskError) as error:
         counted(tmp_path / "l", 20)
-    for expected in ("task.prompts: p.jsonl, row 1: the prompt has 30 tokens", "max_prompt_tokens = 30", "1 more"):
+    for expected in ("task.prompts: p.jsonl, row 2: the prompt has 30 tokens", "max_prompt_tokens = 30", "1 more"):
         assert expected in str(error.value)
 
 
 def test_messages_are_counted_by_their_contents(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x" * length}]} for length in (3, 90, 2)]
     write_longest(tmp_path / "l", {"p": Prompts(rows, "p")})
-    with pytest.raises(TaskError, match="row 1: the prompt has 90 tokens"):
-        refuse_what_has_no_room(tmp_path / "l", lambda prompt: prompt[0]["content"], TokenBudget(50, 8))
+    with pytest.raises(TaskError, match="row 2: the prompt has 90 tokens"):
+        refuse_what_has_no_room(tmp_path / "l", lambda prompt, _: prompt[0]["content"], TokenBudget(50, 8))
 
 
 def test_a_large_source_is_looked_at_here_and_there(tmp_path: Path) -> None:
@@ -65,15 +65,15 @@ def test_a_large_source_is_looked_at_here_and_there(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path: Path) -> None:
-    def tokenize(prompt: Any) -> Sequence[int]:
+    def tokenize(prompt: Any, tools: Any) -> Sequence[int]:
         if not isinstance(prompt, str):
             raise TaskError("there is no chat template")
         return range(3)
 
     rows: list[dict[str, Any]] = [{"prompt": "a long text"}] * (COUNTED + 3)
     rows[COUNTED + 1] = {"prompt": [{"role": "user", "content": "hi"}]}  # far from the longest
-    write_longest(tmp_path / "l", {"p.jsonl": Prompts(rows, "p")})
-    with pytest.raises(TaskError, match=rf"^p\.jsonl, row {COUNTED + 1}: there is no chat template$"):
+    write_longest(tmp_path / "l", {"task.prompts": Prompts(rows, "p")})
+    with pytest.raises(TaskError, match=rf"^task\.prompts: p, row {COUNTED + 2}: there is no chat template$"):
         refuse_what_has_no_room(tmp_path / "l", tokenize, TokenBudget(50, 8))
 
 
@@ -86,5 +86,5 @@ def test_one_prompt_of_each_shape_of_conversation_is_rendered(tmp_path: Path) ->
     rows: list[dict[str, Any]] = [{"prompt": [{**asks, "content": "x" * 90}]}] * COUNTED
     write_longest(tmp_path / "l", {"p": Prompts([*rows, *({"prompt": talk} for talk in talks)], "p")})
     seen: list[Any] = []
-    refuse_what_has_no_room(tmp_path / "l", lambda prompt: seen.append(prompt) or range(3), TokenBudget(50, 8))  # type: ignore[func-returns-value]
+    refuse_what_has_no_room(tmp_path / "l", lambda prompt, _: seen.append(prompt) or range(3), TokenBudget(50, 8))  # type: ignore[func-returns-value]
     assert seen[COUNTED:] == [talks[1], talks[2], talks[4]]

@@ -43,7 +43,7 @@ def test_csv(tmp_path: Path) -> None:
     file.write_text('prompt,answer\n"2, 3?",5\n')
     assert load_prompts(str(file)).row(0).columns == {"prompt": "2, 3?", "answer": "5"}
     file.write_text("prompt,answer\na,b,c\n")
-    with pytest.raises(TaskError, match="row 0: it has not as many fields"):
+    with pytest.raises(TaskError, match="row 1: it has not as many fields"):
         load_prompts(str(file))
 
 
@@ -80,7 +80,9 @@ def test_where_none_is_close_a_missing_file_names_those_that_can_be_read(tmp_pat
 
 
 def test_what_is_no_source_says_what_is() -> None:
-    with pytest.raises(TaskError, match=r"write a file ending in \.jsonl, \.csv, \.parquet, hub:NAME"):
+    with pytest.raises(
+        TaskError, match=r"write a file ending in \.jsonl, \.json, \.csv, \.parquet, a folder, hub:NAME"
+    ):
         load_prompts("gsm8k")
 
 
@@ -245,7 +247,7 @@ def test_rows_given_replace_the_spec() -> None:
 def test_every_line_of_a_file_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in ({"prompt": "a"}, {"promt": "b"})))
-    with pytest.raises(TaskError, match=r"row 1: there is no column .prompt.; found are promt"):
+    with pytest.raises(TaskError, match=r"line 2: there is no column .prompt.; found are promt"):
         load_prompts(str(file))
 
 

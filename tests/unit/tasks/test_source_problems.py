@@ -23,9 +23,9 @@ def problems(folder: Path, rows: list[dict[str, Any]], more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("rows", "more", "said"),
     [
-        ([GOOD, {"prompt": "q"}], PASSES, "row 1: the row has no column tests with tests; found are prompt"),
-        ([{**GOOD, "tests": []}], PASSES, "row 0: the row's tests are no list of tests, but []"),
-        ([GOOD], REPAIR, "row 0: the row has no column checks with tests; found are prompt, tests"),
+        ([GOOD, {"prompt": "q"}], PASSES, "line 2: the row has no column tests with tests; found are prompt"),
+        ([{**GOOD, "tests": []}], PASSES, "line 1: the row's tests are no list of tests, but []"),
+        ([GOOD], REPAIR, "line 1: the row has no column checks with tests; found are prompt, tests"),
     ],
 )
 def test_a_row_without_tests_is_named(tmp_path: Path, rows: list[dict[str, Any]], more: str, said: str) -> None:

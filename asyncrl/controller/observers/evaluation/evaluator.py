@@ -17,6 +17,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup, SampleText, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
+from asyncrl.tasks.chat_messages import TOOLS
 from asyncrl.tasks.prompt_rows import Messages
 
 COSTS = "cost/"
@@ -181,6 +182,7 @@ class Evaluator:
                 temperature=self._set.temperature,
                 max_new_tokens=self.config.generation.max_new_tokens,
                 deadline=self.config.generation.deadline,
+                tools=tuple(row.get(TOOLS) or ()),
             )
             finished: list[BatchRef] = []
             try:

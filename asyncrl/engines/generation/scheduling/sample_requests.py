@@ -43,9 +43,9 @@ class SampleRequest:
 class Completion:
     """Holds one finished sample, or turn. All arrays are [sampled tokens], including a sampled end-of-sequence token.
 
-    logprobs: float32, log-softmax(logits / temperature) over the whole vocabulary, from the forward that sampled; for
-    temperature 0, whose samples never enter a loss, at temperature 1. versions: weight version that sampled each token.
-    text: decoded without special tokens and cut before a stop string.
+    logprobs: float32, log-softmax(logits / temperature) over the tokens that may be sampled, from the forward that
+    sampled; for temperature 0, whose samples never enter a loss, at temperature 1. versions: weight version that
+    sampled each token. text: decoded without special tokens and cut before a stop string.
     """
 
     request: SampleRequest

@@ -60,7 +60,9 @@ class VllmGeneration:
         self._worker = worker
         self._engine = engine
         self._config = worker.config
-        self.tokenizer = TokenizerWithStops(tokenizer, worker.config.generation.stop)
+        self.tokenizer = TokenizerWithStops(
+            tokenizer, worker.config.generation.stop, worker.config.task.chat_template_kwargs
+        )
         self.end_ids = end_ids(_generation_config(folder), tokenizer)
         self._vocabulary = vocabulary_size(tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self.end_ids)
@@ -237,9 +239,12 @@ class VllmGeneration:
 
     async def _sampled(self, request: SampleRequest) -> Completion:
         clock = asyncio.get_running_loop().time
-        sample = OpenSample(request, clock() + request.deadline)
+        sample, generation = OpenSample(request, clock() + request.deadline), self._config.generation
         settings = {
             "temperature": request.temperature,
+            "top_p": generation.top_p,
+            "top_k": generation.top_k,
+            "min_p": generation.min_p,
             "seed": sampling_seed(request),
             "max_tokens": request.max_new_tokens,
             "stop_token_ids": self.end_ids.tolist(),

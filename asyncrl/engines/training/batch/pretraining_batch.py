@@ -32,14 +32,17 @@ def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: A
     """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context. Raises
     TaskError when a prompt cannot be rendered or leaves no room for its answer, or a text has only one token."""
     longest = longest_row(config, context_of(model_config.to_dict()))
+    chats = TokenizerWithStops(tokenizer, (), config.task.chat_template_kwargs)
     with path.open(encoding="utf-8") as lines:
         return [
-            _tokenize(json.loads(line), tokenizer, longest, f"task.pretrain, row {row}")
+            _tokenize(json.loads(line), tokenizer, chats, longest, f"task.pretrain, row {row + 1}")
             for row, line in enumerate(lines)
         ]
 
 
-def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> PretrainingText:
+def _tokenize(
+    row: dict[str, Any], tokenizer: Any, chats: TokenizerWithStops, longest: int, where: str
+) -> PretrainingText:
     """Tokenizes a text, of which all tokens but the first are learnt, or a prompt with an answer, which is learnt. An
     end-of-sequence token follows, unless the row is cut before it."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -47,7 +50,7 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, longest: int, where: str) -> 
         ids = np.array([*tokenizer(row["text"])["input_ids"], *end], np.int64)
         given = 1
     else:
-        prompt = TokenizerWithStops(tokenizer, ()).prompt_ids(row["prompt"])
+        prompt = chats.prompt_ids(row["prompt"])
         answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
         ids, given = np.array([*prompt, *answer, *end], np.int64), len(prompt)
     if given == 0 or given >= min(len(ids), longest):

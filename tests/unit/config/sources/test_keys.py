@@ -67,7 +67,8 @@ def test_a_name_like_nothing_gets_the_list() -> None:
 
 
 def test_what_is_left_out_on_purpose_is_said() -> None:
-    assert "behaviour" in advice("actor_rollout_ref.rollout.top_p")
+    assert "behaviour" in advice("actor_rollout_ref.rollout.repetition_penalty")
+    assert advice("actor_rollout_ref.rollout.top_k") == "write generation.top_k (0 takes all tokens, where verl has -1)"
 
 
 def test_a_misspelt_foreign_name_is_recognised() -> None:
@@ -78,7 +79,7 @@ def test_a_misspelt_foreign_name_is_recognised() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
         *("no_repeat_ngram_size", "logit_bias", "bad_words", "bad_words_ids", "allowed_token_ids", "min_tokens"),
     ],
 )

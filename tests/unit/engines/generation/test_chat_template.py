@@ -126,3 +126,27 @@ def test_a_template_that_fails_is_the_prompts_error(
     tokenizer.chat_template = template
     with pytest.raises(TaskError, match=f"the model's chat template .*{says}"):
         TokenizerWithStops(tokenizer, ()).prompt_ids([SAYS, ASKS])
+
+
+@pytest.mark.parametrize("family", list(TEMPLATES))
+def test_a_last_message_of_the_assistant_is_an_answer_that_goes_on(
+    family: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = TEMPLATES[family]
+    texts, begun = TokenizerWithStops(tokenizer, ()), {"role": "assistant", "content": "The sum is"}
+    asked, found = (tokenizer.decode(texts.prompt_ids(messages)) for messages in ([ASKS], [ASKS, begun]))
+    assert found == f"{asked}The sum is"
+
+
+def test_an_answer_to_go_on_with_that_the_template_cuts_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = CHATML.replace("m.content", "(m.content if m.role == 'user' else 'The')")
+    with pytest.raises(TaskError, match=r"leaves out or changes a part of message 2 \(assistant\)"):
+        TokenizerWithStops(tokenizer, ()).prompt_ids([ASKS, {"role": "assistant", "content": "The sum is"}])
+
+
+def test_tools_and_further_arguments_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    shown = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{{ 'thinks' if enable_thinking else 'answers' }} "
+    tokenizer.chat_template = shown + CHATML
+    for arguments, word in (({}, "answers"), ({"enable_thinking": True}, "thinks")):
+        ids = TokenizerWithStops(tokenizer, (), arguments).prompt_ids([ASKS], [{"name": "add"}])
+        assert tokenizer.decode(ids).startswith(f"add {word} ")

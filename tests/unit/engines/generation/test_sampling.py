@@ -1,20 +1,26 @@
 """Inverse-CDF sampling: right distribution, right log-probs, nothing impossible drawn."""
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation.sampling import BLOCK, sample
+from asyncrl.engines.generation.sampling import BLOCK, WHOLE, sample
+from asyncrl.engines.generation.truncation import Truncation
 from asyncrl.errors import WeightsError
 from asyncrl.protocols.seeds import draws, member_seed
 
 ROWS = 20_000
 
 
-def drawn(logits: torch.Tensor, temperature: float, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(
+    logits: torch.Tensor, temperature: float, rows: int = ROWS, truncation: Truncation = WHOLE
+) -> tuple[torch.Tensor, torch.Tensor]:
     seeds = np.array([member_seed(3, row) for row in range(rows)], np.uint64)
     uniforms = torch.from_numpy(draws(seeds, np.zeros(rows, np.uint64)))
-    return sample(logits.expand(rows, -1), torch.full((rows,), temperature), uniforms)
+    return sample(logits.expand(rows, -1), torch.full((rows,), temperature), uniforms, truncation)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -100,3 +106,71 @@ def test_a_number_at_the_seam_of_two_blocks_draws_what_has_mass() -> None:
     tokens, logprobs = sample(logits.expand(len(numbers), -1), torch.ones(len(numbers)), numbers)
     assert torch.isfinite(logprobs).all()
     assert set(tokens.tolist()) == {BLOCK - 10, BLOCK + 9, 2 * BLOCK - 1, 2 * BLOCK, 3 * BLOCK - 10}
+
+
+def plainly_truncated(logits: Sequence[float], temperature: float, bounds: Truncation) -> dict[int, float]:
+    """Returns the log-probs of the tokens that may be sampled, by the definitions and one token at a time."""
+    weights = {token: math.exp(each / temperature) for token, each in enumerate(logits)}
+    largest = max(weights.values())
+    left = {token: each for token, each in weights.items() if each >= bounds.min_p * largest}
+    if bounds.top_k:
+        least = sorted(left.values(), reverse=True)[: bounds.top_k][-1]
+        left = {token: each for token, each in left.items() if each >= least}
+    total, mass, nucleus = sum(left.values()), 0.0, dict[int, float]()
+    for token, each in sorted(left.items(), key=lambda entry: (-entry[1], entry[0])):
+        if mass >= bounds.top_p * total:
+            break
+        nucleus[token] = each
+        mass += each
+    return {token: math.log(each / mass) for token, each in nucleus.items()}
+
+
+BOUNDS = [
+    Truncation(top_p=0.7),
+    Truncation(top_p=1e-9),
+    Truncation(top_k=1),
+    Truncation(top_k=5),
+    Truncation(top_k=10**6),
+    Truncation(min_p=0.3),
+    Truncation(0.8, 6, 0.05),
+    Truncation(0.5, 3, 0.4),
+]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+@pytest.mark.parametrize("temperature", [0.6, 1.4])
+def test_log_probs_are_those_of_the_truncated_distribution(bounds: Truncation, temperature: float) -> None:
+    """By a plain reference: the tokens that are drawn are those that may be, as often as they should."""
+    logits = torch.randn(60, generator=torch.Generator().manual_seed(5)) * 2
+    expected = plainly_truncated(logits.tolist(), temperature, bounds)
+    tokens, logprobs = drawn(logits, temperature, truncation=bounds)
+    assert set(tokens.tolist()) <= set(expected)
+    counts = torch.bincount(tokens, minlength=60)
+    for token, logprob in expected.items():
+        spread = 5 * math.sqrt(ROWS * math.exp(logprob)) + 1
+        assert abs(int(counts[token]) - ROWS * math.exp(logprob)) < spread
+    for token, logprob in zip(tokens[:200].tolist(), logprobs[:200].tolist(), strict=True):
+        assert logprob == pytest.approx(expected[token], abs=2e-6)
+
+
+def test_of_equal_tokens_top_k_keeps_all_and_top_p_the_first() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
+    assert torch.isfinite(Truncation(top_k=1)(logits)).tolist() == [[False, True, True, True]]
+    assert torch.isfinite(Truncation(top_p=0.4)(logits)).tolist() == [[False, True, True, False]]
+
+
+def test_without_bounds_the_bits_are_those_of_before() -> None:
+    logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(1))
+    numbers = torch.linspace(0.01, 0.99, 8, dtype=torch.float64)
+    plain = sample(logits, torch.full((8,), 0.7), numbers)
+    for bounds in (WHOLE, Truncation(top_k=3000), Truncation(top_p=1.0, min_p=0.0)):
+        same = sample(logits, torch.full((8,), 0.7), numbers, bounds)
+        assert all(torch.equal(one, other) for one, other in zip(plain, same, strict=True))
+
+
+def test_damaged_logits_are_refused_under_bounds_too() -> None:
+    logits = torch.zeros(1, 9)
+    logits[0, 4] = torch.nan
+    for bounds in BOUNDS:
+        with pytest.raises(WeightsError, match="logits are not finite"):
+            sample(logits, torch.ones(1), torch.full((1,), 0.5, dtype=torch.float64), bounds)

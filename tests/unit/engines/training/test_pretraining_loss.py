@@ -203,8 +203,8 @@ def test_no_text_goes_beyond_the_positions_of_the_model(reader: Path, learning: 
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"text": ""}, "row 0: 1 of its 1 tokens .* none is learnt"),
-        ({"prompt": "w1 " * 50, "answer": "w2"}, r"row 0: 50 of its 52 tokens \(at most 40\) are given"),
+        ({"text": ""}, "row 1: 1 of its 1 tokens .* none is learnt"),
+        ({"prompt": "w1 " * 50, "answer": "w2"}, r"row 1: 50 of its 52 tokens \(at most 40\) are given"),
         ({"prompt": [{"role": "user", "content": "w1"}], "answer": "w2"}, "no chat template"),
     ],
 )

@@ -141,7 +141,7 @@ async def turns_until(true: Callable[[], bool]) -> None:
 
 
 async def test_a_sample_ends_where_the_torch_engine_would_end_it(start: Start) -> None:
-    async with start(stop=["no such text"]) as played:
+    async with start(stop=["no such text"], top_p=0.9, top_k=7, min_p=0.1) as played:
         played.process.ends = {4: 2}
         found = {each.request.key[0]: each for each in await played.sample(asked(0), asked(1), asked(2, deadline=0.0))}
         assert (found[0].finish, found[0].tokens.tolist()) == ("length", [10, 11, 12, 13, 14, 15])
@@ -150,6 +150,7 @@ async def test_a_sample_ends_where_the_torch_engine_would_end_it(start: Start) -
         assert len(played.process.closed) == 3
         assert not played.process.open
         assert played.process.settings["stop_token_ids"] == [2, END]
+        assert [played.process.settings[bound] for bound in ("top_p", "top_k", "min_p")] == [0.9, 7, 0.1]
 
 
 async def test_text_ends_before_a_stop_string(start: Start) -> None:

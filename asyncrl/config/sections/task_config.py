@@ -1,0 +1,104 @@
+"""The section `[task]`: the prompts to train on, where they come from, and the size of a batch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+
+from asyncrl.config.sections.algorithm_config import Positive, Section
+
+IN_MEMORY = "python:rows"
+"""The value of `task.prompts` in a run whose prompts were given as Python objects."""
+
+
+DECIDED = {"messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
+"""Arguments of apply_chat_template that asyncrl decides."""
+
+
+class MixedSource(Section):
+    """One entry of task.prompts where that is a list."""
+
+    use: str
+    """Source of rows, in a form of task.prompts that is no list."""
+    weight: Annotated[float, Field(ge=0)] = 0.0
+    """Share of the groups that get their prompt here, in proportion to the weights of the other sources. Without any
+    weight each row of all sources is drawn equally often."""
+    columns: dict[str, str] = Field(default={})
+    """Columns of this source, beside those of task.columns."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of this source, beside those of task.options."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_is_short_for_use(cls, value: Any) -> Any:
+        return {"use": value} if isinstance(value, str) else value
+
+
+def _all_or_none_weighted(sources: tuple[MixedSource, ...]) -> tuple[MixedSource, ...]:
+    """Refuses weights of some sources only: the others would never be drawn."""
+    lacking = [each.use for each in sources if not each.weight]
+    if lacking and len(lacking) < len(sources):
+        raise ValueError(f"{' and '.join(lacking)} has no weight, and others have one: write a weight over 0 for each")
+    return sources
+
+
+def _own_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuses arguments that asyncrl gives the chat template."""
+    if decided := sorted(set(given) & DECIDED):
+        raise ValueError(f"asyncrl gives the chat template its {' and '.join(decided)}: remove it here")
+    return given
+
+
+SOURCE, SOURCES = "a source", "sources"
+"""Names of the two forms of task.prompts, which pydantic puts into the location of a mistake."""
+Sources = Annotated[tuple[MixedSource, ...], Field(min_length=1)]
+SourceOrSources = Annotated[
+    Annotated[str, Tag(SOURCE)] | Annotated[Sources, AfterValidator(_all_or_none_weighted), Tag(SOURCES)],
+    Discriminator(lambda value: SOURCES if isinstance(value, list | tuple) else SOURCE),
+]
+
+
+class TaskConfig(Section):
+    """The prompts to train on, and the size of a batch."""
+
+    prompts: SourceOrSources
+    """Source of the prompts: a JSONL, JSON, CSV or Parquet file (the first three also with .gz), a folder of such files
+    (FOLDER or FOLDER#SPLIT), `hub:NAME[:CONFIG][#SPLIT]`, `reasoning_gym:NAME`, `FILE.py:function` or
+    `module:function`. A list mixes several; an entry is a source, or a table with the keys `use`, `weight`, `columns`
+    and `options`."""
+    columns: dict[str, str] = Field(default={})
+    """Columns of the source by the names that asyncrl and rewards give them, e.g. { prompt = "question" }. A name with
+    dots is found in nested columns; "" leaves a column out. The column `tools` goes to the chat template."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of a procedural source, e.g. { max_terms = 3 }, or of datasets.load_dataset."""
+    shuffle: bool = True
+    """Draws the rows of each epoch in another order. Without it they are drawn in their own order."""
+    curriculum: str = ""
+    """Function FILE.py:NAME or module:NAME that gets a step, counted from 0, and returns the weights of the sources in
+    its batch, in the order of task.prompts."""
+    prompts_per_step: Positive = 8
+    """Number of prompts, and so of groups, in one training step (B in the papers)."""
+    samples_per_prompt: Positive = 8
+    """Number of samples generated for each prompt (G in the papers)."""
+    system: str = ""
+    """System message put before every prompt. It turns prompts that are text into chat messages."""
+    text_prompts: Literal["raw", "chat"] = "raw"
+    """Treatment of prompts that are text where the model has a chat template: `raw` gives them as they are, `chat`
+    makes each a message of the user. A run says so in one line where this is not written."""
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_own_arguments)] = Field(default={})
+    """Further arguments of the chat template, e.g. { enable_thinking = false }."""
+    size: Positive = 1000
+    """Number of rows that a procedural source makes, or that are read of a streamed data set."""
+    max_prompt_tokens: Positive = 512
+    """Largest number of tokens of a prompt."""
+    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    """Treatment of longer prompts: `error` ends the run before anything is sampled, `skip` leaves them out, `truncate`
+    cuts off the beginning of their longest message. A line says how many there are."""
+    pretrain: str = ""
+    """Texts for algorithm.pretrain_coefficient, as `prompts`: rows of `text`, or `prompt` and `answer` to learn."""
+    pretrain_per_step: Positive = 32
+    """Number of these texts in one training step."""
+
+    @property
+    def sources(self) -> tuple[MixedSource, ...]:
+        """Returns the sources of the prompts; a single one as a list of one."""
+        return (MixedSource(use=self.prompts),) if isinstance(self.prompts, str) else self.prompts

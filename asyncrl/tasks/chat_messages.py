@@ -1,0 +1,67 @@
+"""Checks chat messages and tools of a row, and brings them into the form that every chat template takes."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from asyncrl.errors import TaskError
+
+Message = dict[str, Any]
+TOOLS = "tools"
+"""Column of a row with the JSON schemas of functions that the model may call."""
+
+
+def as_messages(text: str, system: str = "") -> list[Message]:
+    """Returns a text as the message of a user, after a system message if there is one."""
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": text}]
+
+
+def plain_messages(messages: list[Message], where: str) -> list[Message]:
+    """Returns messages whose contents are texts; parts that are texts are joined. Raises TaskError, which begins with
+    `where`, for other contents, which templates would write as Python shows them."""
+    return [_with_text(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
+
+
+def _with_text(message: Message, where: str) -> Message:
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    where = f"{where} ({message['role']})"
+    if not isinstance(content, list):
+        raise TaskError(f"{where}: its content is {content!r:.80}, and a model reads text: write a text")
+    return {**message, "content": "".join(_text_of(part, where) for part in content)}
+
+
+def _text_of(part: Any, where: str) -> str:
+    """Returns the text of a part, which is one or has one: {"type": "text", "text": ...}."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+    if kind == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise TaskError(f"{where}: a part of its content is {kind}: {part!r:.80}; asyncrl trains on text only")
+
+
+def tools_of(columns: Mapping[str, Any], is_text: bool, where: str) -> list[dict[str, Any]]:
+    """Returns the tools of a row, which are a list or a JSON text of one. is_text: the prompt is no chat. Raises
+    TaskError, which begins with `where`, for others."""
+    found = columns.get(TOOLS)
+    if isinstance(found, str) and found.strip():
+        with suppress(ValueError):  # It is refused below, as any other text.
+            found = json.loads(found)
+    if not found:
+        return []
+    advice = f'; write task.columns = {{ {TOOLS} = "" }} if they are something else'
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise TaskError(
+            f"{where}: the column {TOOLS} is no list of JSON schemas of functions, which the chat template would show: "
+            f"{found!r:.80}{advice}"
+        )
+    if is_text:
+        raise TaskError(
+            f"{where}: the row has {TOOLS}, which only a chat template shows, and its prompt is a text: write "
+            f'task.text_prompts = "chat", or messages{advice}'
+        )
+    return found

@@ -1,0 +1,108 @@
+"""Reads and checks the prompts of a run, before and after its model is known."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.schema import Config
+from asyncrl.controller.training_run import Questions
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder
+from asyncrl.tasks import Draw, held_out_prompts, training_prompts
+from asyncrl.tasks.curriculum import KEY as CURRICULUM
+from asyncrl.tasks.curriculum import CurriculumDraw
+from asyncrl.tasks.long_prompts import fitting
+from asyncrl.tasks.prompt_lengths import write_longest
+from asyncrl.tasks.prompt_rows import Messages, PromptRows
+from asyncrl.tasks.prompt_sources import function_named
+from asyncrl.tasks.row_files import Rows
+from asyncrl.tasks.source_problems import check_tests
+
+TRAINING = "task.prompts"
+RAW = (
+    "the prompts are texts and the model has a chat template: they are given to it as they are; task.text_prompts = "
+    '"chat" makes each a message of the user, "raw" removes this line'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSets:
+    """The training prompts of a run, and those of each held-out set, by name."""
+
+    training: PromptRows
+    held_out: Mapping[str, PromptRows]
+
+    def by_key(self, config: Config) -> dict[str, PromptRows]:
+        """Returns all prompts by the key that names their source."""
+        sets = {f"{config.evaluate.set_named(name).section}.prompts": each for name, each in self.held_out.items()}
+        return {TRAINING: self.training, **sets}
+
+
+def read_prompts(config: Config, given: Rows | None = None) -> PromptSets:
+    """Reads all prompts; raises TaskError for mistakes in them. given: rows from Python instead of `task.prompts`."""
+    found = {each.name: held_out_prompts(config, name=each.name) for each in config.evaluate.held_out}
+    held_out = {name: prompts for name, prompts in found.items() if prompts is not None}
+    sets = PromptSets(training_prompts(config, given), held_out)
+    check_tests(config, sets.by_key(config))
+    return sets
+
+
+def questions_of(
+    config: Config, sets: PromptSets, model: Path, longest: Path, places: Mapping[str, str], say: Callable[[str], None]
+) -> Questions:
+    """Returns the prompts as the model gets them, and writes the longest ones to `longest`. places: where the values of
+    keys come from. say: gets a line about each thing that the user may not expect."""
+    if config.task.long_prompts != "error":
+        sets = _fitting(config, sets, model)
+    for note in (note for each in sets.by_key(config).values() for note in each.notes):
+        say(note)
+    if _is_raw_by_default(config, places) and isinstance(sets.training.row(0).prompt, str) and chat_template_of(model):
+        say(RAW)
+    write_longest(longest, sets.by_key(config))
+    sizes = {name: min(config.evaluate.set_named(name).size, len(prompts)) for name, prompts in sets.held_out.items()}
+    held_out = {name: [sets.held_out[name].row(number) for number in range(size)] for name, size in sizes.items()}
+    return Questions(draw_of(config, sets.training), held_out)
+
+
+def draw_of(config: Config, prompts: PromptRows, model: Path | None = None) -> Draw:
+    """Returns what gives each group its row. model: folder of the model, where `prompts` are those that were read."""
+    task = config.task
+    if model is not None and task.long_prompts != "error":
+        prompts = _fitting(config, PromptSets(prompts, {}), model).training
+    if not task.curriculum:
+        return Draw(prompts, config.seed, task.shuffle)
+    weights = function_named(task.curriculum, CURRICULUM)
+    draw = CurriculumDraw(prompts, config.seed, task.shuffle, weights, task.prompts_per_step)
+    draw.number(0)  # Mistakes of the function are found before workers start, if it makes them at once.
+    return draw
+
+
+def _is_raw_by_default(config: Config, places: Mapping[str, str]) -> bool:
+    """Returns whether nobody has said what becomes of prompts that are text, which no environment replaces. Models that
+    are made on the spot have learnt such prompts."""
+    if config.model.name.startswith("warmed:"):
+        return False
+    return config.task.text_prompts == "raw" and "task.text_prompts" not in places and not config.environment.use
+
+
+def _fitting(config: Config, sets: PromptSets, model: Path) -> PromptSets:
+    """Returns prompts that have room before their answers."""
+    limit, context = config.task.max_prompt_tokens, context_of_folder(model)
+    limit = limit if context is None else min(limit, context - config.response_tokens)
+    tokenizer, shorten = prompt_tokenizer(config, model), config.task.long_prompts == "truncate"
+
+    def count(prompt: Messages, tools: Sequence[dict[str, Any]]) -> int:
+        return len(tokenizer.prompt_ids(prompt, tools))
+
+    def fit(prompts: PromptRows) -> PromptRows:
+        return fitting(prompts, count, limit, shorten=shorten)
+
+    return PromptSets(fit(sets.training), {name: fit(prompts) for name, prompts in sets.held_out.items()})
+
+
+def prompt_tokenizer(config: Config, model: Path) -> TokenizerWithStops:
+    """Returns what makes tokens of prompts as generation does."""
+    from transformers import AutoTokenizer  # not at the top: importing it takes seconds, and few runs count tokens here
+
+    return TokenizerWithStops(AutoTokenizer.from_pretrained(model), (), config.task.chat_template_kwargs)

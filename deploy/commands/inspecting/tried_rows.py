@@ -1,0 +1,117 @@
+"""Runs a few rows of an experiment through prompt, model and rewards on a fleet without a trainer, and shows each."""
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from asyncrl.concurrency import gather
+from asyncrl.config.schema import Config, Scorer
+from asyncrl.controller.training_run import Questions
+from asyncrl.deploy.checks.run_prompts import prompt_tokenizer, questions_of, read_prompts
+from asyncrl.deploy.standalone_evaluation import VERSION, scoring_fleet
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.fleet.episode_turns import sample_turns
+from asyncrl.fleet.fleet import RunningFleet
+from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.messages import PromptGroup, SampleText, Score
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.protocols.service_contracts import Environment, Generation, Reward
+from asyncrl.tasks.chat_messages import TOOLS
+from asyncrl.tasks.prompt_rows import Row
+
+Say = Callable[[str], None]
+
+
+async def try_rows(config: Config, places: Mapping[str, str], rows: int, say: Say) -> None:
+    """Tries the first `rows` groups of a run. places: where the values of keys come from. say: gets what is shown, as
+    soon as it is known. Raises what a run would raise."""
+    sets = await asyncio.to_thread(read_prompts, config)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-try-") as scratch:
+        model = await prepare(config, Path(scratch) / "model", say)
+        longest = Path(scratch) / "longest.jsonl"
+        questions = await asyncio.to_thread(questions_of, config, sets, model, longest, places, say)
+        tokenizer = await asyncio.to_thread(prompt_tokenizer, config, model)
+        async with scoring_fleet(model, config) as running:
+            trial = _Trial(config, questions, tokenizer, running, say)
+            for group in range(rows):
+                await trial.show(group)
+
+
+class _Trial:
+    """Samples, scores and shows one group at a time. A group has one member, unless rewards compare its members."""
+
+    def __init__(
+        self, config: Config, questions: Questions, tokenizer: TokenizerWithStops, running: RunningFleet, say: Say
+    ) -> None:
+        self._config = config
+        self._questions = questions
+        self._tokenizer = tokenizer
+        self._say = say
+        self._generation = running.handle("evaluation", Generation)
+        self._environment = running.handle("environment", Environment) if config.environment.use else None
+        self._scorers = {name: running.handle(name, Reward) for name in config.scorers}
+        compares = any(each.group for section in config.scorers.values() for each in section.functions)
+        self._members = tuple(range(config.task.samples_per_prompt if compares else 1))
+
+    async def show(self, group: int) -> None:
+        row = self._questions.training(group)
+        self._say(f"\n{self._questions.where(group)}")
+        if self._environment is None:  # An environment begins with a prompt of its own.
+            ids = self._tokenizer.prompt_ids(row.prompt, row.columns.get(TOOLS) or ())
+            shown = self._tokenizer.decode(ids, skip_special_tokens=False)
+            self._say(_block(f"prompt, {len(ids)} tokens", shown))
+        finished: list[BatchRef] = []
+        await sample_turns(self._generation, self._environment, self._request(group, row), row.columns, finished.append)
+        samples = BatchRef.join(finished)
+        texts = {text.member: text for text in await self._generation.texts(samples)}
+        for ref in samples:
+            for block in _answer(texts[ref.member], f"{ref.tokens} tokens, ended by {ref.finish}"):
+                self._say(block)
+        scored = await gather(*(scorer.score(samples, row.columns) for scorer in self._scorers.values()))
+        for name, scores in zip(self._scorers, scored, strict=True):
+            for score in scores:
+                self._say(self._score(name, score))
+
+    def _request(self, group: int, row: Row) -> PromptGroup:
+        generation = self._config.generation
+        return PromptGroup(
+            id=-1 - group % self._config.evaluate.size,  # Ids of [evaluate], whose rewards are those of the run.
+            attempt=group,
+            incarnation=0,
+            prompt=row.prompt,
+            members=self._members,
+            seed=group_seed(self._config.seed, group),
+            not_before=VERSION,
+            temperature=generation.temperature,
+            max_new_tokens=generation.max_new_tokens,
+            deadline=generation.deadline,
+            tools=tuple(row.columns.get(TOOLS) or ()),
+        )
+
+    def _score(self, name: Scorer, score: Score) -> str:
+        """Returns the score and each of its terms with its weight."""
+        section = self._config.scorers[name]
+        weights = {each.term: each.weight for each in section.functions}
+        lines = [
+            f"  {term} = {value:g} (weight {weights.get(term.partition('/')[0], weights.get(term, 1)):g})"
+            for term, value in score.terms.items()
+        ]
+        total = "cannot be scored" if score.reward is None else f"{score.reward:g}"
+        errors = [f"  {line}" for line in score.error.splitlines()]
+        return "\n".join([f"{name}: {total}", *lines, *errors])
+
+
+def _answer(text: SampleText, described: str) -> Iterator[str]:
+    """Yields what was sampled: an answer, or the turns of an episode."""
+    if not text.turns:
+        yield _block(f"answer, {described}", text.text)
+        return
+    yield _block("prompt of the environment", text.prompt)
+    yield from (_block(str(turn["role"]), str(turn["content"])) for turn in text.turns)
+    yield f"episode, {described}, rewards of the environment {', '.join(f'{each:g}' for each in text.turn_rewards)}"
+
+
+def _block(title: str, text: str) -> str:
+    return "\n".join([f"{title}:", *(f"  {line}" for line in text.split("\n"))])

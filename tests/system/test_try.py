@@ -1,0 +1,61 @@
+"""`asyncrl try`: a few rows through prompt, template, model and rewards, and no training."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import finished
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(120)]
+
+REWARDS = "def right(sample):\n    assert sample.row['answer'] == 'b'\n    return {'parts': 0.5, 'ends': -0.25}\n"
+EXPERIMENT = """
+[model]
+name = "model"
+[task]
+prompts = "questions.jsonl"
+columns = { prompt = "question" }
+text_prompts = "chat"
+shuffle = false
+[generation]
+max_new_tokens = 4
+top_k = 5
+[children]
+sandbox = "none"
+[reward]
+functions = [{ use = "mine.py:right", weight = 2.0 }, { use = "length", options = { maximum = 9, slack = 1 } }]
+"""
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
+)
+
+
+def test_each_row_is_shown_with_its_prompt_answer_and_rewards(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(())
+    tokenizer.chat_template = TEMPLATE
+    build_model(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"question": f"is it {letter}?", "answer": "b"} for letter in "abc"]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text(REWARDS)
+    (tmp_path / "e.toml").write_text(EXPERIMENT)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "try", "e.toml", "--rows", "2"]
+    done = finished(command, cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    _, first, second = done.stdout.split("\ntask.prompts: ")
+    for shown, line, letter in ((first, 1, "a"), (second, 2, "b")):
+        heading, prompt, text, answer, *_ = shown.splitlines()
+        assert heading == f"{tmp_path}/questions.jsonl, line {line}"
+        assert prompt.startswith("prompt, ")
+        assert text == f"  <user>is it {letter}?<answer>"
+        assert answer.startswith("answer, ")
+        assert shown.endswith(
+            "reward: 0.5\n  right/parts = 0.5 (weight 2)\n  right/ends = -0.25 (weight 2)\n  length = 0 (weight 1)\n"
+        ) or shown.rstrip().endswith("length = -0 (weight 1)")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before
