@@ -55,7 +55,7 @@ def test_each_row_is_shown_with_its_prompt_answer_and_rewards(tmp_path: Path) ->
         assert prompt.startswith("prompt, ")
         assert text == f"  <user>is it {letter}?<answer>"
         assert answer.startswith("answer, ")
-        assert shown.endswith(
-            "reward: 0.5\n  right/parts = 0.5 (weight 2)\n  right/ends = -0.25 (weight 2)\n  length = 0 (weight 1)\n"
-        ) or shown.rstrip().endswith("length = -0 (weight 1)")
+        assert shown.rstrip().endswith(
+            "reward: 0.5\n  right/parts = 0.5 (weight 2)\n  right/ends = -0.25 (weight 2)\n  length = 0 (weight 1)"
+        )
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before

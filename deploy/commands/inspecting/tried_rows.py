@@ -95,7 +95,7 @@ class _Trial:
         section = self._config.scorers[name]
         weights = {each.term: each.weight for each in section.functions}
         lines = [
-            f"  {term} = {value:g} (weight {weights.get(term.partition('/')[0], weights.get(term, 1)):g})"
+            f"  {term} = {value + 0:g} (weight {weights.get(term.partition('/')[0], weights.get(term, 1)):g})"
             for term, value in score.terms.items()
         ]
         total = "cannot be scored" if score.reward is None else f"{score.reward:g}"
