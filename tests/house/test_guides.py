@@ -4,6 +4,8 @@ import re
 import tomllib
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -40,7 +42,7 @@ def test_files_of_guides_load(name: str, block: str, tmp_path: Path) -> None:
     values = tomllib.loads(block)
     if "task" in values:
         (tmp_path / "experiment.toml").write_text(block)
-        assert load(tmp_path / "experiment.toml", environ={}).config.name == Path(name).stem
+        assert load(tmp_path / "experiment.toml", environ={}).config.name in block
     else:
         load("quickstart", environ={}, values=values)
 
@@ -67,7 +69,16 @@ def test_commands_of_guides_exist(program: str, command: str, flags: str, capsys
 def test_keys_of_guides_exist(name: str) -> None:
     named = set(re.findall(r"`([a-z_]+\.[a-z_]+)(?: = [^`]*)?`", GUIDES[name]))
     keys = {key for key in named if key.partition(".")[0] in sections()}
-    assert keys
     foreign = {"actor.lr", "reward_model.ground_truth"} | {key for key in keys if key.startswith("algorithm.adv_")}
     foreign |= {"algorithm.rollout_correction", "algorithm.use_kl_in_reward"}
     assert keys - foreign <= set(all_keys())
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"), [("It is 1,042.", 1.0), ("1042 apples, so 1042", 1.0), ("1042, or 7", 0.0), ("many", 0.0)]
+)
+def test_the_reward_of_the_first_task_compares_last_numbers(text: str, reward: float) -> None:
+    (program,) = [block for name, block in blocks("python") if name == "first-task.md"]
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert names["right"](SimpleNamespace(text=text, row={"answer": "500 + 542 = 1042\n#### 1,042"})) == reward
