@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.api import Run, train, train_async
+    from asyncrl.api import RLTrainer, Run, train, train_async
     from asyncrl.config.schema import Config
     from asyncrl.controller.algorithm_interface import Algorithm
     from asyncrl.environments import Observation
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from asyncrl.rewards import Sample
 
 __version__ = "0.1.0"
-__all__ = ["Algorithm", "AsyncrlError", "Config", "Observation", "Run", "Sample", "train", "train_async"]
+__all__ = ["Algorithm", "AsyncrlError", "Config", "Observation", "RLTrainer", "Run", "Sample", "train", "train_async"]
 
 _HOMES = {
     "AsyncrlError": "asyncrl.errors",
     "Config": "asyncrl.config.schema",
     "Algorithm": "asyncrl.controller.algorithm_interface",
     "Observation": "asyncrl.environments",
+    "RLTrainer": "asyncrl.api",
     "Run": "asyncrl.api",
     "Sample": "asyncrl.rewards",
     "train": "asyncrl.api",

@@ -175,6 +175,46 @@ def _config(prompts: str | Rows, own: Mapping[str, Any], sections: Mapping[str, 
     return load(None, (), values={**_with_names(sections), **own, "task.prompts": source}).config
 
 
+class RLTrainer:
+    """Trains a small policy that acts in an environment of Gymnasium, on the same fleet as a language model.
+
+        asyncrl.RLTrainer({"algorithm": "PPO", "env": "CartPole-v1"}).train(400)
+
+    Args:
+        config: `algorithm` ("PPO" or "SAC"), `env`, `env_options`, `policy` ({"hidden_size": [256, 256], "activation":
+            "gelu"}), `distributed` ({"num_workers": 4, "placement_strategy": "spread"}), `learning_rate`, `gamma`,
+            `seed`, `name`, and sections of a config beside them: {"acting": {"environments": 16}}. With "spread" each
+            worker is a process with environments of its own; with "pack" one process divides its environments over as
+            many children.
+
+    Raises ConfigError with every key that does not exist, and the closest one that does.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        from asyncrl.config.sources.trainer_keys import trainer_values
+
+        self._values = trainer_values(config)
+        self.config = load(None, (), values=self._values).config
+
+    def train(self, steps: int, run_dir: str | Path | None = None) -> Run:
+        """Trains to this step, each on the transitions of `acting.environments` x `acting.transitions`; returns when
+        all are done. run_dir: of an existing run, which is resumed; by default a fresh directory below runs/."""
+        return _run_to_end(self.train_async(steps, run_dir))
+
+    async def train_async(self, steps: int, run_dir: str | Path | None = None) -> Run:
+        """Trains as `train` does, on the caller's event loop."""
+        from asyncrl.deploy.run_setup import RunRequest, run
+        from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
+
+        config = load(None, (), values={**self._values, "steps": steps}).config
+        fresh = new_run_directory(Path("runs"), strftime(f"{config.name}-%Y%m%d-%H%M%S"))
+        place = fresh if run_dir is None else nullcontext(Path(run_dir))
+        with place as directory, open_cell_or_terminal(config) as display:
+            command = f"train({steps}, run_dir={shlex.quote(str(directory))}) of the same RLTrainer"
+            finished = await run(RunRequest(config=config, run_dir=directory, display=display, command=command))
+        return Run(finished.path, config)
+
+
 def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None:
     if functions and config.feedback.asks:
         raise ConfigError(

@@ -11,6 +11,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.service_placement import pool_key, pool_names, pools_of
+from asyncrl.config.user_code import source_problem
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
 from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
@@ -63,6 +64,9 @@ def _problems(
     yield from config.warnings
     yield from transport_problems(config)
     yield from _descriptor_problems(worker_count(config))
+    if config.acting.env:
+        yield from _acting_problems(config)
+        return
     damaged = [] if model_is_made else list(_damages(config))
     yield from damaged or model_problems(config, Path(config.model.name).expanduser())
     yield from vllm_problems(config)
@@ -77,6 +81,17 @@ def _problems(
     yield from containment_problems(config, served)
     yield from algorithm_problems(config, algorithm)
     yield from missing_packages(config, model_is_made=model_is_made)
+
+
+def _acting_problems(config: Config) -> Iterator[Problem]:
+    """Yields the problems of a policy that acts: it has no model, prompts or rewards of its own."""
+    yield from sink_problems(config.telemetry.sinks)
+    yield from scrape_problems(config.telemetry)
+    if ":" in config.acting.env and "-v" not in config.acting.env:
+        problem = source_problem(config.acting.env, "acting.env", config.acting.options)
+        yield from [problem] if problem is not None else []
+    yield from containment_problems(config, ())
+    yield from missing_packages(config, model_is_made=True)
 
 
 def missing_devices(config: Config) -> Iterator[Problem]:

@@ -177,7 +177,7 @@ def _check(request: RunRequest) -> list[Problem]:
 
 def _check_model(config: Config, model: Path, display: Display) -> None:
     """Checks again what depends on the model, which may not have been on this machine when the run was checked."""
-    problems = list(model_problems(config, model))
+    problems = [] if config.acting.env else list(model_problems(config, model))
     refuse(problems)
     for warning in problems if shape_of(config.model.name) is None else ():
         display.say(f"warning: {warning}")

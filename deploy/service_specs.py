@@ -25,6 +25,8 @@ from asyncrl.rewards.execution.token_rewards import stores_token_rewards
 
 def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
+    if config.acting.env:
+        return _acting_specs(config)
     chosen = config.training.layout
     layout = Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard)
     specs = [
@@ -45,6 +47,15 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
     places = assignment(config)
     return [replace(spec, devices=_gpus(places.get(spec.name, ()))) for spec in specs]
+
+
+def _acting_specs(config: Config) -> list[ServiceSpec]:
+    """Returns the services of a policy that acts: the environments reward it, so there is no reward service."""
+    acting, training = "asyncrl.services.acting:ActingService", "asyncrl.services.acting_training:ActingTrainingService"
+    return [
+        ServiceSpec("generation", Generation, acting, replicas=config.generation.replicas, origin="torch"),
+        ServiceSpec("training", Training, training, origin="torch"),
+    ]
 
 
 def device_of(config: Config, spec: ServiceSpec) -> Device:

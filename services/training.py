@@ -1,12 +1,16 @@
-"""Trains the policy and publishes each new version into the weight arena."""
+"""Trains the policy and publishes each new version into the weight arena.
+
+TrainerService has the calls, versions and leases of any trainer; TrainingService the engine of a language model.
+"""
 
 import asyncio
 import os
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import torch
 
@@ -15,7 +19,7 @@ from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, 
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
 from asyncrl.engines.training.trainer_checkpoint import file_digests, tensor_digests
-from asyncrl.engines.training.training_step import StepOutcome
+from asyncrl.engines.training.training_step import Lane, StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.weight_transport import transport_of
@@ -27,12 +31,42 @@ from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.interface import WeightSender
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.messages import Checkpointed, Published, StepReport
+from asyncrl.protocols.messages import Canary, Checkpointed, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
+
+
+class AdvancingStep(Protocol):
+    """A step of an engine, which runs in parts. outcome: once `advance` has returned False."""
+
+    @property
+    def outcome(self) -> StepOutcome: ...
+
+    def advance(self) -> bool: ...
+
+
+class TrainedPolicy(Protocol):
+    """An engine that trains, as the service needs it. lane: draws blocks of a step in the trace."""
+
+    lane: Lane
+
+    @property
+    def weights_spec(self) -> WeightsSpec: ...
+
+    def named_tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+    def canary(self) -> Canary | None: ...
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None: ...
+
+    def publish_shards(self) -> None: ...
+
+
+EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
 
 
 @dataclass(slots=True)
@@ -46,7 +80,7 @@ class StepInProgress:
     lost: LostRows | None = None
 
 
-class TrainingService(Service, Training):
+class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     """Runs one rank, which trains its share of the rows. `step` is a compare-and-set on (incarnation, version).
 
     A step that has begun is finished even if its call ends: half a step would leave weights without a version, and
@@ -57,7 +91,7 @@ class TrainingService(Service, Training):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self._engine: PolicyTrainer
+        self._engine: EngineOfPolicy
         self._mesh: RankMesh
         self._published: Published
         self._writer: WeightSender | None = None  # stays None on every rank but the first
@@ -66,7 +100,7 @@ class TrainingService(Service, Training):
         self._step: StepInProgress | None = None
         self._last_report: dict[str, StepReport] = {}  # of the step that made this version, by the digest of its batch
         self._lock = asyncio.Lock()
-        self._row_prefetch = RowPrefetch(context.reader, columns_of(context.config))
+        self._row_prefetch = RowPrefetch(context.reader, self.columns_read())
         self._leases_changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -170,7 +204,7 @@ class TrainingService(Service, Training):
             step.rows_checked.set()
             for row in cuts.batch:
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
-            run = await context.compute.run(self._begin, cuts, columns)
+            run = await context.compute.run(self.begin_step, cuts, columns)
             while await context.compute.run(run.advance):
                 self.add_to_counters(micro_batches=1)
             return run.outcome
@@ -179,10 +213,6 @@ class TrainingService(Service, Training):
             raise
         finally:
             step.rows_checked.set()
-
-    def _begin(self, cuts: Cuts, columns: Batch) -> PolicyStep:
-        rows = train_rows(cuts.batch, columns, self.context.config.generation.temperature, set(cuts.shown))
-        return self._engine.begin(rows, cuts.incarnation, cuts.version)
 
     def _lost_on_any_rank(self, own: LostRows | None) -> LostRows:
         """Returns an error that names what all ranks lost, because the caller sees that of one rank."""
@@ -301,14 +331,17 @@ class TrainingService(Service, Training):
         )
         return connect_mesh(meeting, place)
 
-    def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
-        """Makes the engine; returns it with the values saved beside its state. options: `pretrain`: file of texts."""
-        context = self.context
-        texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
-        if context.facts.checkpoint_dir is None:
-            return PolicyTrainer(context.config, context.facts.model_dir, mesh, texts), {}
-        base = context.facts.model_dir
-        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, mesh, texts, base)
+    @abstractmethod
+    def columns_read(self) -> Sequence[str]:
+        """Returns the columns of rows that the engine reads."""
+
+    @abstractmethod
+    def begin_step(self, cuts: Cuts, columns: Batch) -> AdvancingStep:
+        """Starts a step of the engine on these rows, and computes nothing yet."""
+
+    @abstractmethod
+    def open_engine(self, mesh: RankMesh) -> tuple[EngineOfPolicy, dict[str, Any]]:
+        """Makes the engine; returns it with the values saved beside its state."""
 
     def _write(self, version: int) -> Published:
         """Publishes the weights of a version at the first rank, which sharded ones are gathered at. Raises PeerLost
@@ -331,6 +364,25 @@ class TrainingService(Service, Training):
         facts = {"version": self._version, "incarnation": self.context.facts.incarnation, "chain": self._chain.hex()}
         self._engine.save(directory, facts)
         return file_digests(directory, self.context.spec.rank)
+
+
+class TrainingService(TrainerService[PolicyTrainer]):
+    """Trains a language model. options: `pretrain`: file of texts."""
+
+    def columns_read(self) -> Sequence[str]:
+        return columns_of(self.context.config)
+
+    def begin_step(self, cuts: Cuts, columns: Batch) -> PolicyStep:
+        rows = train_rows(cuts.batch, columns, self.context.config.generation.temperature, set(cuts.shown))
+        return self._engine.begin(rows, cuts.incarnation, cuts.version)
+
+    def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
+        context = self.context
+        texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
+        if context.facts.checkpoint_dir is None:
+            return PolicyTrainer(context.config, context.facts.model_dir, mesh, texts), {}
+        base = context.facts.model_dir
+        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, mesh, texts, base)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
-from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
+from asyncrl.algorithms import acting, grpo, ppo, remax, safe_rlhf
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
 from asyncrl.config.user_code import module_named, resolve
@@ -33,7 +33,7 @@ def algorithm_of(config: Config) -> Algorithm:
     """Returns the algorithm to run, GRPO where a config needs no other service or row; raises as `algorithm_named`."""
     if config.algorithm.custom:
         return replace(algorithm_named(config.algorithm.custom), name=config.algorithm.custom)
-    return SHIPPED[_shipped(config.algorithm)]
+    return acting.ALGORITHM if config.acting.env else SHIPPED[_shipped(config.algorithm)]
 
 
 def _shipped(algorithm: AlgorithmConfig) -> str:

@@ -139,6 +139,8 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     elif kind == "agent":
         for module in ("starlette", "uvicorn"):
             yield ("environment.use", config.environment.use, module, install_extra("serve"))
+    if config.acting.env and ("-v" in config.acting.env or ":" not in config.acting.env):
+        yield ("acting.env", config.acting.env, "gymnasium", install_extra("acting"))
     yield from _of_transport(config.weights.transport)
     yield from _of_functions(config)
 

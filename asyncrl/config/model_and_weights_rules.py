@@ -1,4 +1,4 @@
-"""Rules about the sections `[model]` and `[weights]`."""
+"""Rules about the sections `[model]`, `[weights]` and `[acting]`."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -73,3 +73,48 @@ def _device_problems(config: "Config") -> Iterator[Problem]:
 def numbered(device: str) -> str:
     """Returns the device with its number: "cuda" is "cuda:0"."""
     return "cuda:0" if device == "cuda" else device
+
+
+def acting_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what contradicts a policy that acts, and warnings about values that nothing reads without one."""
+    settings = config.acting
+    if not settings.env:
+        for key in sorted(settings.model_dump(exclude_defaults=True)):
+            text = "nothing reads it without an environment to act in: remove it, or write acting.env"
+            yield Problem(f"acting.{key}", "", text, ("acting.env",), is_warning=True)
+        return
+    if config.task.samples_per_prompt != settings.environments:
+        text = f"a group has a sample of each environment: write {settings.environments}, or leave it out"
+        yield Problem("task.samples_per_prompt", "", text, ("acting.environments",))
+    if config.training.layout.size > 1:
+        text = "the trainer of a small network has one rank: remove it"
+        yield Problem("training.layout", "", text, ("acting.env",))
+    if config.fleet.joined:
+        text = "acting workers and their trainer are started on this host: remove it"
+        yield Problem("fleet.joined", "", text, ("acting.env",))
+    if settings.environments < settings.children:
+        text = f"there are {settings.environments} environments, and each child has one at least: write fewer"
+        yield Problem("acting.children", "", text, ("acting.environments",))
+    yield from _without_language(config)
+
+
+def _without_language(config: "Config") -> Iterator[Problem]:
+    """Yields what only samples of text have."""
+    chosen = {
+        "reward.functions": config.reward.functions,
+        "reward.model": config.reward.model,
+        "environment.use": config.environment.use,
+        "feedback.ask": config.feedback.asks,
+        "evaluate.prompts": config.evaluate.prompts,
+        "model.lora": config.model.lora,
+        "task.pretrain": config.task.pretrain,
+        "generation.engine": config.generation.engine != "torch",
+    }
+    for key, value in chosen.items():
+        if value:
+            text = "a policy that acts gets its rewards from its environment, and samples no text: remove it"
+            yield Problem(key, "", text, ("acting.env",))
+    for section in ("generation", "training"):
+        if getattr(config, section).device != "cpu":
+            text = "a small network acts and trains on the CPU: remove it"
+            yield Problem(f"{section}.device", "", text, ("acting.env",))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from math import isclose
 from typing import TYPE_CHECKING
 
-from asyncrl.config.model_and_weights_rules import model_problems, weights_problems
+from asyncrl.config.model_and_weights_rules import acting_problems, model_problems, weights_problems
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.algorithm_config import (
     DEFAULT_BOUNDS,
@@ -49,7 +49,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*_learning_rate_rules(config), *_environment_rules(config))
     yield from (*model_problems(config), *weights_problems(config), *joining_problems(config))
     yield from (*pool_problems(config), *telemetry_problems(config), *stored_sample_problems(config))
-    yield from held_out_problems(config)
+    yield from (*held_out_problems(config), *acting_problems(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:

@@ -10,7 +10,7 @@ from asyncrl.config.rules_between_keys import rule_problems
 from asyncrl.config.sections.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.sections.children_config import ChildrenConfig
-from asyncrl.config.sections.environment_config import EnvironmentConfig
+from asyncrl.config.sections.environment_config import ActingConfig, EnvironmentConfig
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
@@ -275,6 +275,7 @@ class Config(Section):
     task: TaskConfig
     generation: GenerationConfig = GenerationConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    acting: ActingConfig = ActingConfig()
     reward: RewardConfig = RewardConfig()
     feedback: FeedbackConfig = FeedbackConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -307,7 +308,8 @@ class Config(Section):
     @property
     def is_scored(self) -> bool:
         """Says whether samples are rewarded: by functions, a model, a person, or the environment that they play."""
-        return bool(self.reward.functions or self.reward.model or self.environment.use) or self.feedback.asks
+        environment = self.environment.use or self.acting.env
+        return bool(self.reward.functions or self.reward.model or environment) or self.feedback.asks
 
     @property
     def reference_by_service(self) -> bool:

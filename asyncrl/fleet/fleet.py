@@ -201,8 +201,10 @@ class RunningFleet:
 
     @property
     def fleet(self) -> Fleet:
-        """Returns the services of a training run, which has generation, reward and training."""
-        handles = {name: handle for name, handle in self._handles.items() if name in Fleet.__annotations__}
+        """Returns the services of a training run. A policy that acts has its rewards from its environments: there the
+        reward service is a contract that nothing implements."""
+        named = {"reward": Reward(), **self._handles}
+        handles = {name: handle for name, handle in named.items() if name in Fleet.__annotations__}
         return Fleet(**handles, fault_domains=self.fault_domains)
 
     def fault_domain_of(self, instance: str) -> FaultDomain:

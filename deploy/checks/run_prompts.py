@@ -40,7 +40,9 @@ class PromptSets:
 
 
 def read_prompts(config: Config, given: Rows | None = None) -> PromptSets:
-    """Reads all prompts; raises TaskError for mistakes in them. given: rows from Python instead of `task.prompts`."""
+    """Reads all prompts; raises TaskError for mistakes in them. given: rows from Python instead of `task.prompts`.
+    A policy that acts has one row, which names its environment."""
+    given = [{"prompt": config.acting.env}] if config.acting.env else given
     found = {each.name: held_out_prompts(config, name=each.name) for each in config.evaluate.held_out}
     held_out = {name: prompts for name, prompts in found.items() if prompts is not None}
     sets = PromptSets(training_prompts(config, given), held_out)

@@ -11,10 +11,11 @@ import numpy as np
 from starlette.exceptions import HTTPException
 
 from asyncrl.children.sandbox.single_sandbox import Report, SandboxEnded
+from asyncrl.engines.acting.stepping.answers import read_answers
 from asyncrl.environments.adapters.openenv_client import _object_in, _observed, _UnreadableAction
 from asyncrl.environments.agents.chat_requests import RefusedRequest, read_request
 from asyncrl.environments.tools.call_formats import FORMS
-from asyncrl.errors import EnvironmentFailed
+from asyncrl.errors import EnvironmentFailed, WireError
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow
 from asyncrl.rewards.feedback.waiting_answers import UnknownAnswer
 from asyncrl.rewards.feedback.web import FeedbackWeb, _body
@@ -161,6 +162,31 @@ class EnvironmentAnswers(ChatBodies):
             return
 
 
+class SteppedAnswers(ChatBodies):
+    """What a child says of the environments that it stepped."""
+
+    seeds: ClassVar = [
+        msgpack.packb(
+            {"places": [0, 1], "observations": bytes(16), "rewards": bytes(8), "ends": b"\0\2", "following": bytes(8)}
+        ),
+        msgpack.packb(
+            {"places": [1], "observations": bytes(8), "rewards": bytes(4), "ends": b"\0", "errors": {1: "no"}}
+        ),
+    ]
+
+    def __call__(self, data: bytes) -> None:
+        try:
+            message = msgpack.unpackb(data, raw=False, strict_map_key=False)
+        except (ValueError, TypeError, msgpack.UnpackException, RecursionError):
+            return
+        try:
+            answers = read_answers(message, range(4, 6), 2)
+        except WireError:
+            return
+        assert {*answers.places.tolist()} <= {4, 5}
+        assert answers.observations.shape == answers.following.shape == (len(answers.places), 2)
+
+
 class PromptRows(ChatBodies):
     """The row of a prompt, which another worker packed."""
 
@@ -180,5 +206,6 @@ TEXTS = {
     "feedback": Ratings,
     "sandbox": SandboxReports,
     "environment": EnvironmentAnswers,
+    "acting": SteppedAnswers,
     "rows": PromptRows,
 }

@@ -19,6 +19,8 @@ MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 400, 40, 10
 SUPERVISED_BOUNDARY = {
     "asyncrl/children/user_errors.py",
     "asyncrl/children/sandbox/inside/program_server.py",
+    "asyncrl/engines/acting/stepping/environment_server.py",
+    "asyncrl/engines/acting/stepping/one_environment.py",
     "asyncrl/children/sandbox/inside/examiner.py",
     "asyncrl/children/sandbox/inside/first_process.py",
     "asyncrl/controller/iterations.py",

@@ -1,10 +1,14 @@
-"""The section `[environment]` of a config."""
+"""The sections `[environment]`, which answers a language model, and `[acting]`, in which a small network acts."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from asyncrl.config.sections.algorithm_config import Positive, PositiveFloat, Section
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Activation = Literal["tanh", "relu", "gelu", "silu", "elu", "leaky_relu"]
 
 
 class EnvironmentConfig(Section):
@@ -37,3 +41,90 @@ class EnvironmentConfig(Section):
     """Pool of the environment workers, a table of `pools`, whose hosts may join."""
     workers: Positive = 1
     """Number of child processes of each replica. Each plays many episodes at once."""
+
+
+class ActingConfig(Section):
+    """A policy that acts in an environment of Gymnasium, in place of a language model. A sample is the transitions of
+    one environment, a group those of all environments of an acting worker; `generation.replicas` is the number of these
+    workers, and `task.prompts_per_step` that of groups in a training step."""
+
+    env: str = ""
+    """Environment: a name of Gymnasium, `module:NAME-v0`, or `FILE.py:function` or `module:function` that makes one.
+    Default: none, the policy is a language model."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the environment."""
+    algorithm: Literal["ppo", "sac"] = "ppo"
+    """Algorithm: `ppo` for any space of actions, or `sac` for boxes of numbers, with a replay of old transitions."""
+    hidden_size: tuple[Positive, ...] = (64, 64)
+    """Widths of the hidden layers of the policy and of its critics."""
+    activation: Activation = "tanh"
+    """Activation between layers."""
+    environments: Positive = 8
+    """Number of environments of each acting worker, and so of samples in a group."""
+    transitions: Positive = 32
+    """Number of transitions of each environment in one sample. Episodes go on in the next sample."""
+    children: Positive = 1
+    """Number of child processes of each acting worker, which share its environments."""
+    feedback: Literal["synchronous", "asynchronous"] = "synchronous"
+    """Order of steps. synchronous: the policy acts in all environments of a worker at once, when all have answered.
+    asynchronous: it acts in those that have answered while others still step, each in a thread of its own."""
+    deadline: PositiveFloat = 10.0
+    """Seconds that `reset` or `step` may take. An environment that takes longer, raises or dies loses its episode."""
+    failures: Positive = 100
+    """Number of lost episodes of an acting worker in a row, without one that ended, after which the run ends."""
+    gamma: Share = 0.99
+    """Discount of rewards per step of the environment."""
+    gae_lambda: Share = 0.95
+    """Lambda of generalized advantage estimation. Only `algorithm = "ppo"` reads it."""
+    clip_range: PositiveFloat = 0.2
+    """Distance of the ratio from 1 at which PPO clips it."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the mean entropy in the loss of PPO."""
+    value_coefficient: Annotated[float, Field(ge=0)] = 1.0
+    """Coefficient of the value loss of PPO, half the mean squared error."""
+    epochs: Positive = 10
+    """Number of passes of PPO over the transitions of a step."""
+    minibatch: Positive = 256
+    """Number of transitions in one update, of PPO or SAC."""
+    replay: Literal["uniform", "prioritised"] = "uniform"
+    """Draws of SAC from its replay: uniform, or by the error of the critics (arXiv 1511.05952)."""
+    replay_size: Positive = 100_000
+    """Largest number of transitions in the replay. The oldest ones leave it."""
+    replay_max_age: Annotated[int, Field(ge=0)] = 0
+    """Largest age in versions of drawn transitions, whatever the size of the replay; 0: no bound."""
+    warm_up: Annotated[int, Field(ge=0)] = 1000
+    """Number of first transitions of SAC, with random actions and without updates."""
+    updates_per_transition: PositiveFloat = 1.0
+    """Number of updates of SAC for each new transition."""
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """Step of the target critics of SAC towards its critics."""
+
+
+NETWORK = "acting"
+"""Value of model.name and task.prompts where the policy is a network that acts: it has neither."""
+LEARNING_RATE = 3e-4
+"""Default of training.learning_rate there."""
+
+SAC_DEFAULTS: Mapping[str, Any] = {
+    "acting.transitions": 8,
+    "acting.hidden_size": (256, 256),
+    "acting.activation": "relu",
+}
+"""Other defaults with SAC: the network of its paper, and short steps, because each transition has an update."""
+
+
+def acting_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values of other keys that follow from `acting.env`, to be overridden by those that are written. given:
+    keys of the section that are written."""
+    if not given.get("env"):
+        return {}
+    environments = given.get("environments", ActingConfig.model_fields["environments"].default)
+    learner = SAC_DEFAULTS if str(given.get("algorithm")) == "sac" else {}
+    own = {"model.name": NETWORK, "task.prompts": NETWORK, "task.samples_per_prompt": environments}
+    return {
+        **own,
+        **learner,
+        "task.prompts_per_step": 1,
+        "algorithm.preset": "ppo",
+        "training.learning_rate": LEARNING_RATE,
+    }

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.config.problems import report
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.environment_config import acting_defaults
 from asyncrl.config.sources.keys import closest
 from asyncrl.config.sources.layers import (
     EXTENDS,
@@ -51,6 +52,7 @@ def read(path: Path) -> Config:
 
 def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
     """Puts `layers` over one another, the weakest first; raises ConfigError with every mistake and contradiction."""
+    layers = [_acting_layer(layers), *layers]
     problems = [problem for layer in layers for problem in (*layer.problems, *problems_of_values(layer.entries))]
     broken = {problem.key for problem in problems}
     merged: dict[str, tuple[Any, str]] = {}
@@ -64,6 +66,14 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
     if problems:
         raise ConfigError(report(problems, "mistakes in the configuration"))
     return Loaded(config_of(merged), {key: source for key, (_, source) in merged.items()})
+
+
+def _acting_layer(layers: Sequence[ConfigLayer]) -> ConfigLayer:
+    """Returns the values that follow from an environment to act in, weaker than all that are written."""
+    written = {key: value for layer in layers for key, (value, _) in layer.entries.items()}
+    given = {key.removeprefix("acting."): value for key, value in written.items() if key.startswith("acting.")}
+    place = "a default with acting.env"
+    return ConfigLayer({key: (value, place) for key, value in acting_defaults(given).items()})
 
 
 def _target_layers(target: str | Path) -> list[ConfigLayer]:

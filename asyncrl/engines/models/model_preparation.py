@@ -45,11 +45,16 @@ DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 async def prepare(config: Config, target: Path, show: Show, deadline: float = 3600.0) -> Path:
-    """Returns a folder with config.json, safetensors and a tokenizer: an existing one, or `target`, made at first.
+    """Returns a folder with config.json, safetensors and a tokenizer: an existing one, or `target`, made at first. That
+    of a policy that acts has the spaces of its environment.
 
     show: receives one line of progress at a time. Raises ConfigError when there is no such model or its files are
     damaged, OSError when the disk is full, and DeadlineExceeded when making the model took over `deadline` seconds.
     """
+    if config.acting.env:
+        from asyncrl.engines.acting.preparation import prepare_spaces
+
+        return await prepare_spaces(config, target, show)
     name = config.model.name
     if folder := existing_folder(name) or (target if is_complete(target) else None):
         await asyncio.to_thread(refuse_damaged, folder)

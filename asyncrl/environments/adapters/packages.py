@@ -12,14 +12,15 @@ from asyncrl.errors import ConfigError
 EXTRA = "environments"
 
 
-def package(name: str, extra: str = EXTRA) -> Any:
-    """Returns a module; raises ConfigError with the command that installs it when it is not there."""
+def package(name: str, extra: str = EXTRA, key: str = "environment.use") -> Any:
+    """Returns a module; raises ConfigError with the command that installs it when it is not there. key: of the config,
+    which needs it."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
             raise
-        raise ConfigError(f"environment.use: {error.name} is not installed; run: {install_extra(extra)}") from None
+        raise ConfigError(f"{key}: {error.name} is not installed; run: {install_extra(extra)}") from None
 
 
 def after_prompt(prompt: Any, shown: str) -> Any:

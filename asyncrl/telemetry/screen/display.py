@@ -29,6 +29,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("cost/mean", "cost", ".3f"),
     ("cost/multiplier", "multiplier", ".2g"),
     ("critic/explained_variance", "explained", ".2f"),
+    ("acting/return_last20", "return", ".1f"),
     ("eval/reward/mean", "held out", ".3f"),
     ("perf/tokens_per_s", "trained tokens/s", ",.0f"),
     ("completions/length_mean", "length", ".1f"),

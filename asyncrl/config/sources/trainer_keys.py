@@ -1,0 +1,79 @@
+"""Reads the dict of `asyncrl.RLTrainer`: every key is checked, and stands for keys of a config."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from asyncrl.config.problems import Problem, refuse
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.keys import closest
+
+PLACEMENTS = ("spread", "pack")
+"""Places of environments: spread over as many acting workers, or packed into one, over as many of its children."""
+PLAIN = {
+    "algorithm": "acting.algorithm",
+    "env": "acting.env",
+    "env_options": "acting.options",
+    "learning_rate": "training.learning_rate",
+    "gamma": "acting.gamma",
+    "seed": "seed",
+    "name": "name",
+}
+TABLES = {"policy": ("hidden_size", "activation"), "distributed": ("num_workers", "placement_strategy")}
+SECTIONS = tuple(
+    name
+    for name, field in Config.model_fields.items()
+    if hasattr(field.annotation, "model_fields") and name not in PLAIN
+)
+"""Sections of a config, which may stand beside these keys."""
+
+
+def trainer_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a config, by dotted key or section. Raises ConfigError with every key that does not exist,
+    and the closest one that does."""
+    problems = [*_unknown("", given, (*PLAIN, *TABLES, *SECTIONS))]
+    for table, keys in TABLES.items():
+        inner = given.get(table, {})
+        if isinstance(inner, Mapping):
+            problems += _unknown(f"{table}.", inner, keys)
+        else:
+            problems.append(Problem(table, "", f"must be a table with {' and '.join(keys)}, not {inner!r:.100}"))
+    problems += [Problem("env", "", "write the name of an environment")] if not given.get("env") else []
+    if not problems:
+        problems += _placement_problems(given.get("distributed", {}))
+    refuse(problems)
+    return _values(given)
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {name: dict(given[name]) for name in SECTIONS if name in given}
+    values |= {key: given[name] for name, key in PLAIN.items() if name in given}
+    if isinstance(values.get("acting.algorithm"), str):
+        values["acting.algorithm"] = values["acting.algorithm"].lower()
+    values |= {f"acting.{key}": value for key, value in given.get("policy", {}).items()}
+    if workers := given.get("distributed", {}).get("num_workers"):
+        is_packed = given["distributed"].get("placement_strategy", PLACEMENTS[0]) == "pack"
+        values["acting.children" if is_packed else "generation.replicas"] = workers
+    return values
+
+
+def _placement_problems(distributed: Mapping[str, Any]) -> list[Problem]:
+    strategy = distributed.get("placement_strategy", PLACEMENTS[0])
+    if strategy in PLACEMENTS:
+        return []
+    near = closest(str(strategy), PLACEMENTS)
+    meant = f"did you mean {near}? " if near else ""
+    return [Problem("distributed.placement_strategy", "", f"there is no {strategy!r}; {meant}write spread or pack")]
+
+
+def _unknown(prefix: str, given: Mapping[str, Any], known: Iterable[str]) -> list[Problem]:
+    """Returns a problem for each key that does not exist."""
+    names = list(known)
+    found = []
+    for key in given:
+        if key not in names:
+            near = closest(str(key), names)
+            text = (
+                f"there is no such key; {f'did you mean {prefix}{near}?' if near else 'there are ' + ', '.join(names)}"
+            )
+            found.append(Problem(f"{prefix}{key}", "", text))
+    return found

@@ -1,0 +1,231 @@
+"""Acts in environments with the policy while new weights arrive: the generation service of a run with `acting.env`.
+
+    generate ── recordings ──┐        ┌── full recordings ── rows ── reference to the caller
+    use_weights ── weights ──┼ loop ──┤
+    pause, resume ───────────┘        └── environments in children that can be killed
+
+A group is one sample of each environment. Episodes go on from sample to sample, so what a sample has depends on those
+before it: a group that is tried again has other transitions.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.engines.acting.acting_loop import ActingLoop, Recording
+from asyncrl.engines.acting.acting_policy import NO_WEIGHTS, ActingPolicy
+from asyncrl.engines.acting.stepping.spaces_file import read_spaces
+from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
+from asyncrl.engines.acting.transitions import transition_columns
+from asyncrl.errors import EnvironmentFailed, LostRows, Refused
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.weight_endpoints import weight_network
+from asyncrl.lanes.data.row_file import READY_ROWS, store_again
+from asyncrl.lanes.data.row_store import bytes_of_row
+from asyncrl.lanes.weights.leases import must_flip
+from asyncrl.lanes.weights.selection.transport_opening import open_receiver
+from asyncrl.lanes.weights.transports.interface import WeightReceiver
+from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
+from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.protocols.service_contracts import Generation
+from asyncrl.services.pooled_service import PooledService
+from asyncrl.telemetry.run_directory import RunDirectory
+
+ACTION = "action"
+FINISH = "transitions"
+"""Finish reason of a sample: it has its transitions."""
+COUNTERS = ("samples", "tokens", "running", "waiting", "aborted", "environment/lost_episodes")
+
+Finished = asyncio.Queue[Recording | EnvironmentFailed]
+
+
+class ActingPool:
+    """The environments of a worker as a pool of code. queued: samples that wait, once the loop runs."""
+
+    def __init__(self, environments: SteppedEnvironments) -> None:
+        self.environments = environments
+        self.queued = 0
+
+    @property
+    def finished(self) -> int:
+        return self.environments.finished
+
+    async def start(self) -> None:
+        await self.environments.start()
+
+    async def stop(self) -> None:
+        await self.environments.stop()
+
+
+class ActingService(PooledService[ActingPool], Generation):
+    """Stores one row of transitions for each sample, see transitions.transition_columns."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        config, settings = context.config, context.config.acting
+        self._spaces = read_spaces(context.facts.model_dir)
+        seed = group_seed(config.seed, context.spec.replica) ^ context.facts.incarnation
+        self._policy = ActingPolicy(config, self._spaces, seed)
+        environments = SteppedEnvironments(
+            settings,
+            context.tasks,
+            seed=seed,
+            start_deadline=config.fleet.start_deadline,
+            printed=RunDirectory(context.facts.run_dir).printed_by(f"acting{context.spec.replica}"),
+            containment=self.containment([settings.env]),
+            spaces=self._spaces,
+        )
+        self._pool = ActingPool(environments)
+        self._loop: ActingLoop
+        self._streams: dict[SampleName, Finished] = {}  # The gate bounds their number: samples in flight.
+        self._failure: EnvironmentFailed | None = None
+        self._receiver: WeightReceiver | None = None
+        self._published: Published | None = None
+        self._weights_lock = asyncio.Lock()
+        self.counters = dict.fromkeys(COUNTERS, 0.0)
+
+    async def start(self) -> None:
+        settings, context = self.context.config.acting, self.context
+        columns = transition_columns(self._spaces, settings.transitions)
+        self.rows = context.open_rows(GateConfig.of(context.config).row_slots, bytes_of_row(columns))
+        await super().start()
+        self._loop = ActingLoop(
+            self._policy,
+            self._pool.environments,
+            context.occupancy,
+            count=settings.environments,
+            transitions=settings.transitions,
+            lockstep=settings.feedback == "synchronous",
+            finished=self._take,
+            failed=self._lost,
+        )
+        context.tasks.create_task(self._act(), name="acting loop")
+
+    async def stop(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        await super().stop()
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        """Yields the samples of a group as they are full: one of each environment whose number is a member. Raises
+        Refused for a group of another incarnation, EnvironmentFailed when environments lose every episode."""
+        if prompts.incarnation != (own := self.context.facts.incarnation):
+            raise Refused(f"group {prompts.id} is of incarnation {prompts.incarnation}, this worker of {own}")
+        names = [(prompts.id, member, prompts.attempt) for member in prompts.members]
+        stream = Finished()
+        self._streams |= dict.fromkeys(names, stream)
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._loop.record(names, prompts.not_before)
+            left = len(names)
+            while left:
+                found = [await stream.get()]
+                while not stream.empty():
+                    found.append(stream.get_nowait())
+                left -= len(found)
+                yield BatchRef(tuple(map(self._store, found)))
+        finally:
+            self._drop(names)
+
+    async def use_weights(self, published: Published) -> Using:
+        if published.incarnation != (own := self.context.facts.incarnation):
+            raise Refused(
+                f"version {published.version} is of incarnation {published.incarnation}, this worker of {own}"
+            )
+        if not published.is_kept_for(self.context.spec.instance):
+            return Using((), published.version)
+        async with self._weights_lock:
+            if must_flip(self._published, published):
+                await self._load(published)
+                self._published = published
+        return Using((self.context.spec.instance,), self._policy.version)
+
+    @property
+    def weights_version(self) -> int | None:
+        return None if self._policy.version == NO_WEIGHTS else self._policy.version
+
+    async def pause(self) -> Boundary:
+        return Boundary(ACTION, self._loop.pause(True))
+
+    async def resume(self) -> Boundary:
+        return Boundary(ACTION, self._loop.pause(False))
+
+    async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
+        facts = self.context.facts
+        folder = facts.checkpoint_dir or Path(directory)  # Both are the same, but this host may have a copy elsewhere.
+        with await asyncio.to_thread(open, folder / READY_ROWS, "rb") as file:
+            return await store_again(file, samples, facts.incarnation, self.keep)
+
+    async def texts(self, refs: BatchRef) -> list[SampleText]:
+        """Describes samples for a person: their episodes, and the versions that acted."""
+        texts = []
+        for row in refs:
+            if self.rows is None or (place := row.place_of("rewards")).owner != self.rows.address:
+                continue
+            with suppress(LostRows):
+                rewards, returns, lengths = self.rows.read(place, ("rewards", "returns", "lengths"))
+                episodes = ", ".join(
+                    f"{gained:g} after {steps} steps"
+                    for gained, steps in zip(returns.tolist(), lengths.tolist(), strict=True)
+                )
+                text = f"{len(rewards)} transitions with a reward of {rewards.sum():g}"
+                ended = f"; returns of episodes that ended: {episodes}" if episodes else ""
+                texts.append(SampleText(row.group, row.member, self.context.config.acting.env, text + ended))
+        return texts
+
+    async def _act(self) -> None:
+        try:
+            await self._loop.run()
+        except EnvironmentFailed as failed:
+            self._failure = failed
+            self.context.log.error("environments failed", error=str(failed))
+            for stream in self._streams.values():
+                stream.put_nowait(failed)
+
+    async def _load(self, published: Published) -> None:
+        context = self.context
+        if self._receiver is None:
+            self._receiver = open_receiver(published, self._policy.spec, partial(weight_network, context), "cpu")
+        with context.occupancy.awaiting_weights():
+            await self._receiver.fetch(published)
+        with context.occupancy.exchanging():  # Some thousand numbers: less than a hop to the compute thread.
+            self._policy.load(self._receiver.tensors(published), published.version)
+            self._receiver.check(published)
+        self._loop.changed()
+
+    def _take(self, recording: Recording) -> None:
+        if (stream := self._streams.get(recording.name)) is not None:
+            stream.put_nowait(recording)
+        self._count()
+
+    def _store(self, recording: Recording | EnvironmentFailed) -> RowRef:
+        if isinstance(recording, EnvironmentFailed):
+            raise recording
+        columns = recording.row()
+        place = self.keep(recording.name, columns)
+        tokens, versions = len(columns["rewards"]), columns["versions"]
+        self.add_to_counters(samples=1, tokens=tokens)
+        group, member, attempt = recording.name
+        identity = (group, member, attempt, self.context.facts.incarnation)
+        first, last = int(versions.min()), int(versions.max())
+        return RowRef(*identity, 0, tokens, first, last, FINISH, (place,), recording.latest)
+
+    def _drop(self, names: Iterable[SampleName]) -> None:
+        """Forgets the samples of a call that has ended; those that are not full are dropped."""
+        dropped = [name for name in names if self._streams.pop(name, None) is not None]
+        self._loop.drop(dropped)
+        self._count()
+
+    def _count(self) -> None:
+        self._pool.queued = self._loop.waiting
+        self.counters["running"] = float(self._loop.running)
+        self.counters["waiting"] = float(self._loop.waiting)
+
+    def _lost(self, place: int, why: str) -> None:
+        self.counters["environment/lost_episodes"] += 1
+        self.context.log.warning("episode lost", environment=place, error=why)

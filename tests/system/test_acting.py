@@ -1,0 +1,110 @@
+"""A policy that acts on a whole fleet: every worker is killed, the run goes on or resumes, and the audit holds."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from asyncrl.controller.journal.audit import audit
+from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.samples_file import read_samples
+
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import ForkedProgram
+from watching import PATIENCE, workers_of
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+ENVIRONMENTS = Path(__file__).parents[1] / "unit/engines/acting/line_walk.py"
+EXPERIMENT = """
+steps = {steps}
+[acting]
+env = "{env}"
+algorithm = "{algorithm}"
+hidden_size = [32]
+environments = 4
+transitions = 16
+minibatch = 64
+epochs = 4
+warm_up = 64
+[generation]
+replicas = 2
+[training]
+learning_rate = 3e-3
+checkpoint_every = 5
+[staleness]
+limit = 1
+"""
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", *arguments]
+    process = ForkedProgram(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def until_step(process: "subprocess.Popen[str]", step: int) -> str:
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if (found := re.match(r"step (\d+)/", line)) and int(found[1]) >= step:
+            return "".join(seen)
+    raise AssertionError("ended early:\n" + "".join(seen[-20:]))
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    shown, _ = process.communicate(timeout=PATIENCE)
+    return process.returncode, shown
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, float]]:
+    """Returns the surviving lines: a step that the resume repeated counts once."""
+    return [dict(line) for line in read_metrics(run_dir / "metrics.jsonl")]
+
+
+def kill(run_dir: Path, service: str) -> int:
+    """Kills all workers of a service; returns their number."""
+    pids = [pid for (name, _, _), pid in workers_of(run_dir).items() if name == service]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return len(pids)
+
+
+@pytest.mark.parametrize(("env", "algorithm"), [("Walk", "ppo"), ("Push", "sac")])
+def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm: str, tmp_path: Path) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "acting.toml"
+    file.write_text(EXPERIMENT.format(steps=60, env=f"{ENVIRONMENTS}:{env}", algorithm=algorithm))
+    with running(str(file), "--run-dir", str(run_dir)) as process:
+        until_step(process, 8)
+        assert kill(run_dir, "generation") == 2
+        shown = until_step(process, 16)
+        assert shown.count("lost generation") == 2
+        kill(run_dir, "training")
+        code, shown = ended(process)
+    assert code == 75, shown
+    assert audit(run_dir).ok, str(audit(run_dir))
+    with running(str(file), "--run-dir", str(run_dir)) as process:
+        code, shown = ended(process)
+    assert code == 0, shown
+    assert "resuming" in shown
+    assert audit(run_dir).ok, str(audit(run_dir))
+
+    lines = metrics_of(run_dir)
+    assert (lines[-1]["step"], lines[-1]["incarnation"]) == (60, 1)
+    assert max(line.get("staleness/max", 0.0) for line in lines) <= 1
+    # Each step has one group of 4 environments and 16 transitions, or a part of it; none was counted twice.
+    assert lines[-1]["acting/transitions"] == sum(line["tokens/trained"] for line in lines) <= 60 * 64
+    assert lines[-1]["acting/return_last20"] > lines[5]["acting/return_last20"]
+    samples = read_samples(run_dir / "samples.jsonl")
+    assert re.match(r"16 transitions with a reward of -?[\d.e-]+; returns of episodes that ended: ", samples[-1].text)

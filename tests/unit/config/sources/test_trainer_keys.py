@@ -1,0 +1,64 @@
+"""The dict of RLTrainer: what its keys mean, and what is said about those that do not exist."""
+
+import pytest
+
+import asyncrl
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+GIVEN = {
+    "algorithm": "SAC",
+    "env": "Pendulum-v1",
+    "policy": {"hidden_size": [256, 256], "activation": "gelu"},
+    "distributed": {"num_workers": 4, "placement_strategy": "spread"},
+}
+
+
+def config_of(**changes: object) -> Config:
+    return asyncrl.RLTrainer({**GIVEN, **changes}).config
+
+
+def test_every_key_stands_for_one_of_the_config() -> None:
+    config = config_of(seed=5, learning_rate=1e-3, gamma=0.9, training={"checkpoint_every": 7})
+    acting = config.acting
+    assert (acting.algorithm, acting.env, acting.hidden_size, acting.activation) == (
+        "sac",
+        "Pendulum-v1",
+        (256, 256),
+        "gelu",
+    )
+    assert (config.generation.replicas, acting.children) == (4, 1)
+    assert (config.seed, config.training.learning_rate, acting.gamma) == (5, 1e-3, 0.9)
+    assert config.training.checkpoint_every == 7
+
+
+def test_packed_workers_are_children_of_one() -> None:
+    config = config_of(distributed={"num_workers": 2, "placement_strategy": "pack"})
+    assert (config.generation.replicas, config.acting.children) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"polcy": {}}, "polcy: there is no such key; did you mean policy?"),
+        (
+            {"policy": {"hidden_sizes": [4]}},
+            r"policy\.hidden_sizes: there is no such key; did you mean policy\.hidden_size\?",
+        ),
+        ({"policy": [4]}, r"policy: must be a table with hidden_size and activation, not \[4\]"),
+        ({"distributed": {"workers": 2}}, r"distributed\.workers: .*did you mean distributed\.num_workers\?"),
+        ({"distributed": {"placement_strategy": "spraed"}}, "there is no 'spraed'; did you mean spread"),
+        ({"env": ""}, "env: write the name of an environment"),
+        ({"algorithm": "sca"}, r"acting\.algorithm.*not 'sca'; did you mean sac\?"),
+        ({"policy": {"activation": "gello"}}, r"acting\.activation.*did you mean gelu\?"),
+        ({"acting": {"transitons": 3}}, r"acting\.transitons.*did you mean acting\.transitions"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_the_closest_one(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        asyncrl.RLTrainer({**GIVEN, **changes})
+
+
+def test_all_wrong_keys_are_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)algo.*policy\.size"):
+        asyncrl.RLTrainer({"env": "X-v0", "algo": "PPO", "policy": {"size": [4]}})
