@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from inspect import iscoroutinefunction
 from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -140,6 +139,7 @@ async def train_async(
     **sections: SectionArgument,
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
+    from asyncrl.deploy.process.step_callback import refuse_no_callback
     from asyncrl.deploy.run_setup import RunRequest, run
     from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
 
@@ -148,7 +148,8 @@ async def train_async(
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
     config = _config(prompts, {**own, "algorithm": chosen, "reward": scored, "steps": steps}, sections)
     _refuse_person_beside(here, config)
-    _refuse_mistaken_callback(on_step)
+    if on_step is not None:
+        refuse_no_callback(on_step, f"on_step: {on_step!r:.100}")
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     place = fresh if run_dir is None else nullcontext(Path(run_dir))
     with place as directory, open_cell_or_terminal(config) as display:
@@ -225,13 +226,6 @@ def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None
         raise ConfigError(
             f"rewards of held-out sets work beside functions that another process can import, and "
             f"{name_of(functions[0])} has no importable name: put it into a module"
-        )
-
-
-def _refuse_mistaken_callback(on_step: Any) -> None:
-    if on_step is not None and (not callable(on_step) or iscoroutinefunction(on_step)):
-        raise ConfigError(
-            f"on_step: write a plain function of a dict of metrics that returns whether to end, not {on_step!r:.100}"
         )
 
 

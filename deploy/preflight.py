@@ -20,6 +20,7 @@ from asyncrl.deploy.checks.placement_plan import memory_problems
 from asyncrl.deploy.checks.row_lengths import measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import SharedMemoryNeed, longest_token_of, shared_memory
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
+from asyncrl.deploy.process.step_callback import callback_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
@@ -71,6 +72,7 @@ def _problems(
     yield from damaged or model_problems(config, Path(config.model.name).expanduser())
     yield from vllm_problems(config)
     yield from sink_problems(config.telemetry.sinks)
+    yield from callback_problems(config)
     yield from scrape_problems(config.telemetry)
     yield from prompt_problems(config)
     yield from missing_devices(config)

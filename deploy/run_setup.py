@@ -42,6 +42,7 @@ from asyncrl.deploy.preflight import allow_descriptors, model_problems, prefligh
 from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.report_writer import report_run
+from asyncrl.deploy.process.step_callback import step_callback
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, run_fleet
@@ -241,7 +242,7 @@ async def _train(
                     signals.abandon,
                     progress,
                     frozen,
-                    request.on_step,
+                    request.on_step or step_callback(config),
                 ).run()
 
 

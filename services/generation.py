@@ -202,8 +202,7 @@ class GenerationService(Service, Generation):
         return {name: found[name][0] for name in names}
 
     async def _text(self, row: RowRef, columns: Mapping[str, Array]) -> SampleText:
-        decode = partial(self._engine.tokenizer.decode, skip_special_tokens=False)
-        prompt = await self.context.compute.run(decode, columns["prompt_ids"])
+        prompt = await self.context.compute.run(self._engine.tokenizer.decode, columns["prompt_ids"])
         ids = columns["response_ids"]
         sampled = ids[sampled_places(columns[SPANS])] if SPANS in columns else ids
         text = SampleText(

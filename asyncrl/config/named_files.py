@@ -23,7 +23,7 @@ ROWS = ("task.prompts", "task.pretrain", "evaluate.prompts", "generation.stored_
 SETS = "evaluate.sets"
 """The key with tables of held-out prompts, each with a source and functions of its own."""
 FUNCTIONS = ("reward.functions", "cost.functions")
-CODE = ("algorithm.custom", "environment.use", "task.curriculum", "acting.env")
+CODE = ("algorithm.custom", "environment.use", "task.curriculum", "acting.env", "telemetry.on_step")
 OPTIONS = "environment.options"
 """The key with the tools of an environment, FILE.py:NAME each, in its list `functions`."""
 FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")

@@ -305,6 +305,7 @@ class TrainingRun:
             open_sinks(config.telemetry.sinks, directory.path, config.name, settings, self.display.say),
             self._shown,
             self.state.pauses.take_seconds,
+            round(config.telemetry.samples_gb * 10**9),
         )
 
     def _status_writer(self) -> StatusWriter:

@@ -1,13 +1,14 @@
 """Makes, reads and selects the records of `samples.jsonl`: completions, their rewards and what was trained of them."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
-from asyncrl.telemetry.jsonl import read_records
+from asyncrl.telemetry.jsonl import LineFile, read_lines, read_records
 
 TOKEN_FIELDS = ("prompt_ids", "token_ids", "token_logprobs", "token_versions")
 BY_TOKEN = ("token_advantages", "token_rewards")
@@ -103,6 +104,44 @@ def shown_by_token(rows: Sequence[RowRef]) -> tuple[tuple[int, int], ...]:
             break
         keys.append(row.key)
     return tuple(keys)
+
+
+class SamplesFile:
+    """Appends records to samples.jsonl. A file of more than `most` bytes loses every second of its steps, and of later
+    ones as many, so that those that stay are spread evenly over the run."""
+
+    def __init__(self, path: Path, most: int) -> None:
+        self._path = path
+        self._most = most
+        self._lines = LineFile(path)
+        self._every = 1
+
+    def append(self, records: Sequence[SampleRecord]) -> None:
+        """Writes the records of one step. Raises OSError."""
+        for record in records:
+            if record.step % self._every == 0:
+                self._lines.append(record.fields())
+
+    @property
+    def is_full(self) -> bool:
+        return self._lines.size > self._most
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def thin_out(self) -> None:
+        """Writes the file anew with every second step that it has, which takes seconds. Raises OSError."""
+        self._lines.close()
+        steps = list(dict.fromkeys(line["step"] for line in read_lines(self._path)))
+        kept = {step for step in steps if step % (2 * self._every) == 0} or set(steps[-1:])
+        self._every *= 2
+        unfinished = self._path.with_name(f"{self._path.name}.part")
+        with closing(LineFile(unfinished)) as target:
+            for line in read_lines(self._path):
+                if line["step"] in kept:
+                    target.append(line)
+        unfinished.replace(self._path)
+        self._lines = LineFile(self._path)
 
 
 def read_samples(path: Path) -> list[SampleRecord]:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.sections.algorithm_config import NonEmpty, Section
+from asyncrl.config.sections.algorithm_config import NonEmpty, PositiveFloat, Section
 
 
 class TelemetryConfig(Section):
@@ -13,12 +13,17 @@ class TelemetryConfig(Section):
     samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
     """Number of samples of each step that are written to samples.jsonl, in whole groups: one group at least, unless it
     is 0."""
+    samples_gb: PositiveFloat = 1.0
+    """Most gigabytes of samples.jsonl. When it has more, every second of its steps is left out, and of later ones."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Services that get the metrics besides metrics.jsonl."""
     wandb_project: str = ""
     """Project of the run at wandb; default: the environment variable WANDB_PROJECT, else asyncrl."""
     wandb_tags: tuple[NonEmpty, ...] = ()
     """Tags of the run at wandb."""
+    on_step: str = ""
+    """Function FILE.py:NAME or module:NAME that is called in the run's loop with the metrics of each step, a dict, and
+    returns whether the run shall end. Empty: none is called."""
     trace: bool = True
     """Writes trace.json.gz, which opens in Perfetto."""
     report: bool = True

@@ -33,7 +33,7 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.samples_file import SampleRecord, sample_record, to_show
+from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record, to_show
 from asyncrl.telemetry.sinks import SinkWorker
 
 WAITING_EVENTS = 100_000
@@ -47,7 +47,7 @@ Metrics = dict[str, float]
 class Recorder:
     """Writes the files of a run directory. show: takes the metrics and a sample of each step. sinks: get metrics.
     shown: keeps the rows of samples until their texts are read. paused: returns for how many seconds the run was paused
-    since it was asked before."""
+    since it was asked before. samples_bytes: most bytes of samples.jsonl."""
 
     directory: RunDirectory
     fleet: Fleet
@@ -58,10 +58,11 @@ class Recorder:
     sinks: Sequence[SinkWorker] = ()
     shown: ShownRows = field(default_factory=ShownRows)
     paused: Callable[[], float] = float
+    samples_bytes: int = 10**9
 
     def __post_init__(self) -> None:
         self._metrics = LineFile(self.directory.metrics)
-        self._samples = LineFile(self.directory.samples)
+        self._samples = SamplesFile(self.directory.samples, self.samples_bytes)
         self._evaluations = LineFile(self.directory.evaluations)
         self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
@@ -106,8 +107,9 @@ class Recorder:
         await self._events.join()
 
     def close(self) -> None:
-        for file in (self._metrics, self._samples, self._evaluations):
+        for file in (self._metrics, self._evaluations):
             file.close()
+        self._samples.close()
         for sink in self.sinks:
             sink.close()
 
@@ -157,8 +159,9 @@ class Recorder:
         metrics |= queue_metrics(healths) | self._evaluated
         records = self._records(done)
         self._metrics.append(metrics)
-        for record in records:
-            self._samples.append(record.fields())
+        self._samples.append(records)
+        if self._samples.is_full:
+            await asyncio.to_thread(self._samples.thin_out)
         self._forget(row.key for row in done.cuts.batch)
         if not done.report.skipped:  # Else the record of the next step includes these counts.
             self._dropped.clear()

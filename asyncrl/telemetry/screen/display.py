@@ -43,7 +43,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
 )
 """Metric, its name on the screen, and the format of its number."""
 
-SHOWN_CHARACTERS = 600
+SHOWN_CHARACTERS = 300
 """Characters shown of a sample's prompt and of its text, so that all fits on a screen of 24 lines."""
 
 

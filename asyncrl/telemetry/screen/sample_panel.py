@@ -80,7 +80,8 @@ def _written(sample: SampleRecord, tokens: SpecialTokens) -> str:
 
 
 def _prompt(sample: SampleRecord, characters: int | None, tokens: SpecialTokens) -> Iterator[Styled]:
-    yield from tokens.split(_short(sample.prompt, characters), "dim")
+    seen = (tokens.decode(sample.prompt_ids) if sample.prompt_ids else "") or sample.prompt
+    yield from tokens.split(_short(seen, characters), "dim")
     yield END_OF_PROMPT
 
 

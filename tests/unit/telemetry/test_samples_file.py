@@ -14,6 +14,7 @@ from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.samples_file import (
     SampleRecord,
+    SamplesFile,
     read_samples,
     sample_record,
     select_samples,
@@ -164,3 +165,18 @@ def test_numbers_of_tokens_are_kept_where_they_differ(tmp_path: Path) -> None:
     write(tmp_path / "samples.jsonl", [record, RECORD])
     assert read_samples(tmp_path / "samples.jsonl") == [record, RECORD]
     assert "token_rewards" not in (tmp_path / "samples.jsonl").read_text().splitlines()[1]
+
+
+def test_a_file_that_is_full_keeps_steps_that_are_spread_over_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    line = len(json.dumps(RECORD.fields()))
+    with closing(SamplesFile(path, most=20 * line)) as file:
+        for step in range(1, 101):
+            file.append([replace(RECORD, step=step, member=member) for member in range(2)])
+            if file.is_full:
+                file.thin_out()
+    steps = [record.step for record in read_samples(path)]
+    assert path.stat().st_size <= 21 * line
+    assert sorted(set(steps)) == list(range(16, 97, 16))
+    assert all(steps.count(step) == 2 for step in steps), "groups stay whole"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["samples.jsonl"]

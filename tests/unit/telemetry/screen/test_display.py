@@ -253,8 +253,10 @@ def test_the_picture_says_what_the_run_waits_for_and_draws_the_reward() -> None:
 
 
 def test_the_end_of_the_prompt_is_marked_and_special_tokens_stand_out() -> None:
-    tokens = SpecialTokens(lambda ids: "cba<|end|>", ("<|end|>", "<s>"))
-    panel = sample_panel(replace(SAMPLE, prompt="<s>Reverse abc: ", token_ids=[1, 2]), tokens=tokens)
+    texts = {(1, 2): "cba<|end|>", (0, 3): "<s>Reverse abc: "}
+    tokens = SpecialTokens(lambda ids: texts[tuple(ids)], ("<|end|>", "<s>"))
+    sample = replace(SAMPLE, prompt="Reverse abc: ", prompt_ids=[0, 3], token_ids=[1, 2])
+    panel = sample_panel(sample, tokens=tokens)
     console = Console(file=io.StringIO(), force_terminal=True, width=160, color_system="standard")
     console.print(panel)
     assert isinstance(console.file, io.StringIO)
