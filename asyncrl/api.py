@@ -139,7 +139,6 @@ async def train_async(
     **sections: SectionArgument,
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
-    from asyncrl.deploy.process.step_callback import refuse_no_callback
     from asyncrl.deploy.run_setup import RunRequest, run
     from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
 
@@ -148,8 +147,7 @@ async def train_async(
     own = {"model": _section("model", "name", model), "staleness": _section("staleness", "limit", staleness)}
     config = _config(prompts, {**own, "algorithm": chosen, "reward": scored, "steps": steps}, sections)
     _refuse_person_beside(here, config)
-    if on_step is not None:
-        refuse_no_callback(on_step, f"on_step: {on_step!r:.100}")
+    _refuse_mistaken_callback(on_step)
     fresh = new_run_directory(Path("runs"), strftime("python-%Y%m%d-%H%M%S"))
     place = fresh if run_dir is None else nullcontext(Path(run_dir))
     with place as directory, open_cell_or_terminal(config) as display:
@@ -227,6 +225,13 @@ def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None
             f"rewards of held-out sets work beside functions that another process can import, and "
             f"{name_of(functions[0])} has no importable name: put it into a module"
         )
+
+
+def _refuse_mistaken_callback(on_step: Any) -> None:
+    from asyncrl.deploy.process.step_callback import refuse_no_callback
+
+    if on_step is not None:
+        refuse_no_callback(on_step, f"on_step: {on_step!r:.100}")
 
 
 def _with_names(sections: Mapping[str, SectionArgument]) -> dict[str, Any]:
