@@ -1,16 +1,22 @@
 """Scores samples with a reward model, in addition to the functions of the user."""
 
+from collections.abc import Mapping, Sized
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import MODEL_TERM
 from asyncrl.engines.devices import refuse_unusable
+from asyncrl.engines.generation.tokenization import ASSISTANT, WHOLE, TokenizerWithStops
+from asyncrl.engines.models.model_folder import context_of_folder
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.contexts import contexts_of
 from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
+from asyncrl.errors import RewardError, TaskError
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.rewards.execution.function_call import result_of
@@ -18,15 +24,20 @@ from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.services.forward_passes import results_of_forward_passes
 from asyncrl.services.reward import RewardService
+from asyncrl.tasks.prompt_rows import with_system
+
+NOTHING = np.zeros(0, np.int64)
 
 
 class RewardModelService(RewardService):
-    """Scores a sample by the model state at its last sampled token, which may belong to a stop string. A score that is
-    not finite is handled like that of a function. options: `model`: the folder of the reward model."""
+    """Scores a sample by the model state at its last sampled token, which may belong to a stop string; a model that
+    reads text, by the state at the end of the conversation as its own chat template writes it. A score that is not
+    finite is handled like that of a function. options: `model`: the folder of the reward model."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._model: ValueModel
+        self._positions: int | None
         key = f"{context.spec.service}.model"
         self._specs = (*self._specs, FunctionSpec(MODEL_TERM, MODEL_TERM, self._section.weight, key=key))
 
@@ -37,9 +48,19 @@ class RewardModelService(RewardService):
         await super().start()
 
     async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
-        by_model = results_of_forward_passes(self.context, refs, self._scores)
-        by_functions, scores = await gather(super()._score_all(refs, samples), by_model)
-        return [[*own, result_of(score)] for own, score in zip(by_functions, scores, strict=True)]
+        by_model = self._scored_as_text(samples) if self._reads_text else self._scored(refs)
+        by_functions, results = await gather(super()._score_all(refs, samples), by_model)
+        return [[*own, result] for own, result in zip(by_functions, results, strict=True)]
+
+    @property
+    def _reads_text(self) -> bool:
+        return self._section.reads == "text"
+
+    async def _scored(self, refs: BatchRef) -> list[FunctionResult]:
+        return [result_of(score) for score in await results_of_forward_passes(self.context, refs, self._scores)]
+
+    async def _scored_as_text(self, samples: list[Sample]) -> list[FunctionResult]:
+        return await self.context.compute.run(self._of_texts, samples)
 
     def _load(self) -> ValueModel:
         context, device, key = self.context, self._section.device, f"{self.context.spec.service}.model"
@@ -47,13 +68,56 @@ class RewardModelService(RewardService):
         folder = Path(context.spec.options["model"])
         refuse_rotation_by_longest_row(folder, context.config, key)
         model = load_score_model(folder, device, context.config.training.precision)
-        refuse_another_tokenizer(model, context.facts.model_dir, key)
+        if not self._reads_text:
+            refuse_another_tokenizer(model, context.facts.model_dir, key)
+        self._positions = context_of_folder(folder)
         return model
 
     @torch.no_grad()
     def _scores(self, rows: Batch) -> list[float]:
         """Returns the score of each row's newest context."""
         newest = [contexts_of(*row)[-1] for row in zip(*token_ids(rows), spans_of(rows), strict=True)]
-        prompts, responses = [each.prompt for each in newest], [each.response for each in newest]
-        scores: list[float] = self._model.scores(prompts, responses).cpu().tolist()
+        return self._forward([np.concatenate([each.prompt, each.response]) for each in newest])
+
+    @torch.no_grad()
+    def _of_texts(self, samples: list[Sample]) -> list[FunctionResult]:
+        """Scores prompts and answers, within the tokens that one pass may have."""
+        results, rows = dict[int, FunctionResult](), dict[int, NDArray[np.int64]]()
+        for number, sample in enumerate(samples):
+            try:
+                rows[number] = self._conversation(sample)
+            except (TaskError, RewardError) as error:
+                results[number] = FunctionResult(reason=str(error))
+        while rows:
+            part = _within(rows, self.context.config.training.micro_batch_tokens)
+            scores = self._forward([rows.pop(number) for number in part])
+            results.update(zip(part, map(result_of, scores), strict=True))
+        return [results[number] for number in range(len(samples))]
+
+    def _conversation(self, sample: Sample) -> NDArray[np.int64]:
+        """Returns the tokens of prompt and answer by the chat template of the model. Raises RewardError where it has
+        too few positions for them, and TaskError for a template that fails."""
+        texts = TokenizerWithStops(self._model.tokenizer, ())
+        prompt = with_system(sample.prompt, self.context.config.task.system, "the prompt", chat=True)
+        messages = [*prompt, {"role": ASSISTANT, "content": sample.text}]
+        ids = texts.text_ids(texts.render_chat([*map(dict, messages)], end=WHOLE)).astype(np.int64)
+        if self._positions is not None and len(ids) > self._positions:
+            raise RewardError(
+                f"prompt and answer have {len(ids)} tokens, and the reward model has {self._positions} positions"
+            )
+        return ids
+
+    def _forward(self, rows: list[NDArray[np.int64]]) -> list[float]:
+        scores: list[float] = self._model.scores(rows, [NOTHING] * len(rows)).cpu().tolist()
         return scores
+
+
+def _within(rows: Mapping[int, Sized], tokens: int) -> list[int]:
+    """Returns the first of these rows, and those after it that have room in one padded batch of so many tokens."""
+    part, longest = list[int](), 0
+    for number, ids in rows.items():
+        longest = max(longest, len(ids))
+        if part and longest * (len(part) + 1) > tokens:
+            break
+        part.append(number)
+    return part

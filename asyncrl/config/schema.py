@@ -83,8 +83,11 @@ class RewardConfig(Section):
     """Reward functions. Each is a name, e.g. "exact_match" or "FILE.py:function", or a table with the keys `use`,
     `name`, `weight`, `group`, `by_token` and `options`."""
     model: str = ""
-    """Folder of a reward model: a sequence classifier with one label and the tokenizer of model.name. Its score of
-    prompt and answer is the reward term `model`, with or without functions beside it."""
+    """Folder of a reward model: a sequence classifier with one label and the tokenizer of model.name, unless it reads
+    text. Its score of prompt and answer is the reward term `model`, with or without functions beside it."""
+    reads: Literal["tokens", "text"] = "tokens"
+    """Form in which the model reads samples. tokens: those of the policy, whose tokenizer it has. text: prompt and
+    answer, which its own chat template and tokenizer turn into its tokens; `model` may then be a name on the hub."""
     weight: float = 1.0
     """Factor of the model's score in the sum."""
     device: str = "cpu"

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import (
     TOKENIZERS,
+    chat_template_of,
     context_of_folder,
     existing_folder,
     longest_row,
@@ -16,13 +17,14 @@ from asyncrl.engines.models.model_folder import (
     vocabulary,
     weight_files,
 )
+from asyncrl.engines.models.model_preparation import DOWNLOADED
 from asyncrl.errors import ConfigError
 
 HEADS = ("score", "classifier")
 """Names of a classifier's head in transformers, which depend on the model family."""
 ANOTHER_TOKENIZER = (
     "its tokenizer is not that of model.name, and it reads the policy's token ids, so it would score other texts than "
-    "were generated; take a model with the same tokenizer, or call yours from a reward function"
+    "were generated; take a model with the same tokenizer, or let it read text (reward.reads, cost.reads)"
 )
 
 
@@ -53,14 +55,18 @@ def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
 
 
 def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> Path:
-    """Returns the folder that `key` names. Raises ConfigError when it is missing, holds no model, is damaged, has no
-    tokenizer or not that of the policy, a head with several outputs, or a context shorter than the longest row."""
-    folder = existing_folder(name, key)
-    if folder is None:
-        raise ConfigError(f"{key}: there is no folder {name}; write one that from_pretrained loads")
+    """Returns the folder that `key` names, of the hub's cache if it is a name there. Raises ConfigError when it is
+    missing, holds no model, is damaged, has no tokenizer or not that of the policy, a head with several outputs, or a
+    context shorter than the longest row. A model that reads text has a tokenizer and rows of its own, and needs a chat
+    template."""
+    folder = existing_folder(name, key) or _downloaded(name, key)
     refuse_damaged(folder)
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
         raise ConfigError(f"{key}: there is no tokenizer in {folder}; save that of model.name beside it")
+    if getattr(getattr(config, key.partition(".")[0]), "reads", "") == "text":
+        _refuse_to_read_text(config, folder, key)
+        _refuse_other_heads(folder, key)
+        return folder.absolute()
     own, others = vocabulary(folder), vocabulary(policy)
     if own and others and own != others:
         raise ConfigError(f"{key}: {ANOTHER_TOKENIZER}")
@@ -73,6 +79,31 @@ def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> P
             "generation.max_new_tokens, or take a model with a longer context"
         )
     return folder.absolute()
+
+
+def _downloaded(name: str, key: str) -> Path:
+    """Returns the folder of a model of the hub, which is downloaded once; raises ConfigError when there is none."""
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ConfigError(f"{key}: there is no folder {name}; write one that from_pretrained loads")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
+    except (OSError, HFValidationError) as error:
+        raise ConfigError(f"{key}: there is no folder {name}, and the hub has no such model here: {error}") from error
+
+
+def _refuse_to_read_text(config: Config, folder: Path, key: str) -> None:
+    """Raises ConfigError where a model cannot read prompts and answers as text."""
+    section = key.partition(".")[0]
+    if config.environment.use:
+        raise ConfigError(
+            f'{section}.reads: "text" is for single answers, and the samples of this experiment are episodes: score '
+            "them by functions, or by a model with the tokenizer of model.name"
+        )
+    if not chat_template_of(folder):
+        raise ConfigError(f"{key}: there is no chat template in {folder}, with which it could read a conversation")
 
 
 def _refuse_other_heads(folder: Path, key: str) -> None:

@@ -68,6 +68,11 @@ def test_every_template_is_on_the_page() -> None:
     assert [name for name in TEMPLATES if f"`{name}`" not in (DOCS / PAGE).read_text()] == []
 
 
+def test_a_reward_model_that_reads_text(tmp_path: Path) -> None:
+    reward = config_of(PAGE, 'reads = "text"', tmp_path).reward
+    assert (reward.model, reward.reads) == ("owner/name", "text")
+
+
 def test_programs(bubblewrap_works: None, tmp_path: Path) -> None:
     files_of(PAGE, tmp_path)
     config = config_of(PAGE, "passes_tests", tmp_path)
@@ -110,4 +115,4 @@ def test_tokens(tmp_path: Path) -> None:
 
 
 def test_no_example_is_left_out() -> None:
-    assert [len(blocks(PAGE, "python")), len(blocks(PAGE, "toml"))] == [4, 6]
+    assert [len(blocks(PAGE, "python")), len(blocks(PAGE, "toml"))] == [4, 7]
