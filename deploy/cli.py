@@ -12,6 +12,7 @@ from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFaile
 
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
+    "init": "write a commented file of an experiment, for a task that it asks about",
     "monitor": "show what the workers of a running run do",
     "dashboard": "show runs live in a browser: workers, curves, samples, pause, scale and stop",
     "scale": "change the number of workers of a service while a run goes on",
@@ -42,6 +43,7 @@ FOLDERS = {
     **dict.fromkeys(("experiments", "graph", "plan", "replay", "report", "try"), "inspecting"),
     "tune": "tuning",
     **dict.fromkeys(("export", "push"), "exporting"),
+    **dict.fromkeys(("init", "keys"), "preparing"),
 }
 """Folders of commands that do not lie beside the others."""
 

@@ -24,6 +24,7 @@ from asyncrl.deploy.process.step_callback import callback_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems
@@ -96,9 +97,11 @@ def _acting_problems(config: Config) -> Iterator[Problem]:
     yield from missing_packages(config, model_is_made=True)
 
 
-def missing_devices(config: Config) -> Iterator[Problem]:
-    """Yields the devices that this machine does not have, with the services that are to run there."""
-    return (_named_by_pool(problem, config) for problem in device_mistakes(devices(config)))
+def missing_devices(config: Config, services: Collection[str] = ()) -> Iterator[Problem]:
+    """Yields the devices that this machine does not have, with the services that are to run there. services: those that
+    are started; empty: all."""
+    found = {key: at for key, at in devices(config).items() if not services or key.partition(".")[0] in services}
+    return (_named_by_pool(problem, config) for problem in device_mistakes(found))
 
 
 def devices(config: Config) -> dict[str, str]:
@@ -143,7 +146,9 @@ def _feedback_host_problems(section: FeedbackConfig) -> Iterator[Problem]:
 
 
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
-    """Yields the problems of memory, adapters and context window; a model that is not on this machine has none yet."""
+    """Yields the problems of family, memory, adapters and context window; a model that is not on this machine has none
+    yet."""
+    yield from family_problems(config, model)
     yield from adapter_problems(config, str(model))
     yield from cache_problems(config, str(model))
     yield from memory_of_run(config, str(model))

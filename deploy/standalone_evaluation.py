@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.model_and_weights_rules import model_problems
-from asyncrl.config.problems import refuse
+from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sources import load, read
@@ -20,10 +20,11 @@ from asyncrl.config.user_code import suggestion
 from asyncrl.controller.journal.best_checkpoint import chosen_model
 from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, Question
-from asyncrl.deploy.preflight import scoring_problems
+from asyncrl.deploy.preflight import missing_devices, scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import environment_spec, generation_spec, reward_spec
+from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import base_folder
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
@@ -38,6 +39,8 @@ from asyncrl.tasks.row_files import Rows
 from asyncrl.telemetry.run_directory import RunDirectory
 
 NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})
+EVALUATING = ("generation", "reward", "cost")
+"""Services of an evaluation that may have a device."""
 VERSION = 0
 """Version of the weights in a model folder, which no trainer counts."""
 
@@ -134,6 +137,12 @@ async def evaluate_target(
         return await evaluate_model(model, config, questions, save=wanted.save)
 
 
+def _problems(config: Config, model: Path, services: Mapping[str, ServiceSpec]) -> list[Problem]:
+    """Returns the problems of rewards, family and devices."""
+    found = [*scoring_problems(config, services), *family_problems(config, model)]
+    return [*found, *missing_devices(config, EVALUATING)]
+
+
 async def evaluate_model(
     model: Path,
     config: Config,
@@ -164,7 +173,7 @@ async def scoring_fleet(
 ) -> AsyncIterator[RunningFleet]:
     """Runs workers that sample a model and score what it wrote, as `evaluate_model` describes."""
     config = config.model_copy(update={"feedback": FeedbackConfig()})  # Nobody is asked about held-out answers.
-    refuse(scoring_problems(config, services))
+    refuse(await asyncio.to_thread(_problems, config, model, services))
     model = await asyncio.to_thread(model.absolute)
     specs = await asyncio.to_thread(_specs, config, model, services, adapters)
     with tempfile.TemporaryDirectory(prefix="asyncrl-evaluate-") as scratch:

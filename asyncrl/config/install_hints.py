@@ -141,7 +141,7 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield ("environment.use", config.environment.use, module, install_extra("serve"))
     if config.acting.env and ("-v" in config.acting.env or ":" not in config.acting.env):
         yield ("acting.env", config.acting.env, "gymnasium", install_extra("acting"))
-    yield from _of_transport(config.weights.transport)
+    yield from _of_training(config.training.optimizer, config.weights.transport)
     yield from _of_functions(config)
 
 
@@ -168,8 +168,10 @@ def _has_parquet(spec: str) -> bool:
     return bool(spec) and folder.is_dir() and any(folder.glob("*.parquet"))
 
 
-def _of_transport(named: str) -> Iterator[Requirement]:
-    """Yields what weights between GPUs need; for NCCL either of two bindings."""
+def _of_training(optimizer: str, named: str) -> Iterator[Requirement]:
+    """Yields what an optimizer needs, and weights between GPUs; for NCCL either of two bindings."""
+    if optimizer == "adamw8bit":
+        yield ("training.optimizer", optimizer, "bitsandbytes", install_extra("bitsandbytes"))
     if named == "cuda_ipc" or (named == "nccl" and find_spec("nccl") is None):
         yield ("weights.transport", named, "cupy", install_extra(_cuda_extra()))
 

@@ -1,12 +1,18 @@
-"""Rules about the sections `[model]`, `[weights]` and `[acting]`."""
+"""Rules about the sections `[model]`, `[weights]` and `[acting]`, and about the optimizer."""
 
+import importlib.metadata
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import Problem
+from asyncrl.config.sections.training.optimizers import OPTIMIZERS, SHARDED, option_mistakes
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
+
+HIGHEST_LEARNING_RATE = 0.03
+"""Five times the rate at which tiny models learn to write in engines/models/warmed_up_model.py."""
 
 
 def model_problems(config: "Config") -> Iterator[Problem]:
@@ -26,6 +32,55 @@ def model_problems(config: "Config") -> Iterator[Problem]:
         for key in sorted(config.reference.model_dump(exclude_defaults=True)):
             text = "nothing reads it with model.lora: the trainer computes the reference log-probs; remove it"
             yield Problem(f"reference.{key}", "", text, ("model.lora",), is_warning=True)
+
+
+def unread_devices(config: "Config") -> Iterator[Problem]:
+    """Yields a warning for each device on which nothing would compute."""
+    for name, section in config.scorers.items():
+        if section.device != "cpu" and not section.model and not section.pool:
+            text = f"functions run in child processes on the CPU, and there is no {name}.model: remove it"
+            yield Problem(f"{name}.device", "", text, (f"{name}.model",), is_warning=True)
+    if config.reference.device != "cpu" and config.algorithm.kl == 0 and not config.reference.pool:
+        text = "nothing reads it with algorithm.kl = 0, which needs no reference model: remove it"
+        yield Problem("reference.device", "", text, ("algorithm.kl",), is_warning=True)
+
+
+def optimizer_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what is wrong with the optimizer, and warnings about values that it does not read."""
+    training = config.training
+    name, kind = training.optimizer, OPTIMIZERS[training.optimizer]
+    for mistake in option_mistakes(name, training.optimizer_options):
+        yield Problem("training.optimizer_options", "", mistake, ("training.optimizer",))
+    for key, is_read in (("weight_decay", kind.weight_decay), ("betas", kind.betas)):
+        if not is_read and getattr(training, key) != type(training).model_fields[key].default:
+            text = f'nothing reads it with optimizer = "{name}": remove it'
+            yield Problem(f"training.{key}", "", text, ("training.optimizer",), is_warning=True)
+    if training.layout.shard > 1 and name not in SHARDED:
+        text = f"{name} is not supported with training.layout.shard: write {' or '.join(SHARDED)}, or layout.dp"
+        yield Problem("training.optimizer", "", text, ("training.layout",))
+    rate, reaction = training.learning_rate, config.guards.learning_rate
+    if rate > HIGHEST_LEARNING_RATE and kind.is_adaptive and reaction != "off":
+        text = (
+            f"{kind.name} moves every weight by about {rate:g} in an update, and a rate over {HIGHEST_LEARNING_RATE:g} "
+            'breaks a model: write a smaller one (experiments have 1e-6 to 1e-3), or guards.learning_rate = "off"'
+        )
+        is_warning = reaction == "warn"
+        yield Problem("training.learning_rate", "", text, ("guards.learning_rate",), is_warning=is_warning)
+    yield from _package_problems(config)
+
+
+def _package_problems(config: "Config") -> Iterator[Problem]:
+    """Yields a problem of an optimizer that the installed version of its package does not have, or not for CPUs."""
+    kind = OPTIMIZERS[config.training.optimizer]
+    package = kind.module.partition(".")[0]
+    with suppress(importlib.metadata.PackageNotFoundError, ValueError):  # What is missing, `missing_packages` says.
+        version = importlib.metadata.version(package)
+        if tuple(map(int, version.split(".")[:2])) < kind.since:
+            text = (
+                f"{package} {version} is installed, and {kind.name} is supported from {package} "
+                f"{'.'.join(map(str, kind.since))} on: install that or a newer one"
+            )
+            yield Problem("training.optimizer", "", text)
 
 
 def weights_problems(config: "Config") -> Iterator[Problem]:

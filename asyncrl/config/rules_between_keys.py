@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterator
 from math import isclose
 from typing import TYPE_CHECKING
 
-from asyncrl.config.model_and_weights_rules import acting_problems, model_problems, weights_problems
+from asyncrl.config.model_and_weights_rules import (
+    acting_problems,
+    model_problems,
+    optimizer_problems,
+    unread_devices,
+    weights_problems,
+)
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.algorithm_config import (
     DEFAULT_BOUNDS,
@@ -33,9 +39,6 @@ TRIED_REJECTIONS = {("rejection_low", "geometric"): 0.9, ("rejection_high", "geo
 TRIED_DIVERGENCE = 0.05
 """Bounds of the rejections in docs/learning.md; those on a divergence are in nats."""
 
-HIGHEST_LEARNING_RATE = 0.03
-"""Five times the rate at which tiny models learn to write in engines/models/warmed_up_model.py."""
-
 
 def rule_problems(config: "Config") -> Iterator[Problem]:
     """Yields every contradiction, every key that a chosen part needs and lacks, and warnings about unread values."""
@@ -46,8 +49,8 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
         yield from (*_scored_weight_rules(config, name, section), *_term_rules(config, name, section))
     yield from (*_deadline_rules(config), *_unread_values(config), *_optional_keys(a), *_removed_parts(a))
     yield from (*_unread_bounds(config), *_inherited_bounds(a), *_unread_sections(config))
-    yield from (*_learning_rate_rules(config), *_environment_rules(config))
-    yield from (*model_problems(config), *weights_problems(config), *joining_problems(config))
+    yield from (*_environment_rules(config), *model_problems(config), *optimizer_problems(config))
+    yield from (*weights_problems(config), *joining_problems(config), *unread_devices(config))
     yield from (*pool_problems(config), *telemetry_problems(config), *stored_sample_problems(config))
     yield from (*held_out_problems(config), *acting_problems(config))
 
@@ -367,14 +370,6 @@ def _unread_sections(config: "Config") -> Iterator[Problem]:
         if not section.model and section.weight != type(section).model_fields["weight"].default:
             text = "nothing reads it without a model: remove it; a function has a weight of its own"
             yield _wrong(f"{name}.weight {name}.model", text, is_warning=True)
-
-
-def _learning_rate_rules(config: "Config") -> Iterator[Problem]:
-    rate, reaction = config.training.learning_rate, config.guards.learning_rate
-    if rate > HIGHEST_LEARNING_RATE and reaction != "off":
-        text = f"""AdamW moves every weight by about {rate:g} in an update, and a rate over {HIGHEST_LEARNING_RATE:g}
-            breaks a model: write a smaller one (experiments have 1e-6 to 1e-3), or guards.learning_rate = "off" """
-        yield _wrong("training.learning_rate guards.learning_rate", text, is_warning=reaction == "warn")
 
 
 def _given(config: "Config", section: str) -> str:

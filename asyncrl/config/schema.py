@@ -8,13 +8,12 @@ from pydantic import Field, model_validator
 from asyncrl.config.problems import Incoherent, Problem
 from asyncrl.config.rules_between_keys import rule_problems
 from asyncrl.config.sections.algorithm_config import AlgorithmConfig as AlgorithmConfig
-from asyncrl.config.sections.algorithm_config import Decay, NonEmpty, Positive, PositiveFloat, Section
+from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, PositiveFloat, Section
 from asyncrl.config.sections.children_config import ChildrenConfig
 from asyncrl.config.sections.environment_config import ActingConfig, EnvironmentConfig
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sections.fleet_config import FleetConfig as FleetConfig
-from asyncrl.config.sections.layout_config import LayoutConfig
 from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
 from asyncrl.config.sections.model_config import WeightsConfig
 from asyncrl.config.sections.pools_config import PoolConfig
@@ -22,6 +21,7 @@ from asyncrl.config.sections.reward_function import RewardFunction as RewardFunc
 from asyncrl.config.sections.task_config import IN_MEMORY as IN_MEMORY
 from asyncrl.config.sections.task_config import TaskConfig as TaskConfig
 from asyncrl.config.sections.telemetry_config import TelemetryConfig
+from asyncrl.config.sections.training.training_config import TrainingConfig as TrainingConfig
 from asyncrl.config.service_placement import place_services
 
 Scorer = Literal["reward", "cost"]
@@ -132,48 +132,6 @@ class ReferenceConfig(Section):
     """Pool of the reference workers, a table of `pools`; `device` is then not read."""
     replicas: Positive = 1
     """Number of reference workers, each with its own copy of the model."""
-
-
-class TrainingConfig(Section):
-    """The optimizer and the trainer."""
-
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Learning rate of the policy."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of training steps in which the learning rate rises from 0."""
-    updates: Positive = 1
-    """Number of optimizer steps in one training step. The batch is split over them."""
-    micro_batch_tokens: Positive = 8192
-    """Largest number of prompt and response tokens in one forward and backward pass, unless one context is longer."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Largest norm of the gradient. Larger gradients are scaled down to it."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay of AdamW, on matrices only."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay rates of the first and second moment of AdamW."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the trainer's computation. bfloat16 is autocast over float32 master weights."""
-    gradient_checkpointing: bool = False
-    """Computes activations again in the backward pass instead of keeping them. This saves memory and costs time."""
-    logits_chunk: Positive = 1024
-    """Number of tokens whose logits exist at the same time."""
-    checkpoint_every: Annotated[int, Field(ge=0)] = 20
-    """Number of steps between checkpoints. 0 writes only the first and the last one."""
-    keep_checkpoints: Positive = 2
-    """Number of checkpoints that are kept."""
-    keep_best: str = ""
-    """Metric of which the best checkpoint is kept besides, e.g. eval/reward/mean; -eval/cost/mean: the lowest. Versions
-    that are evaluated then get a checkpoint. Empty: none is kept for its metrics."""
-    device: str = "cpu"
-    """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
-    pool: str = ""
-    """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
-    layout: LayoutConfig = LayoutConfig()
-    """Ranks of the trainer, one process each: a table with the keys `dp` (ranks that each hold all weights) and `shard`
-    (ranks that share out the weights of a copy, as FSDP does), such as {dp = 2} or {shard = 4}. A step's samples are
-    divided over all of them by their tokens. `tp` and `pp` are not built yet."""
 
 
 class CriticConfig(Section):

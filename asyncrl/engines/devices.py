@@ -11,7 +11,7 @@ from asyncrl.errors import ConfigError
 def refuse_unusable(key: str, device: str) -> None:
     """Raises ConfigError when torch cannot use the device; the error names the key, the reason and a valid value."""
     try:
-        torch.zeros(1, device=device)
+        torch.ones(1, device=device).item()  # A tensor on "meta" can be made, and has no value.
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         why = str(error).strip().partition("\n")[0].rstrip(".")
         raise ConfigError(f'{key} = "{device}" cannot be used: {why}. {_suggestion(device)}') from error

@@ -11,6 +11,7 @@ from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 
 FLOAT = 4
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -35,11 +36,14 @@ class Shape:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        queries, keys, inner = heads * head_dim, kv_heads * head_dim, int(config["intermediate_size"])
+        queries, keys = heads * head_dim, kv_heads * head_dim
+        inner = int(config.get("moe_intermediate_size") or config["intermediate_size"])
         attention = (("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys))
         mlp = (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden))
         linear = (*attention, ("o_proj", queries, hidden), *mlp)
-        layer = sum(inputs * outputs for _, inputs, outputs in linear) + 2 * hidden
+        experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
+        sizes = [inputs * outputs * (1 if name.endswith(ATTENTION) else experts) for name, inputs, outputs in linear]
+        layer = sum(sizes) + 2 * hidden
         embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
         parameters = embeddings + layers * layer + hidden
         shared = sharing_width(SimpleNamespace(**{"model_type": "", **config}))

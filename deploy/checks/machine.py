@@ -22,6 +22,8 @@ SHARED_MEMORY = Path("/dev/shm")
 CONTAINER = Path("/sys/fs/cgroup")
 CUDA_EXTRAS = {"cu12": "cu13", "cu13": "cu12"}
 """Extras that exclude each other."""
+FOR_DEVELOPERS = ("dev", "docs", "agents")
+"""Extras for tests and documents, which no code of asyncrl imports."""
 IMPORT_DEADLINE = 120.0
 """Seconds: a first import of torch from a cold disk takes up to a minute."""
 SOCKET_NAME_LIMIT = 107
@@ -184,15 +186,14 @@ def _run_python(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def requirements() -> dict[str, list[str]]:
-    """Returns the packages of each extra but "dev"; those of "" are always needed."""
+    """Returns the packages of each extra that code of asyncrl uses; those of "" are always needed."""
     found: dict[str, list[str]] = {}
     listed = importlib.metadata.requires("asyncrl") if installed("asyncrl") else None
     for line in listed or []:
         name, _, condition = line.partition(";")
         extra = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", condition)
         found.setdefault(extra[1] if extra else "", []).extend(re.findall(r"^[\w.-]+", name))
-    found.pop("dev", None)
-    return found
+    return {extra: packages for extra, packages in found.items() if extra not in FOR_DEVELOPERS}
 
 
 def installed(name: str) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
+from asyncrl.config.sections.training.optimizers import kept_numbers
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import (
@@ -22,8 +23,6 @@ from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.weights.leases import SLOTS
 from asyncrl.lanes.weights.transports.copied_versions import BUFFERS
 
-ADAM_BYTES = 4 * FLOAT
-"""Bytes of one parameter while training: float32 weight, gradient and two moments."""
 PROCESS_BYTES, PLAIN_BYTES = 300 * 2**20, 110 * 2**20
 """A process with torch and transformers loaded; one without, with the two processes that run functions."""
 GPU_PROCESS_BYTES = 500 * 2**20
@@ -187,18 +186,19 @@ def _trained(
 
     batch, kept = taken(largest_pass(config, lengths, ranks))
     likely = taken(likely_pass(config, shape, lengths, ranks))
-    state, what = shape.parameters * ADAM_BYTES, "weights, gradient and moments"
     learnt = shape.parameters if adapters is None else adapters
-    if adapters is not None:
-        state, what = shape.parameters * FLOAT + adapters * ADAM_BYTES, "frozen weights, and adapters as they train,"
+    moments = int(kept_numbers(config.training.optimizer, config.training.optimizer_options) * learnt)
+    weights = FLOAT * (shape.parameters + (adapters or 0))
+    state = weights + FLOAT * (learnt + moments)
+    what = "weights, gradient and moments" if adapters is None else "frozen weights, and adapters as they train,"
     gathered = 0 if shard == 1 else gathered_bytes(shape, frozen=adapters is not None)
     own = -(-state // shard) + gathered
     doc = f"{what} {size_text(own)}, a micro-batch {size_text(batch)}"
     parts = {
         "process": _process_bytes(device),
-        "weights": -(-(state - 3 * FLOAT * learnt) // shard),
+        "weights": -(-weights // shard),
         "gradients": -(-FLOAT * learnt // shard),
-        "optimizer": -(-2 * FLOAT * learnt // shard),
+        "optimizer": -(-FLOAT * moments // shard),
         **({"gathered": gathered} if gathered else {}),
         "activations": batch,
         "kept by malloc": kept,

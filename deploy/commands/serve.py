@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.deploy.process.stored_runs import default_cache
+from asyncrl.telemetry.run_directory import default_cache
 
 if TYPE_CHECKING:
     from asyncrl.deploy.process.fork_client import Forks

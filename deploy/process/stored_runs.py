@@ -1,7 +1,6 @@
 """Runs whose directory is an address in a store of objects: the folder here in which they work, and their copies."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.run_directory import is_in_store
+from asyncrl.telemetry.run_directory import default_cache, is_in_store
 
 if TYPE_CHECKING:
     from asyncrl.controller.journal.remote_copy.s3_objects import S3Objects
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
 
 READ = frozenset(("samples", "evaluate", "export", "push", "report", "audit", "replay"))
 """Commands that read a run directory, and may be given such an address."""
-
-
-def default_cache() -> Path:
-    """Returns where this user's programs keep what they can get again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
 
 
 def folder_of(address: str) -> Path:

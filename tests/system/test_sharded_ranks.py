@@ -160,7 +160,7 @@ def _is_the_checkpoint_of_one(config: Any, saved: Path, base: Path, one: PolicyT
     assert extra["version"] == STEPS // 2
     for name, tensor in found.named_tensors().items():
         torch.testing.assert_close(tensor, one.named_tensors()[name], atol=1e-4, rtol=1e-3)
-    states = [each.optimizer.adamw.state_dict()["state"] for each in (found, one)]
+    states = [each.optimizer.parts[0].state_dict()["state"] for each in (found, one)]
     for number, moments in states[1].items():
         assert moments.keys() == states[0][number].keys()
         for name, moment in moments.items():

@@ -19,7 +19,7 @@ def _numbered_device(text: str) -> str:
 
 
 class PoolConfig(Section):
-    """One table of `[pools]`."""
+    """Devices of one pool, a table of `pools`, with the name that services give in their key `pool`."""
 
     devices: tuple[Annotated[str, AfterValidator(_numbered_device)], ...] = ("cpu",)
     """Devices of the pool: GPUs, each with its number, or cpu alone. With `hosts`, each host has them."""

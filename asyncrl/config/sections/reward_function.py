@@ -8,7 +8,7 @@ from asyncrl.config.sections.algorithm_config import Section
 
 
 class RewardFunction(Section):
-    """One entry of reward.functions or cost.functions."""
+    """One reward or cost function, a table of functions of the reward, the cost or a held-out set."""
 
     use: str
     """`exact_match`, `regex_format`, `numeric`, `math_verify`, `length`, `repetition`, `reasoning_gym`, `judge`,

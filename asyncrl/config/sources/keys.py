@@ -18,6 +18,8 @@ GONE = _ALIASES.pop("gone")
 """Keys of older versions that had one value, with that value. They stand in the config.toml of earlier runs."""
 REMARKS = _ALIASES.pop("remarks")
 """Advice by the name that another trainer gives to a key."""
+UNSUPPORTED = _ALIASES.pop("unsupported")
+"""Why asyncrl does not support what other trainers have, by the name of their key."""
 TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.items()}
 """Keys of asyncrl by the names that other trainers, and older versions of asyncrl, give to them."""
 
@@ -53,6 +55,56 @@ def sections() -> tuple[str, ...]:
     """Returns the names of the sections, in the order of the config."""
     properties = Config.model_json_schema()["properties"]
     return tuple(name for name, field in properties.items() if "$ref" in field)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTable:
+    """A table that is a value, or part of one. meaning: a sentence. keys: its keys, each with the name of the table."""
+
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+@cache
+def tables() -> Mapping[str, KeyTable]:
+    """Returns the tables that are values, by name: `reward.functions` has the keys of each `[[reward.functions]]`, and
+    `pools.NAME` those of each `[pools.NAME]`."""
+    schema = Config.model_json_schema()
+    found: dict[str, KeyTable] = {}
+    for name, field in schema["properties"].items():
+        section = schema["$defs"][field["$ref"].rsplit("/", 1)[1]]["properties"] if "$ref" in field else {"": field}
+        for key, value in section.items():
+            _add_tables(found, f"{name}.{key}".rstrip("."), value, schema["$defs"])
+    return found
+
+
+@cache
+def table_keys() -> Mapping[str, Key]:
+    """Returns the keys of all these tables, by name: `reward.functions.use`."""
+    return {key.name: key for table in tables().values() for key in table.keys}
+
+
+def keys_with_tables() -> list[Key]:
+    """Returns all keys, those of tables behind the key of their table."""
+    found: list[Key] = []
+    for key in all_keys().values():
+        found += [key, *(inner for inner in table_keys().values() if inner.name.startswith(f"{key.name}."))]
+    return found
+
+
+def _add_tables(found: dict[str, KeyTable], name: str, schema: Schema, definitions: Schema) -> None:
+    """Adds the table that a value is, or is made of, and the tables in it."""
+    named = {**schema, **schema.get("items", {})}
+    parts = [named, *named.get("anyOf", [])]
+    if isinstance(entries := schema.get("additionalProperties"), Mapping):
+        name, parts = f"{name}.NAME", [entries]
+    for part in parts:
+        if "$ref" in part:
+            table = definitions[part["$ref"].rsplit("/", 1)[1]]
+            keys = tuple(_key(f"{name}.", inner, table) for inner in table["properties"])
+            found[name] = KeyTable(" ".join(table.get("description", "").split()), keys)
+            for inner, value in table["properties"].items():
+                _add_tables(found, f"{name}.{inner}", value, definitions)
 
 
 def _key(prefix: str, name: str, section: Schema) -> Key:
@@ -94,6 +146,8 @@ def translate(name: str) -> tuple[str, str] | None:
     parts = name.replace("-", "_").split(".")
     for start in range(len(parts)):
         found = ".".join(parts[start:])
+        if found in UNSUPPORTED:
+            return "", f"not supported: {UNSUPPORTED[found]}"
         if found in TRANSLATIONS or found in REMARKS:
             return TRANSLATIONS.get(found, ""), REMARKS.get(found, "")
     return None
@@ -115,6 +169,11 @@ def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     return found[0] if found else None
 
 
+def is_unsupported(name: str) -> bool:
+    """Returns whether `name` is known, and asyncrl does not support what it stands for."""
+    return (translated := translate(name)) is not None and translated[1].startswith("not supported")
+
+
 def advice(name: str, written: Callable[[str], str] = str) -> str:
     """Returns what to write instead of the unknown key `name`. written: how this source writes a key."""
     if translated := translate(name):
@@ -122,6 +181,11 @@ def advice(name: str, written: Callable[[str], str] = str) -> str:
         if not ours:
             return remark
         return f"write {written(ours)}" + (f" ({remark})" if remark else "")
+    if name in table_keys():
+        table = name.rpartition(".")[0]
+        return (
+            f"it is a key of the tables of {table}, which have a list of their own: write {written(table)} = [{{...}}]"
+        )
     if name in sections():
         return f"{name} is a section: write {written(f'{name}.KEY')}"
     if near := closest_key(name):

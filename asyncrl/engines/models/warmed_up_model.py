@@ -13,16 +13,15 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from asyncrl.engines.models.warmed_model_cache import BATCH, HEADS
 from asyncrl.tasks.builtin.words import Demonstrations
 
 Show = Callable[[str], None]
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 CHAT = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 CHARACTERS = tuple(chr(code) for code in range(32, 127))
-BATCH = 64
 LEARNING_RATE = 6e-3
 CONTEXT = 256
-HEADS, HEADS_FOR_VLLM = 4, 3  # Of 24 and 32 numbers; vLLM has no attention of less than 32 on CPUs.
 IGNORED = -100  # target of tokens that are not learnt
 
 

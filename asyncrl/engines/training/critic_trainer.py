@@ -34,7 +34,7 @@ SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error
 
 
 class CriticTrainer(Trainer):
-    """Trains float32 master weights with AdamW, the trainer's settings and a learning rate of its own."""
+    """Trains float32 master weights with the optimizer of the trainer, its settings and a learning rate of its own."""
 
     def __init__(self, config: Config, folder: Path, target: ValueTarget = REWARD) -> None:
         """Loads the model from `folder`, in the layout of `save_pretrained`, with a value head or without."""
@@ -65,7 +65,7 @@ class CriticTrainer(Trainer):
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         """Writes model/ and trainer.pt below `directory`, with the plain values `extra`."""
         write_model(directory / MODEL, self.model)
-        write_state(directory, self.optimizer, self.mesh.size, self.optimizer.adamw.state_dict(), extra=extra)
+        write_state(directory, self.optimizer, self.mesh.size, self.optimizer.states(), extra=extra)
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)

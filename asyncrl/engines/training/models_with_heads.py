@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier, vocabulary_size
+from asyncrl.engines.models.model_families import OTHERS
 from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
+from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
@@ -31,8 +33,7 @@ class LoadedModel:
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
     computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
-    must draw the same numbers. Raises ConfigError when its own forward changes the output of the head, by a scale or a
-    soft cap.
+    must draw the same numbers. Raises ConfigError when its own forward has another output than head and body.
     """
 
     def __init__(
@@ -91,11 +92,17 @@ class LoadedModel:
         ids = torch.zeros((1, 2), dtype=torch.long, device=self.device)
         logits = self.whole(input_ids=ids, use_cache=False).logits
         states = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        if not torch.allclose(logits, self.head(states)[:, scored].reshape(logits.shape), atol=HEAD_TOLERANCE):
+        found = self._output(states)[:, scored].reshape(logits.shape)
+        if not torch.allclose(logits, found, atol=HEAD_TOLERANCE):
             raise ConfigError(
-                f"model {folder}: {type(self.whole).__name__} changes its logits after the output layer (a scale or "
-                "a soft cap), which the torch engine does not compute; use a Llama, Qwen2 or Qwen3 model"
+                f"model {folder}: {type(self.whole).__name__} changes its output around the last layer, in a way that "
+                f"the trainer does not compute; {OTHERS}"
             )
+
+    def _output(self, states: Tensor) -> Tensor:
+        """Maps hidden states to the output of the model's own forward."""
+        output: Tensor = self.head(states)
+        return output
 
 
 class CausalModel(LoadedModel):
@@ -104,6 +111,7 @@ class CausalModel(LoadedModel):
 
     def __init__(self, whole: Any, folder: Path, precision: Precision, *, float32_head: bool) -> None:
         head = whole.get_output_embeddings()
+        self._scaling = OutputScaling.of(whole.config)
         super().__init__(whole, head, AutoConfig.from_pretrained(folder), folder, precision)
         self.vocabulary = min(vocabulary_size(self.tokenizer), head.weight.shape[0])
         self.float32_head = float32_head
@@ -112,7 +120,10 @@ class CausalModel(LoadedModel):
         """Maps hidden states [tokens, width] to logits, float32 [tokens, vocabulary]."""
         with self._autocast(enabled=not self.float32_head):
             logits: Tensor = self.head(hidden.float() if self.float32_head else hidden)
-        return logits[..., : self.vocabulary].float()
+        return self._scaling.apply(logits[..., : self.vocabulary].float())
+
+    def _output(self, states: Tensor) -> Tensor:
+        return self._scaling.apply(self.head(states))
 
 
 class ValueModel(LoadedModel):
@@ -170,7 +181,7 @@ def load_score_model(folder: Path, device: str, precision: Precision = "float32"
     if not hasattr(whole, "score"):
         raise ConfigError(
             f"model {folder} cannot be a reward model: {type(whole).__name__} does not score the state of the last "
-            "token; use a Llama, Qwen2 or Qwen3 model"
+            f"token; {OTHERS}"
         )
     whole.config.pad_token_id = None  # Its own forward only ever gets one row, which has no padding.
     scored = slice(None) if token_head else slice(-1, None)
@@ -189,4 +200,4 @@ def _options(folder: Path, **changes: Any) -> dict[str, Any]:
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    return {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}
+    return {"config": config, "dtype": torch.float32}

@@ -1,18 +1,28 @@
-"""AdamW on float32 master weights: schedule, gradient clipping, and no step on a gradient that is not finite."""
+"""The optimizer on float32 master weights: schedule, gradient clipping, no step on a gradient that is not finite."""
 
+import importlib
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainingConfig
+from asyncrl.config.sections.training.optimizers import OPTIMIZERS, default_options
 from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradients
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.shards import share_out
+from asyncrl.errors import ConfigError
+
+FUSED = ("adam", "adamw")
+"""Optimizers whose update is one pass over each tensor."""
 
 
 class Optimizer:
-    """Wraps AdamW with weight decay on matrices only. updates: optimizer steps since the start of the run, over all
-    incarnations. rate: of the last of them."""
+    """Wraps an optimizer of `training.optimizer`, with weight decay on matrices only. parts: the optimizers of torch,
+    of which muon has two. updates: optimizer steps since the start of the run, over all incarnations. rate: of the last
+    of them."""
 
     def __init__(self, model: Any, settings: TrainingConfig, steps: int) -> None:
         """Puts a transformers model into training mode, for a run of `steps` iterations."""
@@ -28,11 +38,12 @@ class Optimizer:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._planned = steps * settings.updates
         assert all(p.dtype == torch.float32 for p in self.parameters), "master weights are float32"
-        groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+        if settings.optimizer == "muon":
+            inner, others = _inside_of_layers(model)
+            adamw = settings.model_copy(update={"optimizer": "adamw", "optimizer_options": {}})
+            self.parts = [_optimizer(inner, settings), _optimizer(others, adamw)]
+        else:
+            self.parts = [_optimizer(self.parameters, settings)]
 
     def step(self, mesh: RankMesh, *, finite: bool) -> float | None:
         """Takes one step on the accumulated gradients of all ranks, and returns their norm before clipping; None, with
@@ -43,16 +54,68 @@ class Optimizer:
             norm = clip_gradients(mesh, self.parameters, self.settings.max_grad_norm)
         if math.isfinite(norm):
             self.rate = learning_rate(self.settings, self.updates, self._planned)
-            for group in self.adamw.param_groups:
-                group["lr"] = self.rate
-            self.adamw.step()
+            for part in self.parts:
+                for group in part.param_groups:
+                    group["lr"] = self.rate
+                part.step()
             self.updates += 1
         self.discard()
         return norm if math.isfinite(norm) else None
 
     def discard(self) -> None:
         """Drops the accumulated gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def states(self) -> list[dict[str, Any]]:
+        """Returns the state of each part; where weights are shared out, that of this rank."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_states(self, name: str, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restores whole states, of which each rank takes its part. Raises ConfigError for those of another optimizer
+        than `name`."""
+        if name != self.settings.optimizer:
+            raise ConfigError(
+                f'training.optimizer = "{self.settings.optimizer}": the checkpoint holds the state of {name}; write '
+                f'"{name}", or start anew with another --run-dir'
+            )
+        for part, state in zip(self.parts, states, strict=True):
+            parameters = [each for group in part.param_groups for each in group["params"]]
+            own = {
+                number: {key: share_out(value, parameters[number]) for key, value in values.items()}
+                for number, values in state["state"].items()
+            }
+            part.load_state_dict({**state, "state": own})
+
+
+def _optimizer(parameters: Iterable[Tensor], settings: TrainingConfig) -> torch.optim.Optimizer:
+    """Makes an optimizer of torch or bitsandbytes of some parameters."""
+    kind, options = OPTIMIZERS[settings.optimizer], default_options(settings.optimizer)
+    given = settings.optimizer_options.items()
+    options |= {key: tuple(value) if isinstance(value, list) else value for key, value in given}
+    if kind.betas:
+        options["betas"] = settings.betas
+    matrices, others = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if settings.optimizer in FUSED:
+        options["fused"] = True
+    make = getattr(importlib.import_module(kind.module), kind.name)
+    made: torch.optim.Optimizer = make(groups, lr=settings.learning_rate, **options)
+    return made
+
+
+def _inside_of_layers(model: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the trained matrices between embeddings and output layer, for muon, and all other trained parameters."""
+    outside = {id(each.weight) for each in _ends_of(model)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inner = [each for each in trained if each.ndim == 2 and id(each) not in outside]
+    chosen = set(map(id, inner))
+    return inner, [each for each in trained if id(each) not in chosen]
+
+
+def _ends_of(model: Any) -> list[nn.Module]:
+    ends = (model.get_input_embeddings(), getattr(model, "lm_head", None), getattr(model, "score", None))
+    return [each for each in (*ends, getattr(model, "classifier", None)) if isinstance(each, nn.Module)]
 
 
 def learning_rate(settings: TrainingConfig, update: int, total: int) -> float:

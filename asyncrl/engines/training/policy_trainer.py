@@ -49,7 +49,7 @@ another machine or device. Another base model differs by far more."""
 
 
 class PolicyTrainer(Trainer):
-    """Trains float32 master weights with AdamW. On CPU with one thread the same rows give the same bits.
+    """Trains float32 master weights. On CPU with one thread the same rows give the same bits.
 
     kl, multiplier: coefficient of the KL and price of costs, which may change after a step. texts: learnt beside the
     samples. multiplier and texts are None where the algorithm has none.
@@ -140,7 +140,7 @@ class PolicyTrainer(Trainer):
             write_base(directory, self._folder, self._base_digest)
             state["canary"] = list(astuple(saved["canary"]))
         state |= {"kl": self.kl.value, "extra": extra}
-        write_state(directory, self.optimizer, self.mesh.size, saved["adamw"], **state)
+        write_state(directory, self.optimizer, self.mesh.size, saved["optimizer"], **state)
 
     def _gathered(self, *, keep: bool) -> dict[str, Any]:
         """Returns what ranks compute together for a checkpoint: whole weights and moments, and with adapters a canary;
@@ -149,7 +149,7 @@ class PolicyTrainer(Trainer):
         found: dict[str, Any] = {} if lora is None else {"canary": self.canary()}
         weights = self.model.whole.state_dict(keep_vars=True) if lora is None else self.named_tensors()
         found["model"] = gather_state(weights, keep=keep)
-        return found | {"adamw": gather_state(self.optimizer.adamw.state_dict(), keep=keep)}
+        return found | {"optimizer": gather_state(self.optimizer.states(), keep=keep)}
 
     def check_base(self, folder: Path, canary: Canary) -> None:
         """Compares the model with the canary that was saved beside its adapters. Raises WeightsError."""

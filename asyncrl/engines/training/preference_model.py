@@ -53,7 +53,7 @@ class PreferenceModel:
         torch.manual_seed(seed)
         self._folder = folder
         config = AutoConfig.from_pretrained(folder, num_labels=1)
-        options = {"config": config, "dtype": torch.float32, "attn_implementation": "sdpa"}
+        options = {"config": config, "dtype": torch.float32}
         kind = AutoModelForSequenceClassification
         whole, missing = load_pretrained_classifier(folder, kind, "reward model", **options)
         for name in missing:

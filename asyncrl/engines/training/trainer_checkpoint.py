@@ -4,7 +4,7 @@ Rank 0 writes both, with the whole of weights and moments. Others write rank-N.p
 import hashlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from xxhash import xxh3_64_hexdigest
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import own_part, share_out
+from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.errors import ConfigError, JournalError
 
 MODEL = "model"
@@ -30,10 +30,13 @@ def write_model(folder: Path, model: LoadedModel, weights: Mapping[str, Tensor] 
     model.tokenizer.save_pretrained(folder)
 
 
-def write_state(directory: Path, optimizer: Optimizer, ranks: int, adamw: Mapping[str, Any], **state: Any) -> None:
-    """Writes trainer.pt (optimizer with the state `adamw`, RNG, number of `ranks`, and `state`, which is tensors and
+def write_state(
+    directory: Path, optimizer: Optimizer, ranks: int, states: Sequence[Mapping[str, Any]], **state: Any
+) -> None:
+    """Writes trainer.pt (optimizer with its whole `states`, RNG, number of `ranks`, and `state`, which is tensors and
     plain values), and fsyncs it with all other files of the directory."""
-    state |= {"optimizer": {"adamw": adamw, "updates": optimizer.updates}}
+    name = optimizer.settings.optimizer
+    state |= {"optimizer": {"name": name, "states": states, "updates": optimizer.updates}}
     _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
     for path in [*directory.rglob("*"), directory]:
         _sync(path)
@@ -53,8 +56,9 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
     others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
-    optimizer.adamw.load_state_dict(_own_moments(state["optimizer"]["adamw"], optimizer))
-    optimizer.updates = state["optimizer"]["updates"]
+    saved = state["optimizer"]
+    optimizer.load_states(saved.get("name", "adamw"), saved["states"] if "states" in saved else [saved["adamw"]])
+    optimizer.updates = saved["updates"]
     random = [each["rng"] for each in (state, *others)]
     if len(random) != mesh.size and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(
@@ -63,16 +67,6 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
         )
     torch.set_rng_state(random[mesh.rank if len(random) == mesh.size else 0])
     return state
-
-
-def _own_moments(adamw: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the state of AdamW with this rank's parts of the moments."""
-    parameters = [each for group in optimizer.adamw.param_groups for each in group["params"]]
-    moments = {
-        number: {name: share_out(value, parameters[number]) for name, value in values.items()}
-        for number, values in adamw["state"].items()
-    }
-    return {**adamw, "state": moments}
 
 
 def _load(path: Path) -> dict[str, Any]:

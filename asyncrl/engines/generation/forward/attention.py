@@ -11,7 +11,6 @@ Blocks that several sequences share are read once for all of them, in a second p
 The function is registered with transformers under a name, so that models need no change.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
+from asyncrl.engines.generation.forward.attention_rules import LOG2_E, PLAIN, AttentionRule
 from asyncrl.engines.generation.forward.kv_cache import KVCache
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, blocks_for
@@ -41,11 +41,12 @@ class SharedBlocks:
 
     blocks: int64 [entries], a block that more than SHARERS others share has several entries. rows: int64 [entries,
     sharers], the rows whose queries a block meets; entries are filled up with `rows` of all sequences, a row that does
-    not exist.
+    not exist. seen: int64 [entries, sharers], as in DecodeBlocks.
     """
 
     blocks: Tensor
     rows: Tensor
+    seen: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,14 @@ class DecodeBlocks:
 
     Blocks that no decoding sequence owns are computed with the query of row 0 and fully masked, which is cheaper than
     selecting the others. A block that several sequences share meets the query of the first here, those of the others
-    in `shared`. rows: int64 [blocks], the row whose query a block meets. mask: float32 [blocks, 1, KV_BLOCK], 0 or
-    -inf. order: int64, the partial sums of row 0, then those of row 1, and so on; those of `shared` are numbered behind
+    in `shared`. rows: int64 [blocks], the row whose query a block meets. seen: int64 [blocks], offsets of the block
+    below it are not behind the row's token, which is at `seen` - 1. mask: float32 [blocks, 1, KV_BLOCK], 0 or -inf.
+    order: int64, the partial sums of row 0, then those of row 1, and so on; those of `shared` are numbered behind
     those of the blocks. starts: int64 [rows], the first entry of each row.
     """
 
     rows: Tensor
+    seen: Tensor
     mask: Tensor
     order: Tensor
     starts: Tensor
@@ -74,18 +77,20 @@ class DecodeBlocks:
         starts = counts.cumsum() - counts
         owners = np.repeat(np.arange(len(counts)), counts)
         seen, rows = np.zeros(total, np.int64), np.zeros(total, np.int64)
-        rows[blocks[::-1]] = owners[::-1]  # Of several owners the first one is written last.
-        seen[blocks] = positions[owners] + 1 - KV_BLOCK * (np.arange(len(blocks)) - starts[owners])
+        visible = positions[owners] + 1 - KV_BLOCK * (np.arange(len(blocks)) - starts[owners])
+        rows[blocks[::-1]], seen[blocks[::-1]] = owners[::-1], visible[::-1]  # The first of several owners comes last.
         mask = np.where(np.arange(KV_BLOCK) < seen[:, None, None], np.float32(0), np.float32(-np.inf))
         order, shared = blocks, None
         if np.count_nonzero(rows[blocks] != owners):
-            order, shared = _shared_blocks(blocks, owners, rows, total, device)
-        row, masked, entry, start = (torch.from_numpy(each).to(device) for each in (rows, mask, order, starts))
-        return cls(row, masked, entry, start, shared)
+            order, shared = _shared_blocks(blocks, owners, visible, rows, total, device)
+        row, see, masked, entry, start = (
+            torch.from_numpy(each).to(device) for each in (rows, seen, mask, order, starts)
+        )
+        return cls(row, see, masked, entry, start, shared)
 
 
 def _shared_blocks(
-    blocks: Ints, owners: Ints, first: Ints, total: int, device: torch.device
+    blocks: Ints, owners: Ints, visible: Ints, first: Ints, total: int, device: torch.device
 ) -> tuple[Ints, SharedBlocks]:
     """Returns the numbers of all partial sums, and the blocks with the rows that share them with their first row."""
     others = np.flatnonzero(first[blocks] != owners)
@@ -97,9 +102,11 @@ def _shared_blocks(
     entry = np.repeat(entries_of_block.cumsum() - entries_of_block, counts) + rank // width
     rows = np.full((int(entries_of_block.sum()), width), owners.max() + 1)
     rows[entry, rank % width] = owners[by_block]
+    seen = np.full_like(rows, KV_BLOCK)  # A row that does not exist sees a block whole.
+    seen[entry, rank % width] = visible[by_block]
     order = blocks.copy()
     order[by_block] = total + entry * width + rank % width
-    arrays = np.repeat(unique, entries_of_block), rows
+    arrays = np.repeat(unique, entries_of_block), rows, seen
     return order, SharedBlocks(*(torch.from_numpy(each).to(device) for each in arrays))
 
 
@@ -107,11 +114,13 @@ def _shared_blocks(
 class CachedBeginnings:
     """Describes sequences that go on: several new tokens each, after keys that are cached.
 
-    lengths: new tokens of each. blocks: int64 [sequences, blocks], those of each sequence, and then any. mask:
-    [sequences, 1, tokens, positions], 0 where a new token sees a position, else -inf, in the dtype of the model.
+    lengths: new tokens of each. newest: int64 [sequences, tokens], the position of each. blocks: int64 [sequences,
+    blocks], those of each sequence, and then any. mask: [sequences, 1, tokens, positions], 0 where a new token sees a
+    position, else -inf, in the dtype of the model.
     """
 
     lengths: list[int]
+    newest: Tensor
     blocks: Tensor
     mask: Tensor
 
@@ -123,7 +132,8 @@ class CachedBeginnings:
         newest = np.array(list(held.values()))[:, None] + np.arange(max(lengths))
         seen = np.arange(blocks.shape[1] * KV_BLOCK) <= newest[:, None, :, None]
         mask = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
-        return cls(lengths, torch.from_numpy(blocks).to(like.device), mask.to(like.device))
+        positions, owned = (torch.from_numpy(each).to(like.device) for each in (newest, blocks))
+        return cls(lengths, positions, owned, mask.to(like.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,33 +166,42 @@ def flat_attention(
     flat: FlatTokens | None = settings.get("flat")
     if flat is None:
         raise ConfigError(f"{type(module).__name__} does not pass keyword arguments on to its attention function")
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if settings.get(name) is not None:
-            raise ConfigError(f"{type(module).__name__} uses {name}; this engine does plain causal attention only")
+    if settings.get("position_bias") is not None:
+        raise ConfigError(f"{type(module).__name__} uses position_bias, which this engine does not compute")
     if not getattr(module, "is_causal", True):
         raise ConfigError(f"{type(module).__name__} is not causal")
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
     layer: Any = module.layer_idx
-    return attend(layer, query, key, value, flat, settings.get("scaling"))[None], None
+    rule = AttentionRule.of(settings, flat.cache.limit)
+    return attend(layer, query, key, value, flat, settings.get("scaling"), rule)[None], None
 
 
-def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, flat: FlatTokens, scaling: float | None) -> Tensor:
+def attend(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    flat: FlatTokens,
+    scaling: float | None,
+    rule: AttentionRule = PLAIN,
+) -> Tensor:
     """Computes attention: query [tokens, heads, size], key and value [tokens, kv heads, size] -> as the query."""
     keys, values = flat.cache.write(layer, flat.locations, key, value)
     end = len(query) - sum(sum(each.lengths) for each in flat.beginnings)
     parts, first = [], end - sum(flat.lengths)
     if flat.blocks is not None:
-        parts.append(_decode_attention(query[:first], keys, values, flat.blocks, scaling))
+        parts.append(_decode_attention(query[:first], keys, values, flat.blocks, scaling, rule))
     if flat.lengths:
-        parts.append(_prefill_attention(query[first:end], key[first:end], value[first:end], flat.lengths, scaling))
+        fresh = slice(first, end)
+        parts.append(_prefill_attention(query[fresh], key[fresh], value[fresh], flat.lengths, scaling, rule))
     for each in flat.beginnings:
         first, end = end, end + sum(each.lengths)
-        parts.append(_later_attention(query[first:end], keys, values, each, scaling))
+        parts.append(_later_attention(query[first:end], keys, values, each, scaling, rule))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _decode_attention(
-    query: Tensor, keys: Tensor, values: Tensor, blocks: DecodeBlocks, scaling: float | None
+    query: Tensor, keys: Tensor, values: Tensor, blocks: DecodeBlocks, scaling: float | None, rule: AttentionRule
 ) -> Tensor:
     """Computes the attention of query [rows, heads, size] to the cache, in float32.
 
@@ -192,18 +211,39 @@ def _decode_attention(
     """
     rows, heads, size = query.shape
     count, shared = len(blocks.rows), blocks.shared
-    scaled = (query.float() * (math.log2(math.e) * (size**-0.5 if scaling is None else scaling))).flatten(1)
+    scaled = (query.float() * (LOG2_E * (size**-0.5 if scaling is None else scaling))).flatten(1)
     scores = _block_scores(scaled.index_select(0, blocks.rows).view(count, 1, heads, size), keys)
-    scores += blocks.mask[:, :, None]
+    scores = rule.capped(scores, LOG2_E).add_(blocks.mask[:, :, None])
+    _hide(scores, blocks.seen[:, None], rule)
     peaks = scaled.new_full((rows + 1, heads), -torch.inf)
+    if rule.sinks is not None:
+        peaks[:rows] = LOG2_E * rule.sinks.float()
     peaks.scatter_reduce_(0, blocks.rows[:, None].expand(-1, heads), scores.amax(-1)[:, 0], "amax")
     everything = [(scores, blocks.rows, values)]
     if shared is not None:
         queries = torch.cat((scaled, scaled.new_zeros(1, scaled.shape[1])))[shared.rows]
         others = _block_scores(queries.view(*shared.rows.shape, heads, size), keys[shared.blocks])
+        _hide(rule.capped(others, LOG2_E), shared.seen, rule)
         flat_rows = shared.rows.flatten()
         peaks.scatter_reduce_(0, flat_rows[:, None].expand(-1, heads), others.amax(-1).flatten(0, 1), "amax")
         everything.append((others, flat_rows, values[shared.blocks]))
+    return _mixed_blocks(everything, blocks, peaks, rule).to(query.dtype)
+
+
+def _hide(scores: Tensor, seen: Tensor, rule: AttentionRule) -> None:
+    """Hides from scores [blocks, sharers, heads, KV_BLOCK] what is outside of the window, in place. seen: [blocks,
+    sharers]."""
+    if rule.window is not None:
+        offsets = torch.arange(scores.shape[-1], device=scores.device)
+        scores.masked_fill_((offsets < (seen - rule.window)[..., None])[:, :, None], -torch.inf)
+
+
+def _mixed_blocks(
+    everything: list[tuple[Tensor, Tensor, Tensor]], blocks: DecodeBlocks, peaks: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Returns the weighted sums [rows, heads, size] of values. everything: scores, their rows, and values of blocks.
+    peaks: the largest score of each row and head."""
+    rows, heads = len(blocks.starts), peaks.shape[1]
     mixed, totals = [], []
     for each, owners, block_values in everything:
         weights = each.sub_(peaks.index_select(0, owners).view(each.shape[:3])[..., None]).exp2_()
@@ -211,7 +251,9 @@ def _decode_attention(
         totals.append(weights.sum(-1).flatten(0, 1))
     sums = embedding_bag(blocks.order, _joined(mixed).flatten(1), blocks.starts, mode="sum").view(rows, heads, -1)
     total = embedding_bag(blocks.order, _joined(totals), blocks.starts, mode="sum")
-    return sums.div_(total[:, :, None]).to(query.dtype)
+    if rule.sinks is not None:
+        total += (LOG2_E * rule.sinks.float() - peaks[:rows]).exp2_()
+    return sums.div_(total[:, :, None])
 
 
 def _block_scores(queries: Tensor, keys: Tensor) -> Tensor:
@@ -261,7 +303,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None) -> Tensor:
+def _prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None, rule: AttentionRule
+) -> Tensor:
     # Padding follows the real tokens of each sequence, which do not see it, because attention is causal.
     padded = [
         pad_sequence(list(torch.split(each, lengths)), batch_first=True).transpose(1, 2) for each in (query, key, value)
@@ -270,12 +314,24 @@ def _prefill_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[
         padded[0],
         *(each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in padded[1:]),
     )
-    mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling).transpose(1, 2)
-    return torch.cat([sequence[:length] for sequence, length in zip(mixed, lengths, strict=True)])
+    if rule is PLAIN:
+        mixed = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
+    else:
+        hidden = query.new_ones(2 * [max(lengths)], dtype=torch.bool).triu(1)
+        if rule.window is not None:
+            hidden |= ~hidden.new_ones(hidden.shape).triu(1 - rule.window)
+        mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        mixed = rule.attend(queries, keys, values, mask, scaling)
+    return torch.cat([sequence[:length] for sequence, length in zip(mixed.transpose(1, 2), lengths, strict=True)])
 
 
 def _later_attention(
-    query: Tensor, keys: Tensor, values: Tensor, beginnings: CachedBeginnings, scaling: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    beginnings: CachedBeginnings,
+    scaling: float | None,
+    rule: AttentionRule,
 ) -> Tensor:
     """Computes the attention of the new tokens of sequences that go on to all their keys, which the cache has.
 
@@ -290,8 +346,12 @@ def _later_attention(
     # positions, size]
     every_key = keys[beginnings.blocks].permute(0, 2, 1, 4, 3).flatten(2, 3)
     every_value = values[beginnings.blocks].transpose(1, 2).flatten(2, 3)
-    mask = beginnings.mask.repeat(1, 1, heads // kv_heads, 1)
-    mixed = scaled_dot_product_attention(queries, every_key, every_value, attn_mask=mask, scale=scaling)
+    mask = beginnings.mask
+    if rule.window is not None:
+        oldest = beginnings.newest[:, None, :, None] - rule.window
+        mask = mask.masked_fill(torch.arange(mask.shape[-1], device=mask.device) <= oldest, -torch.inf)
+    mask = mask.repeat(1, 1, heads // kv_heads, 1)
+    mixed = rule.attend(queries, every_key, every_value, mask, scaling)
     by_token = mixed.view(sequences, kv_heads, -1, tokens, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return torch.cat([sequence[:length] for sequence, length in zip(by_token, beginnings.lengths, strict=True)])
 

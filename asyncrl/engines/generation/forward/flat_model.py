@@ -1,7 +1,7 @@
 """Loads a causal LM for sampling and computes its logits over a flat row of tokens, with our own KV cache.
 
-The model's own modules compute, or `llama_fast_path.py` where that knows the model. Models whose attention is not plain
-and causal are refused: by their config where it tells, and by a comparison of logits where nothing does.
+The model's own modules compute, or `llama_fast_path.py` where that knows the model. Models whose attention the engine
+does not compute are refused: by their config where it tells, and by a comparison of logits where nothing does.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,8 @@ from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, 
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
 from asyncrl.engines.model_loading import load_pretrained
+from asyncrl.engines.models.model_families import DIFFERS, attention_not_computed, not_computed
+from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -63,6 +65,7 @@ class FlatModel:
         self.fast = is_llama_like(model)
         self._vocabulary = vocabulary
         self._float32_head = float32_head
+        self._scaling = OutputScaling.of(model.config)
         model.set_attn_implementation(NAME)
         self.weights_changed()
 
@@ -70,7 +73,7 @@ class FlatModel:
         """Must be called after the values or the tensors of the model's parameters changed."""
         head = self.model.get_output_embeddings()
         self._head = deepcopy(head).float() if self._float32_head else head
-        self._body = bind_parameters(self.model.model) if self.fast else None
+        self._body = bind_parameters(self.model.model, self.cache.limit) if self.fast else None
 
     @torch.no_grad()
     def logits(
@@ -145,8 +148,7 @@ class FlatModel:
         if self.fast and not self._largest_difference(ids, expected) <= tolerance:
             self.fast = False
         if not self.fast and not (found := self._largest_difference(ids, expected)) <= tolerance:
-            reason = f"its logits differ by {found:.2g} from transformers' own forward, so its attention is not plain"
-            raise _unsupported(self.model.config.model_type, reason)
+            raise ConfigError(f"model.name: {not_computed(self.model.config.model_type, DIFFERS.format(found))}")
 
     def tensor(self, values: NDArray[Any]) -> Tensor:
         """Copies an array to the device of the model."""
@@ -154,7 +156,8 @@ class FlatModel:
 
     def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
         if self.fast or self._float32_head:
-            logits: Tensor = self._head(self._states(ids, flat, last).to(self._head.weight.dtype))
+            states = self._states(ids, flat, last).to(self._head.weight.dtype)
+            logits = self._scaling.apply(self._head(states))
         else:
             inputs = {"input_ids": ids[None], "position_ids": flat.positions[None], "logits_to_keep": last}
             logits = self.model(**inputs, use_cache=False, flat=flat).logits[0]
@@ -181,33 +184,11 @@ class FlatModel:
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:
-    """Loads a model for sampling. Raises ConfigError when its attention is not plain and causal."""
+    """Loads a model for sampling. Raises ConfigError when the engine does not compute its attention."""
     model = load_pretrained(folder, dtype=dtype)
-    refuse_unsupported(model.config)
+    if reason := attention_not_computed(model.config.to_dict()):
+        raise ConfigError(f"model.name: {not_computed(model.config.model_type, reason)}")
     return model.to(device).eval().requires_grad_(False)
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raises ConfigError for attention features in the config that this engine would silently ignore."""
-    name = config.model_type
-    if config.is_encoder_decoder:
-        raise _unsupported(name, "it is an encoder-decoder")
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise _unsupported(name, f"its attention slides over a window of {config.sliding_window} tokens")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if others:
-        raise _unsupported(name, f"it has layers of type {', '.join(others)}")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise _unsupported(name, f"it caps attention logits at {config.attn_logit_softcapping}")
-    if getattr(config, "alibi", False):
-        raise _unsupported(name, "it biases attention by distance (ALiBi)")
-
-
-def _unsupported(name: str, reason: str) -> ConfigError:
-    return ConfigError(
-        f"model type {name!r} does not run on the generation engine: {reason}. "
-        "Use a model with plain causal attention (Llama, Qwen2, Qwen3, SmolLM2 and similar models)"
-    )
 
 
 @torch.no_grad()

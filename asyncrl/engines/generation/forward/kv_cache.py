@@ -31,6 +31,7 @@ class KVCache:
     """
 
     def __init__(self, slots: int, limit: int, *, blocks: int | None = None, fixed: bool = False) -> None:
+        self.limit = limit
         most = blocks_for(limit)
         self.tables = BlockTables(slots, most, slots * most if blocks is None else blocks, fixed=fixed)
         self._layers: list[tuple[Tensor, Tensor]] = []

@@ -14,6 +14,7 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.engines.generation.forward.attention import FlatTokens, attend
+from asyncrl.engines.generation.forward.attention_rules import AttentionRule
 from asyncrl.engines.lora.low_rank import LowRankLinear
 
 KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -28,17 +29,24 @@ def is_llama_like(model: Any) -> bool:
     return plain and all(2 * len(model.model.rotary_emb.inv_freq) == at.self_attn.head_dim for at in model.model.layers)
 
 
-def bind_parameters(body: Any) -> Any:
-    """Returns the parts of the decoder as plain objects that hold the same tensors.
+def bind_parameters(body: Any, limit: int) -> Any:
+    """Returns the parts of the decoder as plain objects that hold the same tensors. limit: positions of the longest
+    sequence.
 
     A step reads 35 attributes of each layer, and a plain object finds them faster than a module does: 2 % of a step.
     """
+    layers = [_bind(layer) for layer in body.layers]
+    for layer in layers:
+        # Mistral has one window for all layers, in its config; the others have one for each layer, or none.
+        window = getattr(layer.self_attn, "sliding_window", body.config.sliding_window if _is_mistral(body) else None)
+        layer.self_attn.rule = AttentionRule.of({"sliding_window": window}, limit)
     return SimpleNamespace(
-        embeddings=body.embed_tokens.weight,
-        rotary_emb=body.rotary_emb,
-        layers=[_bind(layer) for layer in body.layers],
-        norm=_bind(body.norm),
+        embeddings=body.embed_tokens.weight, rotary_emb=body.rotary_emb, layers=layers, norm=_bind(body.norm)
     )
+
+
+def _is_mistral(body: Any) -> bool:
+    return bool(body.config.model_type == "mistral")
 
 
 def _bind(module: nn.Module) -> Any:
@@ -74,21 +82,21 @@ def _attention(module: Any, states: Tensor, rotation: tuple[Tensor, Tensor], fla
     """
     size, maps = module.head_dim, (module.q_proj, module.k_proj, module.v_proj)
     widths = [each.out_features for each in maps]
-    columns = states.new_empty(len(states), sum(widths))
-    for each, target in zip(maps, torch.split(columns, widths, 1), strict=True):
+    joined = states.new_empty(len(states), sum(widths))
+    for each, target in zip(maps, torch.split(joined, widths, 1), strict=True):
         if each.bias is None:
             torch.mm(states, each.weight.t(), out=target)
         else:
             torch.addmm(each.bias, states, each.weight.t(), out=target)
         _add_adapter(each, target, states)
-    every = columns.view(len(states), -1, size)
+    every = joined.view(len(states), -1, size)
     heads, shared = widths[0] // size, (widths[0] + widths[1]) // size
     if hasattr(module, "q_norm"):
         for norm, part in ((module.q_norm, every[:, :heads]), (module.k_norm, every[:, heads:shared])):
             part.copy_(_normalise(norm, part))
     turned = _rotate(every[:, :shared], *rotation)
-    mixed = attend(module.layer_idx, turned[:, :heads], turned[:, heads:], every[:, shared:], flat, module.scaling)
-    return mixed.flatten(1)
+    columns = turned[:, :heads], turned[:, heads:], every[:, shared:]
+    return attend(module.layer_idx, *columns, flat, module.scaling, module.rule).flatten(1)
 
 
 def _rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -1,10 +1,24 @@
 """Which keys there are, and which one somebody meant."""
 
+import re
+
 import pytest
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.sources import load
-from asyncrl.config.sources.keys import REMARKS, TRANSLATIONS, advice, all_keys, closest_key, sections, translate
+from asyncrl.config.sources.keys import (
+    REMARKS,
+    TRANSLATIONS,
+    UNSUPPORTED,
+    advice,
+    all_keys,
+    closest_key,
+    keys_with_tables,
+    sections,
+    table_keys,
+    tables,
+    translate,
+)
 from asyncrl.errors import ConfigError
 
 
@@ -100,7 +114,7 @@ def test_training_at_temperature_0_is_refused_and_evaluation_at_0_is_not() -> No
 
 @pytest.mark.parametrize("critic", ["critic", "cost_critic"])
 def test_several_critics_are_refused_with_the_reason(critic: str) -> None:
-    says = rf"--{critic}\.replicas: there is no such key; there is one critic: each of several would learn other values"
+    says = rf"--{critic}\.replicas: not supported: there is one critic: each of several would learn other values"
     with pytest.raises(ConfigError, match=says):
         load("quickstart", (f"--{critic}.replicas", "2"), {})
 
@@ -111,3 +125,30 @@ def test_an_engine_whose_log_probs_nobody_has_compared_is_refused() -> None:
         load("quickstart", ("--generation.engine", "sglang"), {})
     with pytest.raises(ConfigError, match=r'write engine = "vllm" in \[generation\]'):
         load("quickstart", ("--generation.use_vllm", "true"), {})
+
+
+def test_keys_of_tables_are_described() -> None:
+    """Every table that is a value, at any depth: each of its keys has a type and a sentence."""
+    assert {"reward.functions", "cost.functions", "model.lora", "pools.NAME"} <= set(tables())
+    assert table_keys()["reward.functions.use"].required
+    assert table_keys()["model.lora.rank"].default == 16
+    for key in table_keys().values():
+        assert re.fullmatch(r"[A-Z`].*\.", key.doc), key.name
+        assert key.type
+    names = [key.name for key in keys_with_tables()]
+    assert names.index("reward.functions") + 1 == names.index("reward.functions.use")
+    assert set(names) == {*all_keys(), *table_keys()}
+
+
+def test_a_key_of_a_table_that_is_written_as_a_key_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.functions\.weight: it is a key of the tables of reward\.functions"):
+        load("quickstart", ["--reward.functions.weight", "2"])
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_asyncrl_does_not_do_is_not_supported(name: str) -> None:
+    assert name not in all_keys()
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", [f"--{name}", "1"])
+    assert f": not supported: {UNSUPPORTED[name]}" in str(refused.value)
+    assert "no such key" not in str(refused.value)

@@ -1,11 +1,13 @@
 """Checks of the machine: what is found, and what to do when it is bad."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import asyncrl
 from asyncrl.deploy.checks import machine
 from asyncrl.deploy.checks.machine import (
     Check,
@@ -122,3 +124,23 @@ def test_a_missing_sandbox_is_a_note_that_says_how_to_have_it(monkeypatch: pytes
     found = sandbox_check()
     assert (found.name, found.status) == ("sandbox", "note")
     assert "apt-get install" in found.found
+
+
+def test_doctor_advertises_no_extra_that_no_code_uses() -> None:
+    """Code imports a package of it, or looks for its module by name."""
+    used: set[str] = set()
+    package = Path(asyncrl.__file__).parent
+    folders = [package, *(package.parent / name for name in ("services", "protocols", "deploy", "bench"))]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    used.update(part for each in names for part in each.name.split("."))
+                case ast.ImportFrom(module=str(module), level=0):
+                    used.update(module.split("."))
+                case ast.Constant(value=str(text)):
+                    used.add(text)
+    named = {"opentelemetry-proto": "opentelemetry", "cupy-cuda12x": "cupy", "cupy-cuda13x": "cupy"}
+    for extra, packages in requirements().items():
+        modules = {named.get(name, name.replace("-", "_")) for name in packages}
+        assert modules & used, f"no code uses the extra {extra}"

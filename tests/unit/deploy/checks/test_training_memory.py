@@ -92,7 +92,7 @@ def check(chosen: Config, folder: Path, name: str, trainer: Any, *, shared: bool
     run_step(trainer, given, 1, 5)
     most = most_allocated(lambda: run_step(trainer, given, 1, 5))
     learnt = bytes_of(trainer.optimizer.parameters)
-    state = [each[key] for each in trainer.optimizer.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    state = [each[key] for each in trainer.optimizer.parts[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
     found = {"weights": bytes_of(trainer.model.whole.parameters()), "gradients": learnt, "optimizer": bytes_of(state)}
     for part, size in found.items():
         assert need.parts[part] == pytest.approx(size, rel=0.02), part

@@ -12,14 +12,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
-    MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
 
 from asyncrl.engines.canary_logprobs import PROBE_TEXT, PROBE_TOKENS, probe_tokens
 from asyncrl.engines.generation.forward.attention import flat_attention
-from asyncrl.engines.generation.forward.flat_model import FlatModel, load_model, probe_logprobs, refuse_unsupported
+from asyncrl.engines.generation.forward.flat_model import FlatModel, load_model, probe_logprobs
 from asyncrl.errors import ConfigError
 
 SMALL: dict[str, Any] = {
@@ -30,24 +29,6 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (MistralConfig(**SMALL, sliding_window=8), "slides over a window of 8"),
-        (Qwen2Config(**SMALL, layer_types=["full_attention", "sliding_attention"]), "layers of type sliding_attention"),
-        (Qwen2Config(**SMALL, attn_logit_softcapping=50.0), "caps attention logits at 50.0"),
-    ],
-)
-def test_known_kinds_are_refused_with_the_reason(config: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        refuse_unsupported(config)
-
-
-def test_plain_kinds_pass() -> None:
-    refuse_unsupported(Qwen2Config(**SMALL))
-    refuse_unsupported(MistralConfig(**SMALL, sliding_window=None))
 
 
 def test_what_no_setting_tells_is_found_by_comparing(model_folder: Callable[[str], Path]) -> None:
@@ -79,7 +60,6 @@ def test_other_plain_families_run_too() -> None:
     """Learned positions, no shared heads, biases: nothing here is Llama's."""
     shape = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, bos_token_id=0, eos_token_id=0)
     model = AutoModelForCausalLM.from_config(shape).eval()
-    refuse_unsupported(model.config)
     ids = np.arange(PROBE_TOKENS)
     expected = probe_logprobs(model, ids)
     FlatModel(model, 2, 32, 64).verify(ids, expected)

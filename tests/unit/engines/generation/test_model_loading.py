@@ -28,7 +28,7 @@ def test_a_file_that_was_cut_short_is_named(model_folder: Callable[[str], Path],
         load_pretrained(cut)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "gpu", "cuda:x"])
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "cuda:x", "meta", "mps", "CPU", "cpu:x", ""])
 def test_a_device_that_torch_has_not_is_refused_by_its_key(device: str) -> None:
     with pytest.raises(ConfigError, match=rf'^training\.device = "{device}" cannot be used: \S.*"cpu"'):
         refuse_unusable("training.device", device)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import asyncrl.engines.generation.forward.flat_model
 from asyncrl.config.schema import Config
+from asyncrl.engines.generation.forward.attention_rules import PLAIN, AttentionRule
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.critic_trainer import CriticTrainer
@@ -89,10 +89,11 @@ def test_frequencies_that_follow_the_longest_row_are_served_within_the_original_
 def test_the_probe_at_the_start_finds_a_window_that_no_rule_knows(
     changed_model: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A probe of a dozen tokens lies within the window, where windowed and plain attention are the same."""
-    monkeypatch.setattr(asyncrl.engines.generation.forward.flat_model, "refuse_unsupported", lambda config: None)
+    """As when a layer has a rule that is not read. A probe of a dozen tokens lies within the window, where windowed and
+    plain attention are the same."""
+    monkeypatch.setattr(AttentionRule, "of", lambda settings, limit: PLAIN)
     folder = changed_model("mistral", sliding_window=24)
-    with pytest.raises(ConfigError, match="sliding_window"):
+    with pytest.raises(ConfigError, match="'mistral' is not supported: its logits differ by"):
         TorchEngine(folder, config_of(), 0)
     TorchEngine(folder, config_of(24), 0)
 

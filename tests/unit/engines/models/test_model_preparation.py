@@ -3,7 +3,7 @@ import errno
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +34,14 @@ NOTHING = 3
 
 def config(name: str, seed: int = 0) -> Config:
     return Config.model_validate({"seed": seed, "model": {"name": name}, "task": {"prompts": "rows.jsonl"}})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tiny models of earlier test runs count for nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

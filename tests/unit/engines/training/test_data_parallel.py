@@ -143,7 +143,7 @@ def test_one_rank_with_a_broken_loss_stops_the_step_of_all(
 
 def _moments(engine: PolicyTrainer) -> list[torch.Tensor]:
     """First moments after one step: the gradients times 0.1."""
-    state = engine.optimizer.adamw.state
+    state = engine.optimizer.parts[0].state
     return [state[parameter]["exp_avg"] for parameter in engine.optimizer.parameters]
 
 

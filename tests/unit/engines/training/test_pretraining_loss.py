@@ -62,7 +62,7 @@ def learning(make_config: Callable) -> Callable[..., Config]:
 
 def gradient(engine: PolicyTrainer) -> torch.Tensor:
     """Of the one step that was taken, over all ranks, all parameters in one vector."""
-    state, parameters = engine.optimizer.adamw.state, engine.optimizer.parameters
+    state, parameters = engine.optimizer.parts[0].state, engine.optimizer.parameters
     return torch.cat([state[parameter]["exp_avg"].flatten() for parameter in parameters]) / 0.1
 
 

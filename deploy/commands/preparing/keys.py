@@ -20,7 +20,7 @@ file (or a list, or the name of an experiment) takes over the keys of another on
 
 
 def main(arguments: list[str]) -> int:
-    from asyncrl.config.sources.keys import advice, all_keys, translate
+    from asyncrl.config.sources.keys import advice, keys_with_tables, translate
     from asyncrl.errors import ConfigError
 
     parser = argparse.ArgumentParser("asyncrl keys", description=__doc__)
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
         print(reference(), end="")
         return 0
     ours = [translated[0] or word if (translated := translate(word)) else word for word in asked.words]
-    found = [key for key in all_keys().values() if not ours or any(word in key.name for word in ours)]
+    found = [key for key in keys_with_tables() if not ours or any(word in key.name for word in ours)]
     if not found:
         raise ConfigError("; ".join(f"{word}: there is no such key, {advice(word)}" for word in asked.words))
     for key in found:
@@ -46,8 +46,8 @@ def reference() -> str:
 
 
 def _reference_lines() -> Iterator[str]:
-    from asyncrl.config.schema import Config, RewardFunction
-    from asyncrl.config.sources.keys import all_keys, sections
+    from asyncrl.config.schema import Config
+    from asyncrl.config.sources.keys import all_keys, sections, tables
 
     known = all_keys().values()
     yield from ("## Top level", "", *_table([key for key in known if "." not in key.name]))
@@ -56,9 +56,16 @@ def _reference_lines() -> Iterator[str]:
         title = " ".join((model.__doc__ or "").split()) if model is not None else ""
         yield from ("", f"## [{section}]", "", title, "")
         yield from _table([key for key in known if key.name.startswith(f"{section}.")])
-    yield from ("", "## Entries of reward.functions and cost.functions", "", "| key | meaning |", "|---|---|")
-    for name, field in RewardFunction.model_fields.items():
-        yield f"| `{name}` | {_cell(field.description or '')} |"
+    for name, table in tables().items():
+        yield from ("", f"## {_written(name)}", "", table.meaning, "", *_table(list(table.keys)))
+
+
+def _written(name: str) -> str:
+    """Returns the header of a table as a file has it."""
+    from asyncrl.config.sources.keys import all_keys
+
+    key = all_keys().get(name)
+    return f"[[{name}]]" if key is not None and "array" in key.kinds else f"[{name}]"
 
 
 def _table(keys: "list[Key]") -> Iterator[str]:

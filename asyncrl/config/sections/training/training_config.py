@@ -1,0 +1,68 @@
+"""The section `[training]`: the optimizer and the trainer."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from asyncrl.config.sections.algorithm_config import Decay, Positive, PositiveFloat, Section
+from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.optimizers import OPTIMIZERS, UNSUPPORTED
+
+
+def _supported(name: Any) -> Any:
+    key = str(name).lower().replace("_", "")
+    if key in UNSUPPORTED:
+        raise ValueError(f"{key} is not supported: {UNSUPPORTED[key]}; there are {', '.join(OPTIMIZERS)}")
+    return key if key in OPTIMIZERS else name
+
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Annotated[Literal[tuple(OPTIMIZERS)], BeforeValidator(_supported)]
+
+
+class TrainingConfig(Section):
+    """The optimizer and the trainer."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate of the policy."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Number of training steps in which the learning rate rises from 0."""
+    updates: Positive = 1
+    """Number of optimizer steps in one training step. The batch is split over them."""
+    micro_batch_tokens: Positive = 8192
+    """Largest number of prompt and response tokens in one forward and backward pass, unless one context is longer."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Largest norm of the gradient. Larger gradients are scaled down to it."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer, by its name in torch.optim, or `adamw8bit` of bitsandbytes (extra `bitsandbytes`)."""
+    optimizer_options: dict[str, Any] = Field(default={})
+    """Further arguments of the optimizer, e.g. { momentum = 0.9 } of sgd. docs/models.md lists them."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay, on matrices only."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of the first and second moment of optimizers that have two."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the trainer's computation. bfloat16 is autocast over float32 master weights."""
+    gradient_checkpointing: bool = False
+    """Computes activations again in the backward pass instead of keeping them. This saves memory and costs time."""
+    logits_chunk: Positive = 1024
+    """Number of tokens whose logits exist at the same time."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 20
+    """Number of steps between checkpoints. 0 writes only the first and the last one."""
+    keep_checkpoints: Positive = 2
+    """Number of checkpoints that are kept."""
+    keep_best: str = ""
+    """Metric of which the best checkpoint is kept besides, e.g. eval/reward/mean; -eval/cost/mean: the lowest. Versions
+    that are evaluated then get a checkpoint. Empty: none is kept for its metrics."""
+    device: str = "cpu"
+    """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
+    pool: str = ""
+    """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
+    layout: LayoutConfig = LayoutConfig()
+    """Ranks of the trainer, one process each: a table with the keys `dp` (ranks that each hold all weights) and `shard`
+    (ranks that share out the weights of a copy, as FSDP does), such as {dp = 2} or {shard = 4}. A step's samples are
+    divided over all of them by their tokens. `tp` and `pp` are not built yet."""

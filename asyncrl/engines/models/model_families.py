@@ -1,0 +1,130 @@
+"""The families of models that this version trains, and why others are refused; read from config.json, without torch.
+
+tests/unit/engines/models/test_families.py trains a tiny random model of each family in TRAINED and holds that the
+engine's log-probs are those of transformers. docs/models.md has the tables that this module prints.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.problems import Problem
+from asyncrl.config.schema import Config
+
+WINDOW = "sliding windows"
+TRAINED: Mapping[str, str] = {
+    "llama": "",
+    "mistral": WINDOW,
+    "qwen2": WINDOW,
+    "qwen3": WINDOW,
+    "gemma": "",
+    "gemma2": f"{WINDOW}, soft caps of attention and logits",
+    "gemma3_text": WINDOW,
+    "phi": "rotation of a part of each head",
+    "phi3": WINDOW,
+    "olmo": "norms without weights",
+    "olmo2": "norms behind the layers",
+    "olmo3": WINDOW,
+    "gpt_oss": f"{WINDOW}, attention sinks, experts",
+    "granite": "scaled logits",
+    "cohere": "scaled logits",
+    "cohere2": f"scaled logits, {WINDOW}, layers without positions",
+    "smollm3": "layers without positions",
+    "exaone4": WINDOW,
+    "glm": "",
+    "glm4": "",
+    "gpt2": "learnt positions",
+    "gpt_neox": "",
+    "starcoder2": WINDOW,
+    "mixtral": "experts",
+    "qwen2_moe": "experts",
+    "qwen3_moe": "experts",
+}
+"""Peculiarities of the attention or the output of each family, by `model_type` in config.json."""
+RECURRENT = "some of its layers carry a state from token to token, and the KV cache has no place for it"
+IMAGES = "its weights hold an encoder of images or sound too"
+LATENT = "its values have another size than its keys, and the KV cache has one size for both"
+ENCODER = "it is an encoder-decoder"
+CLASSIFIES = "it reads a text from both sides and does not continue it"
+CLOSED = "its code in transformers has no way for another attention function"
+BIASED = "it biases attention by distance (ALiBi)"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("t5", "mt5", "bart", "mbart", "pegasus", "whisper", "t5gemma"), ENCODER),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba"), RECURRENT),
+    **dict.fromkeys(("zamba", "zamba2", "lfm2", "qwen3_next", "nemotron_h", "granitemoehybrid", "minimax"), RECURRENT),
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "llava", "llava_next", "mllama", "idefics3", "smolvlm"), IMAGES),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "pixtral", "paligemma", "llama4"), IMAGES),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), LATENT),
+    **dict.fromkeys(("bert", "roberta", "distilbert", "xlm-roberta", "modernbert", "deberta-v2"), CLASSIFIES),
+    **dict.fromkeys(("bloom", "mpt"), BIASED),
+    "stablelm": CLOSED,
+}
+"""Why each family is refused, by `model_type`."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Types of layers, as `layer_types` in config.json names them, that the torch engine computes."""
+OTHERS = "take a model of another family (docs/models.md lists those that train)"
+DIFFERS = "its logits differ by {:.2g} from transformers' own forward, so its attention is one that the engine lacks"
+
+
+def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
+    """Yields a problem for a model on this machine whose family cannot be trained, and a warning for one that no test
+    has trained."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return
+    try:
+        shape = json.loads(path.read_bytes())
+    except ValueError:
+        return  # `damages` names the file.
+    name = str(shape.get("model_type") or "")
+    reason = _reason(config, name, shape)
+    if reason:
+        yield Problem("model.name", "", f"{folder}: {not_computed(name, reason)}")
+    elif name and name not in TRAINED:
+        text = (
+            f"{folder} is of the family {name!r}, which no test has trained: each generation worker compares its "
+            "log-probs with those of transformers at its start, and ends the run where they differ"
+        )
+        yield Problem("model.name", "", text, is_warning=True)
+
+
+def not_computed(name: str, reason: str) -> str:
+    """Returns the text that refuses a family."""
+    return f"the family {name!r} is not supported: {reason}; {OTHERS}"
+
+
+def _reason(config: Config, name: str, shape: Mapping[str, Any]) -> str:
+    if shape.get("is_encoder_decoder"):
+        return ENCODER
+    if config.generation.engine != "torch" and REFUSED.get(name) in (RECURRENT, LATENT, BIASED, CLOSED):
+        return ""  # vLLM samples; the trainer computes whatever transformers does.
+    if name in REFUSED:
+        return REFUSED[name]
+    if any(key.endswith(("vision_config", "audio_config")) for key in shape):
+        return IMAGES
+    return attention_not_computed(shape) if config.generation.engine == "torch" else ""
+
+
+def attention_not_computed(shape: Mapping[str, Any]) -> str:
+    """Returns why the torch engine does not compute the attention that config.json describes; "" where it does, or
+    where only a comparison of logits would tell."""
+    shape = shape.get("text_config") or shape
+    if shape.get("is_encoder_decoder"):
+        return ENCODER
+    if others := sorted(set(shape.get("layer_types") or ()) - set(LAYER_TYPES)):
+        return f"it has layers of the type {', '.join(others)}"
+    if shape.get("use_bidirectional_attention"):
+        return CLASSIFIES
+    return BIASED if shape.get("alibi") else ""
+
+
+def family_table() -> Iterator[str]:
+    """Yields the lines of the tables in docs/models.md."""
+    yield from ("| `model_type` | beside plain causal attention |", "|---|---|")
+    for name, special in TRAINED.items():
+        yield f"| `{name}` | {special} |"
+    yield from ("", "| refused | because |", "|---|---|")
+    for reason in dict.fromkeys(REFUSED.values()):
+        names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)
+        yield f"| {names} | {reason} |"

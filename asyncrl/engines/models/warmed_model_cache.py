@@ -1,0 +1,146 @@
+"""Keeps the tiny models that `warmed:` makes, so that each is made once on a machine. Without torch.
+
+    warmed/DIGEST/      a model, and digests.json with the sha256 of its files
+    warmed/making-*/    a model on its way there; whoever renames it first wins
+
+The digest is of all that the model is made from, every demonstration included, so a change of any makes another model.
+"""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asyncrl.tasks.builtin.words import Demonstrations
+
+DIGESTS = "digests.json"
+MOST = 16
+"""Models that are kept, 1.3 MB each; beyond them those that were unused for longest go."""
+BATCH = 64
+"""Demonstrations of one optimizer step."""
+HEADS, HEADS_FOR_VLLM = 4, 3
+"""Heads of a model, of 24 and 32 numbers; vLLM has no attention of less than 32 on CPUs."""
+UNFINISHED = 3600.0
+"""Seconds after which a model on its way belongs to a process that was killed; making one takes under a minute."""
+LOCK_TIMEOUT = 10.0
+"""Seconds to wait for other processes, each of which holds the lock while it copies one model."""
+
+
+def recipe_digest(demonstrations: Demonstrations, seed: int, heads: int) -> str:
+    """Returns the digest of what a model is made from: seed, shape, every demonstration, code, and the libraries."""
+    found = hashlib.sha256()
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")]
+    recipe = [seed, heads, demonstrations.words, demonstrations.steps, versions, platform.machine()]
+    found.update(json.dumps(recipe).encode())
+    found.update((Path(__file__).parent / "warmed_up_model.py").read_bytes())
+    source = random.Random(seed)
+    for _ in range(demonstrations.steps * BATCH):
+        found.update(repr(demonstrations.draw(source)).encode())
+    return found.hexdigest()[:32]
+
+
+class WarmedModelCache:
+    """The kept models in a folder. Safe for several processes, and for those that are killed at any moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def copy_to(self, digest: str, target: Path) -> bool:
+        """Copies the files of a model into the folder `target`; returns whether there is such a model. One whose files
+        changed is removed. Raises OSError."""
+        entry = self._folder / digest
+        if not entry.is_dir():
+            return False
+        with _locked(self._folder) as held:
+            if not held or not entry.is_dir():
+                return False
+            if _digests(entry) != _written_digests(entry):
+                shutil.rmtree(entry)
+                return False
+            for path in entry.iterdir():
+                if path.name != DIGESTS:
+                    shutil.copy(path, target)
+            os.utime(entry)
+        return True
+
+    def keep(self, digest: str, model: Path) -> None:
+        """Keeps a copy of the files in the folder `model`, and removes what is too much. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        making = Path(tempfile.mkdtemp(prefix="making-", dir=self._folder))
+        try:
+            for path in model.iterdir():
+                shutil.copy(path, making)
+            (making / DIGESTS).write_text(json.dumps(_digests(making)))
+            for path in (*making.iterdir(), making):
+                _sync(path)
+            with _locked(self._folder) as held:
+                if held and not (self._folder / digest).exists():
+                    making.rename(self._folder / digest)
+                    _sync(self._folder)
+                if held:
+                    self._remove_oldest()
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+
+    def _remove_oldest(self) -> None:
+        folders = sorted((path for path in self._folder.iterdir() if path.is_dir()), key=_used_at, reverse=True)
+        kept = [path for path in folders if not path.name.startswith("making-")]
+        killed = [path for path in folders if path not in kept and time.time() - _used_at(path) > UNFINISHED]
+        for path in (*kept[MOST:], *killed):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Holds the lock of the folder; yields whether it was got in time. A killed process holds it no more."""
+    with (folder / "lock").open("w") as file:
+        yield _try_lock(file.fileno())
+
+
+def _try_lock(handle: int) -> bool:
+    until = time.monotonic() + LOCK_TIMEOUT
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != DIGESTS:
+            with path.open("rb") as file:
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _written_digests(folder: Path) -> object:
+    try:
+        return json.loads((folder / DIGESTS).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _used_at(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,234 @@
+"""`asyncrl init` writes a commented file of an experiment, for a task that it asks about."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.install_hints import program
+from asyncrl.errors import ConfigError
+
+Answers = dict[str, str]
+EXAMPLE, COMPARED, OWN = "example", "compared", "own"
+SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+OTHER_KEYS = (
+    *("steps", "seed", "generation.temperature", "training.optimizer", "training.checkpoint_every"),
+    *("staleness.limit", "algorithm.preset", "algorithm.kl", "evaluate.prompts", "evaluate.every"),
+)
+"""Keys that the file shows with their defaults, as comments."""
+ROWS = """\
+{"prompt": "What is 3 + 4? Answer with the number only.", "answer": "7"}
+{"prompt": "What is 9 - 5? Answer with the number only.", "answer": "4"}
+{"prompt": "What is 6 * 2? Answer with the number only.", "answer": "12"}
+"""
+REWARDS = '''\
+"""Rewards of the answers of a model. docs/rewards.md describes what a function may take and return."""
+
+from asyncrl.rewards.sample import Sample
+
+
+def short_and_complete(sample: Sample) -> float:
+    """Returns 1 for an answer that ended by itself within 20 words, 0 for any other. Write here what you want more of.
+
+    sample.text: the answer. sample.prompt: its prompt. sample.row: all columns of the prompt's row.
+    """
+    return float(sample.finish == "stop" and len(sample.text.split()) <= 20)
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, which is also the flag `--key`. choices: what the answer may be and means; none: any text. default:
+    of the answers so far. asked: whether it makes sense after the answers so far."""
+
+    key: str
+    text: str
+    default: Callable[[Answers], str]
+    choices: Mapping[str, str] | None = None
+    asked: Callable[[Answers], bool] = lambda answers: answers["task"] != EXAMPLE
+
+
+QUESTIONS = (
+    Question(
+        "task",
+        "What shall the model learn?",
+        lambda answers: EXAMPLE,
+        {
+            EXAMPLE: "the built-in example: a tiny model spells words backwards, with nothing to download",
+            COMPARED: "to answer your prompts, whose right answers are known",
+            OWN: "what a reward function that you write scores",
+        },
+        lambda answers: True,
+    ),
+    Question("model", "Which model? A folder, or a name on the hub.", lambda answers: SMALL),
+    Question(
+        "prompts",
+        "Where are the prompts? A JSONL, CSV or Parquet file, or hub:NAME#split.",
+        lambda answers: "prompts.jsonl",
+    ),
+    Question(
+        "reward",
+        "How are answers compared with the column `answer`?",
+        lambda answers: "numeric",
+        {"exact_match": "as text, without spaces around", "numeric": "by the last number in both"},
+        lambda answers: answers["task"] == COMPARED,
+    ),
+    Question("tokens", "How many tokens may an answer have?", lambda answers: "64"),
+    Question("device", "On which device? cpu or cuda:0.", lambda answers: "cpu"),
+    Question(
+        "adapters",
+        "Train adapters only (LoRA)? They take less memory than the model.",
+        lambda answers: "no",
+        {"no": "train the whole model", "yes": "train low-rank adapters"},
+    ),
+)
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    path = Path(options.name if options.name.endswith(".toml") else f"{options.name}.toml")
+    files = [path, path.with_name(f"{path.stem}_rewards.py")]
+    for file in files:
+        if file.exists():
+            raise ConfigError(f"{file} is there already: write another name, asyncrl init NAME")
+    answers = _answers(options, ask=sys.stdin.isatty() and not options.yes)
+    written = list(_write(path, files[1], answers))
+    print(f"wrote {', '.join(map(str, written))}")
+    print(f"next: `{program()} doctor {path}`, then `{program()} run {path}`")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    epilog = "What no flag answers is asked for, or takes its default where nobody can be asked."
+    parser = argparse.ArgumentParser("asyncrl init", description=__doc__, epilog=epilog, allow_abbrev=False)
+    parser.add_argument(
+        "name", nargs="?", default="mine", metavar="NAME", help="Name of the file, by default mine.toml."
+    )
+    for question in QUESTIONS:
+        choices = list(question.choices) if question.choices else None
+        parser.add_argument(f"--{question.key}", choices=choices, help=question.text)
+    parser.add_argument("--yes", action="store_true", help="Ask nothing: take the defaults.")
+    return parser
+
+
+def _answers(options: argparse.Namespace, *, ask: bool) -> Answers:
+    """Returns the answer of each question that makes sense, given by a flag, typed, or its default."""
+    answers: Answers = {}
+    for question in QUESTIONS:
+        given = getattr(options, question.key)
+        if not question.asked(answers):
+            if given is not None:
+                raise ConfigError(f"--{question.key} means nothing with --task {answers['task']}: leave it out")
+            continue
+        answers[question.key] = given or (_typed(question, answers) if ask else question.default(answers))
+        if question.key == "tokens" and not (answers["tokens"].isdecimal() and int(answers["tokens"]) > 0):
+            raise ConfigError(f"--tokens must be a whole number over 0, not {answers['tokens']!r}")
+    return answers
+
+
+def _typed(question: Question, answers: Answers) -> str:
+    """Asks until the answer is one of the choices; an empty line takes the default."""
+    default = question.default(answers)
+    print(question.text)
+    for choice, meaning in (question.choices or {}).items():
+        print(f"  {choice:12} {meaning}")
+    while True:
+        try:
+            typed = input(f"[{default}] ").strip() or default
+        except EOFError:
+            raise ConfigError("the answers ended before the questions: nothing was written") from None
+        if question.choices is None or typed in question.choices:
+            return typed
+        print(f"write one of {', '.join(question.choices)}")
+
+
+def _write(path: Path, rewards: Path, answers: Answers) -> Iterator[Path]:
+    """Writes the files, and yields each; the file of the experiment is read once, so that it is known to be right."""
+    from asyncrl.config.sources import load
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prompts = path.parent / answers.get("prompts", "")
+    if answers["task"] != EXAMPLE and prompts.suffix == ".jsonl" and ":" not in str(prompts) and not prompts.exists():
+        prompts.parent.mkdir(parents=True, exist_ok=True)
+        prompts.write_text(ROWS, encoding="utf-8")
+        yield prompts
+    if answers["task"] == OWN:
+        rewards.write_text(REWARDS, encoding="utf-8")
+        yield rewards
+    path.write_text("\n".join(_lines(answers, rewards.name)) + "\n", encoding="utf-8")
+    try:
+        load(path)
+    except ConfigError:
+        path.unlink()
+        raise
+    yield path
+
+
+def _lines(answers: Answers, rewards: str) -> Iterator[str]:
+    """Yields the lines of the file: what was answered, and some other keys as comments."""
+    from asyncrl.config.sources.keys import all_keys
+
+    values = _values(answers, rewards)
+    yield f"# {_title(answers)} `{program()} run` trains it; `{program()} keys` explains every key."
+    keys = [key for key in all_keys().values() if key.name in values or key.name in OTHER_KEYS]
+    section = ""
+    for key in keys:
+        own, _, name = key.name.rpartition(".")
+        if own != section:
+            yield from ("", f"[{own}]")
+        elif not own and key is keys[0]:
+            yield ""
+        section = own
+        yield from textwrap.wrap(key.doc, 110, initial_indent="# ", subsequent_indent="# ")
+        yield from _written(key.name, name, values.get(key.name), key.default)
+
+
+def _written(key: str, name: str, value: object, default: object) -> Iterator[str]:
+    """Yields the line of a key, as a comment where the default stays."""
+    from asyncrl.config.toml_writer import value_text
+
+    if value is None:
+        yield f"# {name} = {value_text(default, key)}"
+    else:
+        yield f"{name} = {value_text(value, key)}"
+
+
+def _title(answers: Answers) -> str:
+    return {
+        EXAMPLE: "A tiny model learns to spell words backwards.",
+        COMPARED: "A model learns to answer prompts whose answers are known.",
+        OWN: "A model learns what a reward function scores.",
+    }[answers["task"]]
+
+
+def _values(answers: Answers, rewards: str) -> dict[str, object]:
+    """Returns the values of the keys that the file sets."""
+    if answers["task"] == EXAMPLE:
+        return {
+            "steps": 250,
+            "model.name": "warmed:reverse",
+            "task.prompts": "asyncrl.tasks.builtin.reverse:training",
+            "task.samples_per_prompt": 16,
+            "generation.slots": 64,
+            "generation.max_new_tokens": 8,
+            "reward.functions": ["exact_match"],
+            "training.learning_rate": 2e-4,
+        }
+    reward = answers["reward"] if answers["task"] == COMPARED else f"{rewards}:short_and_complete"
+    values: dict[str, object] = {
+        "model.name": answers["model"],
+        "task.prompts": answers["prompts"],
+        "task.prompts_per_step": 8,
+        "task.samples_per_prompt": 8,
+        "generation.max_new_tokens": int(answers["tokens"]),
+        "reward.functions": [{"use": reward, "weight": 1.0}],
+        "training.learning_rate": 1e-4 if answers["adapters"] == "yes" else 1e-6,
+    }
+    if answers["adapters"] == "yes":
+        values["model.lora"] = {"rank": 16}
+    if answers["device"] != "cpu":
+        values |= {f"{section}.device": answers["device"] for section in ("generation", "training")}
+        values |= {"model.dtype": "bfloat16", "training.precision": "bfloat16"}
+    return values

@@ -1,0 +1,109 @@
+"""`asyncrl init` writes a file that can be run as it is, explained key by key."""
+
+import io
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.sources import load
+from asyncrl.config.sources.keys import all_keys
+from asyncrl.deploy import cli
+from asyncrl.deploy.commands.preparing.init import OTHER_KEYS, OWN, QUESTIONS
+from asyncrl.rewards.functions import function_problems
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    return tmp_path
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal("".join(f"{line}\n" for line in lines)))
+
+
+def test_without_a_terminal_it_takes_the_defaults(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init"]) == 0
+    config, quickstart = load(here / "mine.toml").config, load("quickstart").config
+    assert (config.model.name, config.task.prompts) == (quickstart.model.name, quickstart.task.prompts)
+    printed = capsys.readouterr().out
+    assert "wrote mine.toml\n" in printed
+    assert "run mine.toml`" in printed
+
+
+@pytest.mark.parametrize("task", ["example", "compared", "own"])
+@pytest.mark.parametrize("others", [[], ["--device", "cuda:0", "--adapters", "yes"]], ids=["cpu", "cuda"])
+def test_every_key_in_the_file_is_explained_and_right(here: Path, task: str, others: list[str]) -> None:
+    assert cli.main(["init", "a", "--task", task, *(others if task != "example" else [])]) == 0
+    text = (here / "a.toml").read_text()
+    written = {
+        name
+        for table, keys in tomllib.loads(text).items()
+        if isinstance(keys, dict)
+        for name in (f"{table}.{key}" for key in keys)
+    }
+    assert written <= set(all_keys())
+    assert all(
+        all_keys()[name].doc.split(".")[0][:60] in " ".join(text.replace("\n# ", " ").split()) for name in written
+    )
+    for name in OTHER_KEYS:
+        assert f"{name.rpartition('.')[2]} = " in text
+    (here / "b.toml").write_text(re.sub(r"^# (?=[a-z_]+ = )", "", text, flags=re.MULTILINE))
+    assert load(here / "b.toml").config.model_copy(update={"name": "a"}) == load(here / "a.toml").config
+    assert not list(function_problems(load(here / "a.toml").config, "reward"))
+
+
+def test_a_terminal_is_asked_until_the_answer_is_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "sing", OWN, "some/model", "", "32", "", "yes")
+    assert cli.main(["init", "songs"]) == 0
+    printed = capsys.readouterr().out
+    assert "write one of example, compared, own" in printed
+    config = load(here / "songs.toml").config
+    assert (config.model.name, config.generation.max_new_tokens) == ("some/model", 32)
+    assert config.model.lora is not None
+    assert [path.name for path in sorted(here.iterdir())] == ["prompts.jsonl", "songs.toml", "songs_rewards.py"]
+    asked = [question.text for question in QUESTIONS if question.text in printed]
+    assert len(asked) == len(QUESTIONS) - 1, "how answers are compared is not asked where a function scores them"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (["--task", "example", "--device", "cpu"], "--device means nothing with --task example"),
+        (["--task", "own", "--reward", "numeric"], "--reward means nothing with --task own"),
+        (["--task", "own", "--tokens", "many"], "--tokens must be a whole number"),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_refused(
+    here: Path, arguments: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", *arguments]) == 2
+    assert answer in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+def test_nothing_is_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.toml").write_text("seed = 1\n")
+    assert cli.main(["init"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert (here / "mine.toml").read_text() == "seed = 1\n"
+
+
+def test_answers_that_end_leave_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, OWN)
+    assert cli.main(["init"]) == 2
+    assert "nothing was written" in capsys.readouterr().err
+    assert not list(here.iterdir())

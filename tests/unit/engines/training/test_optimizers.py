@@ -1,0 +1,210 @@
+"""Every optimizer of torch trains by its name, with its options checked as torch would check them."""
+
+import inspect
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.config.schema import Config, TrainingConfig
+from asyncrl.config.sections.training.optimizers import (
+    OPTIMIZERS,
+    OTHER_KEYS,
+    UNSUPPORTED,
+    UNSUPPORTED_OPTIONS,
+    kept_numbers,
+    option_mistakes,
+)
+from asyncrl.config.sources import load
+from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.training_step import run_step
+from asyncrl.errors import ConfigError
+
+OF_TORCH = [name for name, kind in OPTIMIZERS.items() if kind.module == "torch.optim"]
+NONE: dict[str, Any] = {}
+GOOD: dict[str, Any] = {
+    **dict.fromkeys(("eps", "momentum_decay", "lr_decay", "initial_accumulator_value"), 1e-4),
+    **dict.fromkeys(("amsgrad", "nesterov", "centered", "decoupled_weight_decay"), True),
+    **dict.fromkeys(("momentum", "alpha", "rho"), 0.9),
+    "dampening": 0.0,
+    "lambd": 1e-4,
+    "t0": 1e6,
+    "beta2_decay": -0.7,
+    "d": 1.5,
+    "adjust_lr_fn": "original",
+    "ns_steps": 3,
+    "ns_coefficients": [3.4, -4.7, 2.0],
+    "etas": [0.4, 1.3],
+    "step_sizes": [1e-6, 50],
+}
+BAD: dict[str, Any] = {
+    **dict.fromkeys(("eps", "momentum_decay", "lr_decay", "initial_accumulator_value", "momentum", "alpha"), -0.1),
+    "rho": 1.5,
+    "beta2_decay": 0.5,
+    "d": 0.5,
+    "adjust_lr_fn": "mine",
+    "etas": [1.2, 0.5],
+}
+
+
+def good(name: str) -> dict[str, Any]:
+    options = {key: GOOD[key] for key in OPTIMIZERS[name].options}
+    return options | {"eps": [1e-30, 1e-3]} if name == "adafactor" else options
+
+
+def settings(name: str, **options: Any) -> TrainingConfig:
+    return TrainingConfig(optimizer=name, optimizer_options=options, learning_rate=1e-2)
+
+
+class Model(torch.nn.Module):
+    """A matrix inside, embeddings and biases outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.inner, self.lm_head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 5)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.embed
+
+    def loss(self) -> torch.Tensor:
+        return self.lm_head(self.inner(self.embed.weight)).log_softmax(-1).diagonal().mean().neg()
+
+
+def trained(name: str, steps: int = 3, model: Model | None = None, **options: Any) -> tuple[Model, Optimizer]:
+    model = model or Model()
+    optimizer = Optimizer(model, settings(name, **options), steps)
+    for _ in range(steps):
+        model.loss().backward()
+        assert optimizer.step(RankMesh(), finite=True) is not None
+    return model, optimizer
+
+
+def test_the_table_names_every_optimizer_of_torch() -> None:
+    found = {name.lower() for name in torch.optim.__all__ if inspect.isclass(getattr(torch.optim, name))}
+    found &= {name.lower() for name, each in vars(torch.optim).items() if inspect.isclass(each)}
+    assert found - {"optimizer"} == set(OF_TORCH) | set(UNSUPPORTED)
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_every_optimizer_lowers_a_loss(name: str) -> None:
+    model, _ = trained(name, steps=20)
+    assert model.loss() < Model().loss() - 1e-4
+    model, _ = trained(name, **good(name))
+    assert model.loss() != Model().loss()
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_options_are_those_of_torch(name: str) -> None:
+    known = set(inspect.signature(getattr(torch.optim, OPTIMIZERS[name].name)).parameters) - {"params"}
+    others = {key for key, is_read in (("betas", OPTIMIZERS[name].betas), ("lr", True)) if is_read}
+    others |= {"weight_decay"} if OPTIMIZERS[name].weight_decay else set()
+    assert known - set(UNSUPPORTED_OPTIONS) == set(OPTIMIZERS[name].options) | others
+    assert others <= set(OTHER_KEYS)
+    assert not option_mistakes(name, good(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(n, k) for n in OF_TORCH for k in OPTIMIZERS[n].options if k in BAD if n != "asgd"]
+)
+def test_what_torch_would_refuse_is_refused_before(name: str, key: str) -> None:
+    value = [-1.0, 1e-3] if (name, key) == ("adafactor", "eps") else BAD[key]
+    (mistake,) = option_mistakes(name, {key: value})
+    assert mistake.startswith(f"{key} must be ")
+    if (name, key) != ("muon", "eps"):
+        with pytest.raises(ValueError, match=r"\S"):
+            Optimizer(Model(), settings(name, **{key: value}), 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ({"optimizer": "lbfgs"}, "lbfgs is not supported: it computes the loss several times"),
+        ({"optimizer": "sparse_adam"}, "sparseadam is not supported: it takes sparse gradients"),
+        ({"optimizer": "rmsprob"}, "did you mean rmsprop?"),
+        ({"optimizer_options": {"momentum": 0.9}}, "adamw has no option momentum; it has eps, amsgrad"),
+        ({"optimizer": "sgd", "optimizer_options": {"lr": 1.0}}, "write training.learning_rate instead of lr"),
+        ({"optimizer": "sgd", "optimizer_options": {"foreach": True}}, "foreach is not supported"),
+        ({"optimizer": "muon", "layout": {"shard": 2}}, "muon is not supported with training.layout.shard"),
+        ({"optimizer": "sgd", "optimizer_options": {"nesterov": True}}, "nesterov needs a momentum over 0"),
+    ],
+)
+def test_a_mistake_is_answered_by_its_key(written: dict[str, Any], answer: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", values={"training": written}, environ=NONE)
+    assert answer in str(refused.value)
+    assert "training.optimizer" in str(refused.value)
+
+
+def test_names_are_read_however_they_are_spelled() -> None:
+    assert [settings(name).optimizer for name in ("AdamW", "NAdam", "adamw_8bit")] == ["adamw", "nadam", "adamw8bit"]
+
+
+def test_what_an_optimizer_does_not_read_is_said() -> None:
+    chosen = load("quickstart", values={"training": {"optimizer": "rprop", "weight_decay": 0.1, "betas": [0.5, 0.9]}})
+    found = [str(problem) for problem in chosen.config.warnings]
+    assert [key for key in ("weight_decay", "betas") if any(f"training.{key}" in text for text in found)] == [
+        "weight_decay",
+        "betas",
+    ]
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_a_state_goes_on_bit_for_bit_and_only_with_its_optimizer(name: str) -> None:
+    model, optimizer = trained(name)
+    again = Model()
+    again.load_state_dict(model.state_dict())
+    restored = Optimizer(again, settings(name), 3)
+    torch.save(optimizer.states(), file := io.BytesIO())
+    file.seek(0)
+    restored.load_states(name, torch.load(file, weights_only=True))
+    for each, of in ((model, optimizer), (again, restored)):
+        each.loss().backward()
+        of.step(RankMesh(), finite=True)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    other = "sgd" if name != "sgd" else "adam"
+    with pytest.raises(ConfigError, match=f"holds the state of {name}"):
+        Optimizer(Model(), settings(other), 3).load_states(name, optimizer.states())
+
+
+@pytest.mark.parametrize("options", [NONE, {"amsgrad": True}, {"momentum": 0.9}, {"momentum": 0.9, "centered": True}])
+def test_the_memory_of_a_state_is_what_is_counted(options: dict[str, Any]) -> None:
+    for name in OF_TORCH:
+        if not option_mistakes(name, options) and name != "adafactor":
+            _, optimizer = trained(name, **options)
+            parts = [tensor for part in optimizer.parts for each in part.state.values() for tensor in each.values()]
+            found = sum(each.numel() for each in parts if isinstance(each, torch.Tensor) and each.numel() > 1)
+            matrices = sum(p.numel() for p in optimizer.parts[0].param_groups[0]["params"])
+            counted = sum(p.numel() for p in optimizer.parameters)
+            expected = matrices + 2 * (counted - matrices) if name == "muon" else kept_numbers(name, options) * counted
+            assert found == expected, name
+
+
+def test_muon_updates_the_matrices_inside_of_layers() -> None:
+    model, optimizer = trained("muon")
+    inner = [each for group in optimizer.parts[0].param_groups for each in group["params"]]
+    assert [each is model.inner.weight for each in inner] == [True]
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_a_policy_resumes_with_its_optimizer(
+    name: str, tiny: Path, make_config: Callable[..., Config], make_rows: Callable, tmp_path: Path
+) -> None:
+    config = make_config(training={"optimizer": name})
+    trainer = PolicyTrainer(config, tiny)
+    before = trainer.named_tensors()["model.layers.0.mlp.up_proj.weight"].clone()
+    run_step(trainer, make_rows(), 1, 5)
+    assert not torch.equal(before, trainer.named_tensors()["model.layers.0.mlp.up_proj.weight"])
+    trainer.save(tmp_path, {})
+    resumed, _ = PolicyTrainer.resume(config, tmp_path)
+    for each in (trainer, resumed):
+        run_step(each, make_rows(seed=1), 1, 5)
+    pairs = zip(trainer.optimizer.parameters, resumed.optimizer.parameters, strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    with pytest.raises(ConfigError, match=f"holds the state of {name}"):
+        PolicyTrainer.resume(make_config(), tmp_path)
