@@ -50,8 +50,7 @@ class ActingTrainer:
         first, *others = trainer.learner.optimizers.values()
         state = read_state(directory, first, ALONE)
         for optimizer, saved in zip(others, state["others"], strict=True):
-            optimizer.adamw.load_state_dict(saved["adamw"])
-            optimizer.updates = saved["updates"]
+            optimizer.load(saved)
         for name, module in trainer.learner.modules.items():
             module.load_state_dict(state["modules"][name])
         trainer.learner.restore(state["learner"])
@@ -69,8 +68,8 @@ class ActingTrainer:
             directory,
             first,
             ALONE.size,
-            first.adamw.state_dict(),
-            others=[{"adamw": each.adamw.state_dict(), "updates": each.updates} for each in others],
+            first.states(),
+            others=[each.saved(each.states()) for each in others],
             modules={name: module.state_dict() for name, module in self.learner.modules.items()},
             learner=self.learner.state(),
             returns=list(self.returns),

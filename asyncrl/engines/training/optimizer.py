@@ -71,14 +71,20 @@ class Optimizer:
         """Returns the state of each part; where weights are shared out, that of this rank."""
         return [part.state_dict() for part in self.parts]
 
-    def load_states(self, name: str, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restores whole states, of which each rank takes its part. Raises ConfigError for those of another optimizer
-        than `name`."""
+    def saved(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, tensors and plain values. states: the whole ones."""
+        return {"name": self.settings.optimizer, "states": [*states], "updates": self.updates}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Restores what `saved` returned; each rank takes its part of the states. Raises ConfigError for the states of
+        another optimizer; those without a name are AdamW's."""
+        name, states = saved.get("name", "adamw"), saved["states"] if "states" in saved else [saved["adamw"]]
         if name != self.settings.optimizer:
             raise ConfigError(
                 f'training.optimizer = "{self.settings.optimizer}": the checkpoint holds the state of {name}; write '
                 f'"{name}", or start anew with another --run-dir'
             )
+        self.updates = saved["updates"]
         for part, state in zip(self.parts, states, strict=True):
             parameters = [each for group in part.param_groups for each in group["params"]]
             own = {
@@ -114,7 +120,8 @@ def _inside_of_layers(model: Any) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _ends_of(model: Any) -> list[nn.Module]:
-    ends = (model.get_input_embeddings(), getattr(model, "lm_head", None), getattr(model, "score", None))
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    ends = (embeddings, getattr(model, "lm_head", None), getattr(model, "score", None))
     return [each for each in (*ends, getattr(model, "classifier", None)) if isinstance(each, nn.Module)]
 
 

@@ -35,8 +35,7 @@ def write_state(
 ) -> None:
     """Writes trainer.pt (optimizer with its whole `states`, RNG, number of `ranks`, and `state`, which is tensors and
     plain values), and fsyncs it with all other files of the directory."""
-    name = optimizer.settings.optimizer
-    state |= {"optimizer": {"name": name, "states": states, "updates": optimizer.updates}}
+    state |= {"optimizer": optimizer.saved(states)}
     _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
     for path in [*directory.rglob("*"), directory]:
         _sync(path)
@@ -56,9 +55,7 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
     others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
-    saved = state["optimizer"]
-    optimizer.load_states(saved.get("name", "adamw"), saved["states"] if "states" in saved else [saved["adamw"]])
-    optimizer.updates = saved["updates"]
+    optimizer.load(state["optimizer"])
     random = [each["rng"] for each in (state, *others)]
     if len(random) != mesh.size and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(

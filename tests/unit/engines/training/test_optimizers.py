@@ -160,16 +160,22 @@ def test_a_state_goes_on_bit_for_bit_and_only_with_its_optimizer(name: str) -> N
     again = Model()
     again.load_state_dict(model.state_dict())
     restored = Optimizer(again, settings(name), 3)
-    torch.save(optimizer.states(), file := io.BytesIO())
+    torch.save(optimizer.saved(optimizer.states()), file := io.BytesIO())
     file.seek(0)
-    restored.load_states(name, torch.load(file, weights_only=True))
+    restored.load(torch.load(file, weights_only=True))
+    assert restored.updates == 3
     for each, of in ((model, optimizer), (again, restored)):
         each.loss().backward()
         of.step(RankMesh(), finite=True)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     other = "sgd" if name != "sgd" else "adam"
     with pytest.raises(ConfigError, match=f"holds the state of {name}"):
-        Optimizer(Model(), settings(other), 3).load_states(name, optimizer.states())
+        Optimizer(Model(), settings(other), 3).load(optimizer.saved(optimizer.states()))
+
+
+def test_the_state_of_an_older_checkpoint_is_adamw() -> None:
+    _, optimizer = trained("adamw")
+    Optimizer(Model(), settings("adamw"), 3).load({"adamw": optimizer.parts[0].state_dict(), "updates": 3})
 
 
 @pytest.mark.parametrize("options", [NONE, {"amsgrad": True}, {"momentum": 0.9}, {"momentum": 0.9, "centered": True}])
