@@ -36,7 +36,7 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
-from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
+from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
 from asyncrl.deploy.process.exhausted_resources import exhausted
@@ -104,6 +104,8 @@ async def run(request: RunRequest) -> RunDirectory:
     Raises ConfigError or TaskError for a mistake of the user, if possible before anything is started. The same request
     resumes after FleetFailed (the trainer or a critic died), RewardError, AlgorithmError and Interrupted (by a signal).
     """
+    config = await asyncio.to_thread(with_steps_of_epochs, request.config, request.prompts)
+    request = replace(request, config=config)
     warnings = _check(request)
     rollback = DirectoryRollback(request.run_dir)
     directory = open_run_directory(request.run_dir)

@@ -50,6 +50,15 @@ def read_prompts(config: Config, given: Rows | None = None) -> PromptSets:
     return sets
 
 
+def with_steps_of_epochs(config: Config, given: Rows | None = None) -> Config:
+    """Returns the config with the steps of `task.epochs`, if it has a value. given: as in `read_prompts`."""
+    task = config.task
+    if task.epochs is None:
+        return config
+    steps = -(-task.epochs * len(training_prompts(config, given)) // task.prompts_per_step)
+    return config.model_copy(update={"steps": steps})
+
+
 def questions_of(
     config: Config, sets: PromptSets, model: Path, longest: Path, places: Mapping[str, str], say: Callable[[str], None]
 ) -> Questions:

@@ -214,12 +214,13 @@ def _train(
 
     from asyncrl.deploy.process.fork_client import forks_of
 
-    config = loaded.config
-    with forks_of(config, begun) as forks:
+    with forks_of(loaded.config, begun) as forks:
+        from asyncrl.deploy.checks.run_prompts import with_steps_of_epochs
         from asyncrl.deploy.run_setup import RunRequest, run
         from asyncrl.telemetry.screen.bottleneck import workers_of
         from asyncrl.telemetry.screen.display import open_display
 
+        config = with_steps_of_epochs(loaded.config)  # The display counts steps.
         with open_display(config.steps, workers=workers_of(config)) as display:
             wanted = RunRequest(config, run_dir, display, command, accept_changes, loaded.sources, forks=forks)
             asyncio.run(run(replace(wanted, store=store)))

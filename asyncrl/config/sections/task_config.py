@@ -70,6 +70,9 @@ class TaskConfig(Section):
     dots is found in nested columns; "" leaves a column out. The column `tools` goes to the chat template."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a procedural source, e.g. { max_terms = 3 }, or of datasets.load_dataset."""
+    epochs: Positive | None = None
+    """Number of passes over the rows. A run has as many steps as draw so many rows, and does not read `steps`; rows of
+    groups that are dropped count too."""
     shuffle: bool = True
     """Draws the rows of each epoch in another order. Without it they are drawn in their own order."""
     curriculum: str = ""

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     *(
         "name",
         "steps",
+        "task.epochs",
         "finish",
         "reference.",
         "evaluate.",

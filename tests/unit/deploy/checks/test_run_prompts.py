@@ -1,0 +1,119 @@
+"""The prompts of a run with its model: what is said of them, which are left, and the steps that draw them."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.controller.training_run import Questions
+from asyncrl.deploy import run_setup
+from asyncrl.deploy.checks.run_prompts import RAW, questions_of, read_prompts, with_steps_of_epochs
+from asyncrl.deploy.run_setup import RunRequest
+from asyncrl.engines.models.warmed_up_model import build_tokenizer
+from asyncrl.errors import TaskError
+from asyncrl.tasks.curriculum import CurriculumDraw
+
+ROWS = [{"prompt": "x" * length} for length in (3, 30, 5, 9)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of a model whose tokens are characters; its chat template writes four of them."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer(())
+    tokenizer.chat_template = "say {% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def config(**sections: Any) -> Config:
+    task = {"prompts": "p.jsonl", **sections.pop("task", {})}
+    return Config.model_validate({"model": {"name": "m"}, "task": task, **sections})
+
+
+def questions(
+    settings: Config, model: Path, folder: Path, rows: Any = ROWS, **places: str
+) -> tuple[Questions, list[str]]:
+    said: list[str] = []
+    sets = read_prompts(settings, rows)
+    return questions_of(settings, sets, model, folder / "longest", places, said.append), said
+
+
+def test_that_texts_stay_raw_is_said_where_nobody_has_chosen(model: Path, tmp_path: Path) -> None:
+    assert questions(config(), model, tmp_path)[1] == [RAW]
+    for silent in (
+        config(task={"text_prompts": "chat"}),
+        config(task={"system": "Be brief."}),
+        config(model={"name": "warmed:reverse"}),
+        config(environment={"use": "guess"}),
+    ):
+        assert questions(silent, model, tmp_path)[1] == []
+    assert questions(config(), tmp_path, tmp_path)[1] == [], "a model without a template has raw texts only"
+    chosen = {"task.text_prompts": "mine.toml:3"}
+    assert questions(config(), model, tmp_path, **chosen)[1] == []
+
+
+def test_long_prompts_are_left_out_before_they_are_drawn(model: Path, tmp_path: Path) -> None:
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings = config(
+        task={"max_prompt_tokens": 9, "long_prompts": "skip", "shuffle": False},
+        evaluate={"prompts": str(held_out), "size": 2},
+    )
+    found, said = questions(settings, model, tmp_path)
+    assert [found.training(group).prompt for group in range(4)] == ["xxx", "xxxxx", "x" * 9, "xxx"]
+    assert found.where(1) == "task.prompts: the rows given as prompts, row 3"
+    assert [prompt for prompt, _ in found.held_out[""]] == ["xxx", "xxxxx"]
+    assert said[:2] == [
+        "the rows given as prompts: 1 of 4 prompts have more than 9 tokens; they are left out",
+        f"{held_out}: 1 of 4 prompts have more than 9 tokens; they are left out",
+    ]
+    assert "x" * 30 not in (tmp_path / "longest").read_text()
+
+
+def test_prompts_are_shortened_to_what_the_template_leaves_room_for(model: Path, tmp_path: Path) -> None:
+    settings = config(task={"max_prompt_tokens": 40, "long_prompts": "truncate", "text_prompts": "chat"})
+    rows = [{"prompt": "abcdefghij" * 9}]
+    found, said = questions(settings, model, tmp_path, rows)
+    prompt = found.training(0).prompt
+    assert isinstance(prompt, list)
+    (message,) = prompt
+    assert len(message["content"]) == 36
+    assert rows[0]["prompt"].endswith(message["content"])
+    assert len(said) == 1
+
+
+def test_a_curriculum_is_the_draw_of_a_run(model: Path, tmp_path: Path) -> None:
+    for name in ("easy", "hard"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": name}))
+    (tmp_path / "mine.py").write_text("def weights(step):\n    return [1 - step, step]\n\nvalue = 3\n")
+    sources = [str(tmp_path / f"{name}.jsonl") for name in ("easy", "hard")]
+    task = {"prompts": sources, "curriculum": f"{tmp_path}/mine.py:weights", "prompts_per_step": 2}
+    found, _ = questions(config(task=task), model, tmp_path, None)
+    assert isinstance(found.training, CurriculumDraw)
+    assert [found.training(group).prompt for group in range(4)] == ["easy", "easy", "hard", "hard"]
+    with pytest.raises(TaskError, match=r"mine\.py:value is no function"):
+        questions(config(task={**task, "curriculum": f"{tmp_path}/mine.py:value"}), model, tmp_path, None)
+
+
+@pytest.mark.parametrize(("epochs", "per_step", "steps"), [(1, 4, 1), (3, 4, 3), (3, 5, 3), (1, 100, 1), (None, 4, 7)])
+def test_epochs_are_steps(epochs: int | None, per_step: int, steps: int) -> None:
+    settings = config(task={"epochs": epochs, "prompts_per_step": per_step}, steps=7)
+    assert with_steps_of_epochs(settings, ROWS).steps == steps
+
+
+def test_a_run_has_the_steps_of_its_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def check(request: RunRequest) -> Any:
+        seen.append(request.config.steps)
+        raise TaskError("seen")
+
+    monkeypatch.setattr(run_setup, "_check", check)
+    request = RunRequest(config(task={"epochs": 5, "prompts_per_step": 2}), tmp_path, None, "again", prompts=ROWS)
+    with pytest.raises(TaskError, match="seen"):
+        asyncio.run(run_setup.run(request))
+    assert seen == [10]
