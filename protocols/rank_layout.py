@@ -7,9 +7,9 @@ groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`) a
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards"]
+Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor"]
 """The axes along which ranks form groups, see `Layout.groups`."""
-AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards")
+AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards", "tensor")
 
 
 class Place3D(NamedTuple):
@@ -88,7 +88,8 @@ class Layout:
         """Returns the groups of ranks along an axis, which cover every rank once.
 
         everyone: all ranks. rows: ranks with the same part of the model and different rows. copies: those of them with
-        the same weights. shards: those of them whose parts make up the same weights.
+        the same weights. shards: those of them whose parts make up the same weights. tensor: ranks that compute
+        the same rows of the same stage together.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
@@ -106,3 +107,5 @@ class Layout:
                 return (at.pp, at.tp, at.dp % self.shard)
             case "shards":
                 return (at.pp, at.tp, at.dp // self.shard)
+            case "tensor":
+                return (at.pp, at.dp)

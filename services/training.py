@@ -63,7 +63,7 @@ class TrainedPolicy(Protocol):
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None: ...
 
-    def publish_shards(self) -> None: ...
+    def publish_parts(self) -> None: ...
 
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
@@ -351,9 +351,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
     def _write_together(self, version: int) -> Published:
         if self._writer is None:
-            if self._mesh.sharding is not None:
+            if self._mesh.is_parted:
                 with self.context.occupancy.exchanging():
-                    self._engine.publish_shards()
+                    self._engine.publish_parts()
             return Published(self.context.facts.incarnation, version, "", slot_of(version), "")
         with self.context.occupancy.exchanging():
             written = self._writer.write(self.context.facts.incarnation, version, self._engine.named_tensors())

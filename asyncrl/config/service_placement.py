@@ -60,10 +60,15 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
 def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
     """Yields what is wrong about the ranks of the trainer. batch: samples of a step."""
     layout = config.training.layout
-    for axis, size, name in (("tp", layout.tp, "tensor"), ("pp", layout.pp, "pipeline")):
-        if size > 1:
-            text = f"{axis} = {size}: {name} parallelism is not built yet; write {axis} = 1, and dp or shard for ranks"
-            yield Problem("training.layout", "", text)
+    if layout.pp > 1:
+        text = f"pp = {layout.pp}: pipeline parallelism is not built yet; write pp = 1, and dp, shard or tp for ranks"
+        yield Problem("training.layout", "", text)
+    if min(layout.tp, layout.dp, layout.shard) > 1:
+        text = "tp, dp and shard above one at the same time were never tried; write dp = 1 and a larger shard"
+        yield Problem("training.layout", "", text)
+    if layout.tp > 1 and config.model.lora is not None:
+        text = "tp does not split layers with adapters yet; write tp = 1, and dp or shard for ranks"
+        yield Problem("training.layout", "", text, ("model.lora",))
     if layout.data > batch:
         text = f"a step has {batch} samples, and some of {layout.data} ranks get none; write {batch} or fewer"
         keys = ("task.prompts_per_step", "task.samples_per_prompt")

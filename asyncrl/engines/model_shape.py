@@ -49,10 +49,14 @@ class Shape:
         shared = sharing_width(SimpleNamespace(**{"model_type": "", **config}))
         return cls(vocabulary, hidden, layers, parameters, 2 * layers * keys * FLOAT, linear, shared)
 
+    def layer_parameters(self, tp: int = 1) -> int:
+        """Returns the parameters of one decoder layer on each of so many tensor ranks, its two norms included."""
+        return sum(inputs * outputs for _, inputs, outputs in self.linear) // tp + 2 * self.hidden
+
     @property
-    def layer_parameters(self) -> int:
-        """Returns the parameters of one decoder layer, its two norms included."""
-        return sum(inputs * outputs for _, inputs, outputs in self.linear) + 2 * self.hidden
+    def outside(self) -> int:
+        """Returns the parameters outside of layers."""
+        return self.parameters - self.layers * self.layer_parameters()
 
     def width(self, name: str) -> int:
         """Returns the outputs of a linear layer of one decoder layer."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
+from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.sections.training.optimizers import kept_numbers
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.row_lengths import RowLengths
@@ -34,6 +35,7 @@ BYTES_PER_SAMPLED = 12
 ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
+ONE_RANK = LayoutConfig()
 SMALLER = "take a smaller model (model.name)"
 LESS_AT_ONCE = "take a smaller model (model.name), or train adapters (model.lora)"
 
@@ -151,8 +153,7 @@ def _policy(config: Config, shape: Shape, lengths: RowLengths) -> MemoryNeed:
     """Estimates the trainer; with adapters only these have gradient and moments."""
     lora = config.model.lora
     adapters = None if lora is None else shape.adapters(lora)
-    layout, device = config.training.layout, config.training.device
-    return _trained("training", config, shape, lengths, device, layout.size, adapters, layout.shard)
+    return _trained("training", config, shape, lengths, config.training.device, config.training.layout, adapters)
 
 
 def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
@@ -173,25 +174,24 @@ def _trained(
     shape: Shape,
     lengths: RowLengths,
     device: str,
-    ranks: int = 1,
+    layout: LayoutConfig = ONE_RANK,
     adapters: int | None = None,
-    shard: int = 1,
 ) -> MemoryNeed:
-    """Estimates a service that trains a model. adapters: their parameters, where nothing else is trained. shard: ranks
-    that share out the weights."""
+    """Estimates a service that trains a model. adapters: their parameters, where nothing else is trained."""
 
     def taken(size: ForwardPass) -> tuple[int, int]:
         batch = pass_bytes(config, shape, size, lora=adapters is not None, head=name == "training")
         return batch, kept_bytes(config, shape, size, batch, device)
 
-    batch, kept = taken(largest_pass(config, lengths, ranks))
-    likely = taken(likely_pass(config, shape, lengths, ranks))
-    learnt = shape.parameters if adapters is None else adapters
+    batch, kept = taken(largest_pass(config, lengths, layout.data))
+    likely = taken(likely_pass(config, shape, lengths, layout.data))
+    held, ranks, shard = shape.outside + shape.layers * shape.layer_parameters(layout.tp), layout.size, layout.shard
+    learnt = held if adapters is None else adapters
     moments = int(kept_numbers(config.training.optimizer, config.training.optimizer_options) * learnt)
-    weights = FLOAT * (shape.parameters + (adapters or 0))
+    weights = FLOAT * (held + (adapters or 0))
     state = weights + FLOAT * (learnt + moments)
     what = "weights, gradient and moments" if adapters is None else "frozen weights, and adapters as they train,"
-    gathered = 0 if shard == 1 else gathered_bytes(shape, frozen=adapters is not None)
+    gathered = 0 if shard == 1 else gathered_bytes(shape, layout.tp, frozen=adapters is not None)
     own = -(-state // shard) + gathered
     doc = f"{what} {size_text(own)}, a micro-batch {size_text(batch)}"
     parts = {

@@ -92,12 +92,11 @@ def pass_bytes(config: Config, shape: Shape, size: ForwardPass, *, lora: bool = 
     return total + shape.layers * layer + max(backward, output)
 
 
-def gathered_bytes(shape: Shape, *, frozen: bool) -> int:
+def gathered_bytes(shape: Shape, tp: int, *, frozen: bool) -> int:
     """Returns the bytes of whole weights on a rank that holds shards: those outside of layers, and of a layer while the
     next one is gathered. Where they learn, the gradients are whole too, and those of a layer are copied to be summed.
     frozen: only adapters learn."""
-    outside = shape.parameters - shape.layers * shape.layer_parameters
-    of_weights = outside + 2 * shape.layer_parameters
+    of_weights = shape.outside + 2 * shape.layer_parameters(tp)
     return FLOAT * (of_weights if frozen else 2 * of_weights)
 
 

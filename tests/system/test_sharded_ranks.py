@@ -1,5 +1,5 @@
-"""Ranks that share out the weights of the trainer (FSDP2), as real processes: they train what one rank does, publish
-what one rank would, write a checkpoint that another layout resumes, and die together."""
+"""Ranks that hold parts of the trainer's weights (FSDP2, tensor parallel), as real processes: they train what one rank
+does, publish what one rank would, write a checkpoint that another layout resumes, and die together."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.protocols.service_contracts import Training
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
 
 STEPS, BROKEN = 20, 4
 """Steps that are compared, and one before which a batch is not finite on one rank."""
@@ -47,6 +47,7 @@ class Trial:
 
 TRIALS = {
     "weights": Trial(({"shard": 2}, {"dp": 2, "shard": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}),
+    "layers": Trial(({"tp": 2}, {"tp": 2, "shard": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}, tied=True),
     "adapters": Trial(({"shard": 3}, {"shard": 2}), {"lora": {"rank": 2}}, {"gradient_checkpointing": True}, tied=True),
 }
 
@@ -91,7 +92,7 @@ def _broken(row: TrainRow) -> TrainRow:
     return replace(row, logprobs=np.full_like(row.logprobs, np.nan))
 
 
-def test_sharded_ranks_train_publish_and_resume_like_one(
+def test_ranks_with_parts_train_publish_and_resume_like_one(
     trial: Trial, folder: Path, store: RowStore, tmp_path: Path
 ) -> None:
     configs = [_config(trial, layout) for layout in trial.layouts]
@@ -100,7 +101,7 @@ def test_sharded_ranks_train_publish_and_resume_like_one(
     saved = tmp_path / "checkpoint"
 
     async def first() -> None:
-        async with asyncio.timeout(90), trainer(configs[0], folder, tmp_path) as (_, training):
+        async with asyncio.timeout(150), trainer(configs[0], folder, tmp_path) as (_, training):
             await _trains(training, expected, 0, store)
             await _publishes(training, one)
             await training.checkpoint(str(saved), 0, STEPS // 2)
@@ -111,7 +112,7 @@ def test_sharded_ranks_train_publish_and_resume_like_one(
 
     async def second() -> None:
         resumed = trainer(configs[1], folder, tmp_path, checkpoint_dir=saved)
-        async with asyncio.timeout(90), resumed as (running, training):
+        async with asyncio.timeout(150), resumed as (running, training):
             await _trains(training, later, STEPS // 2, store)
             await _publishes(training, one)
             _kill_last_rank(running)

@@ -110,7 +110,10 @@ async def trainer(
     run, chosen = secrets.token_hex(4), config.training.layout
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config, **facts_of_resume)
     with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
-        layout, service = Layout(dp=chosen.dp, shard=chosen.shard), "asyncrl.services.training:TrainingService"
+        layout, service = (
+            Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard),
+            "asyncrl.services.training:TrainingService",
+        )
         spec = ServiceSpec("training", Training, service, layout=layout, origin="torch")
         async with running_fleet([spec], facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running, running.handle("training", Training)

@@ -85,7 +85,7 @@ class ActingTrainer:
         """Returns the weights of the actor; the next step changes them in place."""
         return dict(self.learner.actor.named_parameters())
 
-    def publish_shards(self) -> None:
+    def publish_parts(self) -> None:
         """Does nothing: one rank has all weights."""
 
     def canary(self) -> Canary | None:

@@ -85,7 +85,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
 
 def published_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the weights that training changes: those of the adapters, or without any all of them, tied ones under
-    every name."""
+    every name as one tensor, which nobody has to compare: ranks compare sharded ones together."""
     adapters = {
         f"{name}.{part}": getattr(layer, part).detach()
         for name, layer in adapted(model)
@@ -93,7 +93,9 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
     if adapters:
         return adapters
-    return {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False)}
+    found: dict[int, Tensor] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: found.setdefault(id(each), each.detach()) for name, each in named}
 
 
 def published_spec(model: nn.Module, dtype: str) -> WeightsSpec:

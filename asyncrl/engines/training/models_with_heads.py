@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
@@ -18,7 +17,9 @@ from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import PassRoot, shard_model
+from asyncrl.engines.training.ranks.tensor_parallel import split_layers
 from asyncrl.errors import ConfigError
 
 Found = TypeVar("Found")
@@ -50,10 +51,14 @@ class LoadedModel:
         self._root: PassRoot | None = None
         self._check_head(folder, scored)
 
-    def shard_over(self, mesh: DeviceMesh | None) -> None:
-        """Shares out the weights over the ranks of a mesh, if there is one. Raises ConfigError as `shard_model`."""
-        if mesh is not None:
-            self._root = shard_model(self.whole, mesh)
+    def share_out(self, mesh: RankMesh) -> None:
+        """Splits layers, and shares out weights, over the ranks where the mesh says so. Raises ConfigError as
+        `split_layers` and `shard_model`."""
+        if mesh.splitting is not None:
+            with mesh.failing():
+                split_layers(self.whole, mesh.splitting)
+        if mesh.sharding is not None:
+            self._root = shard_model(self.whole, mesh.sharding)
 
     def in_pass(self, compute: Callable[[], Found]) -> Found:
         """Runs a computation with body and head. Sharded weights need it to be one, and all ranks to run it."""

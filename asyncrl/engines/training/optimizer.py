@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, default_options
 from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradients
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import share_out
+from asyncrl.engines.training.ranks.shards import as_part_of, is_part, own_part, share_out
 from asyncrl.errors import ConfigError
 
 FUSED = ("adam", "adamw")
@@ -38,12 +38,15 @@ class Optimizer:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._planned = steps * settings.updates
         assert all(p.dtype == torch.float32 for p in self.parameters), "master weights are float32"
+        # Optimizers get this rank's parts as plain tensors: fused kernels take no mixture of whole tensors and parts.
+        self._own = {p: nn.Parameter(own_part(p.detach())) if is_part(p) else p for p in self.parameters}
+        self._trained = {own: parameter for parameter, own in self._own.items()}
         if settings.optimizer == "muon":
             inner, others = _inside_of_layers(model)
             adamw = settings.model_copy(update={"optimizer": "adamw", "optimizer_options": {}})
             self.parts = [_optimizer(inner, settings), _optimizer(others, adamw)]
         else:
-            self.parts = [_optimizer(self.parameters, settings)]
+            self.parts = [_optimizer(self._own.values(), settings)]
 
     def step(self, mesh: RankMesh, *, finite: bool) -> float | None:
         """Takes one step on the accumulated gradients of all ranks, and returns their norm before clipping; None, with
@@ -54,6 +57,7 @@ class Optimizer:
             norm = clip_gradients(mesh, self.parameters, self.settings.max_grad_norm)
         if math.isfinite(norm):
             self.rate = learning_rate(self.settings, self.updates, self._planned)
+            self._hand_over_parts()
             for part in self.parts:
                 for group in part.param_groups:
                     group["lr"] = self.rate
@@ -64,12 +68,19 @@ class Optimizer:
 
     def discard(self) -> None:
         """Drops the accumulated gradients."""
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for parameter, own in self._own.items():
+            parameter.grad = own.grad = None
+
+    def _hand_over_parts(self) -> None:
+        """Gives the optimizer the parts of weights and gradients as they are now: FSDP2 may have moved them."""
+        for parameter, own in self._own.items():
+            if own is not parameter and parameter.grad is not None:
+                own.data = own_part(parameter.detach())
+                own.grad = own_part(parameter.grad)
 
     def states(self) -> list[dict[str, Any]]:
-        """Returns the state of each part; where weights are shared out, that of this rank."""
-        return [part.state_dict() for part in self.parts]
+        """Returns the state of each part; where this rank holds parts of weights, its tensors are parts as they are."""
+        return [self._with_tensors(part, part.state_dict(), as_part_of) for part in self.parts]
 
     def saved(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns what a checkpoint keeps, tensors and plain values. states: the whole ones."""
@@ -86,12 +97,18 @@ class Optimizer:
             )
         self.updates = saved["updates"]
         for part, state in zip(self.parts, states, strict=True):
-            parameters = [each for group in part.param_groups for each in group["params"]]
-            own = {
-                number: {key: share_out(value, parameters[number]) for key, value in values.items()}
-                for number, values in state["state"].items()
-            }
-            part.load_state_dict({**state, "state": own})
+            part.load_state_dict(self._with_tensors(part, state, share_out))
+
+    def _with_tensors(
+        self, part: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[Tensor, Tensor], Tensor]
+    ) -> dict[str, Any]:
+        """Returns the state with tensors changed; `change` is also given the parameter of the model."""
+        parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
+        changed = {
+            number: {key: change(value, parameters[number]) for key, value in values.items()}
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": changed}
 
 
 def _optimizer(parameters: Iterable[Tensor], settings: TrainingConfig) -> torch.optim.Optimizer:

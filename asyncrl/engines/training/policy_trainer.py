@@ -79,7 +79,7 @@ class PolicyTrainer(Trainer):
         if adapters is not None:
             load_adapters(adapters, self.model.whole)
         self._spec = published_spec(self.model.whole, config.model.dtype)
-        self.model.shard_over(self.mesh.sharding)
+        self.model.share_out(self.mesh)
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
         self.kl = KlCoefficient(algorithm.kl, algorithm.kl_target)
         self.multiplier: Multiplier | None = None
@@ -175,8 +175,9 @@ class PolicyTrainer(Trainer):
         specification."""
         return published_tensors(self.model.whole)
 
-    def publish_shards(self) -> None:
-        """Takes part in what rank 0 does when it publishes sharded weights: each is gathered, then the canary."""
+    def publish_parts(self) -> None:
+        """Takes part in what rank 0 does when it publishes weights that ranks hold parts of: each is gathered, then all
+        compute the canary."""
         tensors = self.named_tensors()
         for tensor in self._spec.tensors:
             whole_tensor(tensors[tensor.name])

@@ -25,12 +25,10 @@ def token_logprobs(
     recomputes the head, unless all tokens fit into one chunk.
     """
 
-    parts = model.in_pass(lambda: _parts(model, rows, chunk, entropy_gradient))
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    return model.in_pass(lambda: _by_chunks(model, rows, chunk, entropy_gradient))
 
 
-def _parts(model: CausalModel, rows: PaddedRows, chunk: int, entropy_gradient: bool) -> list[tuple[Tensor, Tensor]]:
-    """Returns log-probs and entropies of each chunk."""
+def _by_chunks(model: CausalModel, rows: PaddedRows, chunk: int, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
 
     def head(states: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
@@ -44,7 +42,7 @@ def _parts(model: CausalModel, rows: PaddedRows, chunk: int, entropy_gradient: b
             parts.append(head(*inputs))
         else:
             parts.append(checkpoint(head, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return parts
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
 def idle_pass(model: CausalModel, *, backward: bool) -> None:

@@ -97,6 +97,7 @@ def test_groups_along_the_axes_of_four_ranks() -> None:
     assert layout.groups("everyone") == [[0, 1, 2, 3]]
     assert layout.groups("rows") == layout.groups("shards") == [[0, 2], [1, 3]]
     assert layout.groups("copies") == [[0], [1], [2], [3]]
+    assert layout.groups("tensor") == [[0, 1], [2, 3]]
     assert Layout(dp=2, shard=2).groups("shards") == [[0, 1], [2, 3]]
     assert Layout(dp=2, shard=2).groups("copies") == [[0, 2], [1, 3]]
 
@@ -110,7 +111,13 @@ def test_each_sum_over_rows_counts_every_row_once(sizes: tuple[int, int, int, in
     for group in layout.groups("rows"):
         assert sorted(row for rank in group for row in rows[rank]) == list(range(count))
         assert len({(layout.place(rank).pp, layout.place(rank).tp) for rank in group}) == 1
-    for axis, size in (("rows", dp * shard), ("copies", dp), ("shards", shard), ("everyone", layout.size)):
+    for axis, size in (
+        ("rows", dp * shard),
+        ("copies", dp),
+        ("shards", shard),
+        ("tensor", tp),
+        ("everyone", layout.size),
+    ):
         groups = layout.groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(layout.size))
         assert {len(group) for group in groups} == {size}

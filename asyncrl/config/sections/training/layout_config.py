@@ -9,7 +9,7 @@ class LayoutConfig(Section):
     pp: Positive = 1
     """Pipeline stages. Only 1 is built."""
     tp: Positive = 1
-    """Tensor-parallel ranks, which hold parts of every layer and train the same rows. Only 1 is built."""
+    """Tensor-parallel ranks, which hold parts of every layer and train the same rows."""
     dp: Positive = 1
     """Copies of the weights, each of which trains rows of its own."""
     shard: Positive = 1

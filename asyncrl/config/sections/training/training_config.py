@@ -63,6 +63,6 @@ class TrainingConfig(Section):
     pool: str = ""
     """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
     layout: LayoutConfig = LayoutConfig()
-    """Ranks of the trainer, one process each: a table with the keys `dp` (ranks that each hold all weights) and `shard`
-    (ranks that share out the weights of a copy, as FSDP does), such as {dp = 2} or {shard = 4}. A step's samples are
-    divided over all of them by their tokens. `tp` and `pp` are not built yet."""
+    """Ranks of the trainer, one process each: a table with the keys `dp` (copies of the weights), `shard` (ranks that
+    share out the weights of a copy, as FSDP does) and `tp` (ranks that compute each layer together), such as {dp = 2}.
+    A step's samples are divided over dp x shard by their tokens. `pp` is not built yet."""

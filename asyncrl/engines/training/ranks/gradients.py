@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import own_part
+from asyncrl.engines.training.ranks.shards import is_split, own_part
 from asyncrl.errors import WeightsError
 
 BUCKET = 8 << 20
@@ -24,36 +24,47 @@ def sum_gradients(mesh: RankMesh, parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad = torch.zeros_like(parameter)
     if mesh.copies.size == 1 or mesh.sharding is not None:
         return
-    for bucket in _buckets(parameters):
-        gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
-        summed = mesh.copies.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        parts = torch.split(summed, [parameter.numel() for parameter in bucket])
-        for parameter, part in zip(bucket, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+    for bucket in _buckets(own_gradients(parameters)):
+        summed = mesh.copies.sum(torch.cat([gradient.flatten() for gradient in bucket]))
+        parts = torch.split(summed, [gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Groups parameters in order into buckets of at most BUCKET values, or of one larger tensor."""
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        if bucket and sum(each.numel() for each in bucket) + parameter.numel() > BUCKET:
+def own_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Returns the gradients, or this rank's parts of them, without a copy."""
+    return [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups gradients in order into buckets of at most BUCKET values, or of one larger tensor."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        if bucket and sum(each.numel() for each in bucket) + gradient.numel() > BUCKET:
             yield bucket
             bucket = []
-        bucket.append(parameter)
+        bucket.append(gradient)
     yield bucket
 
 
 def clip_gradients(mesh: RankMesh, parameters: Sequence[nn.Parameter], largest: float) -> float:
-    """Scales gradients down to the largest norm; returns the norm before, over all shards of the weights."""
-    if mesh.sharding is None:
+    """Scales gradients down to the largest norm; returns the norm before, over all parts of the weights."""
+    if not mesh.is_parted:
         return float(torch.nn.utils.clip_grad_norm_(parameters, largest))
-    own = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    squares = sum((part.double().square().sum() for part in own), torch.zeros((), dtype=torch.float64))
-    norm = float(mesh.shards.sum(squares.reshape(1)).sqrt())
+    split = [parameter for parameter in parameters if is_split(parameter)]
+    whole = [parameter for parameter in parameters if not is_split(parameter)]
+    squares = _squares(whole) + mesh.tensor.sum(_squares(split))  # Tensor ranks hold the same of what is not split.
+    norm = float(mesh.shards.sum(squares).sqrt())
     scale = largest / (norm + 1e-6)  # The term is that of torch's clip_grad_norm_.
-    for part in own if scale < 1 else ():
+    for part in own_gradients(parameters) if scale < 1 else ():
         part.mul_(scale)
     return norm
+
+
+def _squares(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Returns the sum of squares of this rank's parts of the gradients, float64 [1]."""
+    found = [part.double().square().sum() for part in own_gradients(parameters)]
+    return torch.stack(found).sum().reshape(1).cpu() if found else torch.zeros(1, dtype=torch.float64)
 
 
 def check_same(mesh: RankMesh, tensors: Iterable[Tensor]) -> None:

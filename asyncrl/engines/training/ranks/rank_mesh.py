@@ -4,6 +4,7 @@
     rows       same part of the model, different rows         sum denominators, counts, metrics
     copies     of these, those with the same weights          sum gradients that no shard sums
     shards     of these, those that share out the weights     gather weights, sum the squares of the gradient norm
+    tensor     same rows, each with a part of every layer     compute layers together, sum those squares too
 
 Ranks that hold the same rows (tensor ranks, pipeline stages) never meet in a sum over `rows`, so each row counts once.
 """
@@ -33,13 +34,16 @@ GLOO = "gloo/"
 @dataclass(frozen=True, eq=False)
 class RankMesh:
     """The groups of one rank; this class with its defaults is one rank alone. sharding: the mesh on which weights are
-    sharded, None where each rank holds whole ones. failing: scope in which torch may fail because a rank is gone."""
+    sharded by FSDP2, splitting: the mesh on which layers are split; None where there is none. failing: scope in which
+    torch may fail because a rank is gone."""
 
     everyone: Ranks = field(default_factory=Ranks)
     rows: Ranks = field(default_factory=Ranks)
     copies: Ranks = field(default_factory=Ranks)
     shards: Ranks = field(default_factory=Ranks)
+    tensor: Ranks = field(default_factory=Ranks)
     sharding: DeviceMesh | None = None
+    splitting: DeviceMesh | None = None
     failing: Exchange = nullcontext
 
     @property
@@ -49,6 +53,11 @@ class RankMesh:
     @property
     def size(self) -> int:
         return self.everyone.size
+
+    @property
+    def is_parted(self) -> bool:
+        """Returns whether this rank holds parts of weights."""
+        return self.sharding is not None or self.splitting is not None
 
     @classmethod
     def of_data(cls, ranks: Ranks) -> "RankMesh":
@@ -100,9 +109,15 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         group = groups[axis]
         return Ranks() if group is None else DistributedRanks(group, device, exchange)
 
-    sharding = _sharding_mesh(place, groups, device.type) if layout.shard > 1 else None
-    everyone, rows, copies, shards = (ranks(axis) for axis in AXES)
-    return RankMesh(everyone, rows, copies, shards, sharding, _scope(place, late, nullcontext, only_exchanges=True))
+    axes = {axis: ranks(axis) for axis in AXES}
+    mesh = _mesh_of_parts(layout, groups, device.type)
+    data = [name for name, size in (("dp", layout.dp), ("shard", layout.shard)) if size > 1]
+    return RankMesh(
+        **axes,
+        sharding=mesh[tuple(data)] if mesh is not None and layout.shard > 1 else None,
+        splitting=mesh["tp"] if mesh is not None and layout.tp > 1 else None,
+        failing=_scope(place, late, nullcontext, only_exchanges=True),
+    )
 
 
 def _own_group(groups: list[list[int]], own: int, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -118,16 +133,18 @@ def _own_group(groups: list[list[int]], own: int, timeout: timedelta) -> dist.Pr
     return found
 
 
-def _sharding_mesh(place: RankPlace, groups: Mapping[Axis, dist.ProcessGroup | None], kind: str) -> DeviceMesh:
-    """Returns the mesh of shards, or of copies of shards, for FSDP2."""
-    shards, copies, layout = groups["shards"], groups["copies"], place.layout
-    assert shards is not None, "a mesh of shards has several"
-    if copies is None:
-        return DeviceMesh.from_group(shards, kind, mesh_dim_names=("shard",))
-    at = layout.place(place.rank)
-    numbers = [layout.rank(at.pp, at.tp, data) for data in range(layout.data)]
-    mesh = torch.tensor(numbers).reshape(layout.dp, layout.shard)
-    return DeviceMesh.from_group([copies, shards], kind, mesh, mesh_dim_names=("dp", "shard"))
+def _mesh_of_parts(layout: Layout, groups: Mapping[Axis, dist.ProcessGroup | None], kind: str) -> DeviceMesh | None:
+    """Returns torch's mesh of the axes with several ranks, tp fastest; None where every rank holds whole weights."""
+    if layout.shard == layout.tp == 1:
+        return None
+    sizes = {"dp": layout.dp, "shard": layout.shard, "tp": layout.tp}
+    axes: dict[str, Axis] = {"dp": "copies", "shard": "shards", "tp": "tensor"}
+    names = [name for name, size in sizes.items() if size > 1]
+    own = [group for name in names if (group := groups[axes[name]]) is not None]
+    numbers = torch.arange(layout.size).reshape([sizes[name] for name in names])
+    if len(own) == 1:
+        return DeviceMesh.from_group(own[0], kind, mesh_dim_names=(names[0],))
+    return DeviceMesh.from_group(own, kind, numbers, mesh_dim_names=tuple(names))
 
 
 def _scope(place: RankPlace, failed: str, waiting: Waiting, *, only_exchanges: bool = False) -> Exchange:

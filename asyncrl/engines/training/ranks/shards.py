@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.weights.slot_memory import whole_tensor
@@ -82,9 +83,42 @@ def gather_state(state: Any, *, keep: bool) -> Any:
     return state if keep else None
 
 
+def is_part(tensor: Tensor) -> bool:
+    """Returns whether this rank may hold a part of the tensor only."""
+    return isinstance(tensor, DTensor)
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Returns whether tensor ranks hold different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return any(name == "tp" and _cut(place) is not None for name, place in zip(names, tensor.placements, strict=True))
+
+
 def share_out(value: Tensor, like: Tensor) -> Tensor:
-    """Returns the part of a whole tensor that this rank holds, as `like` is shared out."""
+    """Returns the part of a whole tensor that this rank holds, as `like` is shared out: layers are split first, and
+    shards are parts of what is left."""
     if not isinstance(like, DTensor) or value.dim() != like.dim():
         return value
-    moved = value.to(like.device)
-    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+    part, mesh = value.to(like.device), like.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        if (dim := _cut(like.placements[axis])) is not None:
+            parts = torch.chunk(part, mesh.size(axis), dim)
+            own = mesh.get_local_rank(axis)
+            part = parts[own] if own < len(parts) else part.narrow(dim, 0, 0)
+    return part.contiguous()
+
+
+def as_part_of(part: Tensor, like: Tensor) -> Tensor:
+    """Returns the part of this rank as a part of a whole tensor that is shared out as `like` is."""
+    if not isinstance(like, DTensor) or part.dim() != like.dim():
+        return part
+    options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(part, like.device_mesh, like.placements, **options)
+
+
+def _cut(placement: Placement) -> int | None:
+    """Returns the dimension along which a placement cuts; None where ranks hold the same."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim

@@ -78,10 +78,11 @@ def test_ranks_that_share_out_the_weights_hold_a_part_each_and_gather_a_layer_at
         assert parts["shards"][name] == parts["whole"][name] // 4
     assert "gathered" not in parts["whole"]
     assert parts["shards"]["gathered"] == 4 * 2 * (outside + 2 * layer)
+    assert _training_parts(1, tp=2)["weights"] == 4 * (outside + 30 * ((layer - 2 * 576) // 2 + 2 * 576))
 
 
-def _training_parts(shard: int) -> dict[str, int]:
-    wanted = config(training={"layout": {"shard": shard}})
+def _training_parts(shard: int, tp: int = 1) -> dict[str, int]:
+    wanted = config(training={"layout": {"shard": shard, "tp": tp}})
     return next(dict(each.parts) for each in needs(wanted, SMOLLM2) if each.name == "training")
 
 

@@ -131,6 +131,7 @@ def test_what_torch_would_refuse_is_refused_before(name: str, key: str) -> None:
         ({"optimizer": "sgd", "optimizer_options": {"lr": 1.0}}, "write training.learning_rate instead of lr"),
         ({"optimizer": "sgd", "optimizer_options": {"foreach": True}}, "foreach is not supported"),
         ({"optimizer": "muon", "layout": {"shard": 2}}, "muon is not supported with training.layout.shard"),
+        ({"optimizer": "muon", "layout": {"tp": 2}}, "muon is not supported with training.layout.tp"),
         ({"optimizer": "sgd", "optimizer_options": {"nesterov": True}}, "nesterov needs a momentum over 0"),
     ],
 )

@@ -1,0 +1,40 @@
+"""Layers that ranks with the same rows compute together, by the plan that the model itself comes with.
+
+    colwise    a rank has some of the outputs of a linear layer: heads of attention, or inner values
+    rowwise    a rank has the weights of its inputs, and the ranks sum their outputs
+
+Embedding, norms and head are whole on every rank; their gradients have the same bits there.
+"""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from asyncrl.errors import ConfigError
+
+STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+
+
+def split_layers(whole: Any, mesh: DeviceMesh) -> None:
+    """Splits the linear layers of a transformers model over the ranks of a mesh. Raises ConfigError when the model has
+    no plan, one of another kind, or heads that cannot be split so."""
+    config, size = whole.config, mesh.size()
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan or set(plan.values()) - set(STYLES):
+        styles = ", ".join(sorted(set((plan or {}).values()) - set(STYLES))) or "none"
+        raise ConfigError(
+            f"training.layout: tp splits {' and '.join(STYLES)} layers alone, and the plan of {type(whole).__name__} "
+            f"has {styles}; take a Llama or Qwen2 model, or shard instead of tp"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ConfigError(
+                f"training.layout: tp = {size} does not divide the model's {name}, {getattr(config, name)}"
+            )
+    linear = [name for name, each in whole.base_model.named_modules() if isinstance(each, nn.Linear)]
+    found = {name: STYLES[plan[pattern]]() for name in linear for pattern in plan if fnmatchcase(name, pattern)}
+    parallelize_module(whole.base_model, mesh, found)
