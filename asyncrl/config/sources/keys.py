@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -93,18 +93,24 @@ def keys_with_tables() -> list[Key]:
 
 
 def _add_tables(found: dict[str, KeyTable], name: str, schema: Schema, definitions: Schema) -> None:
-    """Adds the table that a value is, or is made of, and the tables in it."""
-    named = {**schema, **schema.get("items", {})}
-    parts = [named, *named.get("anyOf", [])]
-    if isinstance(entries := schema.get("additionalProperties"), Mapping):
-        name, parts = f"{name}.NAME", [entries]
-    for part in parts:
-        if "$ref" in part:
-            table = definitions[part["$ref"].rsplit("/", 1)[1]]
-            keys = tuple(_key(f"{name}.", inner, table) for inner in table["properties"])
-            found[name] = KeyTable(" ".join(table.get("description", "").split()), keys)
-            for inner, value in table["properties"].items():
-                _add_tables(found, f"{name}.{inner}", value, definitions)
+    """Adds the tables that a value is, or is made of, and the tables in them."""
+    for inner, reference in _references(name, schema):
+        table = definitions[reference.rsplit("/", 1)[1]]
+        keys = tuple(_key(f"{inner}.", each, table) for each in table["properties"])
+        found[inner] = KeyTable(" ".join(table.get("description", "").split()), keys)
+        for each, value in table["properties"].items():
+            _add_tables(found, f"{inner}.{each}", value, definitions)
+
+
+def _references(name: str, schema: Schema) -> Iterator[tuple[str, str]]:
+    """Yields the tables that a value may be, or may have as entries: name and reference."""
+    for form in _forms(schema):
+        if "$ref" in form:
+            yield name, form["$ref"]
+        elif "items" in form:
+            yield from _references(name, form["items"])
+        elif isinstance(entries := form.get("additionalProperties"), Mapping):
+            yield from _references(f"{name}.NAME", entries)
 
 
 def _key(prefix: str, name: str, section: Schema) -> Key:

@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     answers = _answers(options, ask=sys.stdin.isatty() and not options.yes)
     written = list(_write(path, files[1], answers))
     print(f"wrote {', '.join(map(str, written))}")
-    print(f"next: `{program()} doctor {path}`, then `{program()} run {path}`")
+    print(f"next: `{program()} try {path}` shows a few answers and their rewards, `{program()} run {path}` trains")
     return 0
 
 
@@ -171,7 +171,7 @@ def _lines(answers: Answers, rewards: str) -> Iterator[str]:
     from asyncrl.config.sources.keys import all_keys
 
     values = _values(answers, rewards)
-    yield f"# {_title(answers)} `{program()} run` trains it; `{program()} keys` explains every key."
+    yield f"# {_title(answers)} `asyncrl run` trains it; `asyncrl keys` explains every key."
     keys = [key for key in all_keys().values() if key.name in values or key.name in OTHER_KEYS]
     section = ""
     for key in keys:

@@ -129,7 +129,9 @@ def test_an_engine_whose_log_probs_nobody_has_compared_is_refused() -> None:
 
 def test_keys_of_tables_are_described() -> None:
     """Every table that is a value, at any depth: each of its keys has a type and a sentence."""
-    assert {"reward.functions", "cost.functions", "model.lora", "pools.NAME"} <= set(tables())
+    known = {"reward.functions", "cost.functions", "model.lora", "pools.NAME", "task.prompts", "evaluate.sets.NAME"}
+    assert known <= set(tables()), "a list, a table, one by name, an entry beside texts, one in one"
+    assert "evaluate.sets.NAME.functions.use" in table_keys()
     assert table_keys()["reward.functions.use"].required
     assert table_keys()["model.lora.rank"].default == 16
     for key in table_keys().values():
