@@ -17,6 +17,7 @@ from asyncrl.deploy.report.run_record import RunRecord
 from asyncrl.deploy.report.sample_tokens import ShownToken, shown_tokens, signed_colour, token_decoder
 from asyncrl.deploy.report.timeline_chart import timeline_chart
 from asyncrl.deploy.report.worker_trace import WorkerTrace, read_trace
+from asyncrl.telemetry.jsonl import Object
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord
 
@@ -96,6 +97,8 @@ def facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
     yield Fact("resumes", tuple(str(run.steps[-1]["incarnation"]) for run in runs))
     yield Fact("reward, mean of the last tenth", tuple(_last_tenth(run, "reward/mean") for run in runs))
     yield Fact("held out", tuple(_held_out(run) for run in runs))
+    for name in dict.fromkeys(name for run in runs for name in run.sets):
+        yield Fact(f"held out, {name}", tuple(_mean(run.sets[name]) if name in run.sets else "-" for run in runs))
     yield Fact("trained tokens", tuple(f"{_total(run, 'tokens/trained'):,.0f}" for run in runs))
     yield Fact("trained tokens per second", tuple(_rate(run) for run in runs))
     yield Fact("staleness, mean of the last tenth", tuple(_last_tenth(run, "staleness/mean") for run in runs))
@@ -135,8 +138,12 @@ def _rate(run: RunRecord) -> str:
 def _held_out(run: RunRecord) -> str:
     if not run.evaluations:
         return "-"
-    newest = run.evaluations[-1]
-    return f"{newest['mean']:.3f} ± {newest['stderr'] or 0:.3f} at version {newest['version']}"
+    return _mean(run.evaluations[-1])
+
+
+def _mean(evaluation: Object) -> str:
+    mean = "unknown" if evaluation["mean"] is None else f"{evaluation['mean']:.3f}"
+    return f"{mean} ± {evaluation.get('stderr') or 0:.3f} at version {evaluation['version']}"
 
 
 def _duration(seconds: float) -> str:

@@ -19,7 +19,9 @@ from asyncrl.telemetry.samples_file import SampleRecord, read_samples
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """One run. steps: the metrics of each step that counts, oldest first; seconds: how long the run had trained when
-    each of them ended, without the time between a stop and its resume. evaluations: one for each version, by version.
+    each of them ended, without the time between a stop and its resume. evaluations: one for each version, by version,
+    on the prompts of `[evaluate]` itself or, where there are none, on those of the first set; sets: the newest of each
+    other set.
     audit: None when the journal cannot be read, and `audit_text` says why. devices: GPUs of the run; the CPUs of a host
     count as one device."""
 
@@ -29,6 +31,7 @@ class RunRecord:
     seconds: list[float]
     evaluations: list[Object]
     samples: list[SampleRecord]
+    sets: dict[str, Object]
     audit: Audit | None
     audit_text: str
     devices: int
@@ -55,6 +58,7 @@ def read_run(path: Path) -> RunRecord:
         seconds=_seconds_trained(list(read_lines(directory.metrics)), steps),
         evaluations=_newest_evaluations(directory.evaluations),
         samples=read_samples(directory.samples),
+        sets={line["name"]: line for line in read_lines(directory.evaluations) if line.get("name")},
         audit=audited,
         audit_text=text,
         devices=len(set(_devices(config))),

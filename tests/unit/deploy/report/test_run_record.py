@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.deploy.report.report_page import facts
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.errors import ConfigError
 
@@ -29,6 +30,7 @@ def test_a_report_shows_the_unnamed_set_of_several(tmp_path: Path) -> None:
     evaluations = [{"version": 0, "mean": 0.5, "name": "hard"}, {"version": 0, "mean": 0.1, "name": ""}]
     run = read_run(recorded_run(tmp_path / "run", [step(1, 1.0)], evaluations=evaluations))
     assert [each["mean"] for each in run.evaluations] == [0.1]
+    assert [fact.texts for fact in facts([run]) if fact.name == "held out, hard"] == [("0.500 ± 0.000 at version 0",)]
     run = read_run(recorded_run(tmp_path / "named", [step(1, 1.0)], evaluations=evaluations[:1]))
     assert [each["mean"] for each in run.evaluations] == [0.5]
 
