@@ -22,7 +22,7 @@ from asyncrl.objectives.advantages import Advantages, RewardedCut, group_estimat
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import LEFT_OUT, StepReport
 from asyncrl.protocols.service_contracts import Training
-from asyncrl.telemetry.samples_file import shown_by_token, to_show
+from asyncrl.telemetry.samples_file import RecordedGroups, shown_by_token
 
 Iteration: TypeAlias = AbstractContextManager[Cuts]
 """One iteration as an algorithm gets it: `with iteration as cuts`."""
@@ -47,6 +47,7 @@ class Iterations:
         self.staleness = StalenessReport(self._gate.config)
         self.mismatch = PolicyMismatchAlarm(self.config.mismatch)
         self._skipped_steps = SkippedSteps()
+        self._recorded = RecordedGroups(self.config.telemetry.samples_per_step)
         self._picked: tuple[Cut, ...] = ()
         self._began = 0.0
         self._changed = asyncio.Event()
@@ -65,11 +66,12 @@ class Iterations:
         counted = [row for row in rows if self._counts(row)]
         tokens = sum(row.tokens for row in counted)
         incarnation = self.tracker.journal.ledger.incarnation
-        shown = shown_by_token(to_show(rows, self.config.telemetry.samples_per_step))
+        recorded = self._recorded.choose(rows)
+        shown = shown_by_token(recorded)
         self.cuts = Cuts(incarnation, self._gate.version, BatchRef(tuple(rows)), tokens, len(counted), shown)
         self._picked = picked
         self._began = asyncio.get_running_loop().time()
-        self.tracker.observe(StepBegan(self.cuts))
+        self.tracker.observe(StepBegan(self.cuts, tuple(recorded)))
         self._prefetched = False
         self._changed.set()
         return self._running(self.cuts)

@@ -299,7 +299,6 @@ class TrainingRun:
             directory,
             self._fleet,
             self.running.health_poller.poll,
-            config.telemetry.samples_per_step,
             self.state.incarnation,
             self._show,
             open_sinks(config.telemetry.sinks, directory.path, config.name, settings, self.display.say),

@@ -12,6 +12,8 @@ from asyncrl.telemetry.jsonl import LineFile, read_lines, read_records
 
 TOKEN_FIELDS = ("prompt_ids", "token_ids", "token_logprobs", "token_versions")
 BY_TOKEN = ("token_advantages", "token_rewards")
+REMEMBERED_GROUPS = 4096
+"""Groups of which a part may still be trained: more than are in flight in any run that we know."""
 TOKENS_BY_TOKEN = 32_768
 """Tokens of a step with numbers of their own, some 20 bytes each in the report of the trainer."""
 
@@ -104,6 +106,30 @@ def shown_by_token(rows: Sequence[RowRef]) -> tuple[tuple[int, int], ...]:
             break
         keys.append(row.key)
     return tuple(keys)
+
+
+class RecordedGroups:
+    """Chooses whose samples are recorded, about `count` of a step. A group of which a part was trained and recorded is
+    recorded to its end; one of which the first part was not is left out, while there are others."""
+
+    def __init__(self, count: int | Literal["all"]) -> None:
+        self._count = count
+        self._known: dict[int, bool] = {}
+
+    def choose(self, rows: Sequence[RowRef]) -> list[RowRef]:
+        """Returns the samples of a step to record."""
+        if self._count == "all" or not self._count:
+            return to_show(rows, self._count)
+        begun = {group for group, recorded in self._known.items() if recorded}
+        others = [row for row in rows if row.group not in begun]
+        fresh = [row for row in others if row.group not in self._known]
+        chosen = {row.group for row in to_show(fresh or others, self._count)} | begun
+        for group in dict.fromkeys(row.group for row in rows):
+            self._known.pop(group, None)
+            self._known[group] = group in chosen
+        while len(self._known) > REMEMBERED_GROUPS:
+            del self._known[next(iter(self._known))]
+        return [row for row in rows if row.group in chosen]
 
 
 class SamplesFile:

@@ -42,6 +42,7 @@ def values_of(place: Path) -> dict[str, Any]:
         "task": {"prompts": source, "prompts_per_step": 2, "samples_per_prompt": 12},
         "steps": STEPS,
         "generation.max_new_tokens": 8,
+        "staleness.cut_at": "never",
         "reward.functions": [shorter_than(8)],
         "training": {
             "learning_rate": 1e-3,

@@ -51,9 +51,11 @@ class GroupFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepBegan:
-    """A step begins. cuts: what the trainer gets; their rows live until the step is done."""
+    """A step begins. cuts: what the trainer gets; their rows live until the step is done. recorded: the samples whose
+    texts are written."""
 
     cuts: Cuts
+    recorded: tuple[RowRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Literal
 
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.evaluation.code_metrics import code_metrics
@@ -33,7 +32,7 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record, to_show
+from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record
 from asyncrl.telemetry.sinks import SinkWorker
 
 WAITING_EVENTS = 100_000
@@ -52,7 +51,6 @@ class Recorder:
     directory: RunDirectory
     fleet: Fleet
     poll_health: Callable[[], Awaitable[Sequence[Health]]]
-    samples_per_step: int | Literal["all"]
     incarnation: int
     show: Callable[[Mapping[str, float], SampleRecord | None], None]
     sinks: Sequence[SinkWorker] = ()
@@ -80,7 +78,7 @@ class Recorder:
             self._terms[event.sample.key] = event.score.terms
             return
         if isinstance(event, StepBegan):
-            self.shown.keep(row.key for row in self._to_show(event))
+            self.shown.keep(row.key for row in event.recorded)
         try:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
@@ -126,16 +124,12 @@ class Recorder:
                 self._dropped[reason] += len(members)
                 self._forget((group, member) for member in members)
             case StepBegan():
-                rows = self._to_show(event)
                 try:
-                    self._texts = await self._read_texts(rows)
+                    self._texts = await self._read_texts(event.recorded)
                 finally:
-                    self.shown.let_go(row.key for row in rows)
+                    self.shown.let_go(row.key for row in event.recorded)
             case StepDone():
                 await self._step(event)
-
-    def _to_show(self, began: StepBegan) -> list[RowRef]:
-        return to_show(began.cuts.batch.rows, self.samples_per_step)
 
     async def _read_texts(self, rows: Sequence[RowRef]) -> dict[Key, SampleText]:
         try:

@@ -13,6 +13,8 @@ from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.samples_file import (
+    REMEMBERED_GROUPS,
+    RecordedGroups,
     SampleRecord,
     SamplesFile,
     read_samples,
@@ -180,3 +182,24 @@ def test_a_file_that_is_full_keeps_steps_that_are_spread_over_the_run(tmp_path: 
     assert sorted(set(steps)) == list(range(16, 97, 16))
     assert all(steps.count(step) == 2 for step in steps), "groups stay whole"
     assert [entry.name for entry in tmp_path.iterdir()] == ["samples.jsonl"]
+
+
+def test_a_group_that_is_trained_in_parts_is_recorded_whole_or_not_at_all() -> None:
+    chosen = RecordedGroups(4)
+
+    def members(*parts: tuple[int, range]) -> list[tuple[int, int]]:
+        batch = [ROW._replace(group=group, member=member) for group, part in parts for member in part]
+        return [(row.group, row.member) for row in chosen.choose(batch)]
+
+    assert members((0, range(3)), (1, range(4))) == [(0, 0), (0, 1), (0, 2)]
+    assert members((0, range(3, 4)), (1, range(4, 8)), (2, range(4))) == [(0, 3), *((2, number) for number in range(4))]
+    assert members((1, range(8, 9))) == [(1, 8)], "a step is not left without any sample"
+    assert RecordedGroups(0).choose(rows((0, 4))) == []
+    assert len(RecordedGroups("all").choose(rows((0, 4), (1, 4)))) == 8
+
+
+def test_what_is_remembered_of_groups_is_bounded() -> None:
+    chosen = RecordedGroups(1)
+    for group in range(REMEMBERED_GROUPS + 10):
+        chosen.choose(rows((group, 1)))
+    assert len(chosen._known) == REMEMBERED_GROUPS

@@ -29,7 +29,7 @@ async def poll_health() -> list[Health]:
 
 
 def recorder_of(fleet: Any, folder: Path) -> Recorder:
-    return Recorder(RunDirectory(folder), fleet, poll_health, 0, 0, lambda metrics, sample: None)
+    return Recorder(RunDirectory(folder), fleet, poll_health, 0, lambda metrics, sample: None)
 
 
 def scored(member: int, attempt: int) -> SampleScored:
@@ -88,7 +88,7 @@ async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_t
     service: Any = SimpleNamespace()
     told: list[Any] = []
     fleet = Fleet(service, service, service)
-    recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, 0, lambda metrics, sample: told.append(metrics))
+    recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, lambda metrics, sample: told.append(metrics))
     recorder._dropped["not finite"] += 3
     for skipped, version in (("not finite", 5), ("", 6), ("", 7)):
         report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, (), None)
@@ -129,7 +129,6 @@ async def test_rows_are_kept_from_the_beginning_of_a_step_until_their_texts_are_
         RunDirectory(tmp_path),
         SimpleNamespace(generation=SimpleNamespace(texts=texts)),
         poll_health,
-        "all",
         0,
         print,  # type: ignore[arg-type]
     )
@@ -137,7 +136,7 @@ async def test_rows_are_kept_from_the_beginning_of_a_step_until_their_texts_are_
     row = scored(0, 0).sample
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(recorder.run())
-        recorder.observe(StepBegan(Cuts(0, 0, BatchRef((row,)), 1, 1)))
+        recorder.observe(StepBegan(Cuts(0, 0, BatchRef((row,)), 1, 1), (row,)))
         assert recorder.shown.take([row.name]) == [], "before the recorder has come to this event"
         await asked.wait()
         assert not released
