@@ -132,6 +132,11 @@ def _text_row(row: Mapping[str, Any], where: str, task: TaskConfig) -> dict[str,
             return {"text": text}
         case {"prompt": _, "completion": str(answer) | [{"role": "assistant", "content": str(answer)}]} if answer:
             return {"prompt": checked_row(row, where, task.system, _is_chat(task)).prompt, "answer": answer}
+        case {"prompt": asked, "completion": [*turns, {"role": "assistant", "content": str(answer)}]} if (
+            turns and answer
+        ):
+            before = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            return {"prompt": checked_row({"prompt": [*before, *turns]}, where, task.system).prompt, "answer": answer}
         case {"prompt": _, "answer": str(answer)} if answer and "completion" not in row:
             return {"prompt": checked_row(row, where, task.system, _is_chat(task)).prompt, "answer": answer}
         case {"messages": [*asked, {"role": "assistant", "content": str(answer)}]} if asked and answer:

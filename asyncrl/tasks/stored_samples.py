@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,10 +65,10 @@ def _checked(row: Row | None, record: SampleRecord) -> Row | None:
 
 def _own_row(run: str, record: SampleRecord, row: Row | None) -> dict[str, Any]:
     prompt = record.prompt if row is None else row.prompt
-    is_chat = not isinstance(prompt, str)
+    is_chat = not isinstance(prompt, str) or bool(record.turns)
     own = {
-        "prompt": prompt,
-        "completion": [{"role": "assistant", "content": record.text}] if is_chat else record.text,
+        "prompt": [_user(prompt)] if is_chat and isinstance(prompt, str) else prompt,
+        "completion": _answered(record) if is_chat else record.text,
         "prompt_ids": record.prompt_ids,
         "completion_ids": record.token_ids,
         "logprobs": record.token_logprobs,
@@ -81,19 +82,21 @@ def _own_row(run: str, record: SampleRecord, row: Row | None) -> dict[str, Any]:
         "turns": json.dumps(record.turns) if record.turns else "",
     }
     others = {} if row is None else {name: value for name, value in row.columns.items() if name != "prompt"}
+    if {"completion_ids", "prompt_ids"} <= {*others}:  # The row is a sample of another run's file.
+        others = {name: value for name, value in others.items() if name not in own}
     return {**{f"row_{name}" if name in own else name: value for name, value in others.items()}, **own}
 
 
 def _verl_row(run: str, record: SampleRecord, row: Row | None) -> dict[str, Any]:
     prompt: Any = record.prompt if row is None else row.prompt
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = [_user(prompt)] if isinstance(prompt, str) else prompt
     columns = {} if row is None else dict(row.columns)
     given = columns.get("reward_model")
     truth = given.get("ground_truth") if isinstance(given, Mapping) else columns.get("answer")
     return {
         "data_source": str(columns.get("data_source", f"asyncrl/{run}")),
         "prompt": [_message(each) for each in asked],
-        "messages": [*map(_message, asked), {"role": "assistant", "content": record.text}],
+        "messages": [*map(_message, asked), *map(_message, _answered(record))],
         "ability": str(columns.get("ability", "")),
         "reward_model": {"style": "rule", "ground_truth": "" if truth is None else str(truth)},
         "extra_info": {
@@ -106,6 +109,15 @@ def _verl_row(run: str, record: SampleRecord, row: Row | None) -> dict[str, Any]
             "versions": record.token_versions,
         },
     }
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _answered(record: SampleRecord) -> Sequence[Mapping[str, Any]]:
+    """Returns what came after the prompt: the answer, or all messages of an episode."""
+    return record.turns or [{"role": "assistant", "content": record.text}]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, str]:
@@ -147,20 +159,23 @@ class StoredSamples:
     path: Path
     groups: Mapping[bytes, Sequence[Sequence[StoredSample]]]
 
+    def check(self, prompt: NDArray[np.int32]) -> None:
+        """Raises TaskError when there is no group with this prompt."""
+        if prompt.astype(np.int32).tobytes() not in self.groups:
+            raise TaskError(
+                f"generation.stored_samples: {self.path} has no samples of this prompt; take the prompts from the same "
+                "file (task.prompts)"
+            )
+
     def sample(self, prompt: NDArray[np.int32], group: int, member: int) -> StoredSample:
         """Returns a member of the group that a draw gets: of several groups with this prompt, a number that depends on
-        `group` alone chooses one. Raises TaskError when there is no group with this prompt."""
-        found = self.groups.get(prompt.astype(np.int32).tobytes())
-        if found is None:
-            raise TaskError(
-                f"generation.stored_samples: {self.path} has no samples of the prompt of group {group}; take the "
-                "prompts from the same file (task.prompts)"
-            )
+        `group` alone chooses one."""
+        found = self.groups[prompt.astype(np.int32).tobytes()]
         return found[zlib.crc32(str(group).encode()) % len(found)][member]
 
-    @property
-    def first(self) -> StoredSample:
-        return next(iter(self.groups.values()))[0][0]
+    def some(self, count: int) -> list[StoredSample]:
+        """Returns samples of up to so many prompts."""
+        return [groups[0][0] for groups in islice(self.groups.values(), count)]
 
 
 def read_stored_samples(path: Path, members: int) -> StoredSamples:
@@ -168,12 +183,15 @@ def read_stored_samples(path: Path, members: int) -> StoredSamples:
     column, has episodes, or has a group with fewer samples."""
     arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
     key = "generation.stored_samples"
+    if not path.is_file():
+        raise TaskError(f"{key}: there is no file {path}")
     try:
         table = parquet.read_table(path)
     except (arrow.ArrowException, OSError) as error:
         raise TaskError(f"{key}: {path} is no Parquet file that can be read: {error}") from error
     if missing := [name for name in NEEDED if name not in table.column_names]:
-        raise TaskError(f"{key}: {path} has no column {missing[0]}; write it with `asyncrl samples RUN_DIR --parquet`")
+        advice = "write it with `asyncrl samples RUN_DIR --parquet FILE`, without --verl"
+        raise TaskError(f"{key}: {path} has no column {missing[0]}; {advice}")
     if "turns" in table.column_names and any(table.column("turns").to_pylist()):
         raise TaskError(f"{key}: {path} has episodes of several turns, which cannot be trained again")
     groups: dict[tuple[Any, int], dict[int, StoredSample]] = defaultdict(dict)

@@ -21,6 +21,9 @@ from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.stored_samples import read_stored_samples
 
+CHECKED_PROMPTS = 32
+"""Prompts of which a sample is decoded, to find tokens of another tokenizer."""
+
 
 class StoredSampleEngine(TorchEngine):
     """Completes each request at once with a stored sample: its tokens, the log-probs of the policy that sampled them,
@@ -33,8 +36,8 @@ class StoredSampleEngine(TorchEngine):
     def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
         super().__init__(folder, config, version)
         self._stored = read_stored_samples(Path(config.generation.stored_samples), config.task.samples_per_prompt)
-        first = self._stored.first
-        if not self.tokenizer.decode(first.tokens).startswith(first.text):
+        checked = self._stored.some(CHECKED_PROMPTS)
+        if any(not self.tokenizer.decode(sample.tokens).startswith(sample.text) for sample in checked):
             path, model = self._stored.path, config.model.name
             raise ConfigError(f"generation.stored_samples: {path} has tokens of another tokenizer than {model}")
         self._asked: deque[SampleRequest] = deque()
@@ -49,6 +52,8 @@ class StoredSampleEngine(TorchEngine):
 
     def submit(self, *requests: SampleRequest) -> None:
         refuse_too_long(requests, self._config)
+        for request in requests:
+            self._stored.check(request.prompt)
         self._asked.extend(requests)
 
     def step(self) -> list[Completion]:

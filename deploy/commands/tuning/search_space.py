@@ -9,6 +9,12 @@ from asyncrl.config.sources.keys import all_keys, closest_key
 from asyncrl.errors import ConfigError
 
 Values = Mapping[str, Any]
+UNSEARCHED = {
+    "seed": "all candidates have the same seeds; --seeds says how many",
+    "steps": "all candidates are compared after the same steps; --stop-at says which is the last one",
+    "name": "a name changes nothing that is learnt",
+}
+"""Keys of which a search says nothing, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +56,19 @@ def parse_dimension(text: str) -> Dimension:
     key, equals, spec = text.partition("=")
     if not equals or not spec:
         raise ConfigError(f"--search {text}: write KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C")
+    if key in UNSEARCHED:
+        raise ConfigError(f"--search {text}: {UNSEARCHED[key]}")
     if key not in all_keys():
         near = closest_key(key)
         raise ConfigError(f"--search {text}: there is no key {key}" + (f"; did you mean {near}?" if near else ""))
-    return _range(text, key, spec) if ".." in spec else _choices(text, key, spec)
+    is_number = bool({"integer", "number"} & set(all_keys()[key].kinds))
+    return _range(text, key, spec) if is_number and ".." in spec else _choices(text, key, spec)
 
 
 def _range(text: str, key: str, spec: str) -> Dimension:
     bounds, _, scale = spec.partition(":")
     low, _, high = bounds.partition("..")
     kinds = all_keys()[key].kinds
-    if not {"integer", "number"} & set(kinds):
-        raise ConfigError(f"--search {text}: {key} is no number; write its values, KEY=A,B,C")
     if scale not in ("", "log"):
         raise ConfigError(f"--search {text}: there is no scale {scale!r}; write LOW..HIGH or LOW..HIGH:log")
     whole = "number" not in kinds
@@ -79,10 +86,18 @@ def _range(text: str, key: str, spec: str) -> Dimension:
 
 
 def _choices(text: str, key: str, spec: str) -> Dimension:
-    choices = tuple(_literal(part) for part in spec.split(","))
+    choices = _array(spec)
     if len(set(map(repr, choices))) < 2:
         raise ConfigError(f"--search {text}: a search needs two different values at least")
     return Dimension(key, choices)
+
+
+def _array(spec: str) -> tuple[Any, ...]:
+    """Returns the values between commas: TOML values, such as lists, or plain text."""
+    try:
+        return tuple(tomllib.loads(f"values = [{spec}]")["values"])
+    except tomllib.TOMLDecodeError:
+        return tuple(_literal(part) for part in spec.split(","))
 
 
 def _literal(text: str) -> Any:

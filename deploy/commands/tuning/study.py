@@ -6,8 +6,10 @@ DIR/own/seed-0        the run of the experiment's own values with seed 0
 DIR/candidate-3/seed-0, candidate-3/seed-0.log    a run and what it printed
 """
 
+import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -53,10 +55,13 @@ def open_request(folder: Path, request: SearchRequest | None) -> SearchRequest:
     if not path.exists():
         if request is None:
             raise ConfigError(f"{folder} holds no search: name an experiment and what to search")
-        if folder.exists() and any(folder.iterdir()):
+        if folder.is_dir() and any(folder.iterdir()):
             raise ConfigError(f"--to: {folder} is not empty, and holds no search")
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(asdict(request), indent=1) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(path, json.dumps(asdict(request), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--to: {folder} cannot be used: {error.strerror}; name another folder") from error
         return request
     try:
         kept = SearchRequest(**json.loads(path.read_text("utf-8")))
@@ -75,12 +80,27 @@ def open_request(folder: Path, request: SearchRequest | None) -> SearchRequest:
     return kept
 
 
+@contextmanager
+def search_lock(folder: Path) -> Iterator[None]:
+    """Holds `search.lock`, so that one process works on a search. Raises ConfigError when another one does."""
+    with open(folder / "search.lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--to: another process works on the search in {folder}: wait for it, or end it"
+            ) from None
+        yield
+
+
 @dataclass(eq=False)
 class Study:
-    """The candidates of a search, in an optuna.Study that is stored in its directory."""
+    """The candidates of a search, in an optuna.Study that is stored in its directory. is_valid: returns whether the
+    config takes these values together; others become no candidates."""
 
     folder: Path
     space: Sequence[Dimension]
+    is_valid: Callable[[Values], bool] = lambda values: True
     _study: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,7 +122,7 @@ class Study:
                 break
             trial = self._study.ask()
             values = {each.key: each.suggest(trial) for each in self.space}
-            if values in (self._values(each) for each in self._whole()):
+            if values in (self._values(each) for each in self._whole()) or not self.is_valid(values):
                 self._study.tell(trial, state=_optuna().trial.TrialState.FAIL)
                 continue
             trial.set_user_attr(ROUND, number)
@@ -110,12 +130,9 @@ class Study:
         return found
 
     def tell(self, candidate: int, difference: PairedDifference | None) -> None:
-        """Notes by how much a candidate was better than the experiment's own values at the end of its last rung; None:
-        it failed. A second note of the same candidate, after a resume, is left out."""
-        states = _optuna().trial.TrialState
-        if difference is None:
-            self._study.tell(candidate - 1, state=states.FAIL, skip_if_finished=True)
-        else:
+        """Notes by how much a candidate was better than the experiment's own values at the end of its last rung. One
+        that failed has none (None), and is tried again when the search goes on."""
+        if difference is not None:
             self._study.tell(candidate - 1, difference.mean, skip_if_finished=True)
 
     def _of_round(self, number: int) -> Iterator[Any]:

@@ -8,11 +8,13 @@ that a learning rate that depends on them is the same in short runs.
 
 import asyncio
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +32,8 @@ QUIET = {"ASYNCRL_TELEMETRY__REPORT": "false", "ASYNCRL_TELEMETRY__TRACE": "fals
 """Keys of every trial, unless flags set them: one report shows the whole search."""
 MISTAKE, FAILURE = 2, 1
 PR_SET_PDEATHSIG = 1
+ORPHAN_DEADLINE, LOOK = 30.0, 0.2
+"""Seconds that a run of a killed search may take to end, and between two looks at its lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,23 @@ class StoppingDisplay(LineDisplay):
 
 
 def run_trial(request: CandidateRun) -> str:
-    """Trains in a process of its own until the last step is there; returns "", or why it could not be trained.
+    """Trains in a process of its own until the last step is there; returns "", or why it could not be trained. A run
+    that fails without a mistake in its config goes on once.
 
     Raises Interrupted when a signal came, which ends the run with a checkpoint.
     """
+    for _ in range(2):
+        code, failure = _run_once(request)
+        if not failure or code == MISTAKE:
+            break
+    return failure
+
+
+def _run_once(request: CandidateRun) -> tuple[int, str]:
+    """Returns the exit code of a run, and why it has not trained the last step."""
     if request.steps_trained >= request.last_step:
-        return ""
+        return 0, ""
+    _wait_for_orphan(request.directory)
     request.output.parent.mkdir(parents=True, exist_ok=True)
     with request.output.open("ab") as output:
         command = [sys.executable, "-m", __name__, json.dumps(asdict(request))]
@@ -87,8 +102,22 @@ def run_trial(request: CandidateRun) -> str:
     if is_interrupted:
         raise Interrupted("the search was interrupted")
     if code == 0 and request.steps_trained >= request.last_step:
-        return ""
-    return _last_line(request.output)
+        return 0, ""
+    return code, _last_line(request.output)
+
+
+def _wait_for_orphan(directory: RunDirectory) -> None:
+    """Waits for a run whose search was killed: the kernel tells it, and it ends with a checkpoint."""
+    if not directory.path.exists():
+        return
+    deadline = time.monotonic() + ORPHAN_DEADLINE
+    with open(directory.path / "run.lock", "a+") as lock:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(LOOK)
 
 
 def _waited(child: "subprocess.Popen[bytes]") -> tuple[int, bool]:
@@ -120,7 +149,13 @@ def main(argument: str) -> int:
     try:
         config = load(request.experiment, request.flags, values=request.values).config
         display = StoppingDisplay(config.steps, request.last_step)
-        asyncio.run(run(RunRequest(config, Path(request.run_dir), display, "the same `asyncrl tune`")))
+        asyncio.run(
+            run(
+                RunRequest(
+                    config, Path(request.run_dir), display, "`asyncrl tune --to` with the directory of the search"
+                )
+            )
+        )
     except ConfigError as error:
         print(f"asyncrl: {error}", flush=True)
         return MISTAKE

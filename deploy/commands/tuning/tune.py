@@ -1,9 +1,13 @@
 """`asyncrl tune` searches for better values of an experiment's keys: short runs, of which the better ones go on."""
 
 import argparse
+import difflib
+import re
 import shlex
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,19 +16,22 @@ from asyncrl.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
     from asyncrl.deploy.commands.tuning.search import SearchCandidate
+    from asyncrl.deploy.commands.tuning.search_space import Dimension, Values
     from asyncrl.deploy.commands.tuning.study import SearchRequest
 
 DESCRIPTION = f"""{__doc__} Optuna (extra `tune`) proposes values, and sequential halving spends the steps. All
 candidates and the experiment's own values train with the same seeds, and are compared seed by seed. The same command
 goes on after an end. Further --section.key flags set keys of every run."""
+MOST_COMBINATIONS = 64
+"""Combinations of the other keys' ends beside which a value is tried, before it counts as refused."""
 
 
 def main(arguments: list[str]) -> int:
     asked, flags = _parser().parse_known_args(arguments)
-    _refuse_mistakes(asked, flags)
+    _refuse_mistakes(asked, arguments)
     from asyncrl.deploy.commands.tuning.search import Search
     from asyncrl.deploy.commands.tuning.search_space import parse_space
-    from asyncrl.deploy.commands.tuning.study import Study, open_request
+    from asyncrl.deploy.commands.tuning.study import Study, open_request, search_lock
     from asyncrl.deploy.commands.tuning.trial_process import run_trial
     from asyncrl.deploy.commands.tuning.tuning_report import write_tuning_report
 
@@ -32,13 +39,17 @@ def main(arguments: list[str]) -> int:
     name = Path(asked.experiment or "").stem
     folder = asked.to or Path("runs") / f"tune-{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
     request = open_request(folder, wanted)
-    search = Search(folder, request, Study(folder, parse_space(request.search)), run_trial, _say)
-    try:
-        own, found = search.run()
-    except Interrupted as error:
-        raise Interrupted(f"{error}. Go on with: {program()} tune --to {shlex.quote(str(folder))}") from None
+    again = f"{program()} tune --to {shlex.quote(str(folder))}"
+    with search_lock(folder):
+        study = Study(folder, parse_space(request.search), partial(_is_valid, request))
+        try:
+            own, found = Search(folder, request, study, run_trial, _say).run()
+        except Interrupted as error:
+            raise Interrupted(f"{error}. Go on with: {again}") from None
     print("\n" + "\n".join(table(request, own, found)))
     print(conclusion(request, found))
+    if failed := sum(bool(each.failure) for each in found):
+        print(f"candidates that failed: {failed}; `{again}` tries them again")
     print(f"report: {write_tuning_report(folder, request, own, found)}")
     return 0
 
@@ -68,10 +79,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _refuse_mistakes(asked: argparse.Namespace, flags: Sequence[str]) -> None:
+def _refuse_mistakes(asked: argparse.Namespace, arguments: Sequence[str]) -> None:
     if asked.experiment is None:
-        if asked.to is None or asked.search or flags:
+        if asked.to is None:
             raise ConfigError(f"name an experiment: `{program()} tune quickstart --search KEY=VALUES`")
+        if arguments not in (["--to", str(asked.to)], [f"--to={asked.to}"]):
+            raise ConfigError("a search goes on as it began: write --to alone, or name the experiment again")
         return
     if not asked.search:
         raise ConfigError("name what to search, for instance --search training.learning_rate=1e-5..1e-3:log")
@@ -86,16 +99,14 @@ def _request(asked: argparse.Namespace, flags: Sequence[str]) -> "SearchRequest"
     from asyncrl.config.sources import load
     from asyncrl.deploy.commands.tuning.search_space import parse_space
     from asyncrl.deploy.commands.tuning.study import SearchRequest
-    from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 
     config = load(asked.experiment, flags).config
-    for dimension in parse_space(asked.search):
-        for value in dimension.ends:
-            load(asked.experiment, flags, values={dimension.key: value})
-    if asked.metric not in {**METRICS, **FURTHER_METRICS} and not asked.metric.startswith(
-        ("reward/", "time/", "eval/")
-    ):
-        raise ConfigError(f"--metric: there is no metric {asked.metric!r}; metrics.jsonl of a run has all names")
+    space = parse_space(asked.search)
+    for dimension in space:
+        if any(flag.partition("=")[0] == f"--{dimension.key}" for flag in flags):
+            raise ConfigError(f"--search: {dimension.key} is set by a flag too; remove one")
+    _refuse_values(asked.experiment, flags, space)
+    _refuse_metric(asked.metric, config.reward.terms)
     return SearchRequest(
         experiment=asked.experiment,
         search=asked.search,
@@ -108,6 +119,50 @@ def _request(asked: argparse.Namespace, flags: Sequence[str]) -> "SearchRequest"
         metric=asked.metric,
         minimize=asked.minimize,
     )
+
+
+def _refuse_values(experiment: str, flags: Sequence[str], space: "Sequence[Dimension]") -> None:
+    """Raises ConfigError for an end of a range, or a choice, that the config refuses beside all ends of the others."""
+    from asyncrl.config.sources import load
+
+    for number, dimension in enumerate(space):
+        others = [[(each.key, end) for end in each.ends] for place, each in enumerate(space) if place != number]
+        for value in dimension.ends:
+            problem: ConfigError | None = None
+            for beside in chain([()], islice(product(*others), MOST_COMBINATIONS)):
+                try:
+                    load(experiment, flags, values={dimension.key: value, **dict(beside)})
+                    break
+                except ConfigError as error:
+                    problem = problem or error
+            else:
+                assert problem is not None
+                raise ConfigError(f"--search {dimension.key}: {problem}")
+
+
+def _is_valid(request: "SearchRequest", values: "Values") -> bool:
+    """Returns whether the config takes these values together."""
+    from asyncrl.config.sources import load
+
+    try:
+        load(request.experiment, request.flags, values=dict(values))
+    except ConfigError:
+        return False
+    return True
+
+
+def _refuse_metric(metric: str, terms: Sequence[str]) -> None:
+    """Raises ConfigError for a name that no metric can have, or that is nearly the name of one."""
+    from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+
+    known = [*METRICS, *FURTHER_METRICS, *(f"reward/{term}" for term in terms)]
+    if metric in known:
+        return
+    near = difflib.get_close_matches(metric, known, 1, 0.85)
+    patterns = [re.sub(r"<\w+>", "[^/]+", name) for name in known if "<" in name]
+    if near or not any(re.fullmatch(pattern, metric) for pattern in patterns):
+        meant = f"did you mean {near[0]}?" if near else "docs/metrics.md has all names"
+        raise ConfigError(f"--metric: there is no metric {metric!r}; {meant}")
 
 
 def table(request: "SearchRequest", own: "SearchCandidate", found: "Sequence[SearchCandidate]") -> list[str]:

@@ -93,6 +93,34 @@ def test_texts_to_learn_are_read_from_both(tmp_path: Path) -> None:
             assert found[1] == {"prompt": as_messages if names == "verl" else asked, "answer": "is 1"}
 
 
+TURNS = [
+    {"role": "assistant", "content": "3?"},
+    {"role": "user", "content": "less"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def test_episodes_keep_their_turns(tmp_path: Path) -> None:
+    episode = [replace(RECORDS[0], turns=TURNS, text="2")]
+    asked = {"role": "user", "content": "1+1?"}
+    for names in ("asyncrl", "verl"):
+        path = tmp_path / "samples.parquet"
+        write_samples(path, "a", episode, lambda group: None, names)
+        first = table(path)[0]
+        assert [*first["prompt"], *first["completion"]] if names == "asyncrl" else first["messages"] == [asked, *TURNS]
+        (found,) = pretraining_rows(TaskConfig(prompts="none", pretrain=str(path)))
+        assert found == {"prompt": [asked, *TURNS[:2]], "answer": "2"}
+
+
+def test_rows_that_are_samples_already_are_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "samples.parquet"
+    old = row("1+1?", answer="2", completion="is 5", completion_ids=[1], prompt_ids=[2], reward=0.0)
+    write_samples(path, "a", RECORDS, lambda group: old)
+    first = table(path)[0]
+    assert (first["completion"], first["answer"]) == ("is 0", "2")
+    assert not [name for name in first if name.startswith("row_")]
+
+
 def test_a_draw_gets_the_members_of_one_group_with_its_prompt(tmp_path: Path) -> None:
     path = tmp_path / "samples.parquet"
     other = [record(9, member, "2+2?", (6,)) for member in (0, 1)]
@@ -110,8 +138,9 @@ def test_a_draw_gets_the_members_of_one_group_with_its_prompt(tmp_path: Path) ->
         assert any(members == list(group) for group in groups)
     chosen = {id(stored.sample(np.array([4, 5], np.int32), draw, 0)) for draw in range(8)}
     assert len(chosen) == 2
-    with pytest.raises(TaskError, match="has no samples of the prompt of group 17"):
-        stored.sample(np.array([4], np.int32), 17, 0)
+    stored.check(np.array([4, 5], np.int64))
+    with pytest.raises(TaskError, match="has no samples of this prompt; take the prompts from the same file"):
+        stored.check(np.array([4], np.int32))
 
 
 @pytest.mark.parametrize(
@@ -142,3 +171,5 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no Parquet")
     with pytest.raises(TaskError, match="is no Parquet file that can be read"):
         read_stored_samples(tmp_path / "text", 2)
+    with pytest.raises(TaskError, match="there is no file"):
+        read_stored_samples(tmp_path / "nowhere", 2)

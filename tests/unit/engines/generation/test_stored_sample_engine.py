@@ -80,8 +80,8 @@ def test_nothing_is_answered_without_weights_or_after_its_end(model: Path, tmp_p
 def test_another_prompt_and_another_tokenizer_are_refused(model: Path, tmp_path: Path) -> None:
     ids = [50, 51]
     made = engine(model, tmp_path, stored(text_of(model, ids), ids), 0)
-    made.submit(request(0, prompt=np.array([40], np.int32)))
-    with pytest.raises(TaskError, match="has no samples of the prompt of group 0"):
-        made.step()
+    with pytest.raises(TaskError, match="has no samples of this prompt"):
+        made.submit(request(0, prompt=np.array([40], np.int32)))
+    assert made.waiting == 0
     with pytest.raises(ConfigError, match="has tokens of another tokenizer than tiny"):
         engine(model, tmp_path, stored("other words", ids), 0)

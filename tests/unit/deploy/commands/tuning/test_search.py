@@ -2,18 +2,22 @@
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from asyncrl.deploy import cli
+from asyncrl.deploy.commands.tuning import trial_process, tune
 from asyncrl.deploy.commands.tuning.search import Search, SearchCandidate
 from asyncrl.deploy.commands.tuning.search_space import parse_space
-from asyncrl.deploy.commands.tuning.study import SearchRequest, Study, open_request, run_path
+from asyncrl.deploy.commands.tuning.study import SearchRequest, Study, open_request, run_path, search_lock
 from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.deploy.commands.tuning.tune import conclusion, table
 from asyncrl.errors import ConfigError, Interrupted
+from asyncrl.telemetry.run_directory import RunDirectory
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="Optuna (extra `tune`) is not installed"
@@ -179,6 +183,11 @@ def test_the_table_is_narrow_and_names_failures() -> None:
         (["quickstart", "--search", "staleness.limit=0..4", "--candidates", "1"], "needs two at least"),
         (["quickstart", "--search", "staleness.limit=-1..4"], "staleness.limit"),
         (["quickstart", "--search", "staleness.limit=0..4", "--metric", "rewards"], "no metric 'rewards'"),
+        (["quickstart", "--search", "staleness.limit=0..4", "--metric", "reward/meen"], "did you mean reward/mean"),
+        (["quickstart", "--search", "steps=2,4"], "compared after the same steps"),
+        (["quickstart", "--search", "staleness.limit=0..4", "--staleness.limit", "1"], "is set by a flag too"),
+        (["--to", "somewhere", "--stop-at", "8"], "goes on as it began: write --to alone"),
+        (["quickstart", "--search", "staleness.limit=0..4", "--to", "/dev/null/search"], "cannot be used"),
         (["nowhere", "--search", "staleness.limit=0..4"], "nowhere"),
     ],
 )
@@ -193,3 +202,63 @@ def test_mistakes_end_before_anything_is_written(
     assert cli.main(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_are_right_together_only_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = ["--search", "algorithm.correction=none,cap", "--search", "algorithm.old_logprobs=engine,recomputed"]
+    asked = tune._parser().parse_args(["quickstart", *together])
+    request = tune._request(asked, [])
+    assert tune._is_valid(request, {"algorithm.correction": "cap", "algorithm.old_logprobs": "recomputed"})
+    assert not tune._is_valid(request, {"algorithm.correction": "cap", "algorithm.old_logprobs": "engine"})
+    alone = tune._parser().parse_args(["quickstart", *together[:2]])
+    with pytest.raises(ConfigError, match=r"--search algorithm\.correction"):
+        tune._request(alone, [])
+
+
+@needs_optuna
+def test_combinations_that_the_config_refuses_become_no_candidates(tmp_path: Path) -> None:
+    study = Study(tmp_path, parse_space(["staleness.limit=0..9"]), lambda values: values["staleness.limit"] > 6)
+    found = study.candidates(0, 9)
+    assert sorted(values["staleness.limit"] for values in found.values()) == [7, 8, 9]
+
+
+def test_one_process_works_on_a_search(tmp_path: Path) -> None:
+    other = pytest.raises(ConfigError, match="another process works on the search")
+    with search_lock(tmp_path), other, search_lock(tmp_path):
+        pass
+    with search_lock(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("codes", "failure", "tries"), [([1, 0], "", 2), ([1, 1, 0], "it broke", 2), ([2, 0], "it broke", 1)]
+)
+def test_a_run_that_fails_goes_on_once_unless_its_config_is_wrong(
+    codes: list[int], failure: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+
+    def once(request: CandidateRun) -> tuple[int, str]:
+        done.append(codes.pop(0))
+        return done[-1], "it broke" if done[-1] else ""
+
+    monkeypatch.setattr(trial_process, "_run_once", once)
+    assert trial_process.run_trial(CandidateRun("quickstart", str(tmp_path), 4)) == failure
+    assert len(done) == tries
+
+
+def test_a_run_waits_for_the_one_that_a_killed_search_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl.controller.journal.run_storage import run_lock
+
+    looks: list[float] = []
+    with ExitStack() as orphan:
+        orphan.enter_context(run_lock(tmp_path))
+
+        def look(seconds: float) -> None:
+            looks.append(seconds)
+            if len(looks) == 3:
+                orphan.close()
+
+        monkeypatch.setattr(time, "sleep", look)
+        trial_process._wait_for_orphan(RunDirectory(tmp_path))
+    assert len(looks) == 3

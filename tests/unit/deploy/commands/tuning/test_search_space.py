@@ -16,6 +16,10 @@ def test_ranges_and_choices() -> None:
     assert parse_dimension("staleness.policy=mask,drop").choices == ("mask", "drop")
     assert parse_dimension("training.gradient_checkpointing=true,false").choices == (True, False)
     assert parse_dimension(f"{RATE}=1e-4,3e-4").ends == (1e-4, 3e-4)
+    assert parse_dimension("training.betas=[0.9, 0.99],[0.8, 0.9]").choices == ([0.9, 0.99], [0.8, 0.9])
+    assert parse_dimension("task.prompts=../a.jsonl,../b.jsonl").choices == ("../a.jsonl", "../b.jsonl")
+    assert parse_dimension('task.system="one, two",three').choices == ('"one', ' two"', "three")
+    assert parse_dimension('task.system="one, two","three"').choices == ("one, two", "three")
 
 
 def test_values_can_be_typed_again() -> None:
@@ -30,7 +34,9 @@ def test_values_can_be_typed_again() -> None:
         (RATE, "write KEY=LOW..HIGH"),
         (f"{RATE}=", "write KEY=LOW..HIGH"),
         ("training.learning_rat=1..2", "did you mean training.learning_rate"),
-        ("staleness.policy=1..2", "is no number; write its values"),
+        ("staleness.policy=1..2", "two different values"),
+        ("seed=3,4", "all candidates have the same seeds"),
+        ("steps=2,4", "compared after the same steps"),
         (f"{RATE}=1..2:square", "no scale 'square'"),
         ("staleness.limit=0.5..2", "must be integers"),
         (f"{RATE}=a..b", "must be numbers"),
