@@ -1,0 +1,77 @@
+"""What follows from an environment to act in, and what contradicts it."""
+
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sources.layers import file_layer
+from asyncrl.config.sources.load_config import load, resolve
+from asyncrl.config.toml_writer import dump
+from asyncrl.deploy.preflight import preflight
+from asyncrl.deploy.service_specs import service_specs
+from asyncrl.errors import ConfigError
+from tests.unit.engines.acting.scene import ENVIRONMENTS
+
+WALK = f"{ENVIRONMENTS}:Walk"
+
+
+def config(**values: Any) -> Config:
+    return load(None, (), {}, {"acting": {"env": WALK, **values.pop("acting", {})}, **values}).config
+
+
+def test_model_prompts_and_groups_follow_from_the_environment() -> None:
+    found = config(acting={"environments": 5})
+    assert (found.model.name, found.task.prompts) == ("acting", "acting")
+    assert (found.task.samples_per_prompt, found.task.prompts_per_step) == (5, 1)
+    assert found.training.learning_rate == 3e-4
+    assert found.is_scored
+    assert not found.warnings
+
+
+def test_sac_has_its_own_defaults_under_what_is_written() -> None:
+    assert config(acting={"algorithm": "sac"}).acting.hidden_size == (256, 256)
+    assert config(acting={"algorithm": "sac", "hidden_size": [8]}).acting.hidden_size == (8,)
+    assert config().acting.hidden_size == (64, 64)
+
+
+def test_a_written_config_reads_as_the_same() -> None:
+    found = config(acting={"algorithm": "sac", "environments": 3})
+    assert resolve([file_layer(dump(found), "config.toml")]).config == found
+
+
+def test_the_fleet_has_acting_workers_and_their_trainer() -> None:
+    specs = service_specs(config(generation={"replicas": 3}))
+    assert [(spec.name, spec.replicas) for spec in specs] == [("generation", 3), ("training", 1)]
+    assert specs[0].implementation == "asyncrl.services.acting:ActingService"
+    assert not list(preflight(config()))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"reward.functions": ["exact_match"]}, r"reward\.functions.*gets its rewards from its environment"),
+        (
+            {"task.samples_per_prompt": 3},
+            r"task\.samples_per_prompt.*a sample of each environment: write 8",
+        ),
+        ({"generation.engine": "vllm"}, r"generation\.engine.*samples no text: remove it"),
+        ({"training.layout": {"dp": 2}}, r"training\.layout.*has one rank"),
+        ({"acting": {"children": 9}}, r"acting\.children.*each child has one at least"),
+        ({"training.device": "cuda"}, r"training\.device.*on the CPU"),
+    ],
+)
+def test_what_only_language_models_have_is_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(**values)
+
+
+def test_values_without_an_environment_are_warned_of() -> None:
+    values = {"model.name": "warmed:reverse", "task.prompts": "x.jsonl", "acting": {"epochs": 3}}
+    (warning,) = load(None, (), {}, values).config.warnings
+    assert str(warning).startswith("acting.epochs, acting.env: nothing reads it")
+
+
+def test_a_function_that_does_not_exist_is_found_before_anything_starts() -> None:
+    (problem,) = preflight(load(None, (), {}, {"acting": {"env": f"{ENVIRONMENTS}:Wlak"}}).config)
+    assert "did you mean Walk?" in str(problem)
