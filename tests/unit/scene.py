@@ -53,6 +53,7 @@ class Scene:
         self.estimate: Advantages = group_baseline
         self.config = settings(steps)
         self.pauses = PauseSwitch()
+        self.columns: dict[str, Any] = {}
         self.controller: Controller
 
     def play(self) -> None:
@@ -72,7 +73,7 @@ class Scene:
                     cost_critic=self.cost_critic,
                     environment=self.environment,
                 ),
-                lambda group: (f"prompt {group}", {"row": group}),
+                lambda group: (f"prompt {group}", {"row": group, **self.columns}),
                 self.config,
                 self.estimate,
                 between=self.between or nothing,

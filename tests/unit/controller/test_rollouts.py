@@ -57,6 +57,21 @@ def test_a_prompt_that_generation_refuses_is_named() -> None:
         scene.play()
 
 
+def test_the_tools_of_a_row_are_asked_for_with_its_prompt() -> None:
+    seen: list[object] = []
+
+    async def look(fleet: Fleet, control: Controller, group: Attempt) -> None:
+        seen.append(group.prompts.tools)
+        await grpo.roll_out(fleet, control, group)
+
+    scene = Scene()
+    scene.columns = {"tools": [{"name": "add"}]}
+    scene.algorithm = Algorithm(look, grpo.train)
+    scene.play()
+    assert len(seen) >= 6
+    assert set(map(str, seen)) == {"({'name': 'add'},)"}
+
+
 class LosesARow(FakeTraining):
     """Meets a row that is gone in the second step: the last one of the batch, freed or with its whole owner."""
 

@@ -80,3 +80,12 @@ def test_what_follows_a_conversation_is_written_by_the_template(
     after = "<|im_end|>user:hi<|im_end|>assistant:"
     assert shown(tokenizer, prompt, (FORMER, 0), "hi") == begun + after
     assert shown(tokenizer, prompt, (FORMER, 0), "one", (OPENING, 2)) == begun + after
+
+
+def test_the_tools_of_a_single_answer_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }} {% endfor %}{{ messages[0].content }}"
+    stops = TokenizerWithStops(tokenizer, ())
+    requests = TurnRequests(stops, None, TokenBudget(100, 200))
+    group = PromptGroup(0, 0, 0, OPENING, (0,), 7, 0, 1.0, 5, 9.0, tools=({"name": "add"},))
+    (turn,) = requests.first(group)
+    assert stops.decode(turn.request.prompt) == "add hi"

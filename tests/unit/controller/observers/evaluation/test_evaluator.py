@@ -262,8 +262,9 @@ def test_prompts_are_sampled_as_the_evaluation_says_and_not_as_training_does() -
     reward: Any = ScoresNothing()
     sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"temperature": 0.7}}
     chosen = Config.model_validate({**sections, "evaluate": {"prompts": "p", "temperature": 0.3, "samples": 2}})
-    evaluator = Evaluator(generation, reward, [("one", {}), ("two", {})], chosen)
+    evaluator = Evaluator(generation, reward, [("one", {}), ("two", {"tools": [{"name": "add"}]})], chosen)
     virtual_loop.run(evaluator.evaluate(4, 0))
+    assert sorted(len(each.tools) for each in generation.asked) == [0, 1]
     assert [(each.temperature, each.members, each.not_before) for each in generation.asked] == [(0.3, (0, 1), 4)] * 2
 
 
