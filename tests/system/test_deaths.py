@@ -90,7 +90,7 @@ def test_run_continues_after_a_worker_is_killed(service: str, quickstart_model: 
     ("service", "rank", "flags", "end"),
     [
         ("training", 0, [], signal.SIGKILL),
-        ("training", 1, ["--training.layout.dp", "2"], signal.SIGKILL),
+        ("training", 1, ["--training.layout.shard", "2"], signal.SIGKILL),
         ("critic", 0, PPO, signal.SIGKILL),
         ("critic", 0, [*PPO, "--fleet.watchdog", "5"], signal.SIGSTOP),
         ("cost_critic", 0, SAFE, signal.SIGKILL),
