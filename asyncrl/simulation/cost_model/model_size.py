@@ -12,6 +12,9 @@ from asyncrl.errors import ConfigError
 WIDE = 2
 """Bytes of a weight, an activation and a cached value, in bfloat16."""
 
+OF_EXPERTS = ("num_experts", "num_local_experts", "moe_intermediate_size")
+"""Keys of experts, which are counted apart from the shape of the dense layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -41,7 +44,8 @@ class ModelSize:
         experts = int(
             config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0
         )
-        shape, heads = Shape.of(config), int(config["num_attention_heads"])
+        dense = {name: value for name, value in config.items() if name not in OF_EXPERTS}
+        shape, heads = Shape.of(dense), int(config["num_attention_heads"])
         latent, saved = _latent_attention(config, shape)
         if not experts:
             return cls(name, shape, heads, latent=latent, less_attention=saved)

@@ -8,18 +8,20 @@ All ranks run the same passes, because each gathers from all (`RankMesh.in_step`
 so that no rank holds a gradient of all weights.
 """
 
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.weights.slot_memory import whole_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 Found = TypeVar("Found")
 
@@ -39,6 +41,8 @@ class PassRoot(nn.Module):
 def shard_model(whole: Any, mesh: DeviceMesh) -> PassRoot:
     """Shares out the weights of a transformers model over the mesh. Raises ConfigError when torch is too old, or a
     weight is on another kind of device than the ranks exchange on."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise ConfigError(f"training.layout: shard needs torch 2.9 or newer, and {torch.__version__} is installed")
     if whole.device.type != mesh.device_type:
@@ -59,7 +63,7 @@ def shard_model(whole: Any, mesh: DeviceMesh) -> PassRoot:
 
 def own_part(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor that this rank holds, without a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_part(tensor) else tensor
 
 
 def gather_state(state: Any, *, keep: bool) -> Any:
@@ -72,7 +76,7 @@ def gather_state(state: Any, *, keep: bool) -> Any:
             return {name: gathered(each) for name, each in value.items()}
         if isinstance(value, list):
             return [gathered(each) for each in value]
-        if not isinstance(value, DTensor):
+        if not is_part(value):
             return value.detach() if isinstance(value, Tensor) else value
         if id(value) not in found:
             whole = whole_tensor(value.detach())
@@ -83,14 +87,16 @@ def gather_state(state: Any, *, keep: bool) -> Any:
     return state if keep else None
 
 
-def is_part(tensor: Tensor) -> bool:
-    """Returns whether this rank may hold a part of the tensor only."""
-    return isinstance(tensor, DTensor)
+def is_part(tensor: Any) -> TypeGuard["DTensor"]:
+    """Returns whether this rank may hold a part of the tensor only. A process that never imported DTensor, which takes
+    a while, has no such tensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def is_split(tensor: Tensor) -> bool:
     """Returns whether tensor ranks hold different parts of it."""
-    if not isinstance(tensor, DTensor):
+    if not is_part(tensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
     return any(name == "tp" and _cut(place) is not None for name, place in zip(names, tensor.placements, strict=True))
@@ -99,7 +105,7 @@ def is_split(tensor: Tensor) -> bool:
 def share_out(value: Tensor, like: Tensor) -> Tensor:
     """Returns the part of a whole tensor that this rank holds, as `like` is shared out: layers are split first, and
     shards are parts of what is left."""
-    if not isinstance(like, DTensor) or value.dim() != like.dim():
+    if not is_part(like) or value.dim() != like.dim():
         return value
     part, mesh = value.to(like.device), like.device_mesh
     for axis in reversed(range(mesh.ndim)):
@@ -112,13 +118,15 @@ def share_out(value: Tensor, like: Tensor) -> Tensor:
 
 def as_part_of(part: Tensor, like: Tensor) -> Tensor:
     """Returns the part of this rank as a part of a whole tensor that is shared out as `like` is."""
-    if not isinstance(like, DTensor) or part.dim() != like.dim():
+    if not is_part(like) or part.dim() != like.dim():
         return part
+    from torch.distributed.tensor import DTensor
+
     options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(part, like.device_mesh, like.placements, **options)
 
 
-def _cut(placement: Placement) -> int | None:
+def _cut(placement: "Placement") -> int | None:
     """Returns the dimension along which a placement cuts; None where ranks hold the same."""
     dim: int | None = getattr(placement, "dim", None)
     return dim

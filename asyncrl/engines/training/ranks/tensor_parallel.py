@@ -11,12 +11,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from asyncrl.errors import ConfigError
 
-STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+STYLES = ("colwise", "rowwise")
 
 
 def split_layers(whole: Any, mesh: DeviceMesh) -> None:
@@ -25,16 +23,19 @@ def split_layers(whole: Any, mesh: DeviceMesh) -> None:
     config, size = whole.config, mesh.size()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or set(plan.values()) - set(STYLES):
-        styles = ", ".join(sorted(set((plan or {}).values()) - set(STYLES))) or "none"
+        others = ", ".join(sorted(set((plan or {}).values()) - set(STYLES))) or "none"
         raise ConfigError(
             f"training.layout: tp splits {' and '.join(STYLES)} layers alone, and the plan of {type(whole).__name__} "
-            f"has {styles}; take a Llama or Qwen2 model, or shard instead of tp"
+            f"has {others}; take a Llama or Qwen2 model, or shard instead of tp"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise ConfigError(
                 f"training.layout: tp = {size} does not divide the model's {name}, {getattr(config, name)}"
             )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     linear = [name for name, each in whole.base_model.named_modules() if isinstance(each, nn.Linear)]
-    found = {name: STYLES[plan[pattern]]() for name in linear for pattern in plan if fnmatchcase(name, pattern)}
+    found = {name: styles[plan[pattern]]() for name in linear for pattern in plan if fnmatchcase(name, pattern)}
     parallelize_module(whole.base_model, mesh, found)
