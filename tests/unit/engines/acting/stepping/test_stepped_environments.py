@@ -121,13 +121,17 @@ async def test_one_that_crashes_or_hangs_is_found_and_the_others_go_on_where_the
             await stepped(environments, {0: RIGHT, 1: STAY, 2: STAY})
         found = await stepped(environments, {0: RIGHT, 1: STAY, 2: STAY})
         lost = {place: why for each in found for place, why in each.errors.items()}
-        assert len(lost) == environments.lost == 1
+        assert len(lost) == environments.lost
         guilty = 0
         assert why in lost[guilty]
+        # Of threads that ran as the process crashed none is known to be innocent.
+        suspected = [place for place in lost if place != guilty]
+        assert not suspected or (trouble, feedback) == ("crash", "asynchronous")
+        assert all("one of the environments" in lost[place] for place in suspected)
         moved = {0: 3, 1: 0, 2: 0}
         for each in found:
             for index, place in enumerate(each.places.tolist()):
-                if place != guilty:
+                if place not in lost:
                     assert each.observations[index, 0] == began[place] + moved[place]
                     assert not each.truncated[index]
         after = await stepped(environments, {0: STAY, 1: STAY, 2: STAY})
