@@ -1,8 +1,8 @@
-"""Runs several coroutines side by side, as one that can fail or be cancelled."""
+"""Runs several coroutines side by side, as one that can fail or be cancelled, and waits for items of queues."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar, overload
 
 from asyncrl.errors import Retryable
@@ -55,6 +55,18 @@ async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> Async
             yield
             for task in running:
                 task.cancel()
+
+
+async def next_items(queue: "asyncio.Queue[T]", until: Callable[[], float]) -> list[T]:
+    """Waits for the next items of a queue and returns all that are there; none at the time, in loop time, that `until`
+    returns, which may move on meanwhile."""
+    loop = asyncio.get_running_loop()
+    while (deadline := until()) > loop.time():
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                first = await queue.get()
+                return [first, *(queue.get_nowait() for _ in range(queue.qsize()))]
+    return []
 
 
 async def to_its_end(work: Coroutine[Any, Any, None]) -> None:

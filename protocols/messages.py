@@ -142,6 +142,10 @@ class Boundary:
         return max(parts, key=lambda part: part.at)
 
 
+SLACK_SHARE, SLACK = 1.5, 5.0
+"""Time, as a share of a sample's deadline and in seconds, by which its end may be late: less than its call waits."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
     """A group to sample. prompt: text, or chat messages ({"role", "content"}); members: which samples of the group are
@@ -162,6 +166,12 @@ class PromptGroup:
     deadline: float
     continues: BatchRef | None = None
     tools: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def longest_silence(self) -> float:
+        """Returns the seconds after which a worker that finished no sample of any group is given up: the end of one may
+        be late by less than its call waits."""
+        return min(SLACK_SHARE * self.deadline, self.deadline + SLACK)
 
 
 @dataclass(frozen=True, slots=True)

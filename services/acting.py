@@ -12,18 +12,17 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
+from asyncrl.concurrency import next_items
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.acting.acting_loop import ActingLoop, Recording
 from asyncrl.engines.acting.acting_policy import NO_WEIGHTS, ActingPolicy
 from asyncrl.engines.acting.stepping.spaces_file import read_spaces
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
 from asyncrl.engines.acting.transitions import transition_columns
-from asyncrl.errors import EnvironmentFailed, LostRows, Refused
+from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, LostRows
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
-from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.lanes.weights.selection.transport_opening import open_receiver
@@ -83,6 +82,7 @@ class ActingService(PooledService[ActingPool], Generation):
         self._loop: ActingLoop
         self._streams: dict[SampleName, Finished] = {}  # The gate bounds their number: samples in flight.
         self._failure: EnvironmentFailed | None = None
+        self._full_at = 0.0
         self._receiver: WeightReceiver | None = None
         self._published: Published | None = None
         self._weights_lock = asyncio.Lock()
@@ -96,7 +96,7 @@ class ActingService(PooledService[ActingPool], Generation):
         self._loop = ActingLoop(
             self._policy,
             self._pool.environments,
-            context.occupancy,
+            context.compute,
             count=settings.environments,
             transitions=settings.transitions,
             lockstep=settings.feedback == "synchronous",
@@ -112,9 +112,10 @@ class ActingService(PooledService[ActingPool], Generation):
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields the samples of a group as they are full: one of each environment whose number is a member. Raises
-        Refused for a group of another incarnation, EnvironmentFailed when environments lose every episode."""
-        if prompts.incarnation != (own := self.context.facts.incarnation):
-            raise Refused(f"group {prompts.id} is of incarnation {prompts.incarnation}, this worker of {own}")
+        Refused for a group of another incarnation, EnvironmentFailed when environments lose every episode, and
+        DeadlineExceeded when no sample of any group is full in the time of one."""
+        self.check_incarnation(prompts.incarnation, f"group {prompts.id}")
+        began = asyncio.get_running_loop().time()
         names = [(prompts.id, member, prompts.attempt) for member in prompts.members]
         stream = Finished()
         self._streams |= dict.fromkeys(names, stream)
@@ -124,19 +125,16 @@ class ActingService(PooledService[ActingPool], Generation):
             self._loop.record(names, prompts.not_before)
             left = len(names)
             while left:
-                found = [await stream.get()]
-                while not stream.empty():
-                    found.append(stream.get_nowait())
+                found = await next_items(stream, lambda: max(began, self._full_at) + prompts.longest_silence)
+                if not found:
+                    raise self._silent(prompts)
                 left -= len(found)
                 yield BatchRef(tuple(map(self._store, found)))
         finally:
             self._drop(names)
 
     async def use_weights(self, published: Published) -> Using:
-        if published.incarnation != (own := self.context.facts.incarnation):
-            raise Refused(
-                f"version {published.version} is of incarnation {published.incarnation}, this worker of {own}"
-            )
+        self.check_incarnation(published.incarnation, f"version {published.version}")
         if not published.is_kept_for(self.context.spec.instance):
             return Using((), published.version)
         async with self._weights_lock:
@@ -156,10 +154,7 @@ class ActingService(PooledService[ActingPool], Generation):
         return Boundary(ACTION, self._loop.pause(False))
 
     async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
-        facts = self.context.facts
-        folder = facts.checkpoint_dir or Path(directory)  # Both are the same, but this host may have a copy elsewhere.
-        with await asyncio.to_thread(open, folder / READY_ROWS, "rb") as file:
-            return await store_again(file, samples, facts.incarnation, self.keep)
+        return await self.restored_rows(directory, samples)
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         """Describes samples for a person: their episodes, and the versions that acted."""
@@ -193,12 +188,24 @@ class ActingService(PooledService[ActingPool], Generation):
             self._receiver = open_receiver(published, self._policy.spec, partial(weight_network, context), "cpu")
         with context.occupancy.awaiting_weights():
             await self._receiver.fetch(published)
-        with context.occupancy.exchanging():  # Some thousand numbers: less than a hop to the compute thread.
-            self._policy.load(self._receiver.tensors(published), published.version)
-            self._receiver.check(published)
+        await context.compute.run(self._load_weights, self._receiver, published)
         self._loop.changed()
 
+    def _load_weights(self, receiver: WeightReceiver, published: Published) -> None:
+        """Loads weights on the compute thread, so that no action is half of old ones."""
+        with self.context.occupancy.exchanging():
+            self._policy.load(receiver.tensors(published), published.version)
+            receiver.check(published)
+
+    def _silent(self, prompts: PromptGroup) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"no sample of {self.context.spec.instance} was full within {prompts.longest_silence:g} s: it acts for "
+            f"{self._loop.running} samples, {self._loop.waiting} wait, among them some of group {prompts.id}, and its "
+            f"weights have version {self._policy.version}; raise generation.deadline if the environment is only slow"
+        )
+
     def _take(self, recording: Recording) -> None:
+        self._full_at = asyncio.get_running_loop().time()
         if (stream := self._streams.get(recording.name)) is not None:
             stream.put_nowait(recording)
         self._count()

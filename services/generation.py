@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl.concurrency import next_items
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.generation.engine_interface import GenerationEngine
@@ -28,9 +29,8 @@ from asyncrl.engines.generation.trajectory import ROW, Trajectory
 from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.environments.loading import answer_role
-from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
-from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
@@ -41,9 +41,6 @@ from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
 STEP = "decode step"
-
-SLACK_SHARE, SLACK = 1.5, 5.0
-"""Time, as a share of a sample's deadline and in seconds, by which its end may be late: less than its call waits."""
 
 JSON_BYTES = 6
 """Most bytes of JSON that one byte of text becomes."""
@@ -115,7 +112,7 @@ class GenerationService(Service, Generation):
         Raises Refused for a group of another incarnation, TaskError for a prompt without tokens, with too many, or that
         cannot be rendered, and DeadlineExceeded when no sample of any group finishes in that time.
         """
-        self._check_incarnation(prompts.incarnation, f"group {prompts.id}")
+        self.check_incarnation(prompts.incarnation, f"group {prompts.id}")
         if self._evaluates and self._engine.version < prompts.not_before:
             raise PeerLost(
                 f"{self.context.spec.instance} was started after the weights of version {prompts.not_before} were "
@@ -133,7 +130,7 @@ class GenerationService(Service, Generation):
             await self._engine.submit([turn.request for turn in turns])
             left = len(keys)
             while left:
-                finished = await self._next_completions(stream, keys, began, prompts.deadline)
+                finished = await self._next_completions(stream, keys, began, prompts.longest_silence)
                 left -= len(finished)
                 yield BatchRef(tuple(self._store(each, before[each.request.key]) for each in finished))
         finally:
@@ -145,7 +142,7 @@ class GenerationService(Service, Generation):
             self._engine.forget(samples, oldest)
 
     async def use_weights(self, published: Published) -> Using:
-        self._check_incarnation(published.incarnation, f"version {published.version}")
+        self.check_incarnation(published.incarnation, f"version {published.version}")
         if not published.is_kept_for(self.context.spec.instance):
             return Using((), published.version)
         async with self._weights_lock:
@@ -176,10 +173,7 @@ class GenerationService(Service, Generation):
         return Boundary(STEP, await self._engine.resume())
 
     async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
-        facts = self.context.facts
-        folder = facts.checkpoint_dir or Path(directory)  # Both are the same, but this host may have a copy elsewhere.
-        with await asyncio.to_thread(open, folder / READY_ROWS, "rb") as file:
-            return await store_again(file, samples, facts.incarnation, self.keep)
+        return await self.restored_rows(directory, samples)
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         texts = []
@@ -232,19 +226,16 @@ class GenerationService(Service, Generation):
         return await self.context.compute.run(self._turns.later, prompts, rows, read)
 
     async def _next_completions(
-        self, stream: CompletionQueue, keys: Sequence[Key], began: float, deadline: float
+        self, stream: CompletionQueue, keys: Sequence[Key], began: float, silence: float
     ) -> list[Completion]:
         """Waits for finished samples of these keys, as long as samples finish: each does by its deadline."""
-        loop, timeout = asyncio.get_running_loop(), min(SLACK_SHARE * deadline, deadline + SLACK)
-        while (until := max(began, self._delivered_at) + timeout) > loop.time():
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
-                    return [await stream.get(), *_drain(stream)]
+        if finished := await next_items(stream, lambda: max(began, self._delivered_at) + silence):
+            return finished
         load, own = self._engine.load(), self.context.spec.instance
         members = ", ".join(str(key[1]) for key in keys if key in self._streams)
         version = "none yet" if self._engine.version == NO_WEIGHTS else self._engine.version
         raise DeadlineExceeded(
-            f"no sample of {own} finished within {timeout:g} s: it runs {load.running} samples, {load.waiting} "
+            f"no sample of {own} finished within {silence:g} s: it runs {load.running} samples, {load.waiting} "
             f"wait, among them members {members} of group {keys[0][0]}, and its weights have version {version}"
         )
 
@@ -293,11 +284,6 @@ class GenerationService(Service, Generation):
             return await TorchGeneration.open(self.context, copies=False, engine=StoredSampleEngine)
         return await TorchGeneration.open(self.context, copies=self._evaluates)
 
-    def _check_incarnation(self, incarnation: int, subject: str) -> None:
-        own, instance = self.context.facts.incarnation, self.context.spec.instance
-        if incarnation != own:
-            raise Refused(f"{subject} has incarnation {incarnation}; {instance} has incarnation {own}")
-
 
 def _columns(completion: Completion) -> dict[str, Array]:
     return {
@@ -307,7 +293,3 @@ def _columns(completion: Completion) -> dict[str, Array]:
         "versions": completion.versions,
         "text": np.frombuffer(completion.text.encode(), np.uint8),
     }
-
-
-def _drain(stream: CompletionQueue) -> list[Completion]:
-    return [stream.get_nowait() for _ in range(stream.qsize())]

@@ -20,6 +20,7 @@ from asyncrl.engines.acting.acting_loop import ActingLoop, Recording
 from asyncrl.engines.acting.acting_policy import ActingPolicy
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
 from asyncrl.environments.adapters.packages import package
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 
 ENVIRONMENTS, TRANSITIONS = 8, 50
@@ -51,11 +52,12 @@ async def rate(config: Config, steps: int, printed: Path) -> float:
     async with asyncio.TaskGroup() as tasks:
         environments = SteppedEnvironments(settings, tasks, seed=0, start_deadline=60.0, printed=printed)
         await environments.start()
+        compute = ThreadCompute(Occupancy(clock))
         policy, done = ActingPolicy(config, environments.spaces, 0, version=0), asyncio.Event()
         loop = ActingLoop(
             policy,
             environments,
-            Occupancy(clock),
+            compute,
             count=settings.environments,
             transitions=settings.transitions,
             lockstep=settings.feedback == "synchronous",
@@ -68,6 +70,7 @@ async def rate(config: Config, steps: int, printed: Path) -> float:
         seconds = time.monotonic() - began
         acting.cancel()
         await environments.stop()
+        compute.close()
     return loop.steps / seconds
 
 

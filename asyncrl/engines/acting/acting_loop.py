@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.acting.acting_policy import ActingPolicy
-from asyncrl.engines.acting.stepping.answers import Answers
+from asyncrl.engines.acting.stepping.answers import Answers, Floats
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.protocols.batch import SampleName
-from asyncrl.telemetry.state_clock import Occupancy
 
 Row = dict[str, NDArray[Any]]
 
@@ -80,13 +80,14 @@ class ActedIn:
 
 
 class ActingLoop:
-    """finished: takes each recording once it is full. failed: takes why an environment lost an episode, by number."""
+    """Runs on the event loop; the policy computes on the compute thread. finished: takes each recording once it is
+    full. failed: takes why an environment lost an episode, by number."""
 
     def __init__(
         self,
         policy: ActingPolicy,
         environments: SteppedEnvironments,
-        occupancy: Occupancy,
+        compute: ThreadCompute,
         *,
         count: int,
         transitions: int,
@@ -97,7 +98,8 @@ class ActingLoop:
         self.policy = policy
         self.steps = 0
         self._environments = environments
-        self._occupancy = occupancy
+        self._compute = compute
+        self._occupancy = compute.occupancy
         self._transitions = transitions
         self._lockstep = lockstep
         self._finished = finished
@@ -144,7 +146,7 @@ class ActingLoop:
     async def run(self) -> None:
         """Acts until cancelled. Raises EnvironmentFailed when no episode can begin, or too many were lost in a row."""
         while True:
-            self._act()
+            await self._act()
             if any(each.waiting for each in self._acted):
                 with self._occupancy.computing():
                     answered = await self._environments.answers()
@@ -156,7 +158,7 @@ class ActingLoop:
                     await self._changed.wait()
                 self._changed.clear()
 
-    def _act(self) -> None:
+    async def _act(self) -> None:
         """Acts in the environments that have answered and record a sample, all at once or none where they step
         together."""
         if self._paused or (self._lockstep and any(each.waiting for each in self._acted)):
@@ -166,15 +168,19 @@ class ActingLoop:
         if not ready:
             return
         places = np.array(ready)
-        stored, logprobs, actions = self.policy.act(self._states[places])
+        self.steps += len(ready)
+        version, (stored, logprobs, actions) = await self._compute.run(self._policy_actions, self._states[places])
         for index, place in enumerate(ready):
             acted = self._acted[place]
             acted.waiting = True
             acted.action = stored[index]
             acted.logprob = float(logprobs[index])
             acted.version = version
-        self.steps += len(ready)
         self._environments.act(places, actions)
+
+    def _policy_actions(self, states: Floats) -> tuple[int, tuple[Floats, Floats, Floats]]:
+        """Returns the actions in these states, with the version of the weights that acted, on the compute thread."""
+        return self.policy.version, self.policy.act(states)
 
     def _is_ready(self, acted: ActedIn, version: int) -> bool:
         if acted.waiting or not acted.recordings:

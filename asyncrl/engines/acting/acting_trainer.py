@@ -18,7 +18,7 @@ from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.stepping.spaces_file import SPACES, write_spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
 from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_state
-from asyncrl.engines.training.training_step import NOT_FINITE, Lane, StepOutcome, undrawn
+from asyncrl.engines.training.training_step import NOT_FINITE, Lane, StepInParts, StepOutcome, undrawn
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 from asyncrl.protocols.messages import Canary
 
@@ -96,7 +96,7 @@ class ActingTrainer:
         return ActingStep(self, rows, version)
 
 
-class ActingStep:
+class ActingStep(StepInParts):
     """Trains on the trajectories of a batch, one update per call of `advance`. A batch without a live transition is
     skipped as stale; one whose every update is not finite, as that."""
 
@@ -105,18 +105,7 @@ class ActingStep:
         self._learner = trainer.learner
         self._rows = rows
         self._version = version
-        self._outcome: StepOutcome | None = None
-        self._work = self._run()
-
-    @property
-    def outcome(self) -> StepOutcome:
-        """Returns the outcome; only valid after `advance` returned False."""
-        assert self._outcome is not None, "the step is not complete: call advance until it returns False"
-        return self._outcome
-
-    def advance(self) -> bool:
-        """Takes the next update; returns False when the step is complete."""
-        return next(self._work, False)
+        super().__init__()
 
     def _run(self) -> Iterator[bool]:
         learner = self._learner

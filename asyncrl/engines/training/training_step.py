@@ -51,6 +51,28 @@ def undrawn(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class StepInParts(ABC):
+    """Runs a step part by part, one for each call of `advance`."""
+
+    def __init__(self) -> None:
+        self._outcome: StepOutcome | None = None
+        self._work = self._run()
+
+    @property
+    def outcome(self) -> StepOutcome:
+        """Returns the outcome; only valid after `advance` returned False."""
+        assert self._outcome is not None, "the step is not complete: call advance until it returns False"
+        return self._outcome
+
+    def advance(self) -> bool:
+        """Runs the next part; returns False when the step is complete."""
+        return next(self._work, False)
+
+    @abstractmethod
+    def _run(self) -> Iterator[bool]:
+        """Yields True after each part, and sets the outcome at the end."""
+
+
 class Trainer(ABC):
     """Trains one model. Not thread-safe: all calls come from one thread. lane: draws forward and backward passes, which
     a GPU may still compute when they end here, and optimizer steps."""
@@ -73,7 +95,7 @@ def run_step(trainer: Trainer, rows: Sequence[TrainRow], incarnation: int, versi
     return step.outcome
 
 
-class TrainingStep(ABC):
+class TrainingStep(StepInParts):
     """Trains on one batch, the rows of all ranks, one micro-batch per call of `advance`.
 
     The batch is split into `training.updates` consecutive parts with one optimizer step each. A part has one
@@ -93,20 +115,13 @@ class TrainingStep(ABC):
         self._norms: list[float] = []  # gradient norms of the updates taken
         self._not_taken: set[str] = set()  # why updates with a live token were not taken, the same on all ranks
         self._culprits: list[SampleName] = []
-        self._outcome: StepOutcome | None = None
-        self._work = self._run()
-
-    @property
-    def outcome(self) -> StepOutcome:
-        """Returns the outcome; only valid after `advance` returned False."""
-        assert self._outcome is not None, "the step is not complete: call advance until it returns False"
-        return self._outcome
+        super().__init__()
 
     def advance(self) -> bool:
         """Runs the next micro-batch or optimizer step; returns False when the step is complete. Raises PeerLost when
         another rank is gone."""
         with self._mesh.failing():
-            return next(self._work, False)
+            return super().advance()
 
     def _run(self) -> Iterator[bool]:
         batch = gather_keys(self._mesh.rows, [item.row.key for item in self._rows])

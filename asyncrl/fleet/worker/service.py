@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from structlog.typing import FilteringBoundLogger
@@ -17,10 +18,11 @@ from asyncrl.fleet.worker.process_memory import resident_bytes
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.fleet.worker.torch_profile import record_profile
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
+from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.recording.recorder import LaneRecorder
-from asyncrl.protocols.batch import Array, Place, SampleName
+from asyncrl.protocols.batch import Array, BatchRef, Place, SampleName
 from asyncrl.protocols.messages import Health, Profile
 from asyncrl.protocols.service_contracts import EndpointSpec
 from asyncrl.telemetry.state_clock import STATES, Occupancy, StateClock
@@ -176,6 +178,21 @@ class Service:
         place = self.rows.put(columns)
         self.rows.free(self._retention.add(sample, place))
         return place
+
+    def check_incarnation(self, incarnation: int, subject: str) -> None:
+        """Raises Refused for what belongs to another start of the run."""
+        own = self.context.facts.incarnation
+        if incarnation != own:
+            raise Refused(
+                f"{subject} has incarnation {incarnation}; {self.context.spec.instance} has incarnation {own}"
+            )
+
+    async def restored_rows(self, directory: str, samples: BatchRef) -> BatchRef:
+        """Stores the rows of samples that a checkpoint has, and returns their references."""
+        facts = self.context.facts
+        folder = facts.checkpoint_dir or Path(directory)  # Both are the same, but this host may have a copy elsewhere.
+        with await asyncio.to_thread(open, folder / READY_ROWS, "rb") as file:
+            return await store_again(file, samples, facts.incarnation, self.keep)
 
     async def idle_because(self, state: str) -> None:
         if state not in STATES:

@@ -1,18 +1,22 @@
 """The acting service with real environments in children: samples, stamps, pauses, failures."""
 
 import asyncio
+import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrl.engines.acting.acting_policy import ActingPolicy
 from asyncrl.engines.acting.acting_trainer import ActingTrainer
 from asyncrl.engines.acting.stepping.spaces_file import SPACES, write_spaces
 from asyncrl.engines.acting.transitions import COLUMNS
-from asyncrl.errors import EnvironmentFailed, Refused
+from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, Refused
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup
@@ -26,14 +30,16 @@ LONG = 20
 @pytest.fixture
 def serving(worker_context: Callable[..., WorkerContext], tmp_path: Path) -> Serving:
     @asynccontextmanager
-    async def serve(name: str = "Walk", **acting: Any) -> AsyncIterator[ActingService]:
+    async def serve(
+        name: str = "Walk", compute: dict[str, Any] | None = None, **acting: Any
+    ) -> AsyncIterator[ActingService]:
         write_spaces(tmp_path / SPACES, spaces_of_walk())
         settings = {"environments": 2, "transitions": 5, "hidden_size": [8], **acting}
         config = acting_config(f"{ENVIRONMENTS}:{name}", **settings)
         config = config.model_copy(update={"children": config.children.model_copy(update={"sandbox": "none"})})
         async with asyncio.TaskGroup() as tasks:
             before = asyncio.all_tasks()
-            service = ActingService(worker_context("generation", config, tasks))
+            service = ActingService(worker_context("generation", config, tasks, **(compute or {})))
             try:
                 await service.start()
                 yield service
@@ -138,8 +144,34 @@ async def test_environments_that_lose_every_episode_fail_the_call(serving: Servi
 
 async def test_a_group_of_another_incarnation_is_refused(serving: Serving) -> None:
     async with serving() as service:
-        with pytest.raises(Refused, match="group 0 is of incarnation 9, this worker of 1"):
+        with pytest.raises(Refused, match=r"group 0 has incarnation 9; .* has incarnation 1"):
             await samples_of(service, group(incarnation=9))
+
+
+async def test_a_call_whose_samples_are_never_full_ends_with_what_it_waits_for(serving: Serving) -> None:
+    async with serving() as service:  # It never gets weights.
+        asked = dataclasses.replace(group(), deadline=0.2)
+        with pytest.raises(DeadlineExceeded, match=r"was full within 0\.3 s: it acts for 2 samples, .* of group 0"):
+            await samples_of(service, asked)
+        assert service._loop.running == 0
+
+
+async def test_the_policy_computes_on_the_compute_thread_only(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    act = ActingPolicy.act
+
+    def noted(policy: ActingPolicy, *arguments: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return act(policy, *arguments, **options)
+
+    monkeypatch.setattr(ActingPolicy, "act", noted)
+    async with serving(compute={"make_compute": ThreadCompute}) as service:
+        with closing(service.context.compute):
+            publish(service, 0)
+            await samples_of(service, group())
+    assert threads == {"compute"}
 
 
 async def test_a_sample_is_described_for_a_person(serving: Serving) -> None:

@@ -148,6 +148,17 @@ async def test_a_child_that_is_killed_from_outside_costs_no_episode(opened: Open
         assert environments.lost == 0
 
 
+async def test_a_deadline_is_that_of_one_step_when_a_long_episode_is_played_again(opened: Open) -> None:
+    async with opened("Slow", {"seconds": 0.1, "goal": 9}, environments=1, deadline=0.5) as environments:
+        for _ in range(8):
+            await stepped(environments, {0: STAY})
+        before = environments.states
+        await killed(environments)
+        (answers,) = await stepped(environments, {0: STAY})
+        np.testing.assert_array_equal(answers.observations, before)
+        assert environments.lost == 0
+
+
 async def test_an_environment_that_does_not_do_the_same_again_loses_its_episode(opened: Open) -> None:
     async with opened("Walk", {"goal": 9, "noise": 0.5}, environments=1) as environments:
         await stepped(environments, {0: RIGHT})
