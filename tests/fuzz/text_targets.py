@@ -163,7 +163,7 @@ class EnvironmentAnswers(ChatBodies):
 
 
 class SteppedAnswers(ChatBodies):
-    """What a child says of the environments that it stepped."""
+    """Reads what a child says of the environments that it stepped."""
 
     seeds: ClassVar = [
         msgpack.packb(

@@ -10,12 +10,16 @@ shell with limits, in test_exhaustion.py.
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, ClassVar
+
+from watching import PATIENCE
 
 from asyncrl.deploy.process.fork_client import Forks
 
@@ -82,3 +86,31 @@ def finished(
                 program.kill()
                 raise
         return subprocess.CompletedProcess(command, program.returncode, shown, errors.read())
+
+
+@contextmanager
+def running(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
+    """Starts a program, whose errors are shown among its output; it is killed at the end."""
+    process = ForkedProgram(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def until_step(process: "subprocess.Popen[str]", step: int) -> str:
+    """Returns what a run showed up to this step. Raises AssertionError when it ends before."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if (found := re.match(r"step (\d+)/", line)) and int(found[1]) >= step:
+            return "".join(seen)
+    raise AssertionError("ended early:\n" + "".join(seen[-20:]))
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    """Waits for the end of a program. Returns its exit status, and what was not read of its output."""
+    shown, _ = process.communicate(timeout=PATIENCE)
+    return process.returncode, shown

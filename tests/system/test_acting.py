@@ -3,10 +3,7 @@
 import os
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,8 @@ from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.samples_file import read_samples
 
 sys.path.insert(0, str(Path(__file__).parent))
-from programs import ForkedProgram
-from watching import PATIENCE, workers_of
+from programs import ended, running, until_step
+from watching import workers_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 ENVIRONMENTS = Path(__file__).parents[1] / "unit/engines/acting/line_walk.py"
@@ -42,32 +39,6 @@ limit = 1
 """
 
 
-@contextmanager
-def running(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", *arguments]
-    process = ForkedProgram(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
-
-
-def until_step(process: "subprocess.Popen[str]", step: int) -> str:
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if (found := re.match(r"step (\d+)/", line)) and int(found[1]) >= step:
-            return "".join(seen)
-    raise AssertionError("ended early:\n" + "".join(seen[-20:]))
-
-
-def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    shown, _ = process.communicate(timeout=PATIENCE)
-    return process.returncode, shown
-
-
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:
     """Returns the surviving lines: a step that the resume repeated counts once."""
     return [dict(line) for line in read_metrics(run_dir / "metrics.jsonl")]
@@ -85,7 +56,8 @@ def kill(run_dir: Path, service: str) -> int:
 def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm: str, tmp_path: Path) -> None:
     run_dir, file = tmp_path / "run", tmp_path / "acting.toml"
     file.write_text(EXPERIMENT.format(steps=60, env=f"{ENVIRONMENTS}:{env}", algorithm=algorithm))
-    with running(str(file), "--run-dir", str(run_dir)) as process:
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", str(file), "--run-dir", str(run_dir)]
+    with running(command) as process:
         until_step(process, 8)
         assert kill(run_dir, "generation") == 2
         shown = until_step(process, 16)
@@ -94,7 +66,7 @@ def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm
         code, shown = ended(process)
     assert code == 75, shown
     assert audit(run_dir).ok, str(audit(run_dir))
-    with running(str(file), "--run-dir", str(run_dir)) as process:
+    with running(command) as process:
         code, shown = ended(process)
     assert code == 0, shown
     assert "resuming" in shown

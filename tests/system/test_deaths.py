@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from asyncrl.controller.journal.audit import audit
 
 sys.path.insert(0, str(Path(__file__).parent))
-from programs import ForkedProgram
+from programs import ended, running, until_step
 from watching import PATIENCE, dead, pid_of, wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
@@ -28,32 +27,6 @@ def command(model: Path, run_dir: Path, *flags: str, steps: str = STEPS) -> list
     keys = ["--model.name", str(model), "--steps", steps, "--training.checkpoint_every", "5", "--evaluate.every", "100"]
     keys += ["--task.samples_per_prompt", "4"]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
-
-
-@contextmanager
-def running(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    process = ForkedProgram(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
-
-
-def until_step(process: "subprocess.Popen[str]", step: int) -> None:
-    """Returns once this step was shown; whatever else is shown must not be the end."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if (found := re.match(r"step (\d+)/", line)) and int(found[1]) >= step:
-            return
-    raise AssertionError("ended early:\n" + "".join(seen[-20:]))
-
-
-def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    shown, _ = process.communicate(timeout=PATIENCE)
-    return process.returncode, shown
 
 
 def audited(run_dir: Path) -> None:

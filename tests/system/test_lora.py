@@ -1,12 +1,8 @@
 """A fleet that trains adapters: deaths, late joiners, a resume, evaluation, and both kinds of export."""
 
 import os
-import re
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,8 +20,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import read_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
-from programs import ForkedProgram
-from watching import PATIENCE, pid_of
+from programs import ended, running, until_step
+from watching import pid_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
@@ -37,32 +33,6 @@ def command(model: Path, run_dir: Path, *flags: str, steps: int) -> list[str]:
     keys = ["--model.name", str(model), "--steps", str(steps), "--training.checkpoint_every", "5", *LORA]
     keys += ["--evaluate.every", "100", "--task.samples_per_prompt", "4", "--algorithm.kl", "0.01"]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
-
-
-@contextmanager
-def running(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    process = ForkedProgram(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
-
-
-def until_step(process: "subprocess.Popen[str]", step: int) -> str:
-    """Returns what was shown up to this step."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if (found := re.match(r"step (\d+)/", line)) and int(found[1]) >= step:
-            return "".join(seen)
-    raise AssertionError("ended early:\n" + "".join(seen[-20:]))
-
-
-def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    shown, _ = process.communicate(timeout=PATIENCE)
-    return process.returncode, shown
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -1,6 +1,7 @@
 """Checks model folders by their JSON files, headers and sizes, without torch and without reading weights."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,15 @@ STRETCHED = ("linear", "dynamic", "yarn")
 def is_complete(folder: Path) -> bool:
     """Returns whether `folder` holds a model that `from_pretrained` can load."""
     return (folder / "config.json").exists() and any(next(folder.glob(each), None) for each in WEIGHT_FILES)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def existing_folder(name: str, key: str = "model.name") -> Path | None:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from asyncrl.engines.models.model_folder import sync_to_disk
 from asyncrl.tasks.builtin.words import Demonstrations
 
 DIGESTS = "digests.json"
@@ -81,11 +82,11 @@ class WarmedModelCache:
                 shutil.copy(path, making)
             (making / DIGESTS).write_text(json.dumps(_digests(making)))
             for path in (*making.iterdir(), making):
-                _sync(path)
+                sync_to_disk(path)
             with _locked(self._folder) as held:
                 if held and not (self._folder / digest).exists():
                     making.rename(self._folder / digest)
-                    _sync(self._folder)
+                    sync_to_disk(self._folder)
                 if held:
                     self._remove_oldest()
         finally:
@@ -136,11 +137,3 @@ def _written_digests(folder: Path) -> object:
 
 def _used_at(path: Path) -> float:
     return path.stat().st_mtime
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

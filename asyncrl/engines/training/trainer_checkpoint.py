@@ -3,7 +3,6 @@ Rank 0 writes both, with the whole of weights and moments. Others write rank-N.p
 
 import hashlib
 import io
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
+from asyncrl.engines.models.model_folder import sync_to_disk
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -38,14 +38,14 @@ def write_state(
     state |= {"optimizer": optimizer.saved(states)}
     _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
     for path in [*directory.rglob("*"), directory]:
-        _sync(path)
+        sync_to_disk(path)
 
 
 def write_own_state(directory: Path, rank: int) -> None:
     """Writes and fsyncs the file of a rank other than 0."""
     _save({"rng": torch.get_rng_state()}, directory / f"rank-{rank}.pt")
-    _sync(directory / f"rank-{rank}.pt")
-    _sync(directory)
+    sync_to_disk(directory / f"rank-{rank}.pt")
+    sync_to_disk(directory)
 
 
 def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[str, Any]:
@@ -105,14 +105,6 @@ def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
         with path.open("rb") as file:
             found[str(path.relative_to(directory))] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:

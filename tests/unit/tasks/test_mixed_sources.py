@@ -183,7 +183,7 @@ def test_every_source_of_a_list_is_checked_before_a_run(two: tuple[str, str], tm
 
 
 class Streamed:
-    """What of a streamed data set is used: it has rows one after the other, and neither length nor numbers."""
+    """Stands in for a streamed data set: it has rows one after the other, and neither length nor numbers."""
 
     read = 0
 

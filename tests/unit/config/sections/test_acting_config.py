@@ -1,4 +1,4 @@
-"""What follows from an environment to act in, and what contradicts it."""
+"""Checks which settings follow from an environment to act in, and which contradict it."""
 
 from typing import Any
 

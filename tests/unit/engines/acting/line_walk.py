@@ -115,7 +115,7 @@ class Troubled(Walk):
         return observed, reward, done, cut, info
 
     def first_time(self) -> bool:
-        """Whether no environment made this trouble before; without a flag it is always made."""
+        """Returns whether no environment made this trouble before; without a flag, always True."""
         if not self.flag:
             return True
         try:

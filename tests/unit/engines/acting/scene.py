@@ -1,4 +1,4 @@
-"""What the tests of acting share: configs, and environments that step in this process."""
+"""Makes what the tests of acting share: configs, and environments that step in this process."""
 
 import asyncio
 from collections.abc import Callable, Sequence

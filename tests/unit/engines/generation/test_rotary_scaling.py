@@ -89,8 +89,8 @@ def test_frequencies_that_follow_the_longest_row_are_served_within_the_original_
 def test_the_probe_at_the_start_finds_a_window_that_no_rule_knows(
     changed_model: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a layer has a rule that is not read. A probe of a dozen tokens lies within the window, where windowed and
-    plain attention are the same."""
+    """Reads no rule of any layer. A probe of a dozen tokens lies within the window, where windowed and plain attention
+    are the same."""
     monkeypatch.setattr(AttentionRule, "of", lambda settings, limit: PLAIN)
     folder = changed_model("mistral", sliding_window=24)
     with pytest.raises(ConfigError, match="'mistral' is not supported: its logits differ by"):

@@ -127,7 +127,7 @@ def test_one_killed_in_mid_write_leaves_nothing_that_counts(tmp_path: Path, monk
     cache = WarmedModelCache(kept)
     with monkeypatch.context() as killed:  # A killed process runs no clean-up either.
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
-        killed.setattr(warmed_model_cache, "_sync", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(warmed_model_cache, "sync_to_disk", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             cache.keep("abc", model)
     (left,) = kept.iterdir()

@@ -92,7 +92,7 @@ def test_two_ranks_train_what_one_does(
 def test_ranks_with_the_same_rows_count_once(
     algorithm: dict[str, str], tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
-    """As if tensor ranks each held everything: every sum over ranks names the axis along which rows differ."""
+    """Lets tensor ranks each hold everything: every sum over ranks names the axis along which rows differ."""
     layout, draw = Layout(tp=2, dp=2), np.random.default_rng(5)
     rows = [replace(row, values=draw.normal(size=len(row.versions)).astype(np.float32)) for row in make_rows(7)]
     config = make_config(training={"max_grad_norm": 1e9, "updates": 2}, algorithm=algorithm)

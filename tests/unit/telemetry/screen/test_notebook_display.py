@@ -1,4 +1,4 @@
-"""What a cell of a notebook shows while it trains: one output, which each step replaces."""
+"""Checks the one output that a cell of a notebook shows while it trains: each step replaces it."""
 
 import sys
 from types import SimpleNamespace
