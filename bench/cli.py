@@ -13,6 +13,7 @@ BENCHMARKS = {
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
     "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
     "weights": ("transfer_speed.weight_plans", "the plan of a transfer of weights: bytes, senders, time on links"),
+    "regroup": ("transfer_speed.weight_regrouping", "weights gathered for generation on training ranks, by bytes"),
     "codecs": ("transfer_speed.weight_codecs", "wire codecs of weights: bytes, CPU time beside copying"),
     "transfers": ("transfer_speed.weight_transfers", "weights to another process, beside bare and encrypted sockets"),
     "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates, encodings"),

@@ -7,9 +7,9 @@ groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`) a
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor"]
+Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor", "gathering"]
 """The axes along which ranks form groups, see `Layout.groups`."""
-AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards", "tensor")
+AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards", "tensor", "gathering")
 
 
 class Place3D(NamedTuple):
@@ -89,7 +89,8 @@ class Layout:
 
         everyone: all ranks. rows: ranks with the same part of the model and different rows. copies: those of them with
         the same weights. shards: those of them whose parts make up the same weights. tensor: ranks that compute
-        the same rows of the same stage together.
+        the same rows of the same stage together. gathering: ranks whose parts make up what each of them generates with
+        (the micro-data-parallel groups of HybridFlow).
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
@@ -109,3 +110,5 @@ class Layout:
                 return (at.pp, at.tp, at.dp // self.shard)
             case "tensor":
                 return (at.pp, at.dp)
+            case "gathering":
+                return (at.dp, at.pp * self.gpp // self.pp, at.tp * self.gtp // self.tp)

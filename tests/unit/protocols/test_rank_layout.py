@@ -1,20 +1,12 @@
-"""Rank arithmetic: the paper's printed example, and what holds for every layout of up to 64 ranks."""
+"""Rank arithmetic of training layouts; tests/unit/lanes/weights/plan/test_regrouping.py has their regrouping."""
 
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import product
 
 import pytest
 
 from asyncrl.protocols.distribute_collect import THREE_D_PROTO
 from asyncrl.protocols.rank_layout import Layout, Place3D
-from tests.unit.protocols.resharding_cost import (
-    formula,
-    generation_groups,
-    generation_places,
-    measured,
-    training_groups,
-)
 
 
 def divisors(number: int) -> list[int]:
@@ -28,55 +20,6 @@ def layouts(ranks: int = 64) -> Iterator[tuple[int, int, int, int, int]]:
             for dp in range(1, ranks // (pp * tp) + 1):
                 for gpp in divisors(pp):
                     yield from ((pp, tp, dp, gpp, gtp) for gtp in divisors(tp))
-
-
-def one_based(groups: list[list[int]]) -> list[list[int]]:
-    return [[rank + 1 for rank in group] for group in groups]
-
-
-def test_figure_8_without_redundancy_comes_out_as_printed() -> None:
-    layout = Layout(1, 4, 2, 1, 2)
-    assert one_based(generation_groups(layout, "tp")) == [[1, 3], [2, 4], [5, 7], [6, 8]]
-    assert one_based(generation_groups(layout, "micro_dp")) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert one_based(training_groups(layout, "tp")) == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert one_based(training_groups(layout, "dp")) == [[1, 5], [2, 6], [3, 7], [4, 8]]
-
-
-def test_table_2_holds_for_every_layout_of_up_to_64_ranks() -> None:
-    checked = 0
-    for sizes in layouts():
-        layout = Layout(*sizes)
-        printed = formula("zero-redundancy", layout)
-        assert set(measured(layout)) == {printed}, layout
-        checked += 1
-    assert checked > 2000
-
-
-def test_the_three_systems_of_table_2_on_one_machine_and_a_half() -> None:
-    layout = Layout(1, 8, 2, 1, 2)
-    volumes = [formula(name, layout).volume for name in ("DeepSpeed-Chat", "vanilla", "zero-redundancy")]
-    assert volumes == [Fraction(15, 16), Fraction(7, 8), Fraction(3, 8)]
-    assert formula("DeepSpeed-Chat", layout).redundancy == Fraction(1, 16)
-
-
-def test_groups_partition_the_ranks_and_places_are_unique() -> None:
-    for sizes in layouts(24):
-        layout = Layout(*sizes)
-        micro_dp = layout.pp * layout.tp // (layout.gpp * layout.gtp)
-        ranks = list(range(layout.size))
-        for groups, size in (
-            (training_groups(layout, "tp"), layout.tp),
-            (training_groups(layout, "pp"), layout.pp),
-            (training_groups(layout, "dp"), layout.dp),
-            (generation_groups(layout, "tp"), layout.gtp),
-            (generation_groups(layout, "micro_dp"), micro_dp),
-            (layout.generation_replicas(), layout.gpp * layout.gtp),
-        ):
-            assert sorted(rank for group in groups for rank in group) == ranks
-            assert {len(group) for group in groups} == {size}
-        every_place = product(range(layout.gpp), range(layout.gtp), range(micro_dp), range(layout.dp))
-        assert sorted(generation_places(layout)[rank] for rank in ranks) == list(every_place)
-        assert [layout.rank(*layout.place(rank)) for rank in ranks] == ranks
 
 
 def test_ranks_of_a_training_layout() -> None:

@@ -33,6 +33,10 @@ class Ranks:
         """Concatenates the tensors [rows, width] of all ranks in rank order; numbers of rows may differ."""
         return rows
 
+    def gather_equal(self, values: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks in rank order; all have the same shape."""
+        return [values]
+
 
 class DistributedRanks(Ranks):
     """Exchanges over a process group of torch.distributed, on its device. Every method raises PeerLost when another
@@ -52,10 +56,10 @@ class DistributedRanks(Ranks):
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, rows: Tensor) -> Tensor:
-        counts = [int(count) for count in self._gather_equal(torch.tensor([len(rows)]))]
+        counts = [int(count) for count in self.gather_equal(torch.tensor([len(rows)]))]
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: len(rows)] = rows
-        parts = self._gather_equal(padded)
+        parts = self.gather_equal(padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
@@ -64,7 +68,7 @@ class DistributedRanks(Ranks):
             dist.all_reduce(moved, operation, self._group)
         return moved.to(values.device)
 
-    def _gather_equal(self, values: Tensor) -> list[Tensor]:
+    def gather_equal(self, values: Tensor) -> list[Tensor]:
         moved = values.to(self._device)
         parts = [torch.empty_like(moved) for _ in range(self.size)]
         with self._exchange():

@@ -7,6 +7,7 @@
     schedule.py           what one rank sends, receives and copies, in order
     local_views.py        where a rank's memory has a part: fused parameters, flat shards
     parallel_layout.py    placements of a model under `tp2.pp2.dp2`, `fsdp8` or `zero8`
+    regrouping.py         who gathers what where ranks that train generate as well
 
 Nothing here imports torch, does I/O or draws random numbers: both sides compute the same plan.
 """
