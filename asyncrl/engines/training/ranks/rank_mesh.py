@@ -5,6 +5,7 @@
     copies     of these, those with the same weights          sum gradients that no shard sums
     shards     of these, those that share out the weights     gather weights, sum the squares of the gradient norm
     tensor     same rows, each with a part of every layer     compute layers together, sum those squares too
+    gathering  of these, those whose parts make up a layer    gather weights to generate with; alone in training only
 
 Ranks that hold the same rows (tensor ranks, pipeline stages) never meet in a sum over `rows`, so each row counts once.
 """
@@ -42,6 +43,7 @@ class RankMesh:
     copies: Ranks = field(default_factory=Ranks)
     shards: Ranks = field(default_factory=Ranks)
     tensor: Ranks = field(default_factory=Ranks)
+    gathering: Ranks = field(default_factory=Ranks)
     sharding: DeviceMesh | None = None
     splitting: DeviceMesh | None = None
     failing: Exchange = nullcontext
