@@ -5,7 +5,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
+import asyncrl
 from asyncrl import __version__
 from asyncrl.config.install_hints import program
 from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFailed, Interrupted, RewardError, TaskError
@@ -40,12 +42,33 @@ COMMANDS = {
 
 FOLDERS = {
     **dict.fromkeys(("monitor", "dashboard", "scale", "pause", "unpause", "stop"), "running"),
-    **dict.fromkeys(("experiments", "graph", "plan", "replay", "report", "try"), "inspecting"),
+    **dict.fromkeys(("experiments", "graph", "plan", "replay", "report", "samples", "try"), "inspecting"),
+    **dict.fromkeys(("audit", "doctor"), "checking"),
     "tune": "tuning",
     **dict.fromkeys(("export", "push"), "exporting"),
     **dict.fromkeys(("init", "keys"), "preparing"),
 }
 """Folders of commands that do not lie beside the others."""
+
+MEANT = {
+    **dict.fromkeys(("train", "resume", "start", "launch", "fit"), "run"),
+    **dict.fromkeys(("status", "logs", "log", "top", "ps", "watch"), "monitor"),
+    **dict.fromkeys(("ui", "web", "view"), "dashboard"),
+    **dict.fromkeys(("list", "ls", "examples"), "experiments"),
+    **dict.fromkeys(("kill", "cancel", "abort"), "stop"),
+    **dict.fromkeys(("config", "options", "params"), "keys"),
+    **dict.fromkeys(("test", "preview"), "try"),
+    **dict.fromkeys(("validate", "check"), "doctor"),
+    **dict.fromkeys(("continue", "go"), "unpause"),
+    **dict.fromkeys(("save", "convert", "merge"), "export"),
+    **dict.fromkeys(("upload", "publish"), "push"),
+    **dict.fromkeys(("new", "create"), "init"),
+    **dict.fromkeys(("sweep", "search"), "tune"),
+    **dict.fromkeys(("version", "-V", "-v"), "--version"),
+}
+"""Commands by words that other programs have for them."""
+
+EXPERIMENTS = Path(asyncrl.__file__).parent / "experiments"
 
 EXIT_CODES = {
     0: "The command succeeded; so did a run that the first Ctrl-C (or SIGTERM) ended with a checkpoint.",
@@ -61,6 +84,8 @@ MISTAKE, INTERRUPTED = 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; the arguments are the process's by default."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if name == "help" and rest and rest[0] in COMMANDS:
+        name, *rest = rest[0], "--help"
     if name in ("", "-h", "--help", "help"):
         print(help_text())
         return 0 if name else MISTAKE
@@ -68,10 +93,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"asyncrl {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1, 0.5)
-        meant = f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
-        return _fail(f"there is no command {name!r}; {meant}", MISTAKE)
+        return _fail(f"there is no command {name!r}; {_meant(name)}", MISTAKE)
     return _run_command(name, rest)
+
+
+def _meant(name: str) -> str:
+    """Returns what to type instead of a word that is no command."""
+    if name in MEANT:
+        return f"did you mean `{program()} {MEANT[name]}`?"
+    if name.endswith(".toml") or (EXPERIMENTS / f"{name}.toml").is_file():
+        return f"did you mean `{program()} run {name}`?"
+    if name.startswith("-"):
+        return f"the command comes first, and then its options: `{program()} COMMAND --help`"
+    near = difflib.get_close_matches(name, COMMANDS, 1, 0.6)
+    return f"did you mean `{program()} {near[0]}`?" if near else f"there are {', '.join(COMMANDS)}"
 
 
 def help_text() -> str:

@@ -36,7 +36,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 from asyncrl.tasks import held_out_prompts
 from asyncrl.tasks.row_files import Rows
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import RunDirectory, missing_run
 
 NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})
 EVALUATING = ("generation", "reward", "cost")
@@ -70,7 +70,7 @@ async def evaluate_run(
     """Evaluates a checkpoint of a run with its rewards; returns one result for each set. services: replace those of the
     config."""
     if not RunDirectory(run_dir).started_before:
-        raise ConfigError(f"{run_dir} is no run directory: it has no config.toml")
+        raise missing_run(run_dir, "is no run directory: it has no config.toml")
     saved, version = chosen_model(run_dir, wanted.step)
     own = read(RunDirectory(run_dir).config)
     config = config or own

@@ -1,5 +1,6 @@
 """The files of a run directory, and the checks before a run uses it."""
 
+import difflib
 import os
 import re
 import secrets
@@ -78,6 +79,10 @@ class RunDirectory:
         if not path.exists():
             path.write_text(secrets.token_hex(4))
         return path.read_text().strip()
+
+
+MADE_BY = "made by `asyncrl run --run-dir`"
+NO_RUN = f"holds no run: name a run directory, as {MADE_BY}"
 
 
 def open_run_directory(path: Path) -> RunDirectory:
@@ -177,6 +182,23 @@ class DirectoryRollback:
             folder.rmdir()
 
 
+def missing_run(path: Path, otherwise: str) -> ConfigError:
+    """Returns the error about a path at which a run was expected. otherwise: what is wrong with a folder there."""
+    if path.is_file():
+        return ConfigError(f"{path} is a file: name the directory of a run")
+    if not path.exists():
+        around = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, around, 1)
+        if near:
+            return ConfigError(f"there is no folder {path}; did you mean {path.parent / near[0]}?")
+        return ConfigError(f"{path} does not exist, so it {otherwise}")
+    runs = [each for each in path.iterdir() if RunDirectory(each).started_before]
+    if runs and not RunDirectory(path).started_before:
+        newest = max(runs, key=lambda each: each.stat().st_mtime)
+        return ConfigError(f"{path} is a folder of runs: name one of them, such as {newest}")
+    return ConfigError(f"{path} {otherwise}")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replaces a file; readers see the old one or the new one, and a full disk leaves the old one."""
     fresh = path.with_name(path.name + ".new")
@@ -185,4 +207,6 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
+    if path.is_file():
+        return ConfigError(f"cannot use {path} as run directory: it is a file; name another with --run-dir")
     return ConfigError(f"cannot use {path} as run directory: {error.strerror}; name another with --run-dir")

@@ -1,11 +1,12 @@
 """`asyncrl admit` makes a key with which workers of one role may join runs."""
 
-import argparse
 from pathlib import Path
+
+from asyncrl.deploy.commands.command_parser import CommandParser
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl admit", description=__doc__)
+    parser = CommandParser("asyncrl admit", description=__doc__)
     parser.add_argument("folder", type=Path, help="Folder of the keys of a controller, for fleet.join_keys.")
     parser.add_argument("role", help="Service whose workers may join with the key, such as generation.")
     parser.add_argument("--name", default="", help="Name of the key, for several of one role; default: the role.")

@@ -1,11 +1,12 @@
 """`asyncrl evaluate` scores a run's newest checkpoint, or any model, on held-out prompts."""
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from asyncrl.deploy.commands.command_parser import CommandParser, positive
 
 if TYPE_CHECKING:
     from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer
@@ -37,16 +38,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("asyncrl evaluate", description=__doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser("asyncrl evaluate", description=__doc__)
     parser.add_argument("target", help="Name a run directory, or a model as model.name does.")
     task_help = "Use the held-out prompts, rewards and costs of this experiment; a run has its own."
     parser.add_argument("--task", metavar="NAME|FILE", help=task_help)
     prompts_help = "Use all prompts of this source, a form of task.prompts, in place of the held-out ones."
     parser.add_argument("--prompts", metavar="FILE", help=prompts_help)
-    parser.add_argument(
-        "--size", type=_positive, default=0, metavar="N", help="Use at most this many prompts of a set."
-    )
+    parser.add_argument("--size", type=positive, default=0, metavar="N", help="Use at most this many prompts of a set.")
     set_help = "Use this set of evaluate.sets, several times for several; default: all sets."
     parser.add_argument("--set", action="append", default=[], metavar="NAME", help=set_help)
     parser.add_argument(
@@ -54,9 +53,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--answers", type=Path, metavar="FILE", help="Write the answers as JSON lines to this file.")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"invalid positive number: {text!r}")
-    return int(text)

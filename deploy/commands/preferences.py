@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.sources import read
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.feedback.pairs import ComparedPrompt, compared_prompts, lacks_tokens, split
 from asyncrl.rewards.feedback.ratable_answers import values_of_line
@@ -24,7 +25,7 @@ HELD_OUT = 0.2
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl preferences", description=__doc__)
+    parser = CommandParser("asyncrl preferences", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="fit")
     fit = commands.add_parser("fit", help="Fit a reward model to ratings and picks.")
     fit.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Name run directories with ratings.jsonl.")

@@ -1,6 +1,5 @@
 """`asyncrl run` trains an experiment, or resumes a run."""
 
-import argparse
 import shlex
 import signal
 import subprocess
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError, Interrupted
-from asyncrl.telemetry.run_directory import is_in_store, new_run_directory, refuse_address
+from asyncrl.telemetry.run_directory import is_in_store, missing_run, new_run_directory, refuse_address
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> RunCommand:
     """Takes out the flags of the command itself; the rest sets config keys. Raises ConfigError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--run-dir", nargs="?", const="")
     parser.add_argument(ACCEPT, action="store_true")
     parser.add_argument("--print-config", action="store_true")
@@ -119,6 +119,8 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     if asked.run_dir == "":
         raise ConfigError("--run-dir needs a directory")
     if not named and asked.run_dir is None:
+        if file := next((flag for flag in flags if flag.endswith(".toml")), None):
+            raise ConfigError(f"the experiment comes first: `{program()} run {file}`, and then flags")
         raise ConfigError(f"name an experiment (`{program()} run quickstart`), a TOML file, or a --run-dir to resume")
     store = asked.run_dir if is_in_store(asked.run_dir or "") else ""
     run_dir = None if asked.run_dir is None else _stored(store) if store else Path(asked.run_dir)
@@ -128,7 +130,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     if isinstance(target, Path) and not target.is_file():
         if (target.parent / "journal").exists():
             raise ConfigError(f"{target} is gone: name the experiment too, `{program()} run NAME --run-dir {run_dir}`")
-        raise ConfigError(f"{run_dir} holds no run to resume; name an experiment to start one there")
+        raise missing_run(target.parent, "holds no run to resume; name an experiment to start one there")
     restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
     listens = [f"--fleet.listen={asked.listen}", "--fleet.wire=tcp"] if asked.listen else []
     flags += [*listens, *([f"--telemetry.record_gb={RECORD_GB:g}"] if asked.record else [])]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.telemetry.run_directory import default_cache
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def _key_from_input() -> "WorkerKey":
     return WorkerKey.parse(sys.stdin.buffer.readline().decode(errors="replace"), "the line on standard input")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("asyncrl serve", description=__doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser("asyncrl serve", description=__doc__)
     parser.add_argument("role", help="Service whose worker may run here, such as generation.")
     parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="Where the run listens.")
     parser.add_argument("--key", required=True, type=Path, help=KEY_HELP)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.install_hints import program
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
 from asyncrl.controller.journal.audit import Audit, audit
@@ -12,7 +11,7 @@ from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.telemetry.jsonl import Object, read_lines
 from asyncrl.telemetry.metrics_file import read_metrics
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 from asyncrl.telemetry.samples_file import SampleRecord, read_samples
 
 
@@ -45,7 +44,7 @@ def read_run(path: Path) -> RunRecord:
     """Reads the run in a directory. Raises ConfigError when it holds no run, or one that has not trained a step."""
     directory = RunDirectory(path.absolute())
     if not directory.started_before:
-        raise ConfigError(f"{path} holds no run: name a run directory, as made by `{program()} run --run-dir`")
+        raise missing_run(path, NO_RUN)
     steps = read_metrics(directory.metrics)
     if not steps:
         raise ConfigError(f"{path}: this run has not trained a step; a report shows at least one")

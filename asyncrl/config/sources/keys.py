@@ -24,6 +24,10 @@ TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.
 """Keys of asyncrl by the names that other trainers, and older versions of asyncrl, give to them."""
 
 
+FIRST_KEYS = {"model": "name", "task": "prompts", "reward": "functions", "algorithm": "preset", "environment": "use"}
+"""Keys that are meant where a section is given one value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key. type: for people. kinds: JSON types that the value may have. required: it has no default."""
@@ -193,7 +197,10 @@ def advice(name: str, written: Callable[[str], str] = str) -> str:
             f"it is a key of the tables of {table}, which have a list of their own: write {written(table)} = [{{...}}]"
         )
     if name in sections():
-        return f"{name} is a section: write {written(f'{name}.KEY')}"
+        return f"{name} is a section: write {written('.'.join([name, FIRST_KEYS.get(name, 'KEY')]))}"
+    of_both = [f"{section}.{name}" for section in ("training", "generation")]
+    if all(key in all_keys() for key in of_both):
+        return f"did you mean {' or '.join(map(written, of_both))}?"
     if near := closest_key(name):
         return f"did you mean {written(near)}?"
     if foreign := closest(name, TRANSLATIONS, cutoff=0.8):

@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl.config.named_files import anchored
 from asyncrl.config.problems import Problem
 from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, is_unsupported, sections, table_keys
+from asyncrl.config.sources.toml_syntax import syntax_problem
 
 PREFIX = "ASYNCRL_"
 """Beginning of the environment variables that are keys."""
@@ -121,10 +122,13 @@ def file_layer(text: str, named: str, folder: Path | None = None) -> ConfigLayer
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        return ConfigLayer(problems=[Problem("", named, f"this is not valid TOML: {error}")], readable=False)
+        return ConfigLayer(problems=[Problem("", named, syntax_problem(text, error))], readable=False)
     layer, lines = ConfigLayer(folder=folder), _lines_of_keys(text)
-    bases = tables.pop(EXTENDS, ())
-    layer.bases = tuple(str(each) for each in (bases if isinstance(bases, list) else [bases] if bases else ()))
+    bases = tables.pop(EXTENDS, [])
+    layer.bases = tuple(bases if isinstance(bases, list) else [bases])
+    if not all(isinstance(base, str) for base in layer.bases):
+        wrong = f"must be the name of a file or an experiment, or a list of names, not {bases!r}"
+        return ConfigLayer(problems=[Problem(EXTENDS, named, wrong)], readable=False)
     for name, value in _leaves(tables):
         layer.add(name, value, f"{named}:{lines[name]}" if name in lines else named)
     return layer
@@ -175,7 +179,11 @@ def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
     while waiting:
         argument = waiting.pop(0)
         if not argument.startswith("--") or argument == "--":
-            layer.problems.append(Problem("", argument, "does not belong to a flag; write --section.key value"))
+            layer.problems.append(Problem("", argument, _stray(argument, waiting, given)))
+            continue
+        if waiting[:1] == ["="]:
+            layer.problems.append(Problem("", argument, f"write {argument}={''.join(waiting[1:2])} without spaces"))
+            del waiting[:2]
             continue
         flag, equals, value = argument[2:].partition("=")
         name = _as_key(flag, lambda key: key.replace("-", "_"))
@@ -190,6 +198,24 @@ def flags_layer(arguments: Sequence[str]) -> ConfigLayer:
     for name, texts in given.items():
         layer.add_texts(name, texts, f"--{name}")
     return layer
+
+
+def _stray(argument: str, waiting: list[str], given: Mapping[str, list[str]]) -> str:
+    """Returns what to write instead of an argument that no flag takes; removes the value behind a flag with one dash.
+    given: the values of the flags before it."""
+    name = re.match(r"[-+]*([\w.\-]+)", argument)
+    key = _as_key(name[1], lambda text: text.replace("-", "_")) if name else ""
+    if argument.startswith("-"):
+        value = f" {waiting.pop(0)}" if waiting and "=" not in argument and not waiting[0].startswith("-") else ""
+        return f"flags begin with two dashes: write --{argument.lstrip('-')}{value}"
+    if "=" in argument and (key in all_keys() or "." in key):
+        return f"write --{argument.lstrip('+')}"
+    last = list(given)[-1] if given else ""
+    if last in all_keys() and all_keys()[last].kinds == ("boolean",) and given[last] == ["true"]:
+        return f"it stands behind --{last}, which takes true or false"
+    if argument.endswith(".toml"):
+        return f'a command takes one file; a file takes over the keys of another one with {EXTENDS} = "FILE"'
+    return "does not belong to a flag; write --section.key value"
 
 
 def _next_value(waiting: list[str], key: Key | None) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.install_hints import program
 from asyncrl.config.problems import report
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.environment_config import acting_defaults
@@ -22,6 +23,20 @@ from asyncrl.config.sources.layers import (
 from asyncrl.config.sources.packaged_experiments import SUFFIX, experiment_text, experiments
 from asyncrl.config.sources.value_validation import config_of, problems_of_all, problems_of_values
 from asyncrl.errors import ConfigError
+
+SHOWN = 12
+"""Mistakes that are listed at once; a file for another program has one in every line."""
+
+
+_CONVERTED = "`{program} init NAME` writes one with comments"
+_ROWS = f"rows are named in it: [task] prompts = FILE; {_CONVERTED}"
+_OTHER_FORMATS = {
+    **dict.fromkeys((".yaml", ".yml", ".ini", ".cfg"), _CONVERTED),
+    **dict.fromkeys((".jsonl", ".csv", ".parquet", ".json"), _ROWS),
+    ".py": "a script that calls asyncrl.train is run with python",
+    ".ipynb": "a notebook calls asyncrl.train",
+}
+"""Advice about files that are given in place of an experiment, by their ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,11 @@ def load(
     return resolve([*layers, flags_layer(flags), values_layer(values or {})])
 
 
+def refuse_unknown(target: str | Path) -> None:
+    """Raises ConfigError, with the closest names, if there is no such experiment or file."""
+    _read_text(target)
+
+
 def read(path: Path) -> Config:
     """Reads the config of one file, without environment and flags."""
     return resolve(_target_layers(path)).config
@@ -64,7 +84,7 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
     if all(layer.readable for layer in layers):
         problems += problems_of_all(merged, broken)
     if problems:
-        raise ConfigError(report(problems, "mistakes in the configuration"))
+        raise ConfigError(report(problems, "mistakes in the configuration", SHOWN))
     return Loaded(config_of(merged), {key: source for key, (_, source) in merged.items()})
 
 
@@ -96,10 +116,8 @@ class _Text:
 def _with_bases(source: _Text, above: tuple[str, ...]) -> list[ConfigLayer]:
     """Returns the layer of a text after those of its bases, which give every key but the name of the experiment. above:
     places of the texts that extend this one."""
-    if source.place in above:
-        raise ConfigError(
-            f"{above[-1]}: extends {source.place}, which extends it: {' -> '.join((*above, source.place))}"
-        )
+    if str(Path(source.place).absolute()) in [str(Path(place).absolute()) for place in above]:
+        raise ConfigError(f"{above[-1]}: {EXTENDS} goes round in a circle: {' -> '.join((*above, source.place))}")
     layer, layers = file_layer(source.text, source.place, source.folder), list[ConfigLayer]()
     for base in layer.bases:
         try:
@@ -120,6 +138,9 @@ def _base_target(base: str, folder: Path | None) -> str | Path:
 
 def _read_text(target: str | Path) -> _Text:
     path = Path(target)
+    if (other := _OTHER_FORMATS.get(path.suffix)) and not path.is_dir():
+        advice = other.format(program=program())
+        raise ConfigError(f"{path} is no experiment, which is a file of TOML whose name ends in {SUFFIX}; {advice}")
     if isinstance(target, str) and not target.endswith(SUFFIX) and os.sep not in target:
         if target not in experiments() and (path.is_dir() or _closest_files(path)):
             raise ConfigError(_no_file(path, f"there is no experiment {target!r}"))
@@ -127,9 +148,9 @@ def _read_text(target: str | Path) -> _Text:
     if not path.is_file():
         raise ConfigError(_no_file(path, f"there is no file {path}"))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Editors of Windows put a mark before the text.
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8") from None
     return _Text(path.stem, str(path), text, _folder_of_paths(path))
 
 

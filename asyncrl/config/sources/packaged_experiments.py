@@ -27,10 +27,8 @@ def experiment_text(name: str) -> str:
     if not resource.is_file():
         names = list(experiments())
         near = difflib.get_close_matches(name, names, 1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            f"there is no experiment {name!r}; {meant}there are {', '.join(names)}, or give a file ending in {SUFFIX}"
-        )
+        others = f"there are {', '.join(names)}, or give a file ending in {SUFFIX}"
+        raise ConfigError(f"there is no experiment {name!r}; {f'did you mean {near[0]}?' if near else others}")
     return resource.read_text(encoding="utf-8")
 
 

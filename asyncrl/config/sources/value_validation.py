@@ -1,5 +1,6 @@
 """Says what is wrong with the values of a config: makes a problem with key, place and advice of each pydantic error."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,30 @@ from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.task_config import SOURCE, SOURCES, MixedSource
 from asyncrl.config.sources.keys import all_keys, closest
+from asyncrl.config.toml_writer import value_text
 
 Entries = Mapping[str, tuple[Any, str]]
 """Values with their places, by dotted key."""
+
+
+FORMS = {
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list, written as [...]"),
+    **dict.fromkeys(("model_type", "dict_type"), "must be a table, written as { KEY = VALUE }"),
+    "missing": "is missing",
+}
+"""Forms that values must have, by the type of pydantic's error."""
+WORDS = {
+    **dict.fromkeys(("function", "path", "file", "template", "source"), "use"),
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "lora_dropout": "dropout",
+    "memory": "memory_gb",
+    "gpus": "devices",
+    "reward_weight": "weight",
+}
+"""Keys of tables by names that people give to them."""
+_NUMBER = re.compile(r"[+-]?([\d.]+)(?:[eE]\d+| ?([A-Za-z%]+))")
 
 
 def config_of(entries: Entries) -> Config:
@@ -43,7 +65,8 @@ def problems_of_values(entries: Entries) -> list[Problem]:
 def problems_of_all(merged: Entries, broken: set[str]) -> list[Problem]:
     """Returns missing keys and contradictions of all sources, without those about `broken` keys, reported already."""
     missing = [key for key in all_keys().values() if key.required and key.name not in merged]
-    found = [Problem(key.name, "", f"has no default: write it; {key.doc}") for key in missing if key.name not in broken]
+    absent = [key for key in missing if not {key.name, key.name.partition(".")[0]} & broken]
+    found = [Problem(key.name, "", f"has no default: write it. {_first_sentence(key.doc)}") for key in absent]
     complete = {**merged, **{key.name: ("?", "") for key in missing}}
     causes = [detail.get("ctx", {}).get("error") for detail in _details(complete)]
     for problem in (problem for cause in causes if isinstance(cause, Incoherent) for problem in cause.problems):
@@ -52,6 +75,10 @@ def problems_of_all(merged: Entries, broken: set[str]) -> list[Problem]:
             places = [f"{key} ({merged[key][1]})" for key in keys if key in merged]
             found.append(replace(problem, where=", ".join(places)))
     return sorted(found, key=lambda problem: problem.key)
+
+
+def _first_sentence(doc: str) -> str:
+    return doc.partition(". ")[0].removesuffix(".") + "."
 
 
 def _details(entries: Entries) -> list[ErrorDetails]:
@@ -96,21 +123,45 @@ def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig, "evaluate": EvaluationSet}
         tables["task"] = MixedSource
-        near = closest(str(detail["loc"][-1]), tables.get(str(detail["loc"][0]), RewardFunction).model_fields)
-        return "there is no such key" + (f"; did you mean {near}?" if near else "")
-    if detail["type"] in ("tuple_type", "list_type"):
-        return "must be a list, written as [...]"
-    if detail["type"] == "too_short":
-        return f"must have {detail['ctx']['min_length']} or more entries"
+        table = tables.get(str(detail["loc"][0]), RewardFunction)
+        return f"there is no such key; {_meant(str(detail['loc'][-1]), table)}"
+    if text := FORMS.get(detail["type"]):
+        return text
+    if detail["type"] in ("too_short", "too_long"):
+        bound = detail["ctx"].get("min_length", detail["ctx"].get("max_length"))
+        return f"must have {bound} or {'more' if detail['type'] == 'too_short' else 'fewer'} entries"
     message = detail["msg"].replace("Input should be", "must be").split(", unable to parse", 1)[0]
     message = message.removeprefix("Value error, ")
     return message[0].lower() + message[1:]
 
 
+def _meant(key: str, table: type[BaseModel]) -> str:
+    """Returns what to write instead of a key that a table does not have."""
+    near = WORDS.get(key, key)
+    near = near if near in table.model_fields else closest(key, table.model_fields) or ""
+    if not near and table is RewardFunction:
+        return f"arguments of a function stand in its options: options = {{ {key} = ... }}"
+    return f"did you mean {near}?" if near else f"there are {', '.join(table.model_fields)}"
+
+
 def _instead_of(last: ErrorDetails) -> str:
     if last["type"] in ("extra_forbidden", "missing"):
         return ""
+    given = last["input"]
+    if last["type"] in ("tuple_type", "list_type"):
+        return f", not {_shown(given)}" + (f"; write [{_shown(given)}]" if isinstance(given, str | dict) else "")
+    if last["type"] in ("int_parsing", "float_parsing") and (number := _NUMBER.fullmatch(str(given))):
+        return f", not {given!r}; write a number without {number[2] or 'an exponent'}"
     expected = str(last.get("ctx", {}).get("expected", ""))
     choices = [choice.strip("' ") for choice in expected.replace(" or ", ",").split(",")]
-    near = closest(str(last["input"]), choices) if len(choices) > 1 else None
-    return f", not {last['input']!r}" + (f"; did you mean {near}?" if near else "")
+    near = closest(str(given), choices) if len(choices) > 1 else None
+    shown = _shown(given) if isinstance(given, dict | bool) else repr(given)
+    return f", not {shown}" + (f"; did you mean {near}?" if near else "")
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as TOML has it, or as Python has it if it comes from there."""
+    try:
+        return value_text(value)
+    except (TypeError, ValueError):
+        return repr(value)

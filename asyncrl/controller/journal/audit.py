@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.config.install_hints import program
 from asyncrl.controller.gate.group_state import IN_FLIGHT
 from asyncrl.controller.journal.checkpoints import Manifest, damage_with_advice, read_manifest, versions
 from asyncrl.controller.journal.journal import Framed, Scan
@@ -24,7 +23,8 @@ from asyncrl.controller.journal.ledger import (
     difference,
 )
 from asyncrl.controller.journal.run_storage import FileStore, Store
-from asyncrl.errors import ConfigError, JournalError
+from asyncrl.errors import JournalError
+from asyncrl.telemetry.run_directory import NO_RUN, missing_run
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Witness:
 def audit(run_dir: Path) -> "Audit":
     """Audits the run in a directory. Raises ConfigError when it holds no run."""
     if not (run_dir / "journal").is_file():
-        raise ConfigError(f"{run_dir} holds no journal: name a run directory, as made by `{program()} run --run-dir`")
+        raise missing_run(run_dir, NO_RUN.replace("run", "journal", 1))
     with closing(FileStore(run_dir, writable=False)) as store:
         return Audit(store)
 

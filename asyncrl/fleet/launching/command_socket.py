@@ -22,6 +22,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.protocols.messages import Call
+from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 
 DEADLINE = 10.0
 """Seconds for an answer of a command that starts what it wants and does not wait for its end."""
@@ -77,8 +78,10 @@ def _read(file: Path) -> CommandAddress:
     try:
         return CommandAddress(**json.loads(file.read_text()))
     except FileNotFoundError:
+        if not RunDirectory(file.parent).started_before:
+            raise missing_run(file.parent, NO_RUN) from None
         raise ConfigError(
-            f"{file} does not exist: name the directory of a run that goes on, and whose workers are processes"
+            f"no run goes on in {file.parent}, or its workers are no processes: {file.name} does not exist there"
         ) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; only the user of the run may") from error

@@ -2,22 +2,21 @@
 from_pretrained loads. The adapters of a run with model.lora are copied as a folder that peft loads, or merged into the
 model with --merge."""
 
-import argparse
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config.install_hints import program
 from asyncrl.config.sources import read
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, base_folder
 from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl export", description=__doc__)
+    parser = CommandParser("asyncrl export", description=__doc__)
     parser.add_argument("run", type=Path, help="Name the run directory to copy from.")
     parser.add_argument("target", type=Path, help="Name a folder that does not exist yet or is empty.")
     parser.add_argument("--merge", action="store_true", help="Merge the adapters of a run with model.lora.")
@@ -39,7 +38,7 @@ def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a folder that does not")
     if not RunDirectory(run_dir).started_before:
-        raise ConfigError(f"{run_dir} holds no run: name a directory made by `{program()} run --run-dir`")
+        raise missing_run(run_dir, NO_RUN)
     from asyncrl.controller.journal.best_checkpoint import chosen_model
 
     model, version = chosen_model(run_dir, step)

@@ -1,15 +1,15 @@
 """`asyncrl push` uploads the model of a run's newest good checkpoint, or of another one, to the Hugging Face hub."""
 
-import argparse
 import tempfile
 from pathlib import Path
 
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.deploy.commands.exporting.export import export
 from asyncrl.errors import ConfigError
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl push", description=f"{__doc__} HF_TOKEN, or `hf auth login`, lets it in.")
+    parser = CommandParser("asyncrl push", description=f"{__doc__} HF_TOKEN, or `hf auth login`, lets it in.")
     parser.add_argument("run", type=Path, help="Name the run directory to upload from.")
     parser.add_argument("name", help="Name the model on the hub, OWNER/NAME; it is made when it does not exist.")
     parser.add_argument("--step", default="", metavar="N", help="Upload the checkpoint of this step, or `best`.")

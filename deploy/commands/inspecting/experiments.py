@@ -1,12 +1,17 @@
 """`asyncrl experiments` lists the experiments that come with asyncrl."""
 
+from asyncrl.config.install_hints import program
+from asyncrl.errors import ConfigError
+
 USAGE = f"usage: asyncrl experiments\n\n{__doc__} `asyncrl run NAME` runs one."
 
 
 def main(arguments: list[str]) -> int:
-    if arguments:
+    if arguments[:1] in (["-h"], ["--help"]):
         print(USAGE)
-        return 0 if arguments[0] in ("-h", "--help") else 2
+        return 0
+    if arguments:
+        raise ConfigError(f"`asyncrl experiments` takes no arguments; `{program()} run NAME` runs one")
     from asyncrl.config.sources.packaged_experiments import experiments
 
     found = experiments()

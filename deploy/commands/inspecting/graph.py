@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from asyncrl.deploy.commands.command_parser import asks_for_usage
+
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.fleet.fleet import ServiceSpec
@@ -32,9 +34,8 @@ LEADING = ("advantage", "old_logprobs", "correction")
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        print(USAGE)
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    if asks_for_usage("graph", USAGE, arguments):
+        return 0
     from asyncrl.algorithms.algorithm_by_name import algorithm_problems
     from asyncrl.config.problems import refuse
     from asyncrl.config.sources import load

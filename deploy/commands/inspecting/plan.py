@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from asyncrl.deploy.commands.command_parser import asks_for_usage
+
 if TYPE_CHECKING:
     from asyncrl.config.problems import Problem
     from asyncrl.config.schema import Config
@@ -20,9 +22,8 @@ fit; its line names what to change. Nothing is started."""
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        print(USAGE)
-        return 0 if arguments and arguments[0] in ("-h", "--help") else 2
+    if asks_for_usage("plan", USAGE, arguments):
+        return 0
     from asyncrl.config.sources import load
     from asyncrl.deploy.preflight import memory_of_run
     from asyncrl.engines.model_shape import shape_of

@@ -13,7 +13,7 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.recording.record_files import is_whole, read_records, recorded_instances
 from asyncrl.lanes.recording.recorder import LEARNING, REPLAYED
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Cuts, SampleName
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def recorded_worker(run_dir: Path, service: str, replica: int) -> RecordedWorker
     """Returns the newest recorded instance of a worker. Raises ConfigError when there is none, or it cannot be
     replayed."""
     if not RunDirectory(run_dir).started_before:
-        raise ConfigError(f"{run_dir} holds no run: name a directory made by `{program()} run --run-dir`")
+        raise missing_run(run_dir, NO_RUN)
     folder = RunDirectory(run_dir).recorded
     instances = recorded_instances(folder)
     if service not in REPLAYED:

@@ -1,11 +1,12 @@
 """`asyncrl replay` gives a service of a recorded run again what it was given, in this process, and says where its
 answers differ by now. Run it under a debugger, or after a change of the code."""
 
-import argparse
 import asyncio
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from asyncrl.deploy.commands.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from asyncrl.deploy.commands.inspecting.recorded_run import RecordedWorker
@@ -28,8 +29,8 @@ def main(arguments: list[str]) -> int:
     return _replay(worker, asked.first, asked.last)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("asyncrl replay", description=__doc__)
+def _parser() -> CommandParser:
+    parser = CommandParser("asyncrl replay", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="Name a run that was recorded (run --record).")
     parser.add_argument("--service", default="training", help="Name the service; default: training.")
     parser.add_argument("--replica", type=int, default=0, help="Number of the replica; default: 0.")

@@ -1,14 +1,15 @@
 """`asyncrl report` writes the report of a run as one HTML file, or a comparison of several runs."""
 
-import argparse
 from pathlib import Path
+
+from asyncrl.deploy.commands.command_parser import CommandParser
 
 DESCRIPTION = f"""{__doc__} A run writes its own, RUN_DIR/report.html, when it ends (telemetry.report). The file loads
 nothing from elsewhere."""
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl report", description=DESCRIPTION)
+    parser = CommandParser("asyncrl report", description=DESCRIPTION)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="Name the run directories to show.")
     parser.add_argument(
         "--to", type=Path, metavar="FILE", help="Write FILE (default: RUN_DIR/report.html; ./report.html of several)."

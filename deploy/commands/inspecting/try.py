@@ -1,7 +1,8 @@
 """`asyncrl try` runs a few rows of an experiment through prompt, template, model and rewards, without training."""
 
-import argparse
 import asyncio
+
+from asyncrl.deploy.commands.command_parser import CommandParser, positive
 
 DESCRIPTION = (
     f"{__doc__} It shows each prompt as the model gets it, one answer, and what every reward function gave it. "
@@ -10,10 +11,10 @@ DESCRIPTION = (
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl try", description=DESCRIPTION, allow_abbrev=False)
+    parser = CommandParser("asyncrl try", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("target", metavar="NAME|FILE", help="Name an experiment, or its TOML file.")
     text = "Try this many rows, those that a run would draw first (default: 3)."
-    parser.add_argument("--rows", type=_positive, default=3, help=text)
+    parser.add_argument("--rows", type=positive, default=3, help=text)
     asked, flags = parser.parse_known_args(arguments)
     from asyncrl.config.problems import refuse
     from asyncrl.config.sources import load
@@ -24,9 +25,3 @@ def main(arguments: list[str]) -> int:
     refuse(preflight(loaded.config, places=loaded.sources))
     asyncio.run(try_rows(loaded.config, loaded.sources, asked.rows, lambda line: print(line, flush=True)))
     return 0
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"invalid positive number: {text!r}")
-    return int(text)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.install_hints import program
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError
 
 Answers = dict[str, str]
@@ -100,9 +101,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     epilog = "What no flag answers is asked for, or takes its default where nobody can be asked."
-    parser = argparse.ArgumentParser("asyncrl init", description=__doc__, epilog=epilog, allow_abbrev=False)
+    parser = CommandParser("asyncrl init", description=__doc__, epilog=epilog, allow_abbrev=False)
     parser.add_argument(
         "name", nargs="?", default="mine", metavar="NAME", help="Name of the file, by default mine.toml."
     )

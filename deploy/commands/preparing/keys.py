@@ -1,10 +1,11 @@
 """`asyncrl keys` prints every key of an experiment with its type, default and meaning."""
 
-import argparse
 import json
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from asyncrl.deploy.commands.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from asyncrl.config.sources.keys import Key
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> int:
     from asyncrl.config.sources.keys import advice, keys_with_tables, translate
     from asyncrl.errors import ConfigError
 
-    parser = argparse.ArgumentParser("asyncrl keys", description=__doc__)
+    parser = CommandParser("asyncrl keys", description=__doc__)
     words_help = "Print only keys whose names contain one of these words; names of TRL and verl are translated."
     parser.add_argument("words", nargs="*", help=words_help)
     parser.add_argument("--markdown", action="store_true", help="Print all keys as the page docs/reference/config.md.")

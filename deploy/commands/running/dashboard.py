@@ -1,6 +1,5 @@
 """`asyncrl dashboard` shows runs live in a browser on this machine: workers, curves, samples and commands."""
 
-import argparse
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
@@ -8,6 +7,8 @@ from contextlib import asynccontextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from asyncrl.deploy.commands.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from asyncrl.deploy.report.dashboard.shown_runs import ShownRuns
@@ -18,7 +19,7 @@ TOKEN_BYTES = 24
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl dashboard", description=__doc__)
+    parser = CommandParser("asyncrl dashboard", description=__doc__)
     text = "Name run directories, folders that hold some (default: runs), or tcp://HOST:PORT where one run listens."
     parser.add_argument("runs", nargs="*", metavar="RUNS|ADDRESS", help=text)
     parser.add_argument("--port", type=int, default=PORT, help=f"Port on {HOST}, 0 for a free one; default: {PORT}.")

@@ -1,6 +1,5 @@
 """`asyncrl monitor` shows what a running run does: each worker's state, load and restarts, and the last step."""
 
-import argparse
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.deploy.commands.running.watched_runs import looking_at
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -30,7 +30,7 @@ SHORTEST_RUNS = 12
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl monitor", description=__doc__)
+    parser = CommandParser("asyncrl monitor", description=__doc__)
     text = "Name the directory of a run, or tcp://HOST:PORT where it listens; Ctrl-C ends the view."
     parser.add_argument("run", metavar="RUN_DIR|ADDRESS", help=text)
     parser.add_argument("--once", action="store_true", help="Print the newest state and end.")

@@ -1,16 +1,17 @@
 """`asyncrl scale` changes the number of workers of services while a run goes on."""
 
-import argparse
 import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.deploy.commands.command_parser import CommandParser
+
 WANTED = re.compile(r"(\w+)=(\d+)")
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser("asyncrl scale", description=__doc__)
+    parser = CommandParser("asyncrl scale", description=__doc__)
     parser.add_argument("run", type=Path, help="Directory of a run that goes on, on this host.")
     parser.add_argument("wanted", nargs="+", metavar="SERVICE=N", help="Number of workers, such as generation=3.")
     asked = parser.parse_args(arguments)

@@ -1,13 +1,14 @@
 """Sends a running run a command without arguments, and prints its answer."""
 
-import argparse
 import asyncio
 from pathlib import Path
+
+from asyncrl.deploy.commands.command_parser import CommandParser
 
 
 def send(name: str, about: str | None, arguments: list[str]) -> int:
     """Runs the command line of `asyncrl NAME RUN_DIR`. Raises ConfigError when no run answers, or refuses."""
-    parser = argparse.ArgumentParser(f"asyncrl {name}", description=about)
+    parser = CommandParser(f"asyncrl {name}", description=about)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="Directory of a run that goes on, on this host.")
     asked = parser.parse_args(arguments)
     from asyncrl.fleet.launching.command_socket import send_command

@@ -15,7 +15,7 @@ from asyncrl.fleet.launching.run_watch import MONITOR, watched_run
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.telemetry.metrics_file import newest_line
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 from asyncrl.telemetry.run_status import RunStatus, parse_status, read_status
 
 
@@ -64,10 +64,8 @@ async def looking_at(run: str, key: Path | None) -> AsyncIterator[Looking]:
 def _looking_into(directory: RunDirectory) -> Looking:
     async def look() -> Look:
         if (status := read_status(directory.status)) is None:
-            raise ConfigError(
-                f"{directory.status} does not exist: name the directory of a run that has begun to train, which a run "
-                "prints first"
-            )
+            waits = "has no status.json: this run has not begun to train"
+            raise missing_run(directory.path, waits if directory.started_before else NO_RUN)
         return Look(status, parsed(newest_line(directory.metrics), str(directory.metrics)), time.time())
 
     return look

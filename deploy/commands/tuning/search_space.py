@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.config.sources.keys import all_keys, closest_key
+from asyncrl.config.sources.keys import advice, all_keys
 from asyncrl.errors import ConfigError
 
 Values = Mapping[str, Any]
@@ -59,8 +59,7 @@ def parse_dimension(text: str) -> Dimension:
     if key in UNSEARCHED:
         raise ConfigError(f"--search {text}: {UNSEARCHED[key]}")
     if key not in all_keys():
-        near = closest_key(key)
-        raise ConfigError(f"--search {text}: there is no key {key}" + (f"; did you mean {near}?" if near else ""))
+        raise ConfigError(f"--search {text}: there is no key {key}; {advice(key)}")
     is_number = bool({"integer", "number"} & set(all_keys()[key].kinds))
     return _range(text, key, spec) if is_number and ".." in spec else _choices(text, key, spec)
 

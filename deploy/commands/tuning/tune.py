@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
+from asyncrl.deploy.commands.command_parser import CommandParser, positive
 from asyncrl.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
@@ -54,29 +55,23 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("asyncrl tune", description=DESCRIPTION, allow_abbrev=False)
+def _parser() -> CommandParser:
+    parser = CommandParser("asyncrl tune", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("experiment", nargs="?", metavar="NAME|FILE", help="Name the experiment; without: see --to.")
     text = "A key and its values: KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C. Several keys: several times."
     parser.add_argument("--search", action="append", default=[], metavar="KEY=VALUES", help=text)
-    parser.add_argument("--candidates", type=_count, default=9, help="of a round; default: 9")
-    parser.add_argument("--keep", type=_count, default=3, metavar="N", help="One candidate in N goes on; default: 3.")
+    parser.add_argument("--candidates", type=positive, default=9, help="of a round; default: 9")
+    parser.add_argument("--keep", type=positive, default=3, metavar="N", help="One candidate in N goes on; default: 3.")
     text = "Rounds, of which each is guided by the results of those before; default: 1."
-    parser.add_argument("--rounds", type=_count, default=1, help=text)
-    parser.add_argument("--seeds", type=_count, default=2, metavar="N", help="Seeds of each candidate; default: 2.")
-    parser.add_argument("--stop-at", type=_count, metavar="STEP", help="Last step; default: the experiment's.")
+    parser.add_argument("--rounds", type=positive, default=1, help=text)
+    parser.add_argument("--seeds", type=positive, default=2, metavar="N", help="Seeds of each candidate; default: 2.")
+    parser.add_argument("--stop-at", type=positive, metavar="STEP", help="Last step; default: the experiment's.")
     text = "Metric of metrics.jsonl that decides, as its mean over the last fourth of the steps; default: reward/mean."
     parser.add_argument("--metric", default="reward/mean", help=text)
     parser.add_argument("--minimize", action="store_true", help="Less of the metric is better.")
     text = "Directory of the search; default: runs/tune-NAME-TIME. `asyncrl tune --to DIR` goes on."
     parser.add_argument("--to", type=Path, metavar="DIR", help=text)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text!r}")
-    return int(text)
 
 
 def _refuse_mistakes(asked: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -158,7 +153,7 @@ def _refuse_metric(metric: str, terms: Sequence[str]) -> None:
     known = [*METRICS, *FURTHER_METRICS, *(f"reward/{term}" for term in terms)]
     if metric in known:
         return
-    near = difflib.get_close_matches(metric, known, 1, 0.85)
+    near = [f"{metric}/mean"] if f"{metric}/mean" in known else difflib.get_close_matches(metric, known, 1, 0.85)
     patterns = [re.sub(r"<\w+>", "[^/]+", name) for name in known if "<" in name]
     if near or not any(re.fullmatch(pattern, metric) for pattern in patterns):
         meant = f"did you mean {near[0]}?" if near else "docs/metrics.md has all names"

@@ -15,7 +15,7 @@ from asyncrl.config.toml_writer import dump
 from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.commands import doctor
+from asyncrl.deploy.commands.checking import doctor
 from asyncrl.deploy.preflight import devices, model_problems, preflight
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError

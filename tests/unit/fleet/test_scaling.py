@@ -190,7 +190,7 @@ async def test_a_command_reaches_the_run_and_its_refusal_comes_back(tmp_path: Pa
             await send_command(file, "scale", "training", 1)
         content = file.read_text()
     assert not file.exists()
-    with pytest.raises(ConfigError, match="does not exist: name the directory of a run that goes on"):
+    with pytest.raises(ConfigError, match="holds no run: name a run directory"):
         await send_command(file, "scale", "generation", 3)
     file.write_text(content)  # As a run leaves it that was killed.
     with pytest.raises(ConfigError, match=r"no run in .* answers at ipc://"):

@@ -62,7 +62,10 @@ def test_flags_and_environment_change_single_keys_of_the_table(loading: Loading)
         ("lora = { rank = 0 }", "model.lora: rank: must be greater than 0"),
         ("lora = { ranks = 4 }", "ranks: there is no such key; did you mean rank?"),
         ("lora = { dropout = 1.0 }", "dropout: must be less than 1"),
-        ('lora = { targets = "q_proj" }', r"targets: must be a list, written as \[\.\.\.\], not 'q_proj'"),
+        (
+            'lora = { targets = "q_proj" }',
+            r'targets: must be a list, written as \[\.\.\.\], not "q_proj"; write \["q_proj"\]',
+        ),
         ("lora = { targets = [] }", "targets: must have 1 or more entries, not \\[\\]"),
         ("lora = 8", "model.lora"),
     ],

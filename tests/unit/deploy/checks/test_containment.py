@@ -8,7 +8,7 @@ import pytest
 from asyncrl.children.containment import Containment, WithoutNetwork
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.containment import code_of_user, containment_problems
-from asyncrl.deploy.commands import doctor
+from asyncrl.deploy.commands.checking import doctor
 
 MINE = "mine.py:right"
 

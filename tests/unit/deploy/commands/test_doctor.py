@@ -11,7 +11,7 @@ from asyncrl.config.install_hints import program
 from asyncrl.config.problems import Problem
 from asyncrl.deploy import cli, preflight
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.commands import doctor
+from asyncrl.deploy.commands.checking import doctor
 
 GOOD = """\
 [model]

@@ -124,4 +124,4 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, capsys: pytest.Captu
 
 def test_without_a_run_it_says_what_to_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", str(tmp_path)]) == 2
-    assert "status.json does not exist: name the directory of a run" in capsys.readouterr().err
+    assert "holds no run: name a run directory" in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """`asyncrl doctor` checks this machine, what an experiment needs, or whether workers of this host could join a run."""
 
-import argparse
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from asyncrl.deploy.checks.machine import (
     size_text,
     usable_cores,
 )
+from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> int:
     options, flags = _parser().parse_known_args(arguments)
     if options.join is None:
+        if options.target is not None:
+            with suppress(ImportError):  # The checks say what is missing.
+                from asyncrl.config.sources.load_config import refuse_unknown
+
+                refuse_unknown(options.target)
         command = shlex.join(["run", options.target or "quickstart", *flags])
         return _print_all(checks(options.target, flags), lambda: command)
     if flags or options.key is None:
         raise ConfigError("with --join write the key of the workers: asyncrl doctor [ROLE] --join ADDRESS --key FILE")
-    from asyncrl.deploy.commands.inspecting.join_checks import join_checks
+    from asyncrl.deploy.commands.checking.join_checks import join_checks
     from asyncrl.fleet.launching.key_folder import WorkerKey
 
     return _print_all(
@@ -41,10 +47,10 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     usage = "asyncrl doctor [-h] [NAME|FILE [--section.key value ...]] | [ROLE] --join tcp://HOST:PORT --key FILE"
     epilog = "The exit status is 1 when a line begins with BAD; the line below it says how to repair that."
-    parser = argparse.ArgumentParser("asyncrl doctor", usage, __doc__, epilog, allow_abbrev=False)
+    parser = CommandParser("asyncrl doctor", usage, __doc__, epilog, allow_abbrev=False)
     text = "Check the needs of this experiment too; with --join: the role that the key should have."
     parser.add_argument("target", nargs="?", metavar="NAME|FILE|ROLE", help=text)
     text = "Check only whether workers of this host could join the run that listens there."

@@ -1,11 +1,12 @@
 """`asyncrl samples` shows what the model wrote, the reward of each sample by term, and why its tokens were masked."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.deploy.commands.command_parser import CommandParser, positive
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.run_directory import missing_run
 
 if TYPE_CHECKING:
     from asyncrl.telemetry.samples_file import SampleRecord
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
     path = asked.run / "samples.jsonl"
     if not path.exists():
-        raise ConfigError(f"{path} does not exist: name a run directory that has trained a step")
+        raise missing_run(asked.run, "has no samples.jsonl: name a run directory that has trained a step")
     records = read_samples(path)
     if asked.parquet is not None:
         from asyncrl.deploy.commands.inspecting.parquet_samples import export_samples
@@ -45,8 +46,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("asyncrl samples", description=DESCRIPTION)
+def _parser() -> CommandParser:
+    parser = CommandParser("asyncrl samples", description=DESCRIPTION)
     parser.add_argument("run", type=Path, help="Name the run directory to read.")
     parser.add_argument("--step", type=int, help="Show samples of this step only.")
     parser.add_argument("--group", type=int, metavar="ID", help="Show samples of this group only.")
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--masked", action="store_true", help="Show only samples with tokens left out of the loss.")
     compare_help = "Show whole groups, each with its prompt once and all of its answers beneath, best first."
     parser.add_argument("--compare", action="store_true", help=compare_help)
-    parser.add_argument("-n", type=_positive, default=8, dest="count", help="Show at most this many (default: 8).")
+    parser.add_argument("-n", type=positive, default=8, dest="count", help="Show at most this many (default: 8).")
     parser.add_argument("--parquet", type=Path, metavar="FILE", help="Write all recorded samples to FILE instead.")
     parser.add_argument("--verl", action="store_true", help="With --parquet: in the columns of verl.")
     return parser
@@ -82,9 +83,3 @@ def _special_tokens(run_dir: Path) -> "SpecialTokens":
     directory = RunDirectory(run_dir)
     named = [Path(read(directory.config).model.name).expanduser()] if directory.started_before else []
     return special_tokens([directory.model, *named])
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"invalid positive number: {text!r}")
-    return int(text)

@@ -1,12 +1,13 @@
 """`asyncrl audit` checks with three independent witnesses that a run trained each sample at most once and lost none."""
 
-import argparse
 from pathlib import Path
+
+from asyncrl.deploy.commands.command_parser import CommandParser
 
 
 def main(arguments: list[str]) -> int:
     epilog = "The exit status is 1 when a witness finds a failure."
-    parser = argparse.ArgumentParser("asyncrl audit", description=__doc__, epilog=epilog)
+    parser = CommandParser("asyncrl audit", description=__doc__, epilog=epilog)
     parser.add_argument("run", type=Path, help="Name the run directory to audit.")
     asked = parser.parse_args(arguments)
     from asyncrl.controller.journal.audit import audit
