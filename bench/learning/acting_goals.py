@@ -49,12 +49,14 @@ def run_to_goal(experiment: str, goal: float, seed: int, folder: Path) -> dict[s
         seconds = time.monotonic() - began
         process.send_signal(signal.SIGTERM)
         process.wait(END)
-    last = found or line_at_goal(read_metrics(metrics), goal) or read_metrics(metrics)[-1]
+    lines = read_metrics(metrics)
+    last = found or line_at_goal(lines, goal) or lines[-1]
+    until_then = [line for line in lines if line["step"] <= last["step"]]
     return {
         "experiment": experiment,
         "seed": seed,
         "reached": last["acting/return_last20"] >= goal,
-        "transitions": last["acting/transitions"],
+        "transitions": sum(line["tokens/response"] for line in until_then),  # Also those that were masked.
         "seconds": round(seconds, 1),
         "training_seconds": round(last["time"], 1),
     }

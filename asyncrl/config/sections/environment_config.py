@@ -109,8 +109,10 @@ SAC_DEFAULTS: Mapping[str, Any] = {
     "acting.transitions": 8,
     "acting.hidden_size": (256, 256),
     "acting.activation": "relu",
+    "staleness.policy": "admit",
 }
-"""Other defaults with SAC: the network of its paper, and short steps, because each transition has an update."""
+"""Other defaults with SAC: the network of its paper, short steps, because each transition has an update, and no bound
+on age, because its losses hold for transitions of any policy."""
 
 
 def acting_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

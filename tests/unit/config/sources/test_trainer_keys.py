@@ -32,6 +32,12 @@ def test_every_key_stands_for_one_of_the_config() -> None:
     assert config.training.checkpoint_every == 7
 
 
+def test_sac_takes_transitions_of_any_age_unless_a_bound_is_written() -> None:
+    assert config_of().staleness.policy == "admit"
+    assert config_of(staleness={"policy": "mask"}).staleness.policy == "mask"
+    assert config_of(algorithm="PPO").staleness.policy == "mask"
+
+
 def test_packed_workers_are_children_of_one() -> None:
     config = config_of(distributed={"num_workers": 2, "placement_strategy": "pack"})
     assert (config.generation.replicas, config.acting.children) == (1, 2)
