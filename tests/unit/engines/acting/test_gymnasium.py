@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sources.load_config import load
 from asyncrl.engines.acting.acting_trainer import ActingTrainer
 from asyncrl.engines.acting.stepping.environment_server import maker
 from asyncrl.engines.acting.stepping.one_environment import OneEnvironment, spaces_of
@@ -53,6 +54,14 @@ def reached(goal: float, trainer: ActingTrainer) -> bool:
 def test_a_plain_loop_learns(config: Config, goal: float) -> None:
     trainer = plain_loop(maker(config.acting.env, {}), config, partial(reached, goal))
     assert fmean(trainer.returns) >= goal
+
+
+@pytest.mark.timeout(400)
+def test_a_plain_loop_learns_to_land() -> None:
+    pytest.importorskip("Box2D", reason="gymnasium[box2d] is not installed")
+    config = load("lunarlander", (), {}, {"steps": 120}).config
+    trainer = plain_loop(maker(config.acting.env, {}), config, partial(reached, 0.0))
+    assert fmean(trainer.returns) >= 0.0
 
 
 def test_spaces_are_those_of_the_environment() -> None:
