@@ -59,7 +59,7 @@ from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks.prompt_sources import write_texts
-from asyncrl.tasks.row_files import Rows
+from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.metrics_file import read_metrics

@@ -70,6 +70,8 @@ def _anchored_function(value: Any, folder: Path) -> Any:
 
 def _anchored_source(value: str, folder: Path) -> str:
     """Anchors a file with rows, or FILE.py:NAME; other sources stay as they are."""
+    if "://" in value:
+        return value  # An address, which is refused where rows are read.
     if match := _CODE.fullmatch(value):
         return f"{match[1]}{_absolute(match[2], folder)}{match[3]}"
     return _absolute(value, folder) if data_suffix(value) or data_folder(value, folder) else value
@@ -162,7 +164,7 @@ def _files_of(source: str) -> list[Path]:
     if (path := _file_of(source)) is not None:
         return [path]
     folder, split = data_folder(source) or (None, "")
-    named = sorted(folder.glob("*")) if folder else ()
+    named = sorted(folder.glob("[!.]*")) if folder else ()
     return [each for each in named if data_suffix(each.name) and each.name.lower().startswith(split.lower())]
 
 

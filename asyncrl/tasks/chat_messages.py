@@ -8,8 +8,60 @@ from typing import Any
 from asyncrl.errors import TaskError
 
 Message = dict[str, Any]
+Messages = str | list[Message]
 TOOLS = "tools"
 """Column of a row with the JSON schemas of functions that the model may call."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that chat templates know."""
+OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant"}
+"""Names that other libraries give to roles."""
+
+
+def parsed(prompt: Any) -> Any:
+    """Returns the messages that a text holds as JSON, as files without lists have them, or the prompt as it is."""
+    if isinstance(prompt, str) and prompt.startswith("[{"):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(prompt)
+            if all(isinstance(each, dict) and {"role", "content"} & set(each) == {"role", "content"} for each in found):
+                return found
+    return prompt
+
+
+def no_prompt(prompt: Any) -> str:
+    """Returns why this is neither a text nor messages; "" where it is. A text must not be blank, nor must all messages
+    be."""
+    if isinstance(prompt, str) and prompt.startswith("[{'role'"):
+        return f"this text has messages as Python shows them, which a model would read as they are: {prompt:.80}"
+    if isinstance(prompt, str):
+        return "" if _is_visible(prompt) else f"this is {prompt!r:.200}"
+    if not isinstance(prompt, list) or not prompt:
+        return f"this is {prompt!r:.200}"
+    wrong = next(filter(None, (_no_message(each, number) for number, each in enumerate(prompt, 1))), "")
+    contents = [] if wrong else [each.get("content") for each in prompt]
+    if wrong or any(_is_visible(content) if isinstance(content, str) else content for content in contents):
+        return wrong
+    return f"this is {prompt!r:.200}"
+
+
+def _is_visible(text: str) -> bool:
+    """Returns whether a text has a character that shows: no space, control or formatting character."""
+    return any(character.isprintable() and not character.isspace() for character in text)
+
+
+def _no_message(message: Any, number: int) -> str:
+    """Returns why this is no message; "" where it is."""
+    if not isinstance(message, dict):
+        return f"message {number} is {message!r:.80}"
+    if "role" not in message and "from" in message:
+        return f'message {number} has "from" and "value" instead: rename them, as in a function FILE.py:NAME'
+    if not isinstance(role := message.get("role"), str) or not role.strip():
+        return f"the role of message {number} is {role!r:.80}"
+    known = OTHER_ROLES.get(role.strip().lower(), role.strip().lower())
+    if role != known and known in ROLES:
+        return f'the role of message {number} is "{role}", which templates call "{known}"'
+    is_whole = "content" in message or message.get("tool_calls")
+    return "" if is_whole else f'message {number} ({role}) has no "content"'
 
 
 def as_messages(text: str, system: str = "") -> list[Message]:
@@ -25,9 +77,9 @@ def plain_messages(messages: list[Message], where: str) -> list[Message]:
 
 
 def _with_text(message: Message, where: str) -> Message:
-    content = message["content"]
+    content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
-        return message
+        return {**message, "content": content}
     where = f"{where} ({message['role']})"
     if not isinstance(content, list):
         raise TaskError(f"{where}: its content is {content!r:.80}, and a model reads text: write a text")

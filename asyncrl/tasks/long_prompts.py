@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.chat_messages import TOOLS
-from asyncrl.tasks.prompt_rows import Messages, MixedPrompts, PromptRows, Row
+from asyncrl.tasks.chat_messages import TOOLS, Messages
+from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Row
 
 CountTokens = Callable[[Messages, Sequence[dict[str, Any]]], int]
 """Counts the tokens of a prompt with these tools."""
@@ -54,7 +54,10 @@ def fitting(prompts: PromptRows, count: CountTokens, limit: int, *, shorten: boo
             shortened[number] = _shortened(prompt, partial(_fits, count, limit, tools), prompts.where(number))
         kept.append(number)
     if not kept:
-        raise TaskError(f"{prompts.source}: all {long} prompts have more than {limit} tokens, so none is left")
+        raise TaskError(
+            f"{prompts.source}: all {long} prompts have more than {limit} tokens, so none is left; raise "
+            'task.max_prompt_tokens, lower generation.max_new_tokens, or write task.long_prompts = "truncate"'
+        )
     done = "their beginning is cut off" if shorten else "they are left out"
     note = f"{prompts.source}: {long} of {len(prompts)} prompts have more than {limit} tokens; {done}"
     return FittingPrompts(prompts, kept, shortened, (*prompts.notes, *([note] if long else [])))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.chat_messages import TOOLS
-from asyncrl.tasks.prompt_rows import Messages, PromptRows
+from asyncrl.tasks.chat_messages import TOOLS, Messages
+from asyncrl.tasks.prompt_rows import PromptRows
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""

@@ -7,18 +7,19 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import TaskError
 from asyncrl.protocols.prompt_row import PromptRow
-from asyncrl.tasks.chat_messages import TOOLS, as_messages, plain_messages, tools_of
-from asyncrl.tasks.row_files import located, place_of
+from asyncrl.tasks.chat_messages import TOOLS, Messages, as_messages, no_prompt, parsed, plain_messages, tools_of
+from asyncrl.tasks.reading.plain_values import plain, valid_text
+from asyncrl.tasks.reading.row_files import located, place_of, unchecked
 
-Messages = str | list[dict[str, Any]]
 COLUMNS = "task.columns"
 """Config key that names columns."""
-OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", "messages", "text")
+OTHER_NAMES = (
+    *("prompts", "question", "problem", "query", "instruction", "input", "messages"),
+    *("conversations", "conversation", "text"),
+)
 """Names that other libraries give to the column `prompt`."""
 
 
@@ -63,8 +64,7 @@ class Prompts:
     def __post_init__(self) -> None:
         if len(self.rows) == 0:
             raise TaskError(f"{self.source}: there are no rows")
-        # Rows of another type are read on demand, maybe millions: only the first one is checked here.
-        for number in range(len(self.rows) if isinstance(self.rows, list) else 1):
+        for number in unchecked(self.rows, self.named.get("prompt", "prompt")):
             self.row(number)
 
     def __len__(self) -> int:
@@ -129,12 +129,11 @@ def checked_row(raw: Mapping[str, Any], where: str, system: str = "", chat: bool
     that is text becomes a message of the user."""
     if "prompt" not in raw:
         raise TaskError(f"{where}: {_no_prompt(list(raw))}")
-    columns = {str(name): plain(value, f"{where}, column {name}") for name, value in raw.items()}
-    if not _is_prompt(columns["prompt"]):
-        raise TaskError(
-            f'{where}: a prompt is text that is not empty, or a list of {{"role": ..., "content": ...}}, not all '
-            f"empty; this is {repr(columns['prompt'])[:200]}"
-        )
+    columns = {valid_text(str(name), where): plain(each, f"{where}, column {name}") for name, each in raw.items()}
+    columns["prompt"] = parsed(columns["prompt"])
+    if mistake := no_prompt(columns["prompt"]):
+        form = 'a prompt is text that is not empty, or a list of {"role": ..., "content": ...}, not all empty'
+        raise TaskError(f"{where}: {form}; {mistake}")
     prompt = with_system(columns["prompt"], system, where, chat)
     if tools := tools_of(columns, isinstance(prompt, str), where):
         columns[TOOLS] = tools
@@ -152,22 +151,6 @@ def with_system(prompt: Messages, system: str, where: str, chat: bool = False) -
     if any(message["role"] == "system" for message in messages[:1]):
         raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
     return [{"role": "system", "content": system}, *messages]
-
-
-def plain(value: Any, where: str) -> Any:
-    """Converts `value` to None, bool, int, float, str, bytes, lists and dicts, which can be sent to other processes;
-    raises TaskError, which begins with `where`, if it holds something else."""
-    match value:
-        case None | bool() | int() | float() | str() | bytes():
-            return value
-        case np.ndarray() | np.generic():
-            return plain(value.tolist(), where)
-        case list() | tuple():
-            return [plain(item, where) for item in value]
-        case Mapping():
-            return {str(key): plain(item, where) for key, item in value.items()}
-    kind = type(value).__name__
-    raise TaskError(f"{where}: a value of type {kind} cannot be sent to reward functions; make it text or numbers")
 
 
 def has_column(raw: Mapping[str, Any], column: str) -> bool:
@@ -202,15 +185,3 @@ def _no_prompt(found: list[str]) -> str:
         f'there is no column "prompt"; found are {", ".join(found) or "no columns"}{closest}'
         ", or write a function FILE.py:NAME that returns rows with a prompt"
     )
-
-
-def _is_prompt(prompt: Any) -> bool:
-    """Returns whether this is text or messages; text must not be blank, nor must all messages be."""
-    if isinstance(prompt, str):
-        return bool(prompt.strip())
-    contents = []
-    for message in prompt if isinstance(prompt, list) else ():
-        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
-            return False
-        contents.append(message["content"])
-    return any(content.strip() if isinstance(content, str) else content for content in contents)

@@ -16,11 +16,13 @@ from asyncrl.config.named_files import data_folder, data_suffix
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.hub_rows import STREAMING, hub_rows
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.human_eval import human_eval
-from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_row, has_column, plain
-from asyncrl.tasks.row_files import READERS, Rows, optional_module, place_of, read_file, read_folder
+from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_row, has_column
+from asyncrl.tasks.reading.hub_rows import STREAMING, hub_rows
+from asyncrl.tasks.reading.plain_values import plain
+from asyncrl.tasks.reading.row_files import READERS, Rows, optional_module, place_of, read_file, read_folder
+from asyncrl.tasks.reading.wrong_files import other_ending
 
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -159,6 +161,11 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
         if not held_out:
             raise TaskError("task.prompts: HumanEval is for evaluation only; write it as evaluate.prompts")
         return human_eval(rest, **options)
+    if "://" in spec:
+        raise TaskError(
+            f"task.prompts: {spec} is an address, and rows are read from files: download it and name the file (a data "
+            "set of the hub is hub:NAME)"
+        )
     if data_suffix(spec):
         return read_file(Path(spec).expanduser())
     if (folder := data_folder(spec)) is not None:
@@ -168,6 +175,7 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
     raise TaskError(
         f'task.prompts: "{spec}" is no source of prompts; write a file ending in {", ".join(READERS)}, a folder, '
         f"hub:NAME, reasoning_gym:NAME{f', {HUMAN_EVAL}:' if held_out else ''} or FILE.py:function"
+        f"{other_ending(spec)}"
     )
 
 

@@ -17,7 +17,7 @@ from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts
 from asyncrl.tasks.prompt_sources import held_out_prompts, pretraining_rows, training_prompts
-from asyncrl.tasks.row_files import PARQUET
+from asyncrl.tasks.reading.row_files import PARQUET
 from asyncrl.tasks.stored_samples import read_stored_samples
 
 READ_AHEAD = 16 * 2**20
@@ -125,6 +125,8 @@ def _problems(
 
 def _is_read_now(spec: str) -> bool:
     """Returns whether a source is read before a run starts: small files, and what is no source or is not there."""
+    if "://" in spec:
+        return True
     if data_suffix(spec):
         return is_read_ahead(spec) or not Path(spec).expanduser().is_file()
     return data_folder(spec) is None and ":" not in spec

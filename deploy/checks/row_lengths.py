@@ -14,8 +14,9 @@ from asyncrl.engines.models.model_folder import chat_template_of
 from asyncrl.engines.models.model_preparation import demonstrations_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import held_out_prompts, training_prompts
+from asyncrl.tasks.chat_messages import Messages
 from asyncrl.tasks.prompt_lengths import longest_rows
-from asyncrl.tasks.prompt_rows import Messages, PromptRows
+from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.source_problems import is_read_ahead
 
 SPREAD = 256

@@ -10,13 +10,14 @@ from asyncrl.controller.training_run import Questions
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
+from asyncrl.tasks.chat_messages import Messages
 from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.curriculum import CurriculumDraw
 from asyncrl.tasks.long_prompts import fitting
 from asyncrl.tasks.prompt_lengths import write_longest
-from asyncrl.tasks.prompt_rows import Messages, PromptRows
+from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import function_named
-from asyncrl.tasks.row_files import Rows
+from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.tasks.source_problems import check_tests
 
 TRAINING = "task.prompts"

@@ -115,7 +115,7 @@ UNFUZZED: dict[str, str] = {
     "simulation/mapping/job_file.py": USER,
     "tasks/builtin/dialogue.py": USER,
     "tasks/chat_messages.py": USER,
-    "tasks/row_files.py": USER,
+    "tasks/reading/row_files.py": USER,
     "tasks/builtin/guess_agent.py": "an example, which runs contained",
     "tasks/human_eval.py": USER,
     "tasks/prompt_draw.py": "a digest that was just computed",

@@ -11,7 +11,7 @@ from asyncrl.config.sources import load
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
 from asyncrl.errors import ConfigError
-from asyncrl.tasks.row_files import READERS
+from asyncrl.tasks.reading.row_files import READERS
 
 TOML = """\
 model.name = "m"

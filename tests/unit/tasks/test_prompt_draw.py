@@ -31,7 +31,7 @@ def test_rows_keep_all_columns() -> None:
         ({"prompt": " \n"}, "text that is not empty"),
         ({"prompt": []}, "text that is not empty"),
         ({"prompt": [{"role": "user", "content": " "}, {"role": "user", "content": ""}]}, "not all empty"),
-        ({"prompt": [{"content": "no role"}]}, "this is .*no role"),
+        ({"prompt": [{"content": "no role"}]}, "the role of message 1 is None"),
         ({"prompt": "x", "where": Path("/")}, "row 1, column where: a value of type PosixPath cannot be sent"),
         ("text", "this is str"),
     ],

@@ -43,7 +43,7 @@ def test_csv(tmp_path: Path) -> None:
     file.write_text('prompt,answer\n"2, 3?",5\n')
     assert load_prompts(str(file)).row(0).columns == {"prompt": "2, 3?", "answer": "5"}
     file.write_text("prompt,answer\na,b,c\n")
-    with pytest.raises(TaskError, match="row 1: it has not as many fields"):
+    with pytest.raises(TaskError, match="line 2: it has 3 fields, and the header 2 columns"):
         load_prompts(str(file))
 
 
@@ -74,7 +74,6 @@ def test_a_missing_file_names_the_closest(tmp_path: Path) -> None:
 def test_where_none_is_close_a_missing_file_names_those_that_can_be_read(tmp_path: Path) -> None:
     for name in ["hard.csv", "easy.jsonl", "notes.txt"]:
         (tmp_path / name).write_text("")
-    (tmp_path / "questions.parquet").mkdir()
     with pytest.raises(TaskError, match=r"there is no file .*questions.parquet; there are easy.jsonl, hard.csv$"):
         load_prompts(str(tmp_path / "questions.parquet"))
 

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks import load_prompts
-from asyncrl.tasks.row_files import JoinedRows
+from asyncrl.tasks.reading.row_files import JoinedRows
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -42,7 +42,7 @@ def test_the_same_rows_are_read_from_each_form_compressed_or_not(name: str, text
         ("rows.json", "[3]", r"rows\.json, row 1: a row is an object such as .*, this is 3$"),
         ("rows.json", '[\n{"prompt": 1,}]', r"rows\.json, line 2: not JSON"),
         ("rows.jsonl", '\n{"prompt": "a"}\n\n{"promt": "b"}\n', r"rows\.jsonl, line 4: there is no column"),
-        ("rows.csv", "promt\na\n", r"rows\.csv, row 1: there is no column"),
+        ("rows.csv", "promt\na\n", r"rows\.csv, line 2: there is no column"),
     ],
 )
 def test_mistakes_name_a_line_or_a_row_from_1(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_folder_of_parquet_files_is_one_source(tmp_path: Path) -> None:
         write_parquet(tmp_path / f"train-{number:05}-of-00003.parquet", row)
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert columns(tmp_path) == [*ROWS, ROWS[0]]
-    assert load_prompts(str(tmp_path)).where(2) == f"{tmp_path}, row 3"
+    assert load_prompts(str(tmp_path)).where(2) == f"{tmp_path}, train-00002-of-00003.parquet, row 1"
 
 
 def test_splits_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_folder_without_rows_or_with_files_of_several_kinds_is_refused(tmp_pat
 
 
 def test_joined_rows_are_those_of_each_part_in_order() -> None:
-    joined = JoinedRows(([{"n": 0}], [], [{"n": 1}, {"n": 2}]))
+    joined = JoinedRows(([{"n": 0}], [], [{"n": 1}, {"n": 2}]), ("a", "b", "c"))
     assert [joined[number]["n"] for number in range(len(joined))] == [0, 1, 2]
     for number in (-1, 3):
         with pytest.raises(IndexError):

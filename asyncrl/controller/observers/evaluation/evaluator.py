@@ -17,8 +17,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup, SampleText, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
-from asyncrl.tasks.chat_messages import TOOLS
-from asyncrl.tasks.prompt_rows import Messages
+from asyncrl.tasks.chat_messages import TOOLS, Messages
 
 COSTS = "cost/"
 """Prefix of the terms of costs among those of rewards."""

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import Any
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.row_files import Rows, optional_module
+from asyncrl.tasks.reading.row_files import Rows, optional_module
 
 FORM = "hub:NAME, hub:NAME#SPLIT or hub:NAME:CONFIG#SPLIT"
 STREAMING = "streaming"
