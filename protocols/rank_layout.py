@@ -7,9 +7,9 @@ groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`) a
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor", "gathering"]
+Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends"]
 """The axes along which ranks form groups, see `Layout.groups`."""
-AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards", "tensor", "gathering")
+AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends")
 
 
 class Place3D(NamedTuple):
@@ -90,7 +90,8 @@ class Layout:
         everyone: all ranks. rows: ranks with the same part of the model and different rows. copies: those of them with
         the same weights. shards: those of them whose parts make up the same weights. tensor: ranks that compute
         the same rows of the same stage together. gathering: ranks whose parts make up what each of them generates with
-        (the micro-data-parallel groups of HybridFlow).
+        (the micro-data-parallel groups of HybridFlow). stages: ranks that a row passes through, one a stage. ends: the
+        first and the last of those; the others are alone.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
@@ -112,3 +113,7 @@ class Layout:
                 return (at.pp, at.dp)
             case "gathering":
                 return (at.dp, at.pp * self.gpp // self.pp, at.tp * self.gtp // self.tp)
+            case "stages":
+                return (at.tp, at.dp)
+            case "ends":
+                return (at.tp, at.dp, at.pp if 0 < at.pp < self.pp - 1 else 0)

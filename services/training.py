@@ -274,7 +274,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             ) from None
 
     def _report(self, outcome: StepOutcome) -> StepReport:
-        published = self._published if self._writer is not None and not outcome.skipped else None
+        published = self._published if self._published.arena and not outcome.skipped else None
         chain_hex, metrics, samples = self._chain.hex(), outcome.metrics, outcome.samples
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)
 
@@ -347,7 +347,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         """Publishes the weights of a version at the first rank, which sharded ones are gathered at. Raises PeerLost
         when a rank with shards is gone."""
         with self._mesh.failing():
-            return self._write_together(version)
+            published = self._write_together(version)
+            # The last stage of a pipeline answers for rank 0.
+            return published if self._mesh.stages.size == 1 else self._mesh.everyone.told(published, 0)
 
     def _write_together(self, version: int) -> Published:
         if self._writer is None:

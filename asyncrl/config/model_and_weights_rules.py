@@ -55,8 +55,9 @@ def optimizer_problems(config: "Config") -> Iterator[Problem]:
         if not is_read and getattr(training, key) != type(training).model_fields[key].default:
             text = f'nothing reads it with optimizer = "{name}": remove it'
             yield Problem(f"training.{key}", "", text, ("training.optimizer",), is_warning=True)
-    if max(training.layout.shard, training.layout.tp) > 1 and name not in SHARDED:
-        axis = "shard" if training.layout.shard > 1 else "tp"
+    layout = training.layout
+    if max(layout.shard, layout.tp, layout.pp) > 1 and name not in SHARDED:
+        axis = "shard" if layout.shard > 1 else "tp" if layout.tp > 1 else "pp"
         text = f"{name} is not supported with training.layout.{axis}: write {' or '.join(SHARDED)}, or layout.dp"
         yield Problem("training.optimizer", "", text, ("training.layout",))
     rate, reaction = training.learning_rate, config.guards.learning_rate

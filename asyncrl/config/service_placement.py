@@ -60,8 +60,8 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
 def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
     """Yields what is wrong about the ranks of the trainer. batch: samples of a step."""
     layout = config.training.layout
-    if layout.pp > 1:
-        text = f"pp = {layout.pp}: pipeline parallelism is not built yet; write pp = 1, and dp, shard or tp for ranks"
+    if layout.pp > 1 and (layout.shard > 1 or min(layout.tp, layout.dp) > 1):
+        text = f"pp = {layout.pp} is supported alone, beside tp and beside dp: write shard = 1, and tp = 1 or dp = 1"
         yield Problem("training.layout", "", text)
     if min(layout.tp, layout.dp, layout.shard) > 1:
         text = "tp, dp and shard above one at the same time were never tried; write dp = 1 and a larger shard"

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -57,6 +57,16 @@ class Shape:
     def outside(self) -> int:
         """Returns the parameters outside of layers."""
         return self.parameters - self.layers * self.layer_parameters()
+
+    def stage(self, number: int, stages: int) -> Self:
+        """Returns the shape of a pipeline stage: some of the layers, the embedding at the first one, norm and head at
+        the last one."""
+        if stages == 1:
+            return self
+        table = self.vocabulary * self.hidden
+        layers = self.layers // stages + (number < self.layers % stages)
+        outside = table * (number == 0) + (table + self.hidden) * (number == stages - 1)
+        return replace(self, layers=layers, parameters=layers * self.layer_parameters() + outside)
 
     def width(self, name: str) -> int:
         """Returns the outputs of a linear layer of one decoder layer."""

@@ -1,6 +1,6 @@
 """Estimates how many bytes each service of an experiment needs, from its config and the shape of its model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.config.gate_config import GateConfig
@@ -16,6 +16,8 @@ from asyncrl.deploy.checks.training_memory import (
     largest_pass,
     likely_pass,
     pass_bytes,
+    passes_of_update,
+    stage_bytes,
 )
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, shape_of
@@ -36,6 +38,8 @@ ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
 ONE_RANK = LayoutConfig()
+STATE = ("weights", "gradients", "optimizer", "gathered")
+"""Parts of a trainer that are there however little is sampled."""
 SMALLER = "take a smaller model (model.name)"
 LESS_AT_ONCE = "take a smaller model (model.name), or train adapters (model.lora)"
 
@@ -153,7 +157,8 @@ def _policy(config: Config, shape: Shape, lengths: RowLengths) -> MemoryNeed:
     """Estimates the trainer; with adapters only these have gradient and moments."""
     lora = config.model.lora
     adapters = None if lora is None else shape.adapters(lora)
-    return _trained("training", config, shape, lengths, config.training.device, config.training.layout, adapters)
+    training = config.training
+    return TrainedModel("training", config, shape, lengths, training.device, training.layout, adapters).need()
 
 
 def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
@@ -168,49 +173,71 @@ def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
     return MemoryNeed(name, replicas * most, replicas * (weights + cache), doc, generation.device, lower)
 
 
-def _trained(
-    name: str,
-    config: Config,
-    shape: Shape,
-    lengths: RowLengths,
-    device: str,
-    layout: LayoutConfig = ONE_RANK,
-    adapters: int | None = None,
-) -> MemoryNeed:
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
     """Estimates a service that trains a model. adapters: their parameters, where nothing else is trained."""
 
-    def taken(size: ForwardPass) -> tuple[int, int]:
-        batch = pass_bytes(config, shape, size, lora=adapters is not None, head=name == "training")
-        return batch, kept_bytes(config, shape, size, batch, device)
+    name: str
+    config: Config
+    shape: Shape
+    lengths: RowLengths
+    device: str
+    layout: LayoutConfig = ONE_RANK
+    adapters: int | None = None
 
-    batch, kept = taken(largest_pass(config, lengths, layout.data))
-    likely = taken(likely_pass(config, shape, lengths, layout.data))
-    held, ranks, shard = shape.outside + shape.layers * shape.layer_parameters(layout.tp), layout.size, layout.shard
-    learnt = held if adapters is None else adapters
-    moments = int(kept_numbers(config.training.optimizer, config.training.optimizer_options) * learnt)
-    weights = FLOAT * (held + (adapters or 0))
-    state = weights + FLOAT * (learnt + moments)
-    what = "weights, gradient and moments" if adapters is None else "frozen weights, and adapters as they train,"
-    gathered = 0 if shard == 1 else gathered_bytes(shape, layout.tp, frozen=adapters is not None)
-    own = -(-state // shard) + gathered
-    doc = f"{what} {size_text(own)}, a micro-batch {size_text(batch)}"
-    parts = {
-        "process": _process_bytes(device),
-        "weights": -(-weights // shard),
-        "gradients": -(-FLOAT * learnt // shard),
-        "optimizer": -(-FLOAT * moments // shard),
-        **({"gathered": gathered} if gathered else {}),
-        "activations": batch,
-        "kept by malloc": kept,
-    }
-    size = ranks * sum(parts.values())
-    expected = size - ranks * max(0, batch + kept - sum(likely))
-    return MemoryNeed(name, size, ranks * own, doc, device, LESS_AT_ONCE, parts, expected)
+    def need(self) -> MemoryNeed:
+        most, likely = (
+            [self._parts(size, stage) for stage in range(self.layout.pp)]
+            for size in (
+                largest_pass(self.config, self.lengths, self.layout.data),
+                likely_pass(self.config, self.shape, self.lengths, self.layout.data),
+            )
+        )
+        size, parts = self._total(most), max(most, key=lambda each: sum(each.values()))
+        own = sum(parts.get(key, 0) for key in STATE)
+        what = "frozen weights, and adapters as they train," if self.adapters else "weights, gradient and moments"
+        doc = f"{what} {size_text(own)}, a micro-batch {size_text(parts['activations'])}"
+        least, expected = self._total(most, STATE), min(size, self._total(likely))
+        return MemoryNeed(self.name, size, least, doc, self.device, LESS_AT_ONCE, parts, expected)
+
+    def _total(self, stages: list[dict[str, int]], names: Collection[str] = ()) -> int:
+        """Returns the bytes of all ranks, or of these parts of them."""
+        chosen = sum(size for parts in stages for name, size in parts.items() if name in (names or parts))
+        return self.layout.size // self.layout.pp * chosen
+
+    def _parts(self, size: ForwardPass, stage: int) -> dict[str, int]:
+        """Returns the bytes of a rank of a pipeline stage, by what takes them."""
+        config, layout, lora = self.config, self.layout, self.adapters is not None
+        shape, buffers = self.shape.stage(stage, layout.pp), 0
+        if layout.pp == 1:
+            batch = pass_bytes(config, shape, size, lora=lora, head=self.name == "training")
+        else:
+            passes = passes_of_update(config, self.lengths, size, layout.data)
+            batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora)
+        return {
+            "process": _process_bytes(self.device),
+            **self._state(shape),
+            "activations": batch,
+            **({"buffers of stages": buffers} if buffers else {}),
+            "kept by malloc": kept_bytes(config, shape, size, batch, self.device),
+        }
+
+    def _state(self, shape: Shape) -> dict[str, int]:
+        """Returns the bytes that a rank keeps from step to step, and those of weights that it gathers."""
+        training, layout, adapters = self.config.training, self.layout, self.adapters
+        own = 0 if adapters is None else adapters * shape.layers // self.shape.layers
+        held = shape.outside + shape.layers * shape.layer_parameters(layout.tp)
+        learnt = held if adapters is None else own
+        moments = int(kept_numbers(training.optimizer, training.optimizer_options) * learnt)
+        gathered = 0 if layout.shard == 1 else gathered_bytes(shape, layout.tp, frozen=adapters is not None)
+        numbers = {"weights": held + own, "gradients": learnt, "optimizer": moments}
+        found = {key: -(-FLOAT * number // layout.shard) for key, number in numbers.items()}
+        return found | ({"gathered": gathered} if gathered else {})
 
 
 def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape, lengths: RowLengths) -> MemoryNeed:
     shape = shape_of(critic.model) if critic.model else None
-    return _trained(name, config, shape or policy, lengths, critic.device)
+    return TrainedModel(name, config, shape or policy, lengths, critic.device).need()
 
 
 def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:

@@ -10,7 +10,7 @@ layer, where `model`, `queries`, `keys` and `inner` are widths:
     head, for each sampled token of a chunk  3 vocabulary
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.row_lengths import RowLengths
@@ -61,6 +61,23 @@ def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 
     if members > 1 and width and pass_cost(rows, shared, width) < pass_cost(count, length, 2 * width):
         return ForwardPass(rows * shared, count * response, rows * shared * shared * FLOAT)
     return ForwardPass(count * length, count * response)
+
+
+def passes_of_update(config: Config, lengths: RowLengths, size: ForwardPass, ranks: int = 1) -> int:
+    """Returns the micro-batches of one update."""
+    tokens = _samples(config, ranks) * (lengths.mean + config.response_tokens)
+    return max(1, -(-tokens // (size.tokens * config.training.updates)))
+
+
+def stage_bytes(
+    config: Config, shape: Shape, size: ForwardPass, stage: int, stages: int, passes: int, *, lora: bool
+) -> tuple[int, int]:
+    """Returns the most bytes of passes that a pipeline stage has begun and not computed backward, and those of torch's
+    buffers for states and gradients of all passes. shape: of the stage."""
+    begun = replace(shape, layers=shape.layers * min(passes, stages - stage))
+    sides = (stage > 0) + (stage < stages - 1)
+    activations = pass_bytes(config, begun, size, lora=lora, head=stage == stages - 1)
+    return activations, sides * passes * size.tokens * FLOAT * shape.hidden
 
 
 def _members(config: Config) -> int:

@@ -1,5 +1,6 @@
-"""Ranks that hold parts of the trainer's weights (FSDP2, tensor parallel), as real processes: they train what one rank
-does, publish what one rank would, write a checkpoint that another layout resumes, and die together."""
+"""Ranks that hold parts of the trainer's weights (FSDP2, tensor parallel, pipeline stages), as real processes: they
+train what one rank does, publish what one rank would, write a checkpoint that another layout resumes, and die together.
+"""
 
 import asyncio
 import os
@@ -48,6 +49,8 @@ class Trial:
 TRIALS = {
     "weights": Trial(({"shard": 2}, {"dp": 2, "shard": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}),
     "layers": Trial(({"tp": 2}, {"tp": 2, "shard": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}, tied=True),
+    "stages": Trial(({"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}),
+    "tied stages": Trial(({"pp": 2}, {"shard": 2}), {}, {"micro_batch_tokens": 64}, tied=True),
     "adapters": Trial(({"shard": 3}, {"shard": 2}), {"lora": {"rank": 2}}, {"gradient_checkpointing": True}, tied=True),
 }
 

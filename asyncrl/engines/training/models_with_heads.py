@@ -17,8 +17,10 @@ from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import PassRoot, shard_model
+from asyncrl.engines.training.ranks.stage_weights import StageWeights, keep_stage
 from asyncrl.engines.training.ranks.tensor_parallel import split_layers
 from asyncrl.errors import ConfigError
 
@@ -34,7 +36,8 @@ class LoadedModel:
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
     computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
-    must draw the same numbers. Raises ConfigError when its own forward has another output than head and body.
+    must draw the same numbers. pipeline, stage_weights: where this rank is one stage of several. Raises ConfigError
+    when its own forward has another output than head and body.
     """
 
     def __init__(
@@ -49,11 +52,16 @@ class LoadedModel:
         self.is_random = False
         self._precision = precision
         self._root: PassRoot | None = None
+        self.pipeline: PipelineRank | None = None
+        self.stage_weights: StageWeights | None = None
         self._check_head(folder, scored)
 
     def share_out(self, mesh: RankMesh) -> None:
-        """Splits layers, and shares out weights, over the ranks where the mesh says so. Raises ConfigError as
-        `split_layers` and `shard_model`."""
+        """Keeps the layers of a stage, splits layers, and shares out weights, over the ranks where the mesh says so.
+        Raises ConfigError as `PipelineRank.of`, `keep_stage`, `split_layers` and `shard_model`."""
+        if mesh.piping is not None:
+            self.pipeline = PipelineRank.of(mesh, self.whole.config.hidden_size, self.device)
+            self.stage_weights = keep_stage(self.whole, mesh)
         if mesh.splitting is not None:
             with mesh.failing():
                 split_layers(self.whole, mesh.splitting)
@@ -85,9 +93,19 @@ class LoadedModel:
         return torch.cat(found)[rows.order]
 
     def _states_of_pass(self, rows: ModelInput) -> Tensor:
-        layout = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
-        hidden = self.hidden(rows.ids, **{name: tensor for name, tensor in layout.items() if tensor is not None})
-        return hidden.flatten(0, 1)[rows.positions]
+        return self.stage_states(rows)[rows.positions]
+
+    def stage_states(self, rows: ModelInput, received: Tensor | None = None) -> Tensor:
+        """Computes the hidden states [rows x length, width] of one pass. received: those of the stage before, where
+        this rank is not the first stage of a pipeline."""
+        found = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
+        layout = {name: tensor for name, tensor in found.items() if tensor is not None}
+        if received is None:
+            return self.hidden(rows.ids, **layout).flatten(0, 1)
+        with self._autocast():
+            given = received.reshape(*rows.ids.shape, -1)
+            states: Tensor = self.whole.base_model(inputs_embeds=given, use_cache=False, **layout).last_hidden_state
+        return states.flatten(0, 1)
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self._precision == "bfloat16")

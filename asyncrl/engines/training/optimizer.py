@@ -35,11 +35,14 @@ class Optimizer:
         self.settings = settings
         self.updates = 0
         self.rate = settings.learning_rate
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        # Those of other pipeline stages are on the meta device: they have a number, and never a gradient.
+        self.parameters = [p for p in trained if not p.is_meta]
+        self._tied = _tied_weight(model)
         self._planned = steps * settings.updates
-        assert all(p.dtype == torch.float32 for p in self.parameters), "master weights are float32"
+        assert all(p.dtype == torch.float32 for p in trained), "master weights are float32"
         # Optimizers get this rank's parts as plain tensors: fused kernels take no mixture of whole tensors and parts.
-        self._own = {p: nn.Parameter(own_part(p.detach())) if is_part(p) else p for p in self.parameters}
+        self._own = {p: nn.Parameter(own_part(p.detach())) if is_part(p) else p for p in trained}
         self._trained = {own: parameter for parameter, own in self._own.items()}
         if settings.optimizer == "muon":
             inner, others = _inside_of_layers(model)
@@ -53,8 +56,8 @@ class Optimizer:
         no weight changed on any rank, when it or a loss is not finite. finite: the losses of all ranks were finite."""
         norm = math.inf
         if finite:
-            sum_gradients(mesh, self.parameters)
-            norm = clip_gradients(mesh, self.parameters, self.settings.max_grad_norm)
+            sum_gradients(mesh, self.parameters, self._tied)
+            norm = clip_gradients(mesh, self.parameters, self.settings.max_grad_norm, self._tied)
         if math.isfinite(norm):
             self.rate = learning_rate(self.settings, self.updates, self._planned)
             self._hand_over_parts()
@@ -102,11 +105,13 @@ class Optimizer:
     def _with_tensors(
         self, part: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[Tensor, Tensor], Tensor]
     ) -> dict[str, Any]:
-        """Returns the state with tensors changed; `change` is also given the parameter of the model."""
+        """Returns the state with tensors changed; `change` is also given the parameter of the model. That of weights of
+        other pipeline stages is left out."""
         parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
         changed = {
             number: {key: change(value, parameters[number]) for key, value in values.items()}
             for number, values in state["state"].items()
+            if not parameters[number].is_meta
         }
         return {**state, "state": changed}
 
@@ -134,6 +139,12 @@ def _inside_of_layers(model: Any) -> tuple[list[Tensor], list[Tensor]]:
     inner = [each for each in trained if each.ndim == 2 and id(each) not in outside]
     chosen = set(map(id, inner))
     return inner, [each for each in trained if id(each) not in chosen]
+
+
+def _tied_weight(model: Any) -> Tensor | None:
+    """Returns the weight of an embedding that is the head too; None where they have weights of their own."""
+    weights: list[Any] = [each.weight for each in _ends_of(model)]
+    return next((each for each in weights[:1] if any(each is other for other in weights[1:])), None)
 
 
 def _ends_of(model: Any) -> list[nn.Module]:

@@ -1,15 +1,21 @@
 """The policy loss of a micro-batch: combines the objectives that the config chooses into loss terms."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import AlgorithmConfig
+from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import MicroBatch
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.objectives import corrections, surrogate_losses
 from asyncrl.objectives.kl import kl_loss
+from asyncrl.objectives.ragged import Ragged
 from asyncrl.objectives.surrogate_losses import SurrogateLoss, pushed_away
 
 
@@ -27,6 +33,30 @@ class LossTerms(NamedTuple):
     clipped: Tensor
     weight: Tensor
     log_weight: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        return self.policy.sum() + self.kl.sum() + self.entropy.sum()
+
+
+def broken_rows(terms: LossTerms, ragged: Ragged) -> list[int]:
+    """Returns the rows with a term that is not finite; all of them when only the sum is not."""
+    tokens = ragged.sum((~torch.isfinite(terms.policy + terms.kl + terms.entropy)).float()).tolist()
+    return [row for row, broken in enumerate(tokens) if broken] or list(range(len(tokens)))
+
+
+def second_moment_of(
+    rows: Sequence[tuple[MaskedRow, NDArray[np.float32]]], algorithm: AlgorithmConfig, ranks: Ranks
+) -> float:
+    """Computes the bound of the squared log ratios of an update (M2PO) from the current log-probs of its rows."""
+    squares = [torch.zeros(0, dtype=torch.float64)]
+    for item, current in rows:
+        log_ratio = torch.from_numpy((current - item.row.logprobs)[item.live].astype(np.float64))
+        advantages = torch.from_numpy(np.broadcast_to(item.advantages, item.live.shape)[item.live])
+        squares.append(log_ratio[pushed_away(log_ratio, advantages)].square())
+    budget = algorithm.second_moment
+    assert budget is not None, "the config requires second_moment with m2po"
+    return surrogate_losses.second_moment_bound(torch.cat(squares), budget, ranks.sum, ranks.largest)
 
 
 def policy_loss_terms(

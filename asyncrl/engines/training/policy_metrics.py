@@ -72,6 +72,11 @@ class PolicyTotals:
             own += others
         self._largest = torch.maximum(self._largest, other._largest)
 
+    def share(self, stages: Ranks) -> None:
+        """Takes the sums and maxima of the last stage of a pipeline, which alone added micro-batches."""
+        self._sums = [stages.shared(each, stages.size - 1) for each in self._sums]
+        self._largest = stages.shared(self._largest, stages.size - 1)
+
     def metrics(self, ranks: Ranks, updates: int, planned: int, *, reference: bool) -> dict[str, float]:
         """Returns the metrics of a step that took `updates` of the `planned` updates. reference: the loss has one."""
         totals, moments, bins = (ranks.sum(each) for each in self._sums)

@@ -20,18 +20,27 @@ from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.models.weights_digest import weights_digest, write_base
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
-from asyncrl.engines.training.batch.micro_batches import micro_batch, micro_batches, pad_rows
-from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, texts_of
+from asyncrl.engines.training.batch.micro_batches import MicroBatch, micro_batch, micro_batches
+from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, pad_texts, texts_of
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.policy_loss_terms import policy_loss_terms
+from asyncrl.engines.training.policy_loss_terms import LossTerms, broken_rows, policy_loss_terms, second_moment_of
 from asyncrl.engines.training.policy_metrics import PolicyTotals
 from asyncrl.engines.training.ranks.gradients import check_same
+from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.engines.training.ranks.shards import gather_state
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
-from asyncrl.engines.training.token_logprobs import frozen_logprobs, idle_pass, logprobs_after, token_logprobs
+from asyncrl.engines.training.token_logprobs import (
+    frozen_logprobs,
+    frozen_stage_logprobs,
+    head_logprobs,
+    idle_pass,
+    logprobs_after,
+    run_stages,
+    token_logprobs,
+)
 from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_model, write_own_state, write_state
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import WeightsError
@@ -39,7 +48,7 @@ from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
-from asyncrl.objectives.surrogate_losses import pushed_away, row_weights, second_moment_bound
+from asyncrl.objectives.surrogate_losses import row_weights
 from asyncrl.protocols.messages import Canary
 
 RowLogprobs: TypeAlias = list[tuple[MaskedRow, NDArray[np.float32]]]
@@ -126,7 +135,7 @@ class PolicyTrainer(Trainer):
         same weights do not."""
         with self.mesh.failing():
             check_same(self.mesh, self.optimizer.parameters)
-            saved = self._gathered(keep=self.mesh.rank == 0)
+            saved = self._gathered(keep=self.mesh.gathers)
         if self.mesh.rank > 0:
             write_own_state(directory, self.mesh.rank)
             return
@@ -147,9 +156,14 @@ class PolicyTrainer(Trainer):
         nothing useful where `keep` is False."""
         lora = self.config.model.lora
         found: dict[str, Any] = {} if lora is None else {"canary": self.canary()}
-        weights = self.model.whole.state_dict(keep_vars=True) if lora is None else self.named_tensors()
-        found["model"] = gather_state(weights, keep=keep)
-        return found | {"optimizer": gather_state(self.optimizer.states(), keep=keep)}
+        whole, stage = self.model.whole, self.model.stage_weights
+        weights = whole.state_dict(keep_vars=True) if lora is None else published_tensors(whole)
+        found["model"] = gather_state(weights if stage is None else stage.own(weights), keep=keep)
+        found["optimizer"] = gather_state(self.optimizer.states(), keep=keep)
+        if stage is not None and keep:
+            found["model"] = stage.collected(found["model"])
+            found["optimizer"] = stage.collected_states(found["optimizer"])
+        return found
 
     def check_base(self, folder: Path, canary: Canary) -> None:
         """Compares the model with the canary that was saved beside its adapters. Raises WeightsError."""
@@ -171,9 +185,10 @@ class PolicyTrainer(Trainer):
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Returns the float32 master weights, tied ones under every name; with `model.lora` only the adapters. The next
-        step changes them in place. Sharded ones are gathered by `whole_tensor`, on all ranks in the order of the
-        specification."""
-        return published_tensors(self.model.whole)
+        step changes them in place. Sharded ones, and those of other pipeline stages, are gathered by `whole_tensor`, on
+        all ranks in the order of the specification."""
+        found, stage = published_tensors(self.model.whole), self.model.stage_weights
+        return found if stage is None else stage.published(found)
 
     def publish_parts(self) -> None:
         """Takes part in what rank 0 does when it publishes weights that ranks hold parts of: each is gathered, then all
@@ -224,17 +239,23 @@ class PolicyStep(TrainingStep):
     def _logprobs(self, rows: Sequence[MaskedRow], *, of_base: bool = False) -> Generator[bool, None, RowLogprobs]:
         """Computes the trainer's log-probs of every row with a live token. of_base: those of the model without its
         adapters, of all rows, because advantages with a KL in the reward are over all rows."""
+        model, chunk = self._trainer.model, self._config.training.logits_chunk
         found: RowLogprobs = []
-        for items in self._micro_batches([item for item in rows if item.live_tokens or of_base]):
+        parts = list(self._micro_batches([item for item in rows if item.live_tokens or of_base]))
+        if model.pipeline is not None:
+            with base_model(model.whole) if of_base else nullcontext(), self._lane("forward"):
+                logprobs = frozen_stage_logprobs(model, [[item.row for item in items] for items in parts], chunk)
+            found, parts = list(zip([item for items in parts for item in items], logprobs, strict=True)), []
+            yield True
+        for items in parts:
             if not items:
-                idle_pass(self._trainer.model, backward=False)
+                idle_pass(model, backward=False)
                 yield True
                 continue
             prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
             temperatures, spans = [item.row.temperature for item in items], [item.row.spans for item in items]
-            chunk, budget = self._config.training.logits_chunk, self._pass_budget
-            with base_model(self._trainer.model.whole) if of_base else nullcontext(), self._lane("forward"):
-                logprobs = frozen_logprobs(self._trainer.model, prompts, responses, temperatures, chunk, spans, budget)
+            with base_model(model.whole) if of_base else nullcontext(), self._lane("forward"):
+                logprobs = frozen_logprobs(model, prompts, responses, temperatures, chunk, spans, self._pass_budget)
             found += zip(items, logprobs, strict=True)
             yield True
         return found
@@ -248,9 +269,13 @@ class PolicyStep(TrainingStep):
         self._update_totals = PolicyTotals(self._trainer.model.device)
         second_moment = yield from self._second_moment(rows)
         finite = True
-        for items in self._micro_batches(rows):
-            finite = self._policy_pass(items, second_moment) and finite
+        if self._trainer.model.pipeline is not None:
+            finite = self._stage_passes(self._trainer.model.pipeline, list(self._micro_batches(rows)), second_moment)
             yield True
+        else:
+            for items in self._micro_batches(rows):
+                finite = self._policy_pass(items, second_moment) and finite
+                yield True
         yield from self._pretrain(number)
         return finite
 
@@ -258,14 +283,7 @@ class PolicyStep(TrainingStep):
         """Computes the bound of the squared log ratios of this update; infinity for losses other than m2po."""
         if self._algorithm.loss != "m2po":
             return math.inf
-        squares = [torch.zeros(0, dtype=torch.float64)]
-        for item, current in (yield from self._logprobs(rows)):
-            log_ratio = torch.from_numpy((current - item.row.logprobs)[item.live].astype(np.float64))
-            advantages = torch.from_numpy(np.broadcast_to(item.advantages, item.live.shape)[item.live])
-            squares.append(log_ratio[pushed_away(log_ratio, advantages)].square())
-        budget = self._algorithm.second_moment
-        assert budget is not None, "the config requires second_moment with m2po"
-        return second_moment_bound(torch.cat(squares), budget, self._mesh.rows.sum, self._mesh.rows.largest)
+        return second_moment_of((yield from self._logprobs(rows)), self._algorithm, self._mesh.rows)
 
     def _policy_pass(self, rows: Sequence[MaskedRow], second_moment: float) -> bool:
         """Runs forward and backward of a micro-batch; returns False if its loss is not finite."""
@@ -277,15 +295,43 @@ class PolicyStep(TrainingStep):
         chunk, bonus = training.logits_chunk, self._algorithm.entropy_bonus > 0
         with self._lane("forward"):
             logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
-        terms = policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)
-        loss = terms.policy.sum() + terms.kl.sum() + terms.entropy.sum()
+        terms = self._terms(batch, logprobs, entropy, second_moment)
         with self._lane("backward"):  # Also of a loss that is not finite: ranks with shards of the weights take part.
-            torch.autograd.backward(loss)
-        if not math.isfinite(loss.item()):
-            finite = torch.isfinite(terms.policy + terms.kl + terms.entropy)
-            broken, keys = batch.ragged.sum((~finite).float()).tolist(), [item.row.key for item in rows]
-            # All samples when only the sum is not finite.
-            self._culprits += [key for key, tokens in zip(keys, broken, strict=True) if tokens] or keys
+            torch.autograd.backward(terms.loss)
+        return self._account_for(rows, batch, logprobs, entropy, terms)
+
+    def _stage_passes(self, pipeline: PipelineRank, parts: Sequence[list[MaskedRow]], second_moment: float) -> bool:
+        """Runs forward and backward of all micro-batches of an update through the stages of a pipeline. The last one
+        computes the losses, and what became of each row is told to the others. Returns False at the last one if a loss
+        is not finite."""
+        model, chunk, bonus = self._trainer.model, self._config.training.logits_chunk, self._algorithm.entropy_bonus > 0
+        batches, finite = [micro_batch(rows, model.device, model.sharing_width) for rows in parts], True
+
+        def ending(number: int, states: Tensor) -> Tensor:
+            nonlocal finite
+            batch = batches[number]
+            logprobs, entropy = head_logprobs(model, states, batch.padded, chunk, entropy_gradient=bonus)
+            terms = self._terms(batch, logprobs, entropy, second_moment)
+            finite = self._account_for(parts[number], batch, logprobs, entropy, terms) and finite
+            return terms.loss
+
+        with self._lane("pipeline"):
+            run_stages(model, [batch.padded for batch in batches], ending, backward=True)
+        rows = [item for items in parts for item in items]
+        told = pipeline.from_last(torch.tensor([(item.in_loss, item.rejected) for item in rows]).reshape(-1, 2))
+        for item, (in_loss, rejected) in zip(rows, told.tolist(), strict=True):
+            item.in_loss, item.rejected = in_loss, rejected
+        return finite
+
+    def _terms(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, second_moment: float) -> LossTerms:
+        return policy_loss_terms(self._algorithm, self._trainer.kl.value, second_moment, logprobs, entropy, batch)
+
+    def _account_for(
+        self, rows: Sequence[MaskedRow], batch: MicroBatch, logprobs: Tensor, entropy: Tensor, terms: LossTerms
+    ) -> bool:
+        """Notes what a micro-batch put into the loss; returns False if its loss is not finite."""
+        if not math.isfinite(terms.loss.item()):
+            self._culprits += [rows[index].row.key for index in broken_rows(terms, batch.ragged)]
             return False
         self._update_totals.add(terms, logprobs, entropy, batch, first=not self._norms)
         for item, rejected in zip(rows, batch.ragged.sum((terms.weight == 0).float()).tolist(), strict=True):
@@ -303,18 +349,30 @@ class PolicyStep(TrainingStep):
         texts = texts_of(self._trainer.texts, self._config, self._version, number)
         tokens = sum(len(text.learnt) for text in texts)
         own = texts[self._mesh.rows.rank :: self._mesh.rows.size]
-        for indices in self._mesh.in_step(micro_batches([text.tokens for text in own], training.micro_batch_tokens)):
-            if not indices:
-                idle_pass(model, backward=True)
-                yield True
-                continue
-            given, learnt = [own[index].given for index in indices], [own[index].learnt for index in indices]
-            rows = pad_rows(given, learnt, 1.0, model.device)
-            logprobs, _ = token_logprobs(model, rows, training.logits_chunk)
-            loss = -logprobs.sum() / tokens
-            torch.autograd.backward(self._algorithm.pretrain_coefficient * loss)
-            self._pretrain_loss += loss.item()
+        parts = self._mesh.in_step(micro_batches([text.tokens for text in own], training.micro_batch_tokens))
+        batches = [pad_texts([own[index] for index in indices], model.device) if indices else None for indices in parts]
+        if model.pipeline is not None:
+            given = [rows for rows in batches if rows is not None]
+
+            def ending(number: int, states: Tensor) -> Tensor:
+                logprobs, _ = head_logprobs(model, states, given[number], training.logits_chunk)
+                return self._text_loss(logprobs, tokens)
+
+            run_stages(model, given, ending, backward=True)
             yield True
+            return
+        for rows in batches:
+            if rows is None:
+                idle_pass(model, backward=True)
+            else:
+                logprobs, _ = token_logprobs(model, rows, training.logits_chunk)
+                torch.autograd.backward(self._text_loss(logprobs, tokens))
+            yield True
+
+    def _text_loss(self, logprobs: Tensor, tokens: int) -> Tensor:
+        loss = -logprobs.sum() / tokens
+        self._pretrain_loss += loss.item()
+        return self._algorithm.pretrain_coefficient * loss
 
     def _keep_sums(self) -> None:
         self._totals.merge(self._update_totals)
@@ -322,10 +380,12 @@ class PolicyStep(TrainingStep):
 
     def _metrics(self, counts: Tensor) -> dict[str, float]:
         trainer, reference, planned = self._trainer, self._algorithm.kl > 0, self._config.training.updates
+        self._totals.share(self._mesh.stages)
         found = self._totals.metrics(self._mesh.rows, len(self._norms), planned, reference=reference)
         metrics = mask_metrics(counts)
         if trainer.texts is not None:
-            pretrain_loss = self._mesh.rows.sum(torch.tensor(self._pretrain_losses, dtype=torch.float64)).mean()
+            losses = torch.tensor(self._pretrain_losses, dtype=torch.float64)
+            pretrain_loss = self._mesh.stages.sum(self._mesh.rows.sum(losses)).mean()
         if not self._norms:
             return metrics
         metrics |= {"grad_norm": sum(self._norms) / len(self._norms), "learning_rate": trainer.optimizer.rate, **found}

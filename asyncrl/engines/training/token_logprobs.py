@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows, split_by_row
-from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.batch.train_rows import Ids, TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel
+from asyncrl.engines.training.ranks.pipeline import Ending
 
 
 def token_logprobs(
@@ -24,18 +25,21 @@ def token_logprobs(
     The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
     recomputes the head, unless all tokens fit into one chunk.
     """
+    return model.in_pass(
+        lambda: head_logprobs(model, model.states(rows), rows, chunk, entropy_gradient=entropy_gradient)
+    )
 
-    return model.in_pass(lambda: _by_chunks(model, rows, chunk, entropy_gradient))
 
-
-def _by_chunks(model: CausalModel, rows: PaddedRows, chunk: int, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+def head_logprobs(
+    model: CausalModel, states: Tensor, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Computes what `token_logprobs` returns from the states [tokens, width] that predict the tokens."""
 
     def head(states: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         logprobs = (model.logits(states) / temperatures[:, None]).log_softmax(-1)
         for_entropy = logprobs if entropy_gradient else logprobs.detach()
         return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(for_entropy.exp() * for_entropy).sum(-1)
 
-    states = model.states(rows)
     parts: list[tuple[Tensor, Tensor]] = []
     for inputs in zip(*(torch.split(v, chunk) for v in (states, rows.targets, rows.temperatures)), strict=True):
         if len(states) <= chunk or not torch.is_grad_enabled():
@@ -43,6 +47,47 @@ def _by_chunks(model: CausalModel, rows: PaddedRows, chunk: int, entropy_gradien
         else:
             parts.append(checkpoint(head, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def run_stages(model: CausalModel, batches: Sequence[PaddedRows], ending: Ending, *, backward: bool) -> None:
+    """Runs micro-batches through the pipeline whose stage the model is. ending: computes the loss of a micro-batch, or
+    keeps what is wanted, at the last stage, from the states that predict its tokens."""
+    assert model.pipeline is not None, "the model is a stage of a pipeline"
+    passes = [batch.passes[0] for batch in batches]
+
+    def body(number: int, received: Tensor | None) -> Tensor:
+        return model.stage_states(passes[number], received)
+
+    def of_tokens(number: int, states: Tensor) -> Tensor:
+        return ending(number, states[passes[number].positions])
+
+    model.pipeline.run([each.ids.numel() for each in passes], body, of_tokens, backward=backward)
+
+
+@torch.no_grad()
+def frozen_stage_logprobs(
+    model: CausalModel, parts: Sequence[Sequence[TrainRow]], chunk: int
+) -> list[NDArray[np.float32]]:
+    """Computes the log-probs [tokens] of the rows of all micro-batches in one run through the stages, which all get
+    them."""
+    assert model.pipeline is not None, "the model is a stage of a pipeline"
+    batches = [_padded(rows, model) for rows in parts]
+    found = [torch.zeros(len(batch.targets), device=model.device) for batch in batches]
+
+    def keep(number: int, states: Tensor) -> Tensor:
+        found[number], _ = head_logprobs(model, states, batches[number], chunk)
+        return torch.zeros(1, device=model.device)
+
+    run_stages(model, batches, keep, backward=False)
+    rows = [row for part in parts for row in part]
+    logprobs = model.pipeline.from_last(torch.cat([torch.zeros(0, device=model.device), *found]))
+    return split_by_row(logprobs, [row.response_ids for row in rows], [row.spans for row in rows]) if rows else []
+
+
+def _padded(rows: Sequence[TrainRow], model: CausalModel) -> PaddedRows:
+    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
+    return pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans)
 
 
 def idle_pass(model: CausalModel, *, backward: bool) -> None:
@@ -58,8 +103,22 @@ def idle_pass(model: CausalModel, *, backward: bool) -> None:
 @torch.no_grad()
 def logprobs_after(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
     """Returns the log-probs of the token after the prompt at temperature 1, float32 [vocabulary]."""
+    if model.pipeline is not None:
+        return _logprobs_of_stages(model, prompt)
     ids = torch.from_numpy(prompt).to(model.device)
     return model.in_pass(lambda: model.logits(model.hidden(ids[None])[0, -1:])[0].log_softmax(-1))
+
+
+def _logprobs_of_stages(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor:
+    assert model.pipeline is not None
+    found = torch.zeros(model.vocabulary, device=model.device)
+
+    def keep(_: int, states: Tensor) -> Tensor:
+        found.copy_(model.logits(states)[0].log_softmax(-1))
+        return torch.zeros(1, device=model.device)
+
+    run_stages(model, [pad_rows([prompt], [prompt[:1]], 1.0, model.device)], keep, backward=False)
+    return model.pipeline.from_last(found)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part
+from asyncrl.engines.training.ranks.stage_weights import held_tensors
 from asyncrl.errors import ConfigError, JournalError
 
 MODEL = "model"
@@ -108,9 +109,10 @@ def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:
-    """Returns XXH3 of the bytes of each tensor, and its Euclidean norm; of a sharded one those of this rank's part."""
+    """Returns XXH3 of the bytes of each tensor, and its Euclidean norm; of a sharded one those of this rank's part, and
+    of those of other pipeline stages nothing."""
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in held_tensors(tensors).items():
         values = own_part(tensor).detach().cpu().contiguous()
         digest = xxh3_64_hexdigest(values.view(torch.uint8).numpy().data) if values.dim() else str(values.item())
         found[name] = (digest, float(values.double().norm()))

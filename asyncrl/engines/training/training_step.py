@@ -110,8 +110,9 @@ class TrainingStep(StepInParts):
         self._lane = trainer.lane
         staleness, truncated = config.staleness, config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
-        # Passes of sharded weights are not split further: each is an exchange, and all ranks need as many.
-        self._pass_budget = config.training.micro_batch_tokens if self._mesh.sharding is None else math.inf
+        # Passes of sharded weights and of stages are not split further: each is an exchange, and all need as many.
+        exchanging = self._mesh.sharding is not None or self._mesh.stages.size > 1
+        self._pass_budget = math.inf if exchanging else config.training.micro_batch_tokens
         self._norms: list[float] = []  # gradient norms of the updates taken
         self._not_taken: set[str] = set()  # why updates with a live token were not taken, the same on all ranks
         self._culprits: list[SampleName] = []

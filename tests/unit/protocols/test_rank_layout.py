@@ -41,6 +41,9 @@ def test_groups_along_the_axes_of_four_ranks() -> None:
     assert layout.groups("rows") == layout.groups("shards") == [[0, 2], [1, 3]]
     assert layout.groups("copies") == [[0], [1], [2], [3]]
     assert layout.groups("tensor") == [[0, 1], [2, 3]]
+    assert layout.groups("stages") == layout.groups("ends") == [[0], [1], [2], [3]]
+    assert Layout(pp=3, dp=2).groups("stages") == [[0, 1, 2], [3, 4, 5]]
+    assert Layout(pp=3, dp=2).groups("ends") == [[0, 2], [1], [3, 5], [4]]
     assert Layout(dp=2, shard=2).groups("shards") == [[0, 1], [2, 3]]
     assert Layout(dp=2, shard=2).groups("copies") == [[0, 2], [1, 3]]
 
@@ -59,6 +62,7 @@ def test_each_sum_over_rows_counts_every_row_once(sizes: tuple[int, int, int, in
         ("copies", dp),
         ("shards", shard),
         ("tensor", tp),
+        ("stages", pp),
         ("everyone", layout.size),
     ):
         groups = layout.groups(axis)

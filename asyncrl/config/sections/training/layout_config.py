@@ -7,7 +7,7 @@ class LayoutConfig(Section):
     """Sizes of the axes; the trainer has pp x tp x dp x shard ranks, one process each."""
 
     pp: Positive = 1
-    """Pipeline stages. Only 1 is built."""
+    """Pipeline stages, each of which holds some of the layers; all stages train the same rows."""
     tp: Positive = 1
     """Tensor-parallel ranks, which hold parts of every layer and train the same rows."""
     dp: Positive = 1

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.model_folder import context_of, longest_row
+from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_draw import drawn_row
 
@@ -56,6 +58,11 @@ def _tokenize(
     if given == 0 or given >= min(len(ids), longest):
         raise TaskError(f"{where}: {given} of its {len(ids)} tokens (at most {longest}) are given, none is learnt")
     return PretrainingText(ids[:given], ids[given:longest])
+
+
+def pad_texts(texts: Sequence[PretrainingText], device: torch.device) -> PaddedRows:
+    """Pads texts for the model, which predicts what is learnt."""
+    return pad_rows([text.given for text in texts], [text.learnt for text in texts], 1.0, device)
 
 
 def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:

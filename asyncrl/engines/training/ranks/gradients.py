@@ -16,12 +16,16 @@ BUCKET = 8 << 20
 copy of the gradient."""
 
 
-def sum_gradients(mesh: RankMesh, parameters: Sequence[nn.Parameter]) -> None:
+def sum_gradients(mesh: RankMesh, parameters: Sequence[nn.Parameter], tied: Tensor | None = None) -> None:
     """Sums gradients over the copies of the weights. Each rank has already divided by the denominators of the whole
-    optimizer step. Gradients of sharded weights were summed in the backward pass."""
+    optimizer step. Gradients of sharded weights were summed in the backward pass. tied: the embedding that is the head
+    too, of which the first and the last stage have a copy."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        if parameter is tied and mesh.ends.size > 1:
+            gradient = own_part(parameter.grad)
+            gradient.copy_(mesh.ends.sum(gradient))
     if mesh.copies.size == 1 or mesh.sharding is not None:
         return
     for bucket in _buckets(own_gradients(parameters)):
@@ -47,14 +51,18 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield bucket
 
 
-def clip_gradients(mesh: RankMesh, parameters: Sequence[nn.Parameter], largest: float) -> float:
-    """Scales gradients down to the largest norm; returns the norm before, over all parts of the weights."""
+def clip_gradients(
+    mesh: RankMesh, parameters: Sequence[nn.Parameter], largest: float, tied: Tensor | None = None
+) -> float:
+    """Scales gradients down to the largest norm; returns the norm before, over all parts of the weights. tied: see
+    `sum_gradients`."""
     if not mesh.is_parted:
         return float(torch.nn.utils.clip_grad_norm_(parameters, largest))
-    split = [parameter for parameter in parameters if is_split(parameter)]
-    whole = [parameter for parameter in parameters if not is_split(parameter)]
+    counted = [each for each in parameters if each is not tied or mesh.ends.rank == 0]
+    split = [parameter for parameter in counted if is_split(parameter)]
+    whole = [parameter for parameter in counted if not is_split(parameter)]
     squares = _squares(whole) + mesh.tensor.sum(_squares(split))  # Tensor ranks hold the same of what is not split.
-    norm = float(mesh.shards.sum(squares).sqrt())
+    norm = float(mesh.stages.sum(mesh.shards.sum(squares)).sqrt())
     scale = largest / (norm + 1e-6)  # The term is that of torch's clip_grad_norm_.
     for part in own_gradients(parameters) if scale < 1 else ():
         part.mul_(scale)

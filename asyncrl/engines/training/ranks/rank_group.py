@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from asyncrl.lanes.control.message_codec import decode, encode
 
 Exchange = Callable[[], AbstractContextManager[None]]
 """Opens the scope of one exchange, which books its time, and raises PeerLost for what torch raises in it."""
@@ -37,6 +40,20 @@ class Ranks:
         """Returns the tensors of all ranks in rank order; all have the same shape."""
         return [values]
 
+    def shared(self, values: Tensor, source: int) -> Tensor:
+        """Returns the values of rank `source` on all ranks, which give values of the same shape; made for few bytes."""
+        return self.sum(values if self.rank == source else torch.zeros_like(values))
+
+    def told(self, value: Any, source: int) -> Any:
+        """Returns on all ranks the value of rank `source`, a message or plain values."""
+        frames = encode(value) if self.rank == source else []
+        letters = torch.tensor([letter for frame in frames for letter in bytes(frame)], dtype=torch.uint8)
+        return decode([bytes(self.gather(letters.reshape(-1, 1)).flatten().tolist())])
+
+    def moved(self, values: Tensor, source: int) -> Tensor:
+        """Returns at rank 0 the values of rank `source`; it gives a tensor like them. Other ranks need not call."""
+        return values
+
 
 class DistributedRanks(Ranks):
     """Exchanges over a process group of torch.distributed, on its device. Every method raises PeerLost when another
@@ -61,6 +78,17 @@ class DistributedRanks(Ranks):
         padded[: len(rows)] = rows
         parts = self.gather_equal(padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def moved(self, values: Tensor, source: int) -> Tensor:
+        if source == 0 or self.rank not in (0, source):
+            return values
+        flat = values.detach().to(self._device).contiguous().reshape(-1)
+        with self._exchange():
+            if self.rank == source:
+                dist.send(flat, dist.get_global_rank(self._group, 0), self._group)
+            elif self.rank == 0:
+                dist.recv(flat, dist.get_global_rank(self._group, source), self._group)
+        return flat.reshape(values.shape).to(values.device)
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         moved = values.to(self._device)

@@ -6,6 +6,8 @@
     shards     of these, those that share out the weights     gather weights, sum the squares of the gradient norm
     tensor     same rows, each with a part of every layer     compute layers together, sum those squares too
     gathering  of these, those whose parts make up a layer    gather weights to generate with; alone in training only
+    stages     same rows, each with some of the layers        pass states and gradients on, sum those squares too
+    ends       first and last of the stages                   sum the gradient of an embedding that is the head too
 
 Ranks that hold the same rows (tensor ranks, pipeline stages) never meet in a sum over `rows`, so each row counts once.
 """
@@ -35,8 +37,8 @@ GLOO = "gloo/"
 @dataclass(frozen=True, eq=False)
 class RankMesh:
     """The groups of one rank; this class with its defaults is one rank alone. sharding: the mesh on which weights are
-    sharded by FSDP2, splitting: the mesh on which layers are split; None where there is none. failing: scope in which
-    torch may fail because a rank is gone."""
+    sharded by FSDP2, splitting: the mesh on which layers are split, piping: the group of the stages; None where there
+    is none. failing: scope in which torch may fail because a rank is gone."""
 
     everyone: Ranks = field(default_factory=Ranks)
     rows: Ranks = field(default_factory=Ranks)
@@ -44,8 +46,11 @@ class RankMesh:
     shards: Ranks = field(default_factory=Ranks)
     tensor: Ranks = field(default_factory=Ranks)
     gathering: Ranks = field(default_factory=Ranks)
+    stages: Ranks = field(default_factory=Ranks)
+    ends: Ranks = field(default_factory=Ranks)
     sharding: DeviceMesh | None = None
     splitting: DeviceMesh | None = None
+    piping: dist.ProcessGroup | None = None
     failing: Exchange = nullcontext
 
     @property
@@ -58,8 +63,13 @@ class RankMesh:
 
     @property
     def is_parted(self) -> bool:
-        """Returns whether this rank holds parts of weights."""
-        return self.sharding is not None or self.splitting is not None
+        """Returns whether this rank holds parts of the weights."""
+        return self.sharding is not None or self.splitting is not None or self.stages.size > 1
+
+    @property
+    def gathers(self) -> bool:
+        """Returns whether this rank has all parts of its stage that rank 0 asks for: the first of its stage does."""
+        return self.tensor.rank == 0 and self.rows.rank == 0
 
     @classmethod
     def of_data(cls, ranks: Ranks) -> "RankMesh":
@@ -118,6 +128,7 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         **axes,
         sharding=mesh[tuple(data)] if mesh is not None and layout.shard > 1 else None,
         splitting=mesh["tp"] if mesh is not None and layout.tp > 1 else None,
+        piping=groups["stages"] if layout.pp > 1 else None,
         failing=_scope(place, late, nullcontext, only_exchanges=True),
     )
 
@@ -126,10 +137,8 @@ def _own_group(groups: list[list[int]], own: int, timeout: timedelta) -> dist.Pr
     """Makes the groups of an axis, as every rank has to, and returns this rank's; None where it is alone."""
     if len(groups) == 1:
         return dist.group.WORLD
-    if len(groups[0]) == 1:
-        return None
     found: dist.ProcessGroup | None = None
-    for ranks in groups:
+    for ranks in (each for each in groups if len(each) > 1):
         made = dist.new_group(ranks, timeout)
         found = made if own in ranks else found
     return found
@@ -143,9 +152,9 @@ def _mesh_of_parts(layout: Layout, groups: Mapping[Axis, dist.ProcessGroup | Non
     axes: dict[str, Axis] = {"dp": "copies", "shard": "shards", "tp": "tensor"}
     names = [name for name, size in sizes.items() if size > 1]
     own = [group for name in names if (group := groups[axes[name]]) is not None]
-    numbers = torch.arange(layout.size).reshape([sizes[name] for name in names])
     if len(own) == 1:
         return DeviceMesh.from_group(own[0], kind, mesh_dim_names=(names[0],))
+    numbers = torch.arange(layout.size).reshape([sizes[name] for name in names])
     return DeviceMesh.from_group(own, kind, numbers, mesh_dim_names=tuple(names))
 
 
@@ -159,12 +168,19 @@ def _scope(place: RankPlace, failed: str, waiting: Waiting, *, only_exchanges: b
             with waiting():
                 yield
         except RuntimeError as error:
-            if only_exchanges and not (GLOO in str(error) or isinstance(error, dist.DistError)):
+            if only_exchanges and not _is_of_backend(error):
                 raise
             ranks = f"the {place.layout.size} training ranks"
             raise PeerLost(f"{ranks} {failed} (seen by rank {place.rank}: {error})") from error
 
     return scope
+
+
+def _is_of_backend(error: BaseException | None) -> bool:
+    """Returns whether a backend of torch.distributed raised the error, or one that torch's pipelining wrapped in it."""
+    if error is None:
+        return False
+    return GLOO in str(error) or isinstance(error, dist.DistError) or _is_of_backend(error.__cause__)
 
 
 def backend_of(device: str, size: int, gpus: int, *, has_own_gpu: bool) -> str:

@@ -36,6 +36,7 @@ def split_layers(whole: Any, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    linear = [name for name, each in whole.base_model.named_modules() if isinstance(each, nn.Linear)]
+    modules = whole.base_model.named_modules()
+    linear = [name for name, each in modules if isinstance(each, nn.Linear) and not each.weight.is_meta]
     found = {name: styles[plan[pattern]]() for name in linear for pattern in plan if fnmatchcase(name, pattern)}
     parallelize_module(whole.base_model, mesh, found)

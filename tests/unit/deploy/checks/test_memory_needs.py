@@ -81,6 +81,21 @@ def test_ranks_that_share_out_the_weights_hold_a_part_each_and_gather_a_layer_at
     assert _training_parts(1, tp=2)["weights"] == 4 * (outside + 30 * ((layer - 2 * 576) // 2 + 2 * 576))
 
 
+def test_pipeline_stages_hold_some_of_the_layers_and_buffers_for_what_they_pass_on() -> None:
+    """The embedding is the head too: both ends have it. The parts are those of the largest stage, here the first."""
+    layer = 576 * (2 * 576 + 2 * 192 + 3 * 1536) + 2 * 576
+    sections = {"training": {"layout": {"pp": 2}, "micro_batch_tokens": 4096}}
+    (whole, found) = (
+        next(each for each in needs(config(**chosen), SMOLLM2) if each.name == "training")
+        for chosen in ({"training": {"micro_batch_tokens": 4096}}, sections)
+    )
+    assert found.parts["weights"] == 4 * (49152 * 576 + 15 * layer)
+    assert found.least == whole.least + 16 * 49152 * 576
+    (tokens,) = {found.parts["buffers of stages"] // (4 * 576)}
+    assert tokens % 4096 == 0
+    assert SMOLLM2.stage(0, 4).layers + SMOLLM2.stage(3, 4).layers == 8 + 7
+
+
 def _training_parts(shard: int, tp: int = 1) -> dict[str, int]:
     wanted = config(training={"layout": {"shard": shard, "tp": tp}})
     return next(dict(each.parts) for each in needs(wanted, SMOLLM2) if each.name == "training")

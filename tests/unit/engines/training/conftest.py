@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
@@ -28,7 +35,7 @@ SHAPE = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = {"gemma": GemmaConfig, "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +50,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(family: str = "llama", **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp(family)
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family](**SHAPE, **changes))
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](**{**SHAPE, **changes}))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3 if parameter.ndim > 1 else 1)

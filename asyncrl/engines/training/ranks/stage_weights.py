@@ -1,0 +1,155 @@
+"""Weights by pipeline stages: a rank keeps those of its own layers, and of the others names and shapes alone.
+
+    first stage    embedding, layers
+    in between     layers
+    last stage     layers, last norm, head
+
+The model, and so the numbering of its weights in an optimizer, is that of one rank: weights of other stages stay where
+they are, on the meta device, which has no memory; their layers pass states on. An embedding that is the head too is on
+the first and on the last stage, which sum its gradients.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.errors import ConfigError
+from asyncrl.lanes.weights.slot_memory import whole_tensor
+from asyncrl.protocols.distribute_collect import even_parts
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Models whose forward pass is embedding, layers and norm, with nothing between them, by their `model_type`."""
+
+
+class StageTensor:
+    """Stands for a tensor that another stage than the first holds, like one that is sharded over ranks: all stages call
+    `full_tensor`, which returns it at the first one. moves: whether it does, or only gathers shards at its owner."""
+
+    def __init__(self, own: Tensor, owner: int, stages: Ranks, *, moves: bool) -> None:
+        self.own = own
+        self.shape = own.shape
+        self._owner = owner
+        self._stages = stages
+        self._moves = moves
+
+    def full_tensor(self) -> Tensor:
+        whole = whole_tensor(self.own)
+        if not self._moves:
+            return whole
+        at_first = torch.empty(self.shape, dtype=self.own.dtype) if self._stages.rank == 0 else whole
+        return self._stages.moved(at_first, self._owner)
+
+
+def held_tensors(published: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns those of the tensors of a version that this rank holds, or holds parts of."""
+    own = {name: each.own if isinstance(each, StageTensor) else each for name, each in published.items()}
+    return {name: each for name, each in own.items() if not each.is_meta}
+
+
+@dataclass(frozen=True, eq=False)
+class StageWeights:
+    """Tells which stage holds each weight. owners: by name; of an embedding that is the head too, the first stage.
+    moves: whether this rank gives its weights to rank 0, which ranks with copies of them do not."""
+
+    owners: Mapping[str, int]
+    stages: Ranks
+    moves: bool
+
+    def published(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns what stands for the tensors of all stages, the same for all names of a tensor."""
+        found: dict[int, Any] = {}
+        for name, tensor in named.items():
+            owner = self.owners[name]
+            stands = StageTensor(tensor, owner, self.stages, moves=self.moves) if owner else tensor
+            found.setdefault(id(tensor), stands)
+        return {name: found[id(tensor)] for name, tensor in named.items()}
+
+    def own(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those that this stage gives to a checkpoint."""
+        return {name: each for name, each in named.items() if self.owners.get(name, 0) == self.stages.rank}
+
+    def collected(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns at rank 0 the tensors of all stages in the memory of the host, the first one's where several have the
+        same name; at other ranks those that it was given."""
+        found = dict(tensors)
+        if not self.moves:
+            return found
+        described = [[name, list(each.shape), str(each.dtype).removeprefix("torch.")] for name, each in tensors.items()]
+        for source in range(1, self.stages.size):
+            for name, shape, dtype in self.stages.told(described, source):
+                if self.stages.rank == source:
+                    self.stages.moved(tensors[name], source)
+                elif self.stages.rank == 0:
+                    moved = self.stages.moved(torch.empty(shape, dtype=getattr(torch, dtype)), source)
+                    found.setdefault(name, moved)
+        return found
+
+    def collected_states(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the states of the parts of an optimizer, at rank 0 with those of all stages."""
+        flat = {
+            f"{part} {number} {key}": tensor
+            for part, state in enumerate(states)
+            for number, values in state["state"].items()
+            for key, tensor in values.items()
+        }
+        merged: list[dict[str, Any]] = [{**state, "state": {}} for state in states]
+        for path, tensor in self.collected(flat).items():
+            part, number, key = path.split(" ")
+            merged[int(part)]["state"].setdefault(int(number), {})[key] = tensor
+        return merged
+
+
+def keep_stage(whole: Any, mesh: RankMesh) -> StageWeights:
+    """Gives up the weights of other stages in a transformers model. Raises ConfigError for a model of another family,
+    or with fewer layers than stages."""
+    held = _modules_of_stages(whole, mesh.stages.size)
+    owners: dict[int, int] = {}
+    for stage, modules in enumerate(held):
+        for parameter in nn.ModuleList(modules).parameters():
+            owners.setdefault(id(parameter), stage)
+    named = whole.named_parameters(remove_duplicate=False)
+    by_name = {name: owners[id(parameter)] for name, parameter in named}
+    _give_up(whole, {id(parameter) for parameter in nn.ModuleList(held[mesh.stages.rank]).parameters()})
+    for stage, modules in enumerate(held):
+        for module in modules if stage != mesh.stages.rank else ():
+            module.forward = _passed_on
+    return StageWeights(by_name, mesh.stages, mesh.gathers)
+
+
+def _modules_of_stages(whole: Any, stages: int) -> list[list[Any]]:
+    """Returns the modules of each stage, about as many layers in each, the longer parts first."""
+    kind, body = whole.config.model_type, whole.base_model
+    if kind not in FAMILIES:
+        raise ConfigError(
+            f"training.layout: pp splits models of the families {', '.join(FAMILIES)} by layers, and this one is "
+            f"{kind}; write pp = 1, and dp or shard for ranks"
+        )
+    if len(body.layers) < stages:
+        raise ConfigError(
+            f"training.layout: pp = {stages} is more than the {len(body.layers)} layers of the model; lower pp"
+        )
+    found = [[body.layers[index] for index in part] for part in even_parts([1] * len(body.layers), stages)]
+    found[0].insert(0, body.embed_tokens)
+    found[-1] += [body.norm, whole.get_output_embeddings()]
+    return found
+
+
+def _passed_on(states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return states
+
+
+def _give_up(whole: nn.Module, kept: set[int]) -> None:
+    """Puts parameters on the meta device, but for those kept; one parameter under several names stays one."""
+    replaced: dict[int, nn.Parameter] = {}
+    for module in whole.modules():
+        for name, each in list(module.named_parameters(recurse=False)):
+            if id(each) in kept:
+                continue
+            if id(each) not in replaced:
+                replaced[id(each)] = nn.Parameter(each.detach().to("meta"), requires_grad=each.requires_grad)
+            setattr(module, name, replaced[id(each)])

@@ -1,0 +1,100 @@
+"""One stage of a pipeline as a process: trains what the test describes, and leaves what it saw in a file.
+
+python stage_process.py RANK FOLDER; the address at which the stages meet comes from rank 0's output to rank 1's input.
+"""
+
+import asyncio
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.trainer_checkpoint import tensor_digests
+from asyncrl.engines.training.training_step import run_step
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
+from asyncrl.lanes.weights.slot_memory import whole_tensor
+from asyncrl.protocols.rank_layout import Layout
+
+VOCABULARY, PATIENCE = 50, 300.0
+
+
+def rows_of(version: int) -> list[TrainRow]:
+    """Ragged rows, with values and a reference. Every fifth batch has one, so that one of two updates has none, and
+    the one before it a row whose loss is not finite."""
+    draw = np.random.default_rng(version)
+    rows = [_row(draw, version, index) for index in range(1 if version % 5 == 3 else 5 + version % 7)]
+    if version % 5 == 2:
+        rows[-1] = replace(rows[-1], logprobs=np.full_like(rows[-1].logprobs, np.nan))
+    return rows
+
+
+def _row(draw: np.random.Generator, version: int, index: int) -> TrainRow:
+    tokens = int(draw.integers(1, 30))
+    logprobs, reference = draw.normal(-4, 0.3, (2, tokens)).astype(np.float32)
+    return TrainRow(
+        group=4 * version + index // 4,
+        member=index % 4,
+        attempt=0,
+        incarnation=0,
+        prompt_ids=draw.integers(0, VOCABULARY, int(draw.integers(1, 9))),
+        response_ids=draw.integers(0, VOCABULARY, tokens),
+        logprobs=logprobs,
+        versions=np.full(tokens, version),
+        advantage=float(draw.normal()),
+        values=draw.normal(size=tokens).astype(np.float32),
+        reference_logprobs=reference,
+    )
+
+
+def trained(trainer: PolicyTrainer, steps: int) -> list[tuple[Any, ...]]:
+    """Trains, and returns what each step reported."""
+    found = [run_step(trainer, rows_of(version), 0, version) for version in range(steps)]
+    return [(each.updates, each.skipped, each.trained, each.metrics, [*map(astuple, each.samples)]) for each in found]
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    meeting = RankMeeting()
+    sys.stdout.write(meeting.take("" if rank == 0 else input()) + "\n")
+    sys.stdout.flush()
+    place = RankPlace(rank, Layout(pp=2), "cpu", nullcontext, PATIENCE, PATIENCE)
+    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+    for name, trial in json.loads((folder / "trials.json").read_text()).items():
+        torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{rank}.pt")
+
+
+def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, Any]:
+    config, texts = Config.model_validate(trial["config"]), Path(trial["texts"]) if trial["texts"] else None
+    trainer = PolicyTrainer(config, Path(trial["model"]), mesh, texts)
+    steps, canary = trained(trainer, trial["steps"]), trainer.canary()
+    named = trainer.named_tensors()
+    weights = {each.name: whole_tensor(named[each.name]).clone() for each in trainer.weights_spec.tensors}
+    held = sum(each.numel() for each in trainer.model.whole.parameters() if not each.is_meta)
+    folder.mkdir(exist_ok=True)
+    trainer.save(folder, {"steps": len(steps)})
+    mesh.everyone.sum(torch.zeros(1))  # Both have saved.
+    resumed, _ = PolicyTrainer.resume(config, folder, mesh, texts, Path(trial["model"]))
+    again = run_step(resumed, rows_of(len(steps)), 0, len(steps)).metrics
+    return {
+        "steps": steps,
+        "canary": canary.logprobs,
+        "weights": weights if mesh.rank == 0 else {},
+        "held": held,
+        "digests": tensor_digests(named),
+        "again": again,
+        "next": run_step(trainer, rows_of(len(steps)), 0, len(steps)).metrics,
+    }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
