@@ -164,13 +164,26 @@ def translate(name: str) -> tuple[str, str] | None:
 
 
 def closest_key(name: str) -> str | None:
-    """Returns the key that `name` probably means: one with the same last part, else one of similar spelling."""
-    last = name.rsplit(".", 1)[-1]
-    by_last = [key for key in all_keys() if key.rsplit(".", 1)[-1] == last]
-    if by_last:
-        return closest(name, by_last, cutoff=0.0) if "." in name else by_last[0]
+    """Returns the key that `name` probably means: one with the same last part, also in a table of the same section, or
+    one whose last part is spelled alike. Last parts are compared, since sections make names longer and so alike."""
+    section, _, last = name.rpartition(".")
+    named = [key for key in all_keys() if key.rsplit(".", 1)[-1] == last]
+    if inner := [key for key in table_keys() if section in sections() and _is_inside(key, section, last)]:
+        return min(inner, key=len)
+    if named:
+        return closest(name, named, cutoff=0.0) if section else named[0]
+    if section in sections():
+        own = {key.rpartition(".")[2]: key for key in all_keys() if key.rpartition(".")[0] == section}
+        if near := closest(last, own, cutoff=0.6):
+            return own[near]
+    elif near := closest(name, all_keys(), cutoff=0.75):
+        return near
     lasts = {key.rsplit(".", 1)[-1]: key for key in all_keys()}
-    return closest(name, all_keys(), cutoff=0.75) or lasts.get(closest(last, lasts, cutoff=0.75) or "")
+    return lasts.get(closest(last, lasts, cutoff=0.8) or "")
+
+
+def _is_inside(key: str, section: str, last: str) -> bool:
+    return key.startswith(f"{section}.") and key.endswith(f".{last}")
 
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:

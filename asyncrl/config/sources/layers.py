@@ -36,6 +36,11 @@ class ConfigLayer:
     partial: set[str] = field(default_factory=set)
     bases: tuple[str, ...] = ()
 
+    @property
+    def whole(self) -> dict[str, tuple[Any, str]]:
+        """Returns the entries whose values come from this source alone."""
+        return {name: entry for name, entry in self.entries.items() if name not in self.partial}
+
     def add(self, name: str, value: Any, place: str) -> None:
         """Adds an entry of a known key, or the problem of an unknown one; passes over a key that had one value."""
         if name in GONE and value == GONE[name]:

@@ -73,7 +73,7 @@ def read(path: Path) -> Config:
 def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
     """Puts `layers` over one another, the weakest first; raises ConfigError with every mistake and contradiction."""
     layers = [_acting_layer(layers), *layers]
-    problems = [problem for layer in layers for problem in (*layer.problems, *problems_of_values(layer.entries))]
+    problems = [problem for layer in layers for problem in (*layer.problems, *problems_of_values(layer.whole))]
     broken = {problem.key for problem in problems}
     merged: dict[str, tuple[Any, str]] = {}
     for layer in layers:
@@ -82,6 +82,9 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
                 weaker = merged[key][0] if key in layer.partial and key in merged else {}
                 merged[key] = (merged_tables(weaker, value) if key in layer.partial else value, place)
     if all(layer.readable for layer in layers):
+        given_in_parts = {key for layer in layers for key in layer.partial} & set(merged)
+        problems += problems_of_values({key: merged[key] for key in given_in_parts})
+        broken = {problem.key for problem in problems}
         problems += problems_of_all(merged, broken)
     if problems:
         raise ConfigError(report(problems, "mistakes in the configuration", SHOWN))

@@ -53,7 +53,7 @@ def config_of(entries: Entries) -> Config:
 
 
 def problems_of_values(entries: Entries) -> list[Problem]:
-    """Returns values of one source that are wrong by themselves, whatever the other sources say."""
+    """Returns values that are wrong by themselves, whatever other keys say."""
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in _details(entries):
         # Another source may bring a missing key, and repair a contradiction, which has no location.

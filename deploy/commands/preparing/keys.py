@@ -32,8 +32,13 @@ def main(arguments: list[str]) -> int:
     if asked.markdown:
         print(reference(), end="")
         return 0
-    ours = [translated[0] or word if (translated := translate(word)) else word for word in asked.words]
-    found = [key for key in keys_with_tables() if not ours or any(word in key.name for word in ours)]
+    meant = {translated[0] for word in asked.words if (translated := translate(word)) and translated[0]}
+    found = [
+        key
+        for key in keys_with_tables()
+        if not asked.words or key.name in meant or any(word in key.name for word in asked.words)
+    ]
+    found.sort(key=lambda key: key.name not in meant)
     if not found:
         raise ConfigError("; ".join(f"{word}: there is no such key, {advice(word)}" for word in asked.words))
     for key in found:

@@ -19,6 +19,7 @@ from asyncrl.config.sources.keys import (
     tables,
     translate,
 )
+from asyncrl.deploy.commands.preparing.keys import main as keys_command
 from asyncrl.errors import ConfigError
 
 
@@ -154,3 +155,31 @@ def test_what_asyncrl_does_not_do_is_not_supported(name: str) -> None:
         load("quickstart", [f"--{name}", "1"])
     assert f": not supported: {UNSUPPORTED[name]}" in str(refused.value)
     assert "no such key" not in str(refused.value)
+
+
+@pytest.mark.parametrize("typed", ["task.sort", "evaluate.holdout", "task.holdout", "evaluate.held_out"])
+def test_a_name_that_is_no_misspelling_gets_no_key(typed: str) -> None:
+    assert closest_key(typed) is None
+    assert "FILE.py:NAME" in advice(typed)
+    assert "did you mean" not in advice(typed)
+
+
+def test_a_key_of_tables_in_the_same_section_is_meant_before_one_of_another_section() -> None:
+    assert advice("evaluate.functions") == "did you mean evaluate.sets.NAME.functions?"
+    assert closest_key("task.weight") == "task.prompts.weight"
+
+
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("pretrain", ["model.name", "algorithm.pretrain_coefficient", "task.pretrain", "task.pretrain_per_step"]),
+        ("num_generations", ["task.samples_per_prompt"]),
+    ],
+)
+def test_a_word_finds_the_key_of_other_trainers_and_those_with_the_word(
+    word: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert keys_command([word]) == 0
+    printed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line and line[0] != " "]
+    assert printed[0] == names[0]
+    assert sorted(printed[1:]) == sorted(names[1:])

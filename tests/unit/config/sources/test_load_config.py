@@ -285,3 +285,27 @@ def test_values_from_python_are_strongest(loading: Loader, tmp_path: Path) -> No
 def test_every_experiment_is_valid_and_says_what_it_shows(name: str) -> None:
     assert load(name, environ={}).config.name == name
     assert experiments()[name]
+
+
+SETS = '[evaluate.sets.hard]\nprompts = "h.jsonl"\nsize = 3\n'
+
+
+def test_a_flag_gives_one_entry_of_a_table_that_the_file_has(loading: Loader) -> None:
+    hard = loading(GOOD + SETS, "--evaluate.sets.hard.every 20").config.evaluate.sets["hard"]
+    assert (Path(hard.prompts).name, hard.size, hard.every) == ("h.jsonl", 3, 20)
+    hard = loading(GOOD + SETS, ASYNCRL_EVALUATE__SETS__hard__size="4").config.evaluate.sets["hard"]
+    assert (Path(hard.prompts).name, hard.size) == ("h.jsonl", 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--evaluate.sets.hrad.every 20", "--evaluate.sets.hrad.every: hrad: prompts: field required"),
+        ("--evaluate.sets.hard.every 0", "--evaluate.sets.hard.every: hard: every: must be greater"),
+        ("--evaluate.sets.hard.evry 2", "hard: evry: there is no such key; did you mean every?"),
+    ],
+)
+def test_mistakes_in_entries_of_a_table_are_found_in_the_whole_table(loading: Loader, flags: str, says: str) -> None:
+    said = mistakes(loading, GOOD + SETS, flags)
+    assert says in said
+    assert "\n" not in said
