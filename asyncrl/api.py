@@ -69,16 +69,17 @@ class Run:
         return [asdict(record) for record in read_samples(RunDirectory(self.path).samples)]
 
     def evaluate(self, prompts: str | Rows | None = None, name: str = "", step: str | int = "") -> "Evaluation":
-        """Scores a checkpoint on held-out prompts. name: of a set of `evaluate.sets`; default: the prompts of the run's
-        section `evaluate`. step: number of the checkpoint, or "best"; default: the newest one."""
+        """Scores a checkpoint on held-out prompts, or in the episodes of a policy that acts. name: of a set of
+        `evaluate.sets`; default: the prompts of the run's section `evaluate`. step: number of the checkpoint, or
+        "best"; default: the newest one."""
         from asyncrl.deploy.standalone_evaluation import Wanted, evaluate_run
 
-        if prompts is None and not name and not self.config.evaluate.prompts:
+        if prompts is None and not (name or self.config.evaluate.prompts or self.config.acting.env):
             raise ConfigError(
                 "there are no held-out prompts: write run.evaluate(prompts=...), or train with "
                 'evaluate={"prompts": ...}'
             )
-        wanted = Wanted(prompts, sets=(name,), step=str(step))
+        wanted = Wanted(prompts, sets=() if self.config.acting.env and not name else (name,), step=str(step))
         return _run_to_end(evaluate_run(self.path, self.config, wanted, self.services))[0]
 
     def save_pretrained(self, target: str | Path, step: str | int = "") -> Path:

@@ -51,11 +51,19 @@ def service_specs(config: Config) -> list[ServiceSpec]:
 
 def _acting_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a policy that acts: the environments reward it, so there is no reward service."""
-    acting, training = "asyncrl.services.acting:ActingService", "asyncrl.services.acting_training:ActingTrainingService"
+    acting = "asyncrl.services.acting.acting_generation:ActingService"
+    training = "asyncrl.services.acting.acting_training:ActingTrainingService"
     return [
         ServiceSpec("generation", Generation, acting, replicas=config.generation.replicas, origin="torch"),
         ServiceSpec("training", Training, training, origin="torch"),
+        *([acting_evaluation_spec()] if config.evaluate.episodes else []),
     ]
+
+
+def acting_evaluation_spec(**options: Any) -> ServiceSpec:
+    """Returns the spec of the worker that plays the episodes of an evaluation."""
+    implementation = "asyncrl.services.acting.acting_evaluation:ActingEvaluationService"
+    return ServiceSpec("evaluation", Generation, implementation, origin="torch", scales=False, options=options)
 
 
 def device_of(config: Config, spec: ServiceSpec) -> Device:

@@ -1,9 +1,10 @@
-"""Scores a model on held-out prompts with a fleet that has no trainer: a run's newest checkpoint, or any model."""
+"""Evaluates a run's newest checkpoint, or any model, with a fleet that has no trainer: on held-out prompts, or in
+episodes of a policy that acts."""
 
 import asyncio
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +19,14 @@ from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sources import load, read
 from asyncrl.config.user_code import suggestion
 from asyncrl.controller.journal.best_checkpoint import chosen_model
-from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer
+from asyncrl.controller.observers.evaluation.answers import SaveResults
+from asyncrl.controller.observers.evaluation.episodes import EpisodeEvaluator
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, Question
 from asyncrl.deploy.preflight import missing_devices, scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
-from asyncrl.deploy.service_specs import environment_spec, generation_spec, reward_spec
+from asyncrl.deploy.service_specs import acting_evaluation_spec, environment_spec, generation_spec, reward_spec
+from asyncrl.engines.acting.stepping.spaces_file import SPACES
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import base_folder
 from asyncrl.engines.models.model_preparation import prepare
@@ -41,21 +44,23 @@ from asyncrl.telemetry.run_directory import RunDirectory, missing_run
 NO_SERVICES: Mapping[str, ServiceSpec] = MappingProxyType({})
 EVALUATING = ("generation", "reward", "cost")
 """Services of an evaluation that may have a device."""
+EPISODES = 10
+"""Episodes of a policy that acts, where neither a number is asked for nor the config has one."""
 VERSION = 0
 """Version of the weights in a model folder, which no trainer counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Describes an evaluation. prompts: in place of those of the config, all of them. size: most prompts; 0: as the
-    config says. sets: names of held-out sets; none: all that there are. step: as in `chosen_model`. save: takes the
-    answers of each set."""
+    """Describes an evaluation. prompts: in place of those of the config, all of them. size: most prompts, or number of
+    episodes; 0: as the config says. sets: names of held-out sets; none: all that there are. step: as in `chosen_model`.
+    save: takes the answers of each set."""
 
     prompts: str | Rows | None = None
     size: int = 0
     sets: tuple[str, ...] = ()
     step: str = ""
-    save: Callable[[str, int, Sequence[HeldOutAnswer]], None] | None = None
+    save: SaveResults | None = None
 
 
 ALL = Wanted()
@@ -74,6 +79,8 @@ async def evaluate_run(
     saved, version = chosen_model(run_dir, wanted.step)
     own = read(RunDirectory(run_dir).config)
     config = config or own
+    if config.acting.env:
+        return [replace(await _evaluate_acting(saved, config, wanted), version=version)]
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": own.model.lora})})
     refuse([problem for problem in model_problems(config) if not problem.is_warning])
     model, adapters = saved, None
@@ -112,6 +119,20 @@ def _questions(config: Config, wanted: Wanted) -> tuple[Config, dict[str, list[Q
     return config, {name: prompts.first(sizes[name]) for name, prompts in read.items() if prompts is not None}
 
 
+async def _evaluate_acting(policy: Path, config: Config, wanted: Wanted) -> Evaluation:
+    """Plays episodes with the policy in a folder."""
+    if wanted.prompts is not None or wanted.sets:
+        raise ConfigError("a policy that acts is evaluated in episodes: leave out prompts and sets")
+    if not (policy / SPACES).is_file():
+        raise ConfigError(f"{policy} holds no policy that acts: it has no {SPACES}")
+    episodes = wanted.size or config.evaluate.episodes or EPISODES
+    config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update={"episodes": episodes})})
+    refuse(missing_packages(config))
+    async with scoring_fleet(policy, config) as running:
+        evaluator = EpisodeEvaluator(running.handle("evaluation", Generation), config, wanted.save)
+        return await evaluator.evaluate(VERSION, 0)
+
+
 def _with_size(config: Config, size: int) -> Config:
     evaluate = config.evaluate.model_copy(update={"size": size})
     return config.model_copy(update={"evaluate": evaluate})
@@ -129,6 +150,8 @@ async def evaluate_target(
         raise ConfigError(f"{target} is no run directory; to evaluate a model name an experiment with --task")
     if wanted.step:
         raise ConfigError(f"{target} is no run directory, so it has no checkpoints: leave out --step")
+    if config.acting.env:
+        return [await _evaluate_acting(Path(target), config, wanted)]
     config, questions = _questions(config, wanted)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": target, "lora": None})})
     refuse(missing_packages(config))
@@ -139,7 +162,8 @@ async def evaluate_target(
 
 def _problems(config: Config, model: Path, services: Mapping[str, ServiceSpec]) -> list[Problem]:
     """Returns the problems of rewards, family and devices."""
-    found = [*scoring_problems(config, services), *family_problems(config, model)]
+    rewarded = [] if config.acting.env else list(scoring_problems(config, services))
+    found = [*rewarded, *family_problems(config, model)]
     return [*found, *missing_devices(config, EVALUATING)]
 
 
@@ -149,7 +173,7 @@ async def evaluate_model(
     questions: Mapping[str, list[Question]],
     services: Mapping[str, ServiceSpec] = NO_SERVICES,
     adapters: Path | None = None,
-    save: Callable[[str, int, Sequence[HeldOutAnswer]], None] | None = None,
+    save: SaveResults | None = None,
 ) -> list[Evaluation]:
     """Evaluates a model folder with workers of its own, or with `services`: generation, reward and, if any, cost.
     questions: by set. adapters: folder of those that the model has in a run with `model.lora`. save: as in Wanted."""
@@ -197,6 +221,8 @@ def _specs(
     config: Config, model: Path, services: Mapping[str, ServiceSpec], adapters: Path | None
 ) -> list[ServiceSpec]:
     """Returns the services of an evaluation."""
+    if config.acting.env:
+        return [acting_evaluation_spec(own_version=VERSION)]
     plays = [environment_spec(config)] if config.environment.use else []
     scorers = [services.get(name) or _scorer_spec(config, name, model) for name in config.scorers]
     return [_policy_spec(config, adapters), *plays, *scorers]

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import Problem
+from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, SHARDED, option_mistakes
 
 if TYPE_CHECKING:
@@ -139,6 +140,9 @@ def acting_problems(config: "Config") -> Iterator[Problem]:
         for key in sorted(settings.model_dump(exclude_defaults=True)):
             text = "nothing reads it without an environment to act in: remove it, or write acting.env"
             yield Problem(f"acting.{key}", "", text, ("acting.env",), is_warning=True)
+        if config.evaluate.episodes:
+            text = "a language model is evaluated on held-out prompts: write evaluate.prompts, or acting.env"
+            yield Problem("evaluate.episodes", "", text, ("acting.env",))
         return
     if config.task.samples_per_prompt != settings.environments:
         text = f"a group has a sample of each environment: write {settings.environments}, or leave it out"
@@ -163,6 +167,7 @@ def _without_language(config: "Config") -> Iterator[Problem]:
         "environment.use": config.environment.use,
         "feedback.ask": config.feedback.asks,
         "evaluate.prompts": config.evaluate.prompts,
+        "evaluate.sets": config.evaluate.sets,
         "model.lora": config.model.lora,
         "task.pretrain": config.task.pretrain,
         "generation.engine": config.generation.engine != "torch",
@@ -171,6 +176,11 @@ def _without_language(config: "Config") -> Iterator[Problem]:
         if value:
             text = "a policy that acts gets its rewards from its environment, and samples no text: remove it"
             yield Problem(key, "", text, ("acting.env",))
+    evaluate, usual = config.evaluate, EvaluateConfig()
+    for key in ("samples", "temperature", "replicas", "pool"):
+        if getattr(evaluate, key) != getattr(usual, key):
+            text = "one worker plays each episode of evaluate.episodes once, with the likeliest actions: remove it"
+            yield Problem(f"evaluate.{key}", "", text, ("acting.env",))
     for section in ("generation", "training"):
         if getattr(config, section).device != "cpu":
             text = "a small network acts and trains on the CPU: remove it"

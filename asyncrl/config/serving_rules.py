@@ -110,8 +110,9 @@ def held_out_problems(config: "Config") -> Iterator[Problem]:
         if each.samples > 1 and each.temperature == 0:
             yield Problem("evaluate.sets", "", f"{each.name}: {SAME_SAMPLES}")
     if metric.startswith("eval/") and not evaluate.is_on:
-        text = f"nothing measures {metric} without held-out prompts: write evaluate.prompts, or another metric"
-        yield Problem("training.keep_best", "", text, ("evaluate.prompts",))
+        what, key = ("episodes", "episodes") if config.acting.env else ("held-out prompts", "prompts")
+        text = f"nothing measures {metric} without {what}: write evaluate.{key}, or another metric"
+        yield Problem("training.keep_best", "", text, (f"evaluate.{key}",))
 
 
 def _pick_problems(config: "Config") -> Iterator[Problem]:

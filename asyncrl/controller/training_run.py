@@ -370,7 +370,7 @@ class TrainingRun:
             case GroupFinished(poison=False):
                 self.running.supervisor.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:
-                due = [each.name for each in self.config.evaluate.held_out if report.version % each.every == 0]
+                due = self.config.evaluate.due(report.version)
                 if due and report.version < self.config.steps:
                     self._evaluations.ask(report.published, due)
 

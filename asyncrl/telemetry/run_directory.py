@@ -27,8 +27,8 @@ class RunDirectory:
     """Paths of one run.
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
-    evaluations.jsonl; evaluations/: answers to held-out prompts; best.json: the checkpoint that is kept for its metric;
-    ratings.jsonl and feedback.json: what people said, and the address of their page;
+    evaluations.jsonl; evaluations/: answers to held-out prompts, or episodes; best.json: the checkpoint that is kept
+    for its metric; ratings.jsonl and feedback.json: what people said, and the address of their page;
     fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; commands.json: where the run
     takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; recorded/: what
     crossed the lanes (telemetry.record_gb);

@@ -1,15 +1,16 @@
-"""`asyncrl evaluate` scores a run's newest checkpoint, or any model, on held-out prompts."""
+"""`asyncrl evaluate` scores a run's newest checkpoint, or any model, on held-out prompts. A policy that acts plays
+episodes."""
 
 import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
 
 if TYPE_CHECKING:
-    from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer
+    from asyncrl.controller.observers.evaluation.evaluator import Evaluation
 
 
 def main(arguments: list[str]) -> int:
@@ -17,9 +18,9 @@ def main(arguments: list[str]) -> int:
     from asyncrl.controller.observers.evaluation.answers import write_answers
     from asyncrl.deploy.standalone_evaluation import Wanted, evaluate_target
 
-    answers: list[HeldOutAnswer] = []
+    answers: list[Any] = []
 
-    def save(name: str, version: int, found: "Sequence[HeldOutAnswer]") -> None:
+    def save(name: str, version: int, found: Sequence[Any]) -> None:
         answers.extend(found)
 
     wanted = Wanted(asked.prompts, asked.size, tuple(asked.set), asked.step, save if asked.answers else None)
@@ -27,15 +28,23 @@ def main(arguments: list[str]) -> int:
     if asked.answers:
         write_answers(asked.answers, answers)
     for each in found:
-        cost = "" if each.cost is None else f", cost {each.cost:.4f}"
-        passed = "".join(f", pass@{k} {rate.mean:.4f}" for k, rate in each.pass_at.items())
-        unscorable = f"; {each.unscorable} samples could not be scored" if each.unscorable else ""
-        code = "" if each.code is None else f"; {each.code} (intervals of 95 %)"
-        print(
-            f"{f'{each.name}: ' if each.name else ''}reward {each.mean:.4f} ± {each.stderr:.4f} (standard error){cost}"
-            f"{passed} over {each.prompts} prompts, version {each.version}, {each.seconds:.1f} s{unscorable}{code}"
-        )
+        print(_line(each))
     return 0
+
+
+def _line(each: "Evaluation") -> str:
+    from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
+
+    if isinstance(each, EpisodesEvaluation):
+        return str(each)
+    cost = "" if each.cost is None else f", cost {each.cost:.4f}"
+    passed = "".join(f", pass@{k} {rate.mean:.4f}" for k, rate in each.pass_at.items())
+    unscorable = f"; {each.unscorable} samples could not be scored" if each.unscorable else ""
+    code = "" if each.code is None else f"; {each.code} (intervals of 95 %)"
+    return (
+        f"{f'{each.name}: ' if each.name else ''}reward {each.mean:.4f} ± {each.stderr:.4f} (standard error){cost}"
+        f"{passed} over {each.prompts} prompts, version {each.version}, {each.seconds:.1f} s{unscorable}{code}"
+    )
 
 
 def _parser() -> CommandParser:
@@ -45,11 +54,13 @@ def _parser() -> CommandParser:
     parser.add_argument("--task", metavar="NAME|FILE", help=task_help)
     prompts_help = "Use all prompts of this source, a form of task.prompts, in place of the held-out ones."
     parser.add_argument("--prompts", metavar="FILE", help=prompts_help)
-    parser.add_argument("--size", type=positive, default=0, metavar="N", help="Use at most this many prompts of a set.")
+    size_help = "Use at most this many prompts of a set, or so many episodes."
+    parser.add_argument("--size", type=positive, default=0, metavar="N", help=size_help)
     set_help = "Use this set of evaluate.sets, several times for several; default: all sets."
     parser.add_argument("--set", action="append", default=[], metavar="NAME", help=set_help)
     parser.add_argument(
         "--step", default="", metavar="N", help="Score the checkpoint of this step of a run, or `best`."
     )
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="Write the answers as JSON lines to this file.")
+    answers_help = "Write the answers, or the episodes, as JSON lines to this file."
+    parser.add_argument("--answers", type=Path, metavar="FILE", help=answers_help)
     return parser

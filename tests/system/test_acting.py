@@ -1,14 +1,17 @@
 """A policy that acts on a whole fleet: every worker is killed, the run goes on or resumes, and the audit holds."""
 
+import json
 import os
 import re
 import signal
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from asyncrl.controller.journal.audit import audit
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.samples_file import read_samples
 
@@ -34,6 +37,10 @@ replicas = 2
 [training]
 learning_rate = 3e-3
 checkpoint_every = 5
+keep_best = "eval/return/mean"
+[evaluate]
+episodes = 5
+every = 10
 [staleness]
 limit = 1
 """
@@ -52,6 +59,21 @@ def kill(run_dir: Path, service: str) -> int:
     return len(pids)
 
 
+def evaluated_as_the_checkpoint(run_dir: Path) -> None:
+    """Checks the evaluations of a run, and that its last checkpoint plays the same episodes again."""
+    evaluations = list(read_lines(run_dir / "evaluations.jsonl"))
+    assert {0, 60} <= {line["version"] for line in evaluations}
+    assert evaluations[-1]["mean"] > evaluations[0]["mean"]
+    assert json.loads((run_dir / "best.json").read_text())["metric"] == "eval/return/mean"
+    with running([sys.executable, "-m", "asyncrl.deploy.cli", "evaluate", str(run_dir)]) as again:
+        code, shown = ended(again)
+    assert code == 0, shown
+    assert shown.startswith(f"evaluated, version 60: return {evaluations[-1]['mean']:.5g} [")
+    episodes = list(read_lines(run_dir / "evaluations" / "60.jsonl"))
+    assert [line["episode"] for line in episodes] == [0, 1, 2, 3, 4]
+    assert fmean(line["reward"] for line in episodes) == pytest.approx(evaluations[-1]["mean"])
+
+
 @pytest.mark.parametrize(("env", "algorithm"), [("Walk", "ppo"), ("Push", "sac")])
 def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm: str, tmp_path: Path) -> None:
     run_dir, file = tmp_path / "run", tmp_path / "acting.toml"
@@ -60,6 +82,7 @@ def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm
     with running(command) as process:
         until_step(process, 8)
         assert kill(run_dir, "generation") == 2
+        assert kill(run_dir, "evaluation") == 1
         shown = until_step(process, 16)
         assert shown.count("lost generation") == 2
         kill(run_dir, "training")
@@ -78,5 +101,6 @@ def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm
     # Each step has one group of 4 environments and 16 transitions, or a part of it; none was counted twice.
     assert lines[-1]["acting/transitions"] == sum(line["tokens/trained"] for line in lines) <= 60 * 64
     assert lines[-1]["acting/return_last20"] > lines[5]["acting/return_last20"]
+    evaluated_as_the_checkpoint(run_dir)
     samples = read_samples(run_dir / "samples.jsonl")
     assert re.match(r"16 transitions with a reward of -?[\d.e-]+; returns of episodes that ended: ", samples[-1].text)

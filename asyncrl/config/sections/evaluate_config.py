@@ -71,12 +71,15 @@ class EvaluationSet(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation on held-out prompts while the run trains."""
+    """Evaluation on held-out prompts, or in episodes of a policy that acts, while the run trains."""
 
     prompts: str = ""
     """Source of the held-out prompts, in the same forms as task.prompts, or `human_eval:`; default: no evaluation."""
     options: dict[str, Any] = Field(default={})
     """Keyword arguments of a procedural source. It gets another seed than the one of task.prompts."""
+    episodes: Annotated[int, Field(ge=0)] = 0
+    """Number of episodes in each evaluation of a policy that acts (acting.env), with its likeliest actions and the same
+    seeds; 0: no evaluation."""
     every: Positive = 10
     """Number of steps between evaluations. Version 0 and the last version are always evaluated."""
     samples: Positive = 1
@@ -93,7 +96,7 @@ class EvaluateConfig(Section):
     """Smallest reward of an answer that passes. With several samples a prompt, pass@k is the chance that one of k
     answers passes."""
     keep_answers: Annotated[int, Field(ge=0)] = 20
-    """Number of evaluations of each set whose answers are kept in evaluations/, the newest ones; 0: no answers."""
+    """Number of evaluations of each set whose answers or episodes stay in evaluations/, the newest ones; 0: none."""
     replicas: Positive = 1
     """Number of generation workers of the evaluation, each with its own copy of the model."""
     pool: str = ""
@@ -101,13 +104,18 @@ class EvaluateConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Says whether there are held-out prompts."""
-        return bool(self.prompts or self.sets)
+        """Says whether there are held-out prompts or episodes."""
+        return bool(self.prompts or self.sets or self.episodes)
 
     @property
     def held_out(self) -> list[HeldOutSet]:
         """Returns all sets that there are, the one without a name first."""
         return [each for each in self._every_set() if each.prompts]
+
+    def due(self, version: int) -> list[str]:
+        """Returns the names of the sets on which a version is evaluated; that of episodes is ""."""
+        sets = self.held_out or ([self.set_named("")] if self.episodes else [])
+        return [each.name for each in sets if version % each.every == 0]
 
     @property
     def most_samples(self) -> int:

@@ -31,6 +31,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("critic/explained_variance", "explained", ".2f"),
     ("acting/return_last20", "return", ".1f"),
     ("eval/reward/mean", "held out", ".3f"),
+    ("eval/return/mean", "evaluated", ".1f"),
     ("perf/tokens_per_s", "trained tokens/s", ",.0f"),
     ("completions/length_mean", "length", ".1f"),
     ("staleness/mean", "staleness", ".2f"),

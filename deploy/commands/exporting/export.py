@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
+from asyncrl.engines.acting.stepping.spaces_file import SPACES
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, base_folder
 from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
@@ -24,7 +25,9 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     version = export(asked.run, asked.target, merged=asked.merge, step=asked.step)
     call = f"AutoModelForCausalLM.from_pretrained({str(asked.target)!r})"
-    if (asked.target / ADAPTER_CONFIG).exists():
+    if (asked.target / SPACES).exists():
+        call = f"asyncrl evaluate {asked.target} --task EXPERIMENT"
+    elif (asked.target / ADAPTER_CONFIG).exists():
         call = f"PeftModel.from_pretrained(base_model, {str(asked.target)!r})"
     print(f"version {version} is in {asked.target}: {call}")
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.observers.evaluation.evaluator import Evaluation
+from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
 from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
@@ -91,7 +91,7 @@ def test_reasons_of_drops_and_states_of_workers_are_documented() -> None:
 
 def test_columns_of_evaluations_are_documented() -> None:
     documented = [line.split("`")[1] for line in EVALUATIONS.splitlines() if line.startswith("| `")]
-    assert documented == ["incarnation", *(field.name for field in fields(Evaluation))]
+    assert documented == ["incarnation", *(field.name for field in fields(EpisodesEvaluation))]
 
 
 def test_what_the_line_of_a_step_calls_a_metric_is_said() -> None:

@@ -1,11 +1,14 @@
-"""Keeps the answers to held-out prompts: a file of JSON lines for each evaluation, the newest ones of each set."""
+"""Keeps the results of evaluations: a file of JSON lines for each, the newest ones of each set."""
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+SaveResults: TypeAlias = Callable[[str, int, Sequence[Any]], None]
+"""Takes what is kept of an evaluation: the name of its set, the version, and dataclasses of answers or episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class HeldOutAnswer:
     row: Mapping[str, Any]
 
 
-def write_answers(path: Path, answers: Sequence[HeldOutAnswer]) -> None:
+def write_answers(path: Path, answers: Sequence[Any]) -> None:
     """Writes one object a line; the file appears at once. Raises OSError."""
     unfinished = path.with_name(f"{path.name}.part")
     with unfinished.open("w", encoding="utf-8") as file:
@@ -45,7 +48,7 @@ class AnswersFolder:
     path: Path
     keep: int
 
-    def save(self, name: str, version: int, answers: Sequence[HeldOutAnswer]) -> None:
+    def save(self, name: str, version: int, answers: Sequence[Any]) -> None:
         """Writes the answers of one evaluation, and removes old ones. Raises OSError."""
         folder = self.path / name
         folder.mkdir(parents=True, exist_ok=True)

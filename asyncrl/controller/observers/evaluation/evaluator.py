@@ -2,14 +2,14 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeAlias
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
-from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer
+from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer, SaveResults
 from asyncrl.controller.observers.evaluation.code_metrics import ENDS, CodeRates, pass_rates
 from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.objectives.pass_at_k import Rate
@@ -116,7 +116,7 @@ class Evaluator:
     cost: Reward | None = None
     environment: Environment | None = None
     name: str = ""
-    save: Callable[[str, int, Sequence[HeldOutAnswer]], None] | None = None
+    save: SaveResults | None = None
 
     def __post_init__(self) -> None:
         self._set = self.config.evaluate.set_named(self.name)

@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.observers.evaluation.answers import AnswersFolder
+from asyncrl.controller.observers.evaluation.episodes import EpisodeEvaluator
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, Question
 from asyncrl.errors import FleetFailed, Refused, Retryable, WeightsError
 from asyncrl.fleet.fleet import Fleet
@@ -14,6 +16,12 @@ from asyncrl.protocols.messages import Published
 
 READER = "evaluation"
 """Name of the reader that leases a version from the trainer while it is copied out."""
+
+
+class VersionEvaluator(Protocol):
+    """Evaluates versions on one set, or on its episodes."""
+
+    async def evaluate(self, version: int, incarnation: int) -> Evaluation: ...
 
 
 async def copy_weights(fleet: Fleet, published: Published, config: Config) -> None:
@@ -55,7 +63,7 @@ class EvaluationSchedule:
     """
 
     fleet: Fleet
-    evaluators: Mapping[str, Evaluator]
+    evaluators: Mapping[str, VersionEvaluator]
     config: Config
     done: Callable[[Evaluation], None]
     skipped: Callable[[int, str], None]
@@ -137,13 +145,15 @@ def schedule_of(
     done: Callable[[Evaluation], None],
     skipped: Callable[[int, str], None],
 ) -> EvaluationSchedule | None:
-    """Returns the schedule of a run; None without held-out prompts. questions: by set. answers: folder that gets them.
-    done, skipped: as in EvaluationSchedule."""
-    if not questions:
+    """Returns the schedule of a run; None without held-out prompts or episodes. questions: by set. answers: folder that
+    gets them. done, skipped: as in EvaluationSchedule."""
+    if not config.evaluate.is_on:
         return None
-    assert fleet.evaluation is not None, "a run with held-out prompts has this service"
+    assert fleet.evaluation is not None, "a run with evaluations has this service"
     folder = AnswersFolder(answers, config.evaluate.keep_answers)
     save = folder.save if folder.keep else None
+    if config.acting.env:
+        return EvaluationSchedule(fleet, {"": EpisodeEvaluator(fleet.evaluation, config, save)}, config, done, skipped)
     evaluators = {
         name: Evaluator(fleet.evaluation, fleet.reward, own, config, fleet.cost, fleet.environment, name, save)
         for name, own in questions.items()

@@ -78,7 +78,8 @@ class EnvironmentServer:
         spaces = Spaces.of(code["spaces"]) if code["spaces"] else None
         make = maker(code["env"], code["options"])
         for place in range(code["count"]):
-            self._environments.append(OneEnvironment(make, self._first + place, code["seed"], spaces))
+            made = OneEnvironment(make, self._first + place, code["seed"], spaces, stride=code["stride"])
+            self._environments.append(made)
             spaces = self._environments[0].spaces
         assert spaces is not None, "a child has one environment at least"
         if code["threads"]:

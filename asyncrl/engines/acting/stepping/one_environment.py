@@ -40,12 +40,16 @@ class Stepped:
 
 class OneEnvironment:
     """make: makes an instance. index: among the environments of the worker. spaces: those of the policy; None: those of
-    the first instance."""
+    the first instance. stride: number of environments that divide one sequence of episodes, of which this one has
+    `index`, `index + stride` and so on; 0: each environment has its own."""
 
-    def __init__(self, make: Callable[[], Any], index: int, seed: int, spaces: Spaces | None = None) -> None:
+    def __init__(
+        self, make: Callable[[], Any], index: int, seed: int, spaces: Spaces | None = None, stride: int = 0
+    ) -> None:
         self._make = make
         self._index = index
         self._seed = seed
+        self._stride = stride
         self._environment = make()
         self.spaces = spaces or spaces_of(self._environment)
         self._refuse_other_spaces()
@@ -55,7 +59,8 @@ class OneEnvironment:
     def begin(self, episode: int) -> Vector:
         """Begins an episode, and returns its first state. Raises whatever the environment raises, and EnvironmentFailed
         for a state that does not fit its space."""
-        seed = int(np.random.SeedSequence([self._seed, self._index, episode]).generate_state(1)[0]) % 2**31
+        own = [self._index + self._stride * episode] if self._stride else [self._index, episode]
+        seed = int(np.random.SeedSequence([self._seed, *own]).generate_state(1)[0]) % 2**31
         self._last = self._checked(self._environment.reset(seed=seed)[0], "reset")
         return self._last
 

@@ -53,8 +53,9 @@ class EpisodeSoFar:
 
 class SteppedEnvironments:
     """Steps `settings.environments` environments in `settings.children` children. start_deadline: seconds that a child
-    may take to make its own. printed: file of what they print. lost: episodes that an environment lost by its own
-    fault; finished: answers so far."""
+    may take to make its own. printed: file of what they print. share_episodes: whether the episodes are those of one
+    sequence, whatever the number of environments. lost: episodes that an environment lost by its own fault; finished:
+    answers so far."""
 
     def __init__(
         self,
@@ -66,8 +67,10 @@ class SteppedEnvironments:
         printed: Path,
         containment: Surroundings | None = None,
         spaces: Spaces | None = None,
+        share_episodes: bool = False,
     ) -> None:
         self._settings = settings
+        self._stride = settings.environments if share_episodes else 0
         self._tasks = tasks
         self._seed = seed
         self._output = ChildOutput(PrintedFile(printed))
@@ -98,6 +101,21 @@ class SteppedEnvironments:
             for number in range(len(self._ranges)):
                 await self._open(number)
             unless_started.pop_all()
+
+    async def begin_again(self) -> bool:
+        """Begins the first episode again in each environment; returns False where that takes new environments: one has
+        not answered, or has failed. Raises EnvironmentFailed when none can begin."""
+        failed = any(isinstance(self._answers.get_nowait(), AsyncrlError) for _ in range(self._answers.qsize()))
+        if failed or len(self._ready) < len(self._ranges) or any(episode.waiting for episode in self._episodes):
+            return False
+        self._episodes = [EpisodeSoFar() for _ in self._episodes]
+        self._ready.clear()
+        try:
+            for number, child in self._children.items():
+                await self._begin(number, child)
+        except ChildEnded:
+            return False
+        return True
 
     async def stop(self) -> None:
         self._stopped = True
@@ -147,7 +165,7 @@ class SteppedEnvironments:
         return [range(number * count // children, (number + 1) * count // children) for number in range(children)]
 
     async def _open(self, number: int) -> None:
-        """Starts a child, and brings its environments to where their episodes were."""
+        """Starts a child, whose environments go on where their episodes were."""
         owned, settings = self._ranges[number], self._settings
         content = ChildContent(
             settings.env,
@@ -156,6 +174,7 @@ class SteppedEnvironments:
             len(owned),
             settings.feedback == "asynchronous",
             self._seed,
+            self._stride,
             self._wanted,
         )
         answered, ended = partial(self._take, number), partial(self._ended, number)
@@ -165,6 +184,11 @@ class SteppedEnvironments:
             await child.kill()
             return
         self._children[number] = child
+        await self._begin(number, child)
+
+    async def _begin(self, number: int, child: SteppingChild) -> None:
+        """Brings the environments of a child to where their episodes are."""
+        owned = self._ranges[number]
         episodes = [self._episodes[place] for place in owned]
         for episode in episodes:
             episode.fault = episode.fault or (TOO_LONG if episode.is_long else "")

@@ -18,6 +18,7 @@ from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.errors import WireError
 
 SERVER = "asyncrl.engines.acting.stepping.environment_server"
+CONTENT = ("env", "options", "first", "count", "threads", "seed", "stride")
 LOOKS = 8
 """Looks at the marks of a child in the time that one step may take."""
 
@@ -25,7 +26,8 @@ LOOKS = 8
 @dataclass(frozen=True, slots=True)
 class ChildContent:
     """Says what a child makes. first, count: its environments among those of the worker. threads: one for each of them.
-    seed: of all episodes. spaces: that they must have; None: those of the first one."""
+    seed: of all episodes; stride: how many environments share them, see OneEnvironment. spaces: that they must have;
+    None: those of the first one."""
 
     env: str
     options: dict[str, Any]
@@ -33,6 +35,7 @@ class ChildContent:
     count: int
     threads: bool
     seed: int
+    stride: int
     spaces: Spaces | None
 
 
@@ -67,7 +70,7 @@ class SteppingChild(GuardedProcess):
             scope.callback(os.close, mark)
             os.ftruncate(mark, size)
             marks = np.frombuffer(mmap.mmap(mark, size), np.int64)
-            code = {name: getattr(content, name) for name in ("env", "options", "first", "count", "threads", "seed")}
+            code = {name: getattr(content, name) for name in CONTENT}
             code |= {"spaces": content.spaces and content.spaces.plain(), "mark": mark}
             child = await cls.launch(SERVER, code, f"{MAKE}: {content.env}", settings, (mark,))
         child._marks = marks

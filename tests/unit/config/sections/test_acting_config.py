@@ -43,7 +43,7 @@ def test_a_written_config_reads_as_the_same() -> None:
 def test_the_fleet_has_acting_workers_and_their_trainer() -> None:
     specs = service_specs(config(generation={"replicas": 3}))
     assert [(spec.name, spec.replicas) for spec in specs] == [("generation", 3), ("training", 1)]
-    assert specs[0].implementation == "asyncrl.services.acting:ActingService"
+    assert specs[0].implementation == "asyncrl.services.acting.acting_generation:ActingService"
     assert not list(preflight(config()))
 
 
@@ -59,6 +59,10 @@ def test_the_fleet_has_acting_workers_and_their_trainer() -> None:
         ({"training.layout": {"dp": 2}}, r"training\.layout.*has one rank"),
         ({"acting": {"children": 9}}, r"acting\.children.*each child has one at least"),
         ({"training.device": "cuda"}, r"training\.device.*on the CPU"),
+        ({"evaluate": {"prompts": "x.jsonl"}}, r"evaluate\.prompts.*samples no text: remove it"),
+        ({"evaluate": {"sets": {"hard": {"prompts": "x.jsonl"}}}}, r"evaluate\.sets.*samples no text: remove it"),
+        ({"evaluate": {"episodes": 3, "replicas": 2}}, r"evaluate\.replicas.*plays each episode .* once"),
+        ({"training.keep_best": "eval/return/mean"}, r"training\.keep_best.*without episodes: write evaluate.episodes"),
     ],
 )
 def test_what_only_language_models_have_is_refused(values: dict[str, Any], said: str) -> None:
@@ -70,6 +74,20 @@ def test_values_without_an_environment_are_warned_of() -> None:
     values = {"model.name": "warmed:reverse", "task.prompts": "x.jsonl", "acting": {"epochs": 3}}
     (warning,) = load(None, (), {}, values).config.warnings
     assert str(warning).startswith("acting.epochs, acting.env: nothing reads it")
+
+
+def test_the_fleet_has_an_evaluation_worker_where_episodes_are_evaluated() -> None:
+    evaluated = config(evaluate={"episodes": 3, "every": 4})
+    assert [spec.name for spec in service_specs(evaluated)] == ["generation", "training", "evaluation"]
+    assert [version for version in range(1, 10) if evaluated.evaluate.due(version) == [""]] == [4, 8]
+    assert not config().evaluate.due(10)
+    assert not list(preflight(evaluated))
+
+
+def test_episodes_of_a_language_model_are_refused() -> None:
+    values = {"model.name": "warmed:reverse", "task.prompts": "x.jsonl", "evaluate.episodes": 3}
+    with pytest.raises(ConfigError, match=r"evaluate\.episodes.*on held-out prompts: write evaluate\.prompts"):
+        load(None, (), {}, {**values, "reward.functions": ["exact_match"]})
 
 
 def test_a_function_that_does_not_exist_is_found_before_anything_starts() -> None:

@@ -11,28 +11,19 @@ before it: a group that is tried again has other transitions.
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from functools import partial
 
 from asyncrl.concurrency import next_items
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.acting.acting_loop import ActingLoop, Recording
-from asyncrl.engines.acting.acting_policy import NO_WEIGHTS, ActingPolicy
-from asyncrl.engines.acting.stepping.spaces_file import read_spaces
-from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
 from asyncrl.engines.acting.transitions import transition_columns
 from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, LostRows
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.lanes.weights.leases import must_flip
-from asyncrl.lanes.weights.selection.transport_opening import open_receiver
-from asyncrl.lanes.weights.transports.interface import WeightReceiver
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
-from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
+from asyncrl.protocols.messages import Boundary, PromptGroup, SampleText
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.services.pooled_service import PooledService
-from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.services.acting.policy_worker import PolicyWorker
 
 ACTION = "action"
 FINISH = "transitions"
@@ -42,50 +33,16 @@ COUNTERS = ("samples", "tokens", "running", "waiting", "aborted", "environment/l
 Finished = asyncio.Queue[Recording | EnvironmentFailed]
 
 
-class ActingPool:
-    """The environments of a worker as a pool of code. queued: samples that wait, once the loop runs."""
-
-    def __init__(self, environments: SteppedEnvironments) -> None:
-        self.environments = environments
-        self.queued = 0
-
-    @property
-    def finished(self) -> int:
-        return self.environments.finished
-
-    async def start(self) -> None:
-        await self.environments.start()
-
-    async def stop(self) -> None:
-        await self.environments.stop()
-
-
-class ActingService(PooledService[ActingPool], Generation):
+class ActingService(PolicyWorker, Generation):
     """Stores one row of transitions for each sample, see transitions.transition_columns."""
 
     def __init__(self, context: WorkerContext) -> None:
-        super().__init__(context)
-        config, settings = context.config, context.config.acting
-        self._spaces = read_spaces(context.facts.model_dir)
-        seed = group_seed(config.seed, context.spec.replica) ^ context.facts.incarnation
-        self._policy = ActingPolicy(config, self._spaces, seed)
-        environments = SteppedEnvironments(
-            settings,
-            context.tasks,
-            seed=seed,
-            start_deadline=config.fleet.start_deadline,
-            printed=RunDirectory(context.facts.run_dir).printed_by(f"acting{context.spec.replica}"),
-            containment=self.containment([settings.env]),
-            spaces=self._spaces,
-        )
-        self._pool = ActingPool(environments)
+        seed = group_seed(context.config.seed, context.spec.replica) ^ context.facts.incarnation
+        super().__init__(context, context.config.acting, seed)
         self._loop: ActingLoop
         self._streams: dict[SampleName, Finished] = {}  # The gate bounds their number: samples in flight.
         self._failure: EnvironmentFailed | None = None
         self._full_at = 0.0
-        self._receiver: WeightReceiver | None = None
-        self._published: Published | None = None
-        self._weights_lock = asyncio.Lock()
         self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def start(self) -> None:
@@ -104,11 +61,6 @@ class ActingService(PooledService[ActingPool], Generation):
             failed=self._lost,
         )
         context.tasks.create_task(self._act(), name="acting loop")
-
-    async def stop(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-        await super().stop()
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields the samples of a group as they are full: one of each environment whose number is a member. Raises
@@ -132,20 +84,6 @@ class ActingService(PooledService[ActingPool], Generation):
                 yield BatchRef(tuple(map(self._store, found)))
         finally:
             self._drop(names)
-
-    async def use_weights(self, published: Published) -> Using:
-        self.check_incarnation(published.incarnation, f"version {published.version}")
-        if not published.is_kept_for(self.context.spec.instance):
-            return Using((), published.version)
-        async with self._weights_lock:
-            if must_flip(self._published, published):
-                await self._load(published)
-                self._published = published
-        return Using((self.context.spec.instance,), self._policy.version)
-
-    @property
-    def weights_version(self) -> int | None:
-        return None if self._policy.version == NO_WEIGHTS else self._policy.version
 
     async def pause(self) -> Boundary:
         return Boundary(ACTION, self._loop.pause(True))
@@ -182,20 +120,8 @@ class ActingService(PooledService[ActingPool], Generation):
             for stream in self._streams.values():
                 stream.put_nowait(failed)
 
-    async def _load(self, published: Published) -> None:
-        context = self.context
-        if self._receiver is None:
-            self._receiver = open_receiver(published, self._policy.spec, partial(weight_network, context), "cpu")
-        with context.occupancy.awaiting_weights():
-            await self._receiver.fetch(published)
-        await context.compute.run(self._load_weights, self._receiver, published)
+    def _loaded(self) -> None:
         self._loop.changed()
-
-    def _load_weights(self, receiver: WeightReceiver, published: Published) -> None:
-        """Loads weights on the compute thread, so that no action is half of old ones."""
-        with self.context.occupancy.exchanging():
-            self._policy.load(receiver.tensors(published), published.version)
-            receiver.check(published)
 
     def _silent(self, prompts: PromptGroup) -> DeadlineExceeded:
         return DeadlineExceeded(

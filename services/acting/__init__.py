@@ -1,0 +1,1 @@
+"""The services of a run whose policy acts: generation, evaluation and training."""

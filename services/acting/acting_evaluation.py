@@ -1,0 +1,107 @@
+"""Plays the episodes of an evaluation: the evaluation service of a run with `acting.env`.
+
+A group is all episodes of one evaluation, its members are their numbers. The same number has the same seed in each
+evaluation. The policy does not explore. No rows are stored: the references say how each episode ended.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
+from safetensors.torch import load_file
+
+from asyncrl.children.guarded_process import ChildEnded
+from asyncrl.engines.acting.acting_trainer import WEIGHTS
+from asyncrl.engines.acting.episodes.episode_player import LOST, EpisodePlayer, PlayedEpisode
+from asyncrl.engines.acting.stepping.answers import Floats
+from asyncrl.errors import ConfigError, EnvironmentFailed, PeerLost
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
+from asyncrl.protocols.seeds import group_seed
+from asyncrl.protocols.service_contracts import Generation
+from asyncrl.services.acting.policy_worker import PolicyWorker
+
+HELD_OUT = -1
+"""Group whose seed the episodes have: groups of training have none below 0."""
+COUNTERS = ("samples", "tokens", "environment/lost_episodes")
+
+
+class ActingEvaluationService(PolicyWorker, Generation):
+    """options: `own_version`: version of the weights in the model folder, which the policy then uses at once."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        count = min(config.acting.environments, config.evaluate.episodes)
+        settings = config.acting.model_copy(update={"environments": count})
+        super().__init__(context, settings, group_seed(config.seed, HELD_OUT), share_episodes=True)
+        self._are_unplayed = True
+        self._may_begin_again = False
+        self._playing = asyncio.Lock()
+        self.counters = dict.fromkeys(COUNTERS, 0.0)
+
+    async def start(self) -> None:
+        await super().start()
+        if (version := self.context.spec.options.get("own_version")) is not None:
+            self._load_own(int(version))
+
+    def _load_own(self, version: int) -> None:
+        path, acting = self.context.facts.model_dir / WEIGHTS, self.context.config.acting
+        try:
+            self._policy.load(load_file(path), version)
+        except (OSError, KeyError, RuntimeError) as error:
+            why = f"{path} holds no policy with acting.hidden_size = {list(acting.hidden_size)}"
+            raise ConfigError(f"{why}: name the experiment that trained it ({error})") from error
+
+    async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
+        """Yields the episodes as they end, each with its return as reward; one that its environment lost has none.
+        Raises Refused for a group of another incarnation, PeerLost without the weights that are evaluated, and
+        EnvironmentFailed when environments lose every episode."""
+        context = self.context
+        self.check_incarnation(prompts.incarnation, f"group {prompts.id}")
+        if self._policy.version < prompts.not_before:
+            raise PeerLost(
+                f"{context.spec.instance} was started after the weights of version {prompts.not_before} were copied, "
+                "and has none to evaluate"
+            )
+        async with self._playing:
+            await self._begin_episodes()
+            player = EpisodePlayer(self._likeliest, self._pool.environments, len(prompts.members))
+            async for episodes in player.play(prompts.deadline):
+                yield BatchRef(tuple(self._reference(prompts, each) for each in episodes))
+            self._may_begin_again = True
+
+    async def use_weights(self, published: Published) -> Using:
+        return Using((), (await super().use_weights(published)).version)  # It copies weights, and holds no lease.
+
+    async def texts(self, refs: BatchRef) -> list[SampleText]:
+        """Returns no texts: the references say how episodes ended."""
+        return []
+
+    async def _begin_episodes(self) -> None:
+        """Begins the first episode in each environment, in new ones where those before cannot go back to theirs."""
+        may_begin_again, self._may_begin_again = self._may_begin_again, False
+        if self._are_unplayed:
+            self._are_unplayed = False
+            return
+        if may_begin_again and await self._pool.environments.begin_again():
+            return
+        await self._pool.stop()
+        self._pool.environments = self._new_environments()
+        try:
+            await self._pool.start()
+        except ChildEnded as ended:
+            raise EnvironmentFailed(f"{self._settings.env}: no episode can begin: {ended}") from ended
+
+    async def _likeliest(self, states: Floats) -> Floats:
+        _, _, actions = await self.context.compute.run(partial(self._policy.act, greedy=True), states)
+        return actions
+
+    def _reference(self, prompts: PromptGroup, episode: PlayedEpisode) -> RowRef:
+        self.add_to_counters(samples=1, tokens=episode.steps)
+        if episode.end == LOST:
+            self.add_to_counters(**{"environment/lost_episodes": 1})
+            self.context.log.warning("episode of an evaluation lost", episode=episode.number, error=episode.error)
+        identity = (prompts.id, prompts.members[episode.number], prompts.attempt, prompts.incarnation)
+        version, gained = self._policy.version, None if episode.end == LOST else episode.gained
+        return RowRef(*identity, 0, episode.steps, version, version, episode.end, (), gained)
