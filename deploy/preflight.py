@@ -24,6 +24,7 @@ from asyncrl.deploy.process.step_callback import callback_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.models.folder_contents import content_problems
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
@@ -149,6 +150,7 @@ def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     """Yields the problems of family, memory, adapters and context window; a model that is not on this machine has none
     yet."""
     yield from family_problems(config, model)
+    yield from (Problem("model.name", "", text) for text in content_problems(model))
     yield from adapter_problems(config, str(model))
     yield from cache_problems(config, str(model))
     yield from memory_of_run(config, str(model))

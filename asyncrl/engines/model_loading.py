@@ -15,6 +15,9 @@ from asyncrl.engines.models.model_folder import refuse_damaged
 from asyncrl.engines.models.scoring_models import HEADS
 from asyncrl.errors import ConfigError
 
+NAMED = 3
+"""Tensors that a message names."""
+
 _loading = threading.Lock()  # transformers patches global state of torch while it loads a model
 
 
@@ -39,10 +42,25 @@ def _exclusive_and_quiet() -> Iterator[None]:
 
 
 def load_pretrained(folder: Path, **options: Any) -> Any:
-    """Loads a causal model; safe in several threads. Raises ConfigError when a file of the folder is damaged."""
+    """Loads a causal model; safe in several threads. Raises ConfigError when a file of the folder is damaged, or
+    weights are missing or of another shape."""
     refuse_damaged(folder)
-    with _exclusive_and_quiet():
-        return _in_private_memory(AutoModelForCausalLM.from_pretrained(folder, **options))
+    try:
+        with _exclusive_and_quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        raise ConfigError(
+            f"model.name: weights in {folder} have other shapes than its config.json describes"
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
+        raise ConfigError(
+            f"model.name: {folder} has no weights {named}, which its config.json describes: copy or download the model "
+            "once more"
+        )
+    return _in_private_memory(model)
 
 
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:

@@ -1,8 +1,9 @@
 """Templates of rewards: each function here makes a reward function from options in the config."""
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal
 
@@ -16,11 +17,12 @@ from asyncrl.rewards.sample import OfSample, Sample
 
 
 def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
-    """Gives 1 if the completion equals the row's `column`, else 0; white space around both is ignored."""
+    """Gives 1 if the completion equals the row's `column`, else 0; white space around both is ignored. A number that
+    tables have as 5.0 may be written 5, and a truth value as in JSON."""
 
     def reward(sample: Sample) -> float:
-        given, wanted = sample.text.strip(), str(_column(sample, column)).strip()
-        return float(given.lower() == wanted.lower() if ignore_case else given == wanted)
+        given, wanted = sample.text.strip(), _writings(_value(sample, column), column)
+        return float(given.lower() in map(str.lower, wanted) if ignore_case else given in wanted)
 
     return reward
 
@@ -49,7 +51,7 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
     """
 
     def reward(sample: Sample) -> float:
-        wanted, given = last_number(str(_column(sample, column))), last_number(sample.text)
+        wanted, given = last_number(str(_value(sample, column))), last_number(sample.text)
         if wanted is None:
             raise RewardError(
                 f"the row's {column} holds no number, or one that may mean several things: {_column(sample, column)!r}"
@@ -67,9 +69,9 @@ def math_verify(column: str = "answer") -> OfSample:
     unlimited: dict[str, Any] = {"parsing_timeout": None}
 
     def reward(sample: Sample) -> float:
+        text = str(_value(sample, column)).rpartition("####")[2].strip()
         import math_verify as package
 
-        text = str(_column(sample, column)).rpartition("####")[2].strip()
         wanted = package.parse(text if "$" in text or "boxed" in text else f"${text}$", **unlimited)
         if not wanted:
             raise RewardError(f"math-verify finds no expression in the row's {column}: {text!r:.200}")
@@ -144,6 +146,29 @@ def _column(sample: Sample, name: str) -> Any:
     if name not in sample.row:
         raise RewardError(missing_column(name, sample.row))
     return sample.row[name]
+
+
+def _value(sample: Sample, name: str) -> Any:
+    """Returns the value of a column of answers. Raises RewardError for none: null, or the NaN of tables."""
+    value = _column(sample, name)
+    if value is None or value != value:
+        raise RewardError(f"the row's {name} is {value}: write an answer, or remove the row")
+    return value
+
+
+def _writings(value: Any, column: str) -> list[str]:
+    """Returns the texts that mean a value of a row. Raises RewardError for lists and tables."""
+    if isinstance(value, list | Mapping):
+        raise RewardError(
+            f"the row's {column} is {json.dumps(value, default=str)[:80]}, and exact_match compares texts: name a "
+            "column of texts, or write a function"
+        )
+    writings = [str(value).strip()]
+    if isinstance(value, bool):
+        writings.append(json.dumps(value))
+    elif isinstance(value, float) and value.is_integer():
+        writings.append(str(int(value)))
+    return writings
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

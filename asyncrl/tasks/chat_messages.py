@@ -64,6 +64,11 @@ def _no_message(message: Any, number: int) -> str:
     return "" if is_whole else f'message {number} ({role}) has no "content"'
 
 
+def ends_with_answer(prompt: Messages) -> bool:
+    """Returns whether the last message of a prompt is the beginning of an answer."""
+    return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+
+
 def as_messages(text: str, system: str = "") -> list[Message]:
     """Returns a text as the message of a user, after a system message if there is one."""
     first = [{"role": "system", "content": system}] if system else []

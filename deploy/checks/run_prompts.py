@@ -7,10 +7,11 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder
+from asyncrl.engines.generation.tokenization import NO_TEMPLATE, TokenizerWithStops
+from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, has_chat_template
+from asyncrl.errors import TaskError
 from asyncrl.tasks import Draw, held_out_prompts, training_prompts
-from asyncrl.tasks.chat_messages import Messages
+from asyncrl.tasks.chat_messages import Messages, ends_with_answer
 from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.curriculum import CurriculumDraw
 from asyncrl.tasks.long_prompts import fitting
@@ -25,6 +26,11 @@ RAW = (
     "the prompts are texts and the model has a chat template: they are given to it as they are; task.text_prompts = "
     '"chat" makes each a message of the user, "raw" removes this line'
 )
+PREFILL = (
+    "the prompts end with a message of the assistant, which the model continues: leave it out where it is the answer"
+)
+LOOKED_AT = 1000
+"""Rows whose kind of prompt is looked at before workers start; they look at others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +71,28 @@ def questions_of(
 ) -> Questions:
     """Returns the prompts as the model gets them, and writes the longest ones to `longest`. places: where the values of
     keys come from. say: gets a line about each thing that the user may not expect."""
+    if not has_chat_template(model):
+        _refuse_messages(sets.by_key(config))
     if config.task.long_prompts != "error":
         sets = _fitting(config, sets, model)
     for note in (note for each in sets.by_key(config).values() for note in each.notes):
         say(note)
     if _is_raw_by_default(config, places) and isinstance(sets.training.row(0).prompt, str) and chat_template_of(model):
         say(RAW)
+    if ends_with_answer(sets.training.row(0).prompt):
+        say(PREFILL)
     write_longest(longest, sets.by_key(config))
     sizes = {name: min(config.evaluate.set_named(name).size, len(prompts)) for name, prompts in sets.held_out.items()}
     held_out = {name: [sets.held_out[name].row(number) for number in range(size)] for name, size in sizes.items()}
     return Questions(draw_of(config, sets.training), held_out)
+
+
+def _refuse_messages(sets: Mapping[str, PromptRows]) -> None:
+    """Raises TaskError for the first prompt of messages, which a model without a chat template cannot take."""
+    for key, prompts in sets.items():
+        for number in range(min(len(prompts), LOOKED_AT)):
+            if not isinstance(prompts.row(number).prompt, str):
+                raise TaskError(f"{key}: {prompts.where(number)}: {NO_TEMPLATE}")
 
 
 def draw_of(config: Config, prompts: PromptRows, model: Path | None = None) -> Draw:

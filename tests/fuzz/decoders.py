@@ -82,6 +82,7 @@ UNFUZZED: dict[str, str] = {
     "engines/generation/vllm/vllm_generation.py": MODEL,
     "engines/lora/peft_folder.py": MODEL,
     "engines/models/model_families.py": MODEL,
+    "engines/models/folder_contents.py": MODEL,
     "engines/models/model_folder.py": MODEL,
     "engines/models/model_preparation.py": PARENT,
     "engines/models/row_length.py": MODEL,

@@ -22,6 +22,10 @@ QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 Message = dict[str, Any]
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 ASSISTANT = "assistant"
+NO_TEMPLATE = (
+    "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as text, "
+    "without task.system, or use a model with a chat template (most -Instruct models have one)"
+)
 BEFORE_ANSWER = {"add_generation_prompt": True}
 WHOLE = {"add_generation_prompt": False}
 INSIDE_ANSWER = {"add_generation_prompt": False, "continue_final_message": True}
@@ -53,6 +57,7 @@ class TokenizerWithStops:
         is_begun = prompt[-1]["role"] == ASSISTANT
         text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
         _refuse_changed_parts(prompt, text)
+        _refuse_unseen_functions(prompt, tools, text)
         return self.text_ids(self.render_chat(prompt, tools, INSIDE_ANSWER) if is_begun else text)
 
     def quoted_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
@@ -100,10 +105,7 @@ class TokenizerWithStops:
         template's mark for the start of an answer by default. Raises TaskError when there is no template or it
         fails."""
         if not self._tokenizer.chat_template:
-            raise TaskError(
-                "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as "
-                "text, without task.system, or use a model with a chat template (most -Instruct models have one)"
-            )
+            raise TaskError(NO_TEMPLATE)
         settings = {**self._template, **end, "tools": list(tools) or None, "tokenize": False}
         try:
             return str(self._tokenizer.apply_chat_template(list(messages), **settings))
@@ -152,6 +154,19 @@ def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
     named = [getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id]
     ids = {token for entry in named for token in (entry if isinstance(entry, list | tuple) else [entry])}
     return np.array(sorted(ids - {None}), np.int64)
+
+
+def _refuse_unseen_functions(messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> None:
+    """Refuses a template that drops the functions which a model may call, or has called."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    for kind, each in [*(("tools", tool) for tool in tools), *(("tool_calls", call) for call in calls)]:
+        described = each.get("function", each) if isinstance(each, Mapping) else {}
+        name = described.get("name") if isinstance(described, Mapping) else None
+        if isinstance(name, str) and name not in text:
+            raise TaskError(
+                f"the model's chat template leaves out {kind}, {name} among them: take a model whose template shows "
+                f"them, or rows without {kind}"
+            )
 
 
 def _refuse_changed_parts(messages: Sequence[Message], text: str) -> None:

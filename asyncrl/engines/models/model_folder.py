@@ -40,6 +40,8 @@ def sync_to_disk(path: Path) -> None:
 def existing_folder(name: str, key: str = "model.name") -> Path | None:
     """Returns the folder `name` or None if there is none. Raises ConfigError when it holds no model."""
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ConfigError(f"{key}: {name} is a file, and a model is a folder with config.json and *.safetensors")
     if not folder.is_dir():
         return None
     if is_complete(folder):
@@ -73,13 +75,29 @@ def refuse_damaged(folder: Path) -> None:
         )
 
 
+OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX)
+"""Files that hold one object of JSON."""
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *POSITIONS)
+"""Keys of config.json that are whole numbers above 0 where they are there."""
+
+
 def damages(folder: Path) -> Iterator[str]:
     """Yields one clause for each file that cannot be loaded."""
     for path in sorted(folder.glob("*.json")):
         try:
-            json.loads(path.read_bytes())
+            found = json.loads(path.read_bytes())
         except ValueError:
             yield f"{path} is cut short or damaged: it is not JSON"
+            continue
+        if path.name in OBJECTS and not isinstance(found, dict):
+            yield f"{path} is damaged: it holds {json.dumps(found)[:40]}, and no object"
+        elif path.name == "config.json" and (wrong := _wrong_counts(found)):
+            yield f"{path} is damaged: {wrong}"
+    for path in sorted(folder.glob("*.jinja")):
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            yield f"{path} is damaged: it is no UTF-8 text"
     for name in weight_files(folder):
         path = folder / name
         try:
@@ -91,23 +109,39 @@ def damages(folder: Path) -> Iterator[str]:
             yield f"{path} is cut short or damaged: it has {path.stat().st_size} bytes. {error}"
 
 
+def _wrong_counts(shape: Mapping[str, Any]) -> str:
+    """Returns which sizes in the contents of config.json cannot be; "" where all can."""
+    shape = shape.get("text_config") or shape
+    for name in COUNTS:
+        value = shape.get(name)
+        if value is not None and not (isinstance(value, int) and value > 0):
+            return f"{name} is {json.dumps(value)}, and not a number from 1"
+    hidden, heads = shape.get("hidden_size"), shape.get("num_attention_heads")
+    if hidden and heads and not shape.get("head_dim") and hidden % heads:
+        return f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}"
+    return ""
+
+
 def weight_files(folder: Path) -> list[str]:
     """Returns the names of the weight files that transformers loads; a damaged index names none."""
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, AttributeError):
         return sorted(set(json.loads((folder / INDEX).read_bytes()).get("weight_map", {}).values()))
     return []
 
 
-def vocabulary(folder: Path) -> dict[int, str]:
-    """Returns the tokens by id from tokenizer.json, or nothing where that file does not list them."""
+def vocabulary(folder: Path, *, added: bool = True) -> dict[int, str]:
+    """Returns the tokens by id from tokenizer.json, or nothing where that file does not list them. added: with those
+    that were added to the vocabulary, such as special ones."""
     try:
         described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         known = described["model"]["vocab"]
         by_token = known.items() if isinstance(known, dict) else ((entry[0], i) for i, entry in enumerate(known))
-        added = {int(each["id"]): str(each["content"]) for each in described.get("added_tokens") or ()}
-        return {int(number): str(token) for token, number in by_token} | added
+        more = described.get("added_tokens") or () if added else ()
+        return {int(number): str(token) for token, number in by_token} | {
+            int(each["id"]): str(each["content"]) for each in more
+        }
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return {}
 
@@ -119,6 +153,14 @@ def chat_template_of(folder: Path) -> str | None:
     described = folder / "tokenizer_config.json"
     found = json.loads(described.read_text(encoding="utf-8")).get("chat_template") if described.is_file() else None
     return found if isinstance(found, str) else None
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Returns whether the tokenizer in a model folder has a chat template, in any form."""
+    described = folder / "tokenizer_config.json"
+    in_config = described.is_file() and bool(json.loads(described.read_bytes()).get("chat_template"))
+    files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")]
+    return in_config or any(path.stat().st_size for path in files)
 
 
 def context_of(shape: Mapping[str, Any]) -> int | None:

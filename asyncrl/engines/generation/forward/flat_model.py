@@ -142,8 +142,11 @@ class FlatModel:
     def verify(self, ids: Ints, expected: Tensor) -> None:
         """Compares this forward, in prefill and decode, with `expected` from `probe_logprobs`.
 
-        A fast path that differs is replaced by the modules. Raises ConfigError when they differ by more than rounding.
+        A fast path that differs is replaced by the modules. Raises ConfigError when they differ by more than rounding,
+        or are no numbers.
         """
+        if not torch.isfinite(expected).any():
+            raise ConfigError("model.name: the model computes NaN: its weights hold NaN or infinity; take other files")
         tolerance = PROBE_TOLERANCE[self.model.dtype]
         if self.fast and not self._largest_difference(ids, expected) <= tolerance:
             self.fast = False
