@@ -196,8 +196,12 @@ class GuardsConfig(Section):
     no_signal: Reaction = "warn"
     """Reaction to 128 groups in a row (or four batches) with equal rewards, all dropped by dynamic sampling."""
     no_variance: Reaction = "warn"
-    """Reaction to a start of 5 steps or more with one reward for all samples (64 or more), or a gradient of 0 (512 or
-    more)."""
+    """Reaction to a start of 5 steps or more with one reward for all samples (64 or more) or a gradient of 0 (512 or
+    more), and to 10 steps in which over 80 % of the groups had equal rewards, unless the reward rose before."""
+    no_movement: Reaction = "warn"
+    """Reaction to a learning rate so small that the log-prob of a token moves by less than 0.1 nats in the whole run.
+    It is measured by `mismatch/kl` of 10 steps with stale samples: never at staleness 0, and rounding of bfloat16 hides
+    it."""
     reward_errors: Reaction = "warn"
     """Reaction to a failed reward on each of the last samples, twice as many as can be in flight, where
     `on_error = "zero"` hides it."""

@@ -24,12 +24,12 @@ from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops, PoisonedG
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Question
 from asyncrl.controller.observers.evaluation.schedule import EvaluationSchedule, schedule_of
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
+from asyncrl.controller.observers.guards.training_guards import TrainingGuards
 from asyncrl.controller.observers.progress import RunProgress
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.observers.reward_output import RewardOutput
 from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.observers.status_writer import StatusWriter
-from asyncrl.controller.observers.training_guards import TrainingGuards
 from asyncrl.controller.saved_rows import read_terms, save_rows, write_terms
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
@@ -164,11 +164,12 @@ class TrainingRun:
         # Twice what can be in flight: a row of failures that long contains all members of any good group.
         limit = 2 * gate.config.cap * gate.config.members
         alarm = Alarm(self.config.guards, self.display.say)
+        self._guards = TrainingGuards.of(self.config, limit, alarm)
         self._alarms = (
             RewardFailures(limit, alarm, gate.config.members),
             AlgorithmDrops(limit, gate.config.baseline, gate.version, alarm),
             PoisonedGroups(alarm),
-            TrainingGuards.of(self.config, limit, alarm),
+            self._guards,
             RewardOutput(self.state.directory, self.display.say),
             self.progress,
         )
@@ -325,6 +326,8 @@ class TrainingRun:
 
     def _show(self, metrics: Mapping[str, float], sample: SampleRecord | None) -> None:
         self.display.step(metrics, sample)
+        if "completions/equal_groups" in metrics:
+            self._guards.take_equal_texts(metrics["completions/equal_groups"])
         if not (self._best.is_evaluated or any(name.startswith("skipped/") for name in metrics)):
             self._best.note(int(metrics["version"]), metrics)
         if self.on_step is not None and self.on_step(dict(metrics)) and not self._ended_early:

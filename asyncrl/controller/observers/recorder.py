@@ -20,6 +20,7 @@ from asyncrl.controller.observers.step_metrics import (
     EnvironmentCounts,
     TimeShares,
     batch_metrics,
+    equal_texts,
     feedback_metrics,
     queue_metrics,
     report_metrics,
@@ -152,6 +153,7 @@ class Recorder:
         metrics |= self._shares.since_last(healths) | self._counts.since_last(healths) | feedback_metrics(healths)
         metrics |= queue_metrics(healths) | self._evaluated
         records = self._records(done)
+        metrics |= equal_texts(records)
         self._metrics.append(metrics)
         self._samples.append(records)
         if self._samples.is_full:

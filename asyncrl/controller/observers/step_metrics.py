@@ -6,6 +6,7 @@ from statistics import fmean, pstdev
 
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, StepReport
+from asyncrl.telemetry.samples_file import SampleRecord
 from asyncrl.telemetry.state_clock import STATES
 
 COSTS = "cost/"
@@ -49,6 +50,15 @@ def _within_groups(batch: BatchRef) -> dict[str, float]:
         return {}
     equal = fmean(deviation == 0 for deviation in deviations)
     return {"reward/group_std": fmean(deviations), "reward/equal_groups": equal}
+
+
+def equal_texts(records: Sequence[SampleRecord]) -> dict[str, float]:
+    """Computes the share of the recorded groups, of two samples or more, that have one text."""
+    groups: dict[int, list[str]] = {}
+    for record in records:
+        groups.setdefault(record.group, []).append(record.text)
+    same = [len(set(texts)) == 1 for texts in groups.values() if len(texts) > 1]
+    return {"completions/equal_groups": fmean(same)} if same else {}
 
 
 def feedback_metrics(healths: Sequence[Health]) -> dict[str, float]:

@@ -10,13 +10,15 @@ from asyncrl.controller.observers.step_metrics import (
     EnvironmentCounts,
     TimeShares,
     batch_metrics,
+    equal_texts,
     report_metrics,
     step_of,
 )
 from asyncrl.protocols.batch import BatchRef, RowRef
-from asyncrl.protocols.messages import Health, StepReport, TrainedSample
+from asyncrl.protocols.messages import Health, SampleText, StepReport, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.samples_file import sample_record
 
 
 def row(member: int, tokens: int, reward: float | None, finish: str = "stop") -> RowRef:
@@ -58,6 +60,19 @@ def test_a_batch_of_all_right_and_all_wrong_groups_spreads_and_teaches_nothing()
     assert found["reward/group_std"] == 0.5 / 3
     assert found["reward/equal_groups"] == pytest.approx(2 / 3)
     assert "reward/equal_groups" not in batch_metrics(BatchRef(tuple(rows[::2]))), "one sample of each"
+
+
+def test_recorded_groups_of_one_text_are_counted() -> None:
+    texts = {0: ("a", "a"), 1: ("a", "b"), 2: ("c",)}
+    records = [
+        sample_record(
+            1, row(m, 5, 1.0)._replace(group=g), SampleText(g, m, "p", text), {}, TrainedSample(g, m, 0, 5, 0)
+        )
+        for g, of in texts.items()
+        for m, text in enumerate(of)
+    ]
+    assert equal_texts(records) == {"completions/equal_groups": 0.5}
+    assert equal_texts(records[-1:]) == {}
 
 
 @pytest.mark.trap("truncated")

@@ -5,110 +5,36 @@
 A guard speaks once, and again only after WINDOW steps without that trouble.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.alarms import Alarm
-from asyncrl.controller.observers.events import Event, GroupFinished, SampleScored, StepDone
-from asyncrl.controller.observers.step_metrics import batch_metrics, step_of
-from asyncrl.protocols.batch import BatchRef
+from asyncrl.controller.observers.events import Event, SampleScored, StepDone
+from asyncrl.controller.observers.guards.training_history import MOST_EQUAL, SIGNAL_WINDOW, WINDOW, TrainingHistory
 
-WINDOW = 5
-"""Steps over which training is judged: a single batch may be all right or all wrong by chance."""
 FEWEST_SAMPLES = 64
 """Samples with equal rewards, from the first step on, after which a constant reward is more likely than chance."""
 STREAK_SAMPLES = 512
 """Samples without a gradient after which a collapse is likelier than a row of unlucky small batches."""
 STREAK_GROUPS = 128
 """Groups in a row without a signal. With a signal in one of ten groups, one row in a million is as long."""
+FEWEST_GROUPS = 32
+"""Groups of a window of which that share tells more than chance."""
+FEWEST_MEMBERS = 4
+"""Samples of a group under which equal rewards are likely even where the reward tells answers apart."""
+SAME_TEXTS = 0.5
+"""Share of the recorded groups with one text from which the sampling is to blame, and not the reward."""
+LEAST_MOVE = 0.1
+"""Nats that the log-prob of a token has to move in a run, if every step moves it the same way: a tenth of its
+probability. Runs that learn move some 5, docs/log.md has them."""
+FEWEST_STEPS = 100
+"""A short trial is judged as if it had as many steps."""
 LARGEST_TRUNCATED = 0.5
-NO_GRADIENT = 1e-9
 ENTROPY_LEFT = 0.02
 """Share of the entropy of the first steps under which the policy hardly samples any more."""
-REWARD_LOST = 0.5
-"""Share of the best mean reward, counted from the lowest reward of any sample, whose loss is no success."""
-
-
-@dataclass(slots=True)
-class TrainingHistory:
-    """Collects what the guards look at. steps: metrics of the last trained steps. Rewards count since this start.
-
-    rewards_varied: whether a batch had unequal rewards. untrainable: samples of the steps in a row without a gradient.
-    groups_without_signal, errors_in_a_row: counts up to now. scored, failed: samples, and those of them with a failed
-    call of a reward. limit: twice the samples that may be in flight.
-    """
-
-    limit: int
-    members: int
-    batch: int
-    steps: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    step: int = 0
-    samples: int = 0
-    rewards_varied: bool = False
-    untrainable: int = 0
-    best: float = -float("inf")
-    lowest: float = float("inf")
-    first_entropy: float = 0.0
-    groups_without_signal: int = 0
-    equal_reward: float | None = None
-    errors_in_a_row: int = 0
-    scored: int = 0
-    failed: int = 0
-    last_error: str = ""
-    _first_rewards: dict[int, float] = field(default_factory=dict)
-
-    def observe(self, event: Event) -> None:
-        match event:
-            case SampleScored(sample, score):
-                self._scored(sample.group, score.reward, score.error)
-            case Dropped(group, reason="no_signal"):
-                self.groups_without_signal += 1
-                self.equal_reward = self._first_rewards.pop(group, self.equal_reward)
-            case GroupFinished(group):
-                self._first_rewards.pop(group, None)
-            case StepDone(cuts, report) if not report.skipped:
-                self._trained(step_of(report), cuts.batch, {**report.metrics, **batch_metrics(cuts.batch)})
-
-    def mean(self, metric: str) -> float | None:
-        """Returns the mean over the last WINDOW steps, None before there are as many with this metric."""
-        found = [step[metric] for step in self.steps if metric in step]
-        return fmean(found) if len(found) == WINDOW else None
-
-    @property
-    def all_failed(self) -> bool:
-        """Returns whether a reward failed for every sample."""
-        return self.failed == self.scored > 0
-
-    @property
-    def reward_fell(self) -> bool:
-        """Returns whether the mean reward lost most of what it once had over the lowest."""
-        now = self.mean("reward/mean")
-        return (
-            now is not None and self.best > self.lowest and self.best - now >= REWARD_LOST * (self.best - self.lowest)
-        )
-
-    def _scored(self, group: int, reward: float | None, error: str) -> None:
-        self.scored += 1
-        self.failed += bool(error)
-        self.errors_in_a_row = self.errors_in_a_row + 1 if error else 0
-        self.last_error = error.partition("\n")[0] or self.last_error
-        if reward is not None and reward != self._first_rewards.setdefault(group, reward):
-            self.groups_without_signal = 0
-
-    def _trained(self, step: int, batch: BatchRef, metrics: Mapping[str, float]) -> None:
-        self.step = step
-        self.steps.append(metrics)
-        self.samples += len(batch)
-        self.rewards_varied = self.rewards_varied or metrics["reward/std"] > 0
-        self.untrainable = 0 if metrics.get("grad_norm", 1.0) > NO_GRADIENT else self.untrainable + len(batch)
-        self.lowest = min([self.lowest, *(row.reward for row in batch if row.reward is not None)])
-        if (now := self.mean("reward/mean")) is not None:
-            self.best = max(self.best, now)
-            self.first_entropy = self.first_entropy or self.mean("policy/entropy") or 0.0
 
 
 def _no_signal(history: TrainingHistory) -> str:
@@ -138,7 +64,51 @@ def _no_variance(history: TrainingHistory) -> str:
     if history.untrainable == history.samples >= STREAK_SAMPLES:
         equal = ": the samples of each group got equal rewards" if history.mean("reward/equal_groups") == 1 else ""
         return f"the gradient was 0 in every step up to step {history.step}, for {history.samples} samples{equal}"
-    return ""
+    return _equal_groups(history)
+
+
+def _equal_groups(history: TrainingHistory) -> str:
+    """Describes a window in which hardly a group taught. A policy that has learnt all, or lost all, is no such case."""
+    equal = history.mean("reward/equal_groups", SIGNAL_WINDOW)
+    groups = SIGNAL_WINDOW * history.batch // history.members
+    if equal is None or equal <= MOST_EQUAL or groups < FEWEST_GROUPS or not history.by_group:
+        return ""
+    if history.reward_rose or history.reward_fell:
+        return ""
+    return (
+        f"in the {SIGNAL_WINDOW} steps up to step {history.step} the samples of {equal:.0%} of the groups got equal "
+        f"rewards (mean {history.mean('reward/mean', SIGNAL_WINDOW):.3g}), and such groups teach nothing"
+    )
+
+
+def _advise_variance(history: TrainingHistory) -> str:
+    """Names the cause of equal rewards, as far as it is known."""
+    if history.all_failed:
+        return CORRECT_THE_FUNCTION
+    if history.equal_texts and (same := fmean(history.equal_texts)) >= SAME_TEXTS:
+        return (
+            f"the answers to a prompt are one and the same text in {same:.0%} of the recorded groups: raise "
+            "generation.temperature"
+        )
+    if history.members < FEWEST_MEMBERS:
+        return (
+            f"{history.members} samples of a prompt are often equal by chance: raise task.samples_per_prompt, to 8 for "
+            "example"
+        )
+    differ = "the answers differ, but their rewards do not: " if history.equal_texts else ""
+    return f"{differ}look at them with `asyncrl samples RUN`, and make the reward tell better answers from worse ones"
+
+
+def _no_movement(history: TrainingHistory) -> str:
+    steps = max(history.planned, FEWEST_STEPS)
+    if (moved := history.moved) is None or steps * moved >= LEAST_MOVE or history.reward_rose:
+        return ""
+    rate, kl = history.steps[-1]["learning_rate"], history.steps[-1].get("mismatch/kl", 0.0)
+    return (
+        f"the policy hardly moves: at training.learning_rate = {rate:.3g} a step changes the log-prob of a token by "
+        f"{moved:.2g} nats (from mismatch/kl, {kl:.2g} in step {history.step}, and the staleness), so that {steps} "
+        f"steps change it by at most {steps * moved:.2g}"
+    )
 
 
 def _reward_errors(history: TrainingHistory) -> str:
@@ -159,6 +129,18 @@ def _collapse(history: TrainingHistory) -> str:
     return ""
 
 
+def _advise_collapse(history: TrainingHistory) -> str:
+    order = (
+        "if the rows become harder in their order, which task.shuffle = false keeps, write true; else "
+        if history.in_order
+        else ""
+    )
+    return (
+        f"{order}the policy is broken, and will not recover: resume from a checkpoint before the fall with a smaller "
+        "training.learning_rate, or begin again"
+    )
+
+
 def _truncation(history: TrainingHistory) -> str:
     truncated = history.mean("completions/truncated_fraction")
     if truncated is None or truncated <= LARGEST_TRUNCATED:
@@ -169,19 +151,20 @@ def _truncation(history: TrainingHistory) -> str:
 @dataclass(frozen=True, slots=True)
 class Guard:
     """One guard. key: of `[guards]`. sees: describes the trouble, "" without. advice: what to do then. looks_at_steps:
-    it looks at trained steps, not at each sample. advice_on_failures: in place of the advice where every reward failed.
+    it looks at trained steps, not at each sample. speaks_once: it stays silent after the first time.
     """
 
     key: str
     sees: Callable[[TrainingHistory], str]
-    advice: str
+    advice: str | Callable[[TrainingHistory], str]
     looks_at_steps: bool = True
-    advice_on_failures: str = ""
+    speaks_once: bool = False
 
     def describe(self, history: TrainingHistory) -> str:
         """Returns the trouble with the advice, "" without trouble."""
-        advice = (history.all_failed and self.advice_on_failures) or self.advice
-        return f"{trouble}; {advice}" if (trouble := self.sees(history)) else ""
+        if not (trouble := self.sees(history)):
+            return ""
+        return f"{trouble}; {self.advice if isinstance(self.advice, str) else self.advice(history)}"
 
 
 CORRECT_THE_FUNCTION = (
@@ -196,24 +179,15 @@ GUARDS = (
         "take prompts that are answered right at times, or look for a reward function that always returns one number",
         looks_at_steps=False,
     ),
+    Guard("no_variance", _no_variance, _advise_variance),
     Guard(
-        "no_variance",
-        _no_variance,
-        "look at the answers with `asyncrl samples RUN`, and make the reward tell better answers from worse ones",
-        advice_on_failures=CORRECT_THE_FUNCTION,
+        "no_movement",
+        _no_movement,
+        "raise training.learning_rate, tenfold at a time while mismatch/kl stays under 0.01",
+        speaks_once=True,
     ),
-    Guard(
-        "reward_errors",
-        _reward_errors,
-        CORRECT_THE_FUNCTION,
-        looks_at_steps=False,
-    ),
-    Guard(
-        "collapse",
-        _collapse,
-        "the policy is broken, and will not recover: resume from a checkpoint before the fall with a smaller "
-        "training.learning_rate, or begin again",
-    ),
+    Guard("reward_errors", _reward_errors, CORRECT_THE_FUNCTION, looks_at_steps=False),
+    Guard("collapse", _collapse, _advise_collapse, speaks_once=True),
     Guard(
         "truncation",
         _truncation,
@@ -232,8 +206,11 @@ class TrainingGuards:
 
     @classmethod
     def of(cls, config: Config, limit: int, alarm: Alarm) -> "TrainingGuards":
-        members = config.task.samples_per_prompt
-        return cls(TrainingHistory(limit, members, members * config.task.prompts_per_step), alarm)
+        return cls(TrainingHistory.of(config, limit), alarm)
+
+    def take_equal_texts(self, share: float) -> None:
+        """Takes in which share of the recorded groups of a step have one text; it comes after the step itself."""
+        self._history.equal_texts.append(share)
 
     def observe(self, event: Event) -> None:
         self._history.observe(event)
@@ -255,7 +232,7 @@ class TrainingGuards:
         self._quiet_steps[guard.key] = -1
 
     def _count_quiet_step(self, guard: Guard) -> None:
-        if guard.key in self._quiet_steps:
+        if guard.key in self._quiet_steps and not guard.speaks_once:
             self._quiet_steps[guard.key] += 1
             if self._quiet_steps[guard.key] >= WINDOW:
                 del self._quiet_steps[guard.key]

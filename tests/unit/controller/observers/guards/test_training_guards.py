@@ -12,13 +12,14 @@ from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.config.sources import load
 from asyncrl.controller.observers.alarms import Alarm
 from asyncrl.controller.observers.events import SampleScored, StepDone
-from asyncrl.controller.observers.training_guards import GUARDS, WINDOW, TrainingGuards, TrainingHistory
+from asyncrl.controller.observers.guards.training_guards import GUARDS, TrainingGuards
+from asyncrl.controller.observers.guards.training_history import WINDOW, TrainingHistory
 from asyncrl.errors import ConfigError, TrainingStopped
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Score, StepReport
 from tests.unit.scene import CONFIG, Scene
 
-HEALTHY = sorted((Path(__file__).parents[3] / "data/healthy_runs").glob("*.jsonl"))
+HEALTHY = sorted((Path(__file__).parents[4] / "data/healthy_runs").glob("*.jsonl"))
 LIMIT = 100
 
 
@@ -38,8 +39,15 @@ def step(number: int, rewards: Iterable[float], truncated: int = 0, **metrics: f
     return StepDone(Cuts(0, number - 1, BatchRef(tuple(rows)), 1, 1), report, {}, 1.0)
 
 
-def half(right: int = 64, of: int = 128) -> list[float]:
+def in_order(right: int, of: int = 128) -> list[float]:
+    """Returns rewards of groups of which at most one has both."""
     return [1.0] * right + [0.0] * (of - right)
+
+
+def half(right: int = 64, of: int = 128) -> list[float]:
+    """Returns rewards of which each group has its share, as far as there are enough."""
+    rewards = in_order(right, of)
+    return [rewards[member * (of // 16) + group] for group in range(of // 16) for member in range(16)]
 
 
 def recorded(path: Path) -> Iterable[StepDone]:
@@ -82,7 +90,7 @@ def test_rewards_that_are_equal_in_each_group_are_told_though_groups_differ() ->
     said: list[str] = []
     watching = guards(said)
     for number in range(1, 20):
-        watching.observe(step(number, half(96 if number < 6 else 16), grad_norm=0.0))
+        watching.observe(step(number, in_order(96 if number < 6 else 16), grad_norm=0.0))
     (text,) = said  # A reward that fell with the prompts is no collapse.
     assert "the gradient was 0 in every step up to step 5, for 640 samples: the samples of each group got equal" in text
 
@@ -186,6 +194,112 @@ def test_a_constant_reward_of_failed_calls_is_blamed_on_the_calls(ever_scored: b
         assert "a reward failed for each of the 80 samples scored so far, so that all 80 up to step 5 got 0" in text
         assert "none can teach: mine.py:reward raised KeyError: 'answer'; reward.on_error" in text
         assert "better answers" not in text
+
+
+def one_in(groups: int, number: int) -> list[float]:
+    """Returns rewards of which one group in so many has both, and the others 0 or 1 by turns."""
+    rows = [number + place for place in range(8)]
+    return [float(row % 2 if row % groups or member else not row % 2) for row in rows for member in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("equal_texts", "members", "advice"),
+    [
+        ([0.9], 16, "are one and the same text in 90% of the recorded groups: raise generation.temperature"),
+        ([0.1], 16, "the answers differ, but their rewards do not: look at them with `asyncrl samples RUN`, and make"),
+        ([], 16, "teach nothing; look at them with `asyncrl samples RUN`, and make the reward tell better"),
+        ([0.1], 2, "2 samples of a prompt are often equal by chance: raise task.samples_per_prompt, to 8 for example"),
+        ([0.9], 2, "raise generation.temperature"),
+    ],
+)
+def test_equal_groups_are_told_after_a_useful_gradient_with_their_cause(
+    equal_texts: list[float], members: int, advice: str
+) -> None:
+    said: list[str] = []
+    watching = TrainingGuards(TrainingHistory(LIMIT, members, 8 * members), Alarm(GuardsConfig(), said.append))
+    for share in equal_texts:
+        watching.take_equal_texts(share)
+    for number in range(1, 40):
+        watching.observe(step(number, half() if number == 1 else one_in(8, number), grad_norm=0.3))
+        assert bool(said) == (number > 10)
+    (text,) = said
+    assert text.startswith(
+        "guards.no_variance: in the 10 steps up to step 11 the samples of 88% of the groups got equal"
+    )
+    assert advice in text
+
+
+def test_equal_groups_are_no_news_where_advantages_do_not_compare_them() -> None:
+    said: list[str] = []
+    watching = TrainingGuards(TrainingHistory(LIMIT, 16, 128, by_group=False), Alarm(GuardsConfig(), said.append))
+    for number in range(1, 40):
+        watching.observe(step(number, one_in(8, number), grad_norm=0.3))
+    assert said == []
+
+
+def moving(number: int, kl: float, **metrics: float) -> StepDone:
+    usual = {"mismatch__kl": kl, "staleness__mean": 1.2, "learning_rate": 1e-7}
+    return step(number, half(), **{**usual, **metrics})
+
+
+def test_a_learning_rate_that_moves_nothing_is_told_once() -> None:
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 60):
+        watching.observe(moving(number, 1.2e-10))
+        assert bool(said) == (number >= 10)
+    (text,) = said
+    assert text.startswith(
+        "guards.no_movement: the policy hardly moves: at training.learning_rate = 1e-07 a step changes"
+    )
+    assert (
+        "of a token by 1.3e-05 nats (from mismatch/kl, 1.2e-10 in step 10, and the staleness), so that 100 steps"
+        in text
+    )
+    assert "change it by at most 0.0013; raise training.learning_rate" in text
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"kl": 1e-6},  # 100 quickstart steps at 1e-5
+        {"kl": 1e-13, "staleness__mean": 0.0},  # engine and trainer are one version
+        {"kl": 1e-8, "grad_norm": 0.0},
+        {"kl": 1e-8, "learning_rate": 0.0},  # a control run
+    ],
+)
+def test_what_moves_or_cannot_tell_is_no_such_rate(metrics: dict[str, float]) -> None:
+    said: list[str] = []
+    watching = guards(said, no_variance="off")
+    for number in range(1, 60):
+        watching.observe(moving(number, **metrics))
+    assert said == []
+
+
+def test_a_warm_up_and_a_policy_that_has_learnt_all_are_no_such_rate() -> None:
+    said: list[str] = []
+    watching = TrainingGuards(TrainingHistory(LIMIT, 16, 128, warmup=20), Alarm(GuardsConfig(), said.append))
+    for number in range(1, 21):
+        watching.observe(moving(number, 1e-10))
+    for number in range(21, 40):
+        watching.observe(moving(number, 1e-4))
+    for number in range(40, 80):
+        watching.observe(step(number, [1.0] * 127 + [0.0], mismatch__kl=1e-11, staleness__mean=1.2, learning_rate=1e-7))
+    assert said == []
+
+
+def test_a_collapse_is_told_once_and_names_the_order_of_rows() -> None:
+    said: list[str] = []
+    watching = TrainingGuards(TrainingHistory(LIMIT, 16, 128, in_order=True), Alarm(GuardsConfig(), said.append))
+    for number in range(1, 80):
+        falls = number % 20 >= 10
+        watching.observe(step(number, half(of=128, right=0 if falls else 64), grad_norm=0.0 if falls else 1.0))
+    (text,) = said
+    assert text.startswith("guards.collapse: the gradient is 0 since 512 samples")
+    assert (
+        "if the rows become harder in their order, which task.shuffle = false keeps, write true; else the policy"
+        in text
+    )
 
 
 def test_guards_that_are_off_say_nothing() -> None:

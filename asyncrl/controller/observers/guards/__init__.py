@@ -1,0 +1,1 @@
+"""Guards find training that comes to nothing."""
