@@ -65,9 +65,12 @@ def main() -> None:
 
     try:
         import_module(f"asyncrl.bench.{BENCHMARKS[name][0]}").main(sys.argv[2:])
+        sys.stdout.flush()
     except ConfigError as error:
         print(f"asyncrl-bench: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # Whoever read our output has gone (`| head`); Python must not try to flush it once more.
+        sys.stdout = None
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
 from asyncrl.telemetry.screen.display import Display, LoggedDisplay
+from asyncrl.telemetry.screen.warning_recap import repeated
 from asyncrl.telemetry.source_copies import INDEX, SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
 
@@ -128,7 +129,8 @@ async def run(request: RunRequest) -> RunDirectory:
                         await _train(request, directory, store, plan, rollback, signals, progress, on_commit)
                 if request.config.telemetry.report and directory.metrics.exists():
                     await report_run(directory.path, request.display.say)
-            request.display.say(await asyncio.to_thread(_closing_line, request, directory))
+            for line in await asyncio.to_thread(_closing_lines, request, directory):
+                request.display.say(line)
         if request.config.telemetry.trace:
             await asyncio.to_thread(merge_traces, directory.path)
     except (OSError, RemoteError) as failed:
@@ -149,8 +151,12 @@ def _noted_end(request: RunRequest) -> Iterator[None]:
         request.display.note("run ends", **({"error": f"{type(error).__name__}: {error}"} if error else {}))
 
 
+def _closing_lines(request: RunRequest, directory: RunDirectory) -> list[str]:
+    """Returns the lines that end a run: the commands that go on, and the warnings that it gave."""
+    return [_closing_line(request, directory), *(f"warned: {line}" for line in repeated(directory.warnings))]
+
+
 def _closing_line(request: RunRequest, directory: RunDirectory) -> str:
-    """Returns the line that ends a run, with the commands that go on."""
     done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
     if done < request.config.steps:
         return f"stopped at step {done} of {request.config.steps}; go on with: {request.command}"
@@ -280,7 +286,8 @@ async def _spans_sent(config: Config, directory: RunDirectory, display: Display)
 
 
 def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> bool:
-    """Returns, and prints, whether all steps are trained and the last version is evaluated if the config wants it."""
+    """Returns, and prints, whether all steps are trained and the last version is evaluated if the config wants it.
+    Raises ConfigError for changes that a resume would not accept."""
     config = request.config
     if plan is None or plan.version < config.steps:
         return False
@@ -288,8 +295,11 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
     lines = read_lines(directory.evaluations) if sets else []
     if sets - {line.get("name", "") for line in lines if line["version"] == plan.version}:
         return False
+    changes = _changes(request, directory, look_at(source_files(config))) if directory.config.exists() else []
     beyond = f", beyond the {config.steps} asked for" if plan.version > config.steps else ""
-    for line in (*plan.said, f"already done at step {plan.version}{beyond}; nothing to do (raise steps to go on)"):
+    changed_lines = (f"changed, for further steps: {change}" for change in changes)
+    done = f"already done at step {plan.version}{beyond}; nothing to do (raise steps to go on)"
+    for line in (*plan.said, *changed_lines, done):
         request.display.say(line)
     return True
 

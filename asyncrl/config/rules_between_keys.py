@@ -238,6 +238,10 @@ def _deadline_rules(config: "Config") -> Iterator[Problem]:
             yield _wrong(f"{key} fleet.call_deadline", text)
 
 
+LARGEST_FULL_LIMIT = 2
+"""Limit up to which runs lose nothing by samples that are drawn as far ahead as it allows."""
+
+
 def _environment_rules(config: "Config") -> Iterator[Problem]:
     section, turn = config.environment, config.generation.max_new_tokens
     if not section.use:
@@ -258,6 +262,10 @@ def _unread_values(config: "Config") -> Iterator[Problem]:
     if isinstance(staleness.cut_at, int) and staleness.policy != "mask":
         text = f'nothing reads it with policy = "{staleness.policy}", because only "mask" cuts groups: remove it'
         yield _wrong("staleness.cut_at staleness.policy", text, is_warning=True)
+    if staleness.limit > LARGEST_FULL_LIMIT and "admission" not in staleness.model_fields_set:
+        text = f"""samples are drawn as far ahead as the limit allows, so that most train some {staleness.limit}
+            versions old: write "adaptive", which draws as far as keeps the trainer busy, or "full" if that is wanted"""
+        yield _wrong("staleness.admission staleness.limit", text, is_warning=True)
     if a.correction == "none" and a.correction_level != "token":
         text = """nothing reads it with correction = "none": remove it, or write correction = "cap" or "mask" and
             old_logprobs = "recomputed" """

@@ -42,6 +42,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import RunStatus
 from asyncrl.telemetry.samples_file import SampleRecord
 from asyncrl.telemetry.screen.display import Display
+from asyncrl.telemetry.screen.warning_recap import WarningFile
 from asyncrl.telemetry.sinks import open_sinks
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ class TrainingRun:
         gate = self.state.gate
         # Twice what can be in flight: a row of failures that long contains all members of any good group.
         limit = 2 * gate.config.cap * gate.config.members
-        alarm = Alarm(self.config.guards, self.display.say)
+        self._warn = WarningFile(self.state.directory.warnings, self.display.say, lambda: gate.version).warn
+        alarm = Alarm(self.config.guards, self._warn)
         self._guards = TrainingGuards.of(self.config, limit, alarm)
         self._alarms = (
             RewardFailures(limit, alarm, gate.config.members),
@@ -369,7 +371,7 @@ class TrainingRun:
             alarm.observe(event)
         match event:
             case Warned(text):
-                self.display.say(text)
+                self._warn(text)
             case GroupFinished(poison=False):
                 self.running.supervisor.progressed()
             case StepDone(report=report) if report.published and self._evaluations is not None:

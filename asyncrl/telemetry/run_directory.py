@@ -18,7 +18,7 @@ ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/(?=[^/])")
 RUN_FILES = ("config.toml", "journal", "run.id")
 WRITTEN = (
     *("", "logs", "checkpoints", "config.toml", "journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"),
-    *("ratings.jsonl", "run.start", "run.lock", "status.json", "scaled.json"),
+    *("warnings.jsonl", "ratings.jsonl", "run.start", "run.lock", "status.json", "scaled.json"),
 )
 """Folders and files that a run writes, the run directory first."""
 
@@ -28,7 +28,8 @@ class RunDirectory:
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
     evaluations.jsonl; evaluations/: answers to held-out prompts, or episodes; best.json: the checkpoint that is kept
-    for its metric; ratings.jsonl and feedback.json: what people said, and the address of their page;
+    for its metric; warnings.jsonl: of guards and the like;
+    ratings.jsonl and feedback.json: what people said, and the address of their page;
     fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; commands.json: where the run
     takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; recorded/: what
     crossed the lanes (telemetry.record_gb);
@@ -49,6 +50,7 @@ class RunDirectory:
         self.evaluations = path / "evaluations.jsonl"
         self.answers = path / "evaluations"
         self.best = path / "best.json"
+        self.warnings = path / "warnings.jsonl"
         self.ratings = path / "ratings.jsonl"
         self.feedback = path / "feedback.json"
         self.start = path / "run.start"

@@ -43,6 +43,7 @@ CURVES = (
     Curve("Reward", ("reward/mean",)),
     Curve("Reward", ("reward/mean",), "minutes"),
     Curve("Reward", ("reward/mean",), "device-hours"),
+    Curve("Groups that teach nothing", ("reward/equal_groups", "completions/equal_groups"), unit="share"),
     Curve("Staleness of trained tokens", ("staleness/mean", "staleness/max"), unit="versions"),
     Curve("Length of completions", ("completions/length_mean",), unit="tokens"),
     Curve("Trained tokens", ("perf/tokens_per_s",), "minutes", "tokens per second"),

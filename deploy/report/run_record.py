@@ -13,6 +13,7 @@ from asyncrl.telemetry.jsonl import Object, read_lines
 from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 from asyncrl.telemetry.samples_file import SampleRecord, read_samples
+from asyncrl.telemetry.screen.warning_recap import repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class RunRecord:
     on the prompts of `[evaluate]` itself or, where there are none, on those of the first set; sets: the newest of each
     other set.
     audit: None when the journal cannot be read, and `audit_text` says why. devices: GPUs of the run; the CPUs of a host
-    count as one device."""
+    count as one device. warnings: a line for each kind that the run gave."""
 
     path: Path
     config: Config
@@ -34,6 +35,7 @@ class RunRecord:
     audit: Audit | None
     audit_text: str
     devices: int
+    warnings: list[str]
 
     @property
     def name(self) -> str:
@@ -61,6 +63,7 @@ def read_run(path: Path) -> RunRecord:
         audit=audited,
         audit_text=text,
         devices=len(set(_devices(config))),
+        warnings=list(repeated(directory.warnings)),
     )
 
 

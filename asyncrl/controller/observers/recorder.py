@@ -63,11 +63,11 @@ class Recorder:
         self._metrics = LineFile(self.directory.metrics)
         self._samples = SamplesFile(self.directory.samples, self.samples_bytes)
         self._evaluations = LineFile(self.directory.evaluations)
-        self._events: asyncio.Queue[Event] = asyncio.Queue(WAITING_EVENTS)
+        self._events: asyncio.Queue[tuple[Event, float]] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
         self._texts: dict[Key, SampleText] = {}
         self._dropped: Counter[str] = Counter()
-        self._evaluated: Metrics = {}
+        self._evaluated: list[Evaluation] = []
         self._shares = TimeShares()
         self._counts = EnvironmentCounts()
         self._began = asyncio.get_running_loop().time()
@@ -81,7 +81,7 @@ class Recorder:
         if isinstance(event, StepBegan):
             self.shown.keep(row.key for row in event.recorded)
         try:
-            self._events.put_nowait(event)
+            self._events.put_nowait((event, asyncio.get_running_loop().time()))
         except asyncio.QueueFull:
             raise FleetFailed(
                 f"{self._events.maxsize:,} events wait to be written below {self.directory.path}: its disk takes no "
@@ -98,7 +98,7 @@ class Recorder:
 
     async def run(self) -> None:
         while True:
-            await self._handle(await self._events.get())
+            await self._handle(*await self._events.get())
             self._events.task_done()
 
     async def drain(self) -> None:
@@ -113,13 +113,14 @@ class Recorder:
             sink.close()
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Writes one evaluation; sinks get it under its version, `metrics.jsonl` with the next step."""
+        """Writes one evaluation; sinks get it under its version, `metrics.jsonl` with the first step after that version
+        that is not written yet: steps may be written later than they end."""
         self._evaluations.append({"incarnation": self.incarnation, **asdict(evaluation)})
-        numbers = evaluation.metrics()
-        self._send(evaluation.version, numbers)
-        self._evaluated |= {**numbers, evaluation.metric("version"): evaluation.version}
+        self._send(evaluation.version, evaluation.metrics())
+        self._evaluated.append(evaluation)
 
-    async def _handle(self, event: Event) -> None:
+    async def _handle(self, event: Event, observed: float) -> None:
+        """Records an event. observed: when it happened."""
         match event:
             case Dropped(group, members, reason):
                 self._dropped[reason] += len(members)
@@ -130,7 +131,7 @@ class Recorder:
                 finally:
                     self.shown.let_go(row.key for row in event.recorded)
             case StepDone():
-                await self._step(event)
+                await self._step(event, observed)
 
     async def _read_texts(self, rows: Sequence[RowRef]) -> dict[Key, SampleText]:
         try:
@@ -139,8 +140,7 @@ class Recorder:
             return {}  # The worker of the texts died; the step itself reports that.
         return {(text.group, text.member): text for text in texts}
 
-    async def _step(self, done: StepDone) -> None:
-        now = asyncio.get_running_loop().time()
+    async def _step(self, done: StepDone, now: float) -> None:
         metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self.incarnation}
         metrics |= done.staleness
         episodes = self.fleet.environment is not None
@@ -151,7 +151,7 @@ class Recorder:
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         healths = await self.poll_health()
         metrics |= self._shares.since_last(healths) | self._counts.since_last(healths) | feedback_metrics(healths)
-        metrics |= queue_metrics(healths) | self._evaluated
+        metrics |= queue_metrics(healths) | self._evaluated_before(step_of(done.report))
         records = self._records(done)
         metrics |= equal_texts(records)
         self._metrics.append(metrics)
@@ -161,10 +161,18 @@ class Recorder:
         self._forget(row.key for row in done.cuts.batch)
         if not done.report.skipped:  # Else the record of the next step includes these counts.
             self._dropped.clear()
-            self._evaluated = {}
+            self._evaluated = [each for each in self._evaluated if each.version >= step_of(done.report)]
         self._last_step = now
         self._send(step_of(done.report), metrics, records)
         self.show(metrics, records[0] if records else None)
+
+    def _evaluated_before(self, step: int) -> Metrics:
+        """Returns the evaluations of versions before this step, the newest of each set."""
+        metrics: Metrics = {}
+        for each in self._evaluated:
+            if each.version < step:
+                metrics |= {**each.metrics(), each.metric("version"): each.version}
+        return metrics
 
     def _send(self, step: int, metrics: Metrics, samples: Sequence[SampleRecord] = ()) -> None:
         for sink in self.sinks:

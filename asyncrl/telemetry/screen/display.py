@@ -26,6 +26,7 @@ NO_WORKERS: Mapping[str, int] = MappingProxyType({})
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("reward/mean", "reward", ".3f"),
     ("reward/std", "spread", ".3f"),
+    ("reward/equal_groups", "equal groups", ".0%"),
     ("cost/mean", "cost", ".3f"),
     ("cost/multiplier", "multiplier", ".2g"),
     ("critic/explained_variance", "explained", ".2f"),
@@ -41,6 +42,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("policy/kl_reference", "kl to reference", ".2g"),
     ("policy/clip_frac", "clipped", ".1%"),
     ("grad_norm", "gradient", ".2g"),
+    ("policy/entropy", "entropy", ".2g"),
 )
 """Metric, its name on the screen, and the format of its number."""
 

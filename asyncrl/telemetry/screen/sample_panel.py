@@ -112,8 +112,11 @@ class Items:
         yield Text("\n".join(filled(self.items, width, gap=self.gap)), self.style)
 
 
+NO_TEXT = "(no text: the answer ended at once, or has special tokens only)"
+
+
 def _answer(text: str, characters: int | None, tokens: SpecialTokens = PLAIN) -> Iterator[Styled]:
-    yield from tokens.split(_short(text, characters), "bold") if text else [("(nothing)", "dim italic")]
+    yield from tokens.split(_short(text, characters), "bold") if text else [(NO_TEXT, "dim italic")]
 
 
 def _turns(sample: SampleRecord, characters: int | None) -> Iterator[Styled]:

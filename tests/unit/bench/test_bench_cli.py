@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from importlib import import_module
 
@@ -69,3 +70,13 @@ def test_a_name_that_is_no_benchmark_is_an_error_that_lists_them(
     assert all(name in help_text for name in BENCHMARKS)
     assert not other
     assert (f"there is no benchmark {arguments[0]!r}" if status else "usage:") in help_text
+
+
+def test_a_reader_that_has_gone_ends_a_benchmark_quietly() -> None:
+    code = "import sys; from asyncrl.bench import cli; sys.argv[1:] = ['why']; "
+    code += (
+        "cli.import_module = lambda name: type('M', (), {'main': lambda rest: print('line\\n' * 100_000)}); cli.main()"
+    )
+    command = f'{sys.executable} -c "$0" | head -1'
+    done = subprocess.run(["bash", "-c", command, code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("line\n", "")

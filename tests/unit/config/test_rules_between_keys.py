@@ -373,3 +373,12 @@ def test_no_deadline_is_endless(value: float) -> None:
 )
 def test_a_problem_names_each_key_once(problem: Problem, text: str) -> None:
     assert str(problem) == text
+
+
+def test_a_large_limit_names_adaptive_admission_unless_it_was_chosen() -> None:
+    def noted(**staleness: Any) -> str:
+        return "\n".join(map(str, config(staleness=staleness).warnings))
+
+    assert 'so that most train some 8 versions old: write "adaptive"' in noted(limit=8)
+    for chosen in ({"limit": 2}, {"limit": 8, "admission": "adaptive"}, {"limit": 8, "admission": "full"}):
+        assert "versions old" not in noted(**chosen)

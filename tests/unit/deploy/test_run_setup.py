@@ -35,6 +35,7 @@ from asyncrl.tasks.source_problems import check_tests
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 from asyncrl.telemetry.screen.display import open_display
+from asyncrl.telemetry.screen.warning_recap import WarningFile
 
 ROWS = [{"prompt": "x" * length} for length in (1, 2, 3)]
 
@@ -183,6 +184,31 @@ def test_a_run_that_is_done_says_so(
 ) -> None:
     assert nothing_left(order(directory.path, steps=steps), directory, PLAN)
     assert capsys.readouterr().out.split("\n")[:2] == [*PLAN.said, said]
+
+
+def test_a_run_that_is_done_refuses_what_changed(directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    def asked(**keys: object) -> RunRequest:
+        return order(directory.path, steps=5, **keys)
+
+    settle_config(asked(), directory, None)
+    with pytest.raises(ConfigError, match=r"seed"):
+        nothing_left(asked(seed=1), directory, PLAN)
+    assert nothing_left(replace(asked(seed=1), accept_changes=True), directory, PLAN)
+    assert "changed, for further steps: seed" in capsys.readouterr().out
+
+
+async def test_the_warnings_of_a_run_stand_again_under_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def train(request: RunRequest, directory: RunDirectory, *_: object) -> None:
+        directory.metrics.write_text(json.dumps({"step": 5, "version": 5}) + "\n")
+        warned = WarningFile(directory.warnings, request.display.say, lambda: 3)
+        warned.warn("guards.truncation: 70% were cut off")
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    await run_setup.run(order(tmp_path, steps=5))
+    said = [line["text"] for line in read_lines(tmp_path / "logs" / "controller.jsonl") if line["event"] == "said"]
+    assert said[-2].startswith("done; next: ")
+    assert said[-1] == "warned: guards.truncation (once, after step 3): 70% were cut off"
 
 
 @pytest.mark.parametrize(

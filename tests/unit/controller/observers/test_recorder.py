@@ -10,13 +10,15 @@ import pytest
 
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers import recorder as recorder_module
+from asyncrl.controller.observers.evaluation.evaluator import Evaluation
 from asyncrl.controller.observers.events import SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.saved_rows import READY_TERMS, read_terms, write_terms
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.messages import Health, SampleText, Score, StepReport
+from asyncrl.protocols.messages import Health, SampleText, Score, StepReport, TrainedSample
+from asyncrl.simulation import virtual_loop
 from asyncrl.telemetry.run_directory import RunDirectory
 from tests.power_cut_disk import Disk
 
@@ -92,11 +94,34 @@ async def test_what_a_step_that_trained_nothing_told_is_told_again_by_the_next_t
     recorder._dropped["not finite"] += 3
     for skipped, version in (("not finite", 5), ("", 6), ("", 7)):
         report = StepReport(0, version, 0 if skipped else 1, skipped, "00", {}, (), None)
-        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, {}, 1.0))
+        await recorder._step(StepDone(Cuts(0, 5, BatchRef(()), 0, 0), report, {}, 1.0), 0.0)
     assert [line["step"] for line in told] == [6, 6, 7]
     assert [line.get("data/dropped/not finite") for line in told] == [3, 3, None]
     assert [line.get("skipped/not finite") for line in told] == [1, None, None]
     recorder.close()
+
+
+def test_steps_that_are_written_late_keep_their_times_and_the_evaluations_before_them(tmp_path: Path) -> None:
+    service: Any = SimpleNamespace()
+    told: list[Any] = []
+    fleet = Fleet(service, service, service)
+    sample = TrainedSample(0, 0, 0, 100, 0)
+
+    async def play() -> None:
+        recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, lambda metrics, sample: told.append(metrics))
+        recorder.evaluated(Evaluation(2, 8, 0.5, 0.1, None, 0, 1.0))
+        for version in range(1, 5):
+            await asyncio.sleep(10)
+            report = StepReport(0, version, 1, "", "00", {}, (sample,), None)
+            recorder.observe(StepDone(Cuts(0, version - 1, BatchRef(()), 0, 0), report, {}, 1.0))
+        running = asyncio.create_task(recorder.run())
+        await recorder.drain()
+        running.cancel()
+        recorder.close()
+
+    virtual_loop.run(play())
+    assert [line.get("eval/version") for line in told] == [None, None, 2, None], "version 2 is that before step 3"
+    assert [line["perf/tokens_per_s"] for line in told] == pytest.approx([10] * 4)
 
 
 async def test_events_that_nothing_writes_end_the_run_and_say_where(

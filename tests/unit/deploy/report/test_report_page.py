@@ -11,6 +11,7 @@ from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.report.curve_charts import binned, positions, staleness_histogram, state_chart
 from asyncrl.deploy.report.report_page import facts, report_html, shown_samples
 from asyncrl.deploy.report.run_record import read_run
+from asyncrl.telemetry.screen.warning_recap import WarningFile
 
 sys.path.insert(0, str(Path(__file__).parent))
 from recorded_runs import SAMPLE, recorded_run, step
@@ -31,6 +32,15 @@ def test_the_table_says_what_the_metrics_say(tmp_path: Path) -> None:
     assert said["oldest trained token"] == "2 versions"
     assert said["held out"] == "0.250 ± 0.000 at version 0"
     assert said["audit"] == "the journal cannot be read"
+
+
+def test_warnings_stand_above_the_curves_with_one_of_equal_groups(tmp_path: Path) -> None:
+    lines = [step(n, 2.0 * n, **{"reward/equal_groups": 1.0}) for n in range(1, 4)]
+    path = recorded_run(tmp_path / "run", lines)
+    WarningFile(path / "warnings.jsonl", lambda text: None, lambda: 3).warn("guards.no_variance: all got <1>")
+    page = report_html([read_run(path)])
+    assert page.index("guards.no_variance (once, after step 3): all got &lt;1&gt;") < page.index('<h2 id="curves">')
+    assert "Groups that teach nothing" in page
 
 
 def test_axes_count_minutes_and_hours_of_all_devices(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.samples_file import SampleRecord
 from asyncrl.telemetry.screen.display import SHOWN, LineDisplay, LiveDisplay, LoggedDisplay, open_display, shown
-from asyncrl.telemetry.screen.sample_panel import SpecialTokens, group_panel, sample_panel
+from asyncrl.telemetry.screen.sample_panel import NO_TEXT, SpecialTokens, group_panel, sample_panel
 
 SAMPLE = SampleRecord(
     step=3, incarnation=0, group=5, member=2, attempt=0, prompt="Reverse abc", text="cba [bold]", finish="stop",
@@ -126,7 +126,7 @@ def test_a_sample_without_a_reward_is_told_from_one_with_none_at_all(reward: flo
 def test_long_texts_keep_their_ends() -> None:
     text = rendered(replace(SAMPLE, text="a" * 500 + "b" * 500), 40)
     assert "a" * 20 + " … " + "b" * 20 in text
-    assert "(nothing)" in rendered(replace(SAMPLE, text=""))
+    assert "(no text: the answer ended at once, or" in rendered(replace(SAMPLE, text=""))
 
 
 def test_an_episode_shows_who_said_what_and_what_each_turn_earned() -> None:
@@ -138,7 +138,7 @@ def test_an_episode_shows_who_said_what_and_what_each_turn_earned() -> None:
         "assistant: 5  [reward 0]",
         "user: more\N{REPLACEMENT CHARACTER}[2J",
         "tool: 12",
-        "assistant: (nothing)  [reward 0.75]",
+        f"assistant: {NO_TEXT}  [reward 0.75]",
     ]
     assert "· 2 turns ·" in lines[6]
 
