@@ -50,12 +50,16 @@ def test_each_row_is_shown_with_its_prompt_answer_and_rewards(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     _, first, second = done.stdout.split("\ntask.prompts: ")
     for shown, line, letter in ((first, 1, "a"), (second, 2, "b")):
-        heading, prompt, text, answer, *_ = shown.splitlines()
+        heading, prompt, text, column, answer, *_ = shown.splitlines()
+        assert column == "column answer: 'b'"
         assert heading == f"{tmp_path}/questions.jsonl, line {line}"
         assert prompt.startswith("prompt, ")
         assert text == f"  <user>is it {letter}?<answer>"
         assert answer.startswith("answer, ")
-        assert shown.rstrip().endswith(
+        rewards, _, group = shown.rstrip().partition("\ngroup of 8 samples: ")
+        assert rewards.endswith(
             "reward: 0.5\n  right/parts = 0.5 (weight 2)\n  right/ends = -0.25 (weight 2)\n  length = 0 (weight 1)"
         )
+        assert "different texts, rewards 0.5 to 0.5 (mean 0.5)" in group
+        assert group.endswith("  all equal: under a group baseline such rewards teach nothing")
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before

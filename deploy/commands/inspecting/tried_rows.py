@@ -2,8 +2,9 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config, Scorer
@@ -22,6 +23,8 @@ from asyncrl.tasks.chat_messages import TOOLS
 from asyncrl.tasks.prompt_rows import Row
 
 Say = Callable[[str], None]
+COLUMN_CHARACTERS = 300
+"""Characters of a column of the row that are shown."""
 
 
 async def try_rows(config: Config, places: Mapping[str, str], rows: int, say: Say) -> None:
@@ -40,7 +43,8 @@ async def try_rows(config: Config, places: Mapping[str, str], rows: int, say: Sa
 
 
 class _Trial:
-    """Samples, scores and shows one group at a time. A group has one member, unless rewards compare its members."""
+    """Samples, scores and shows one group at a time: one of its answers, or all where rewards compare them, and whether
+    the group would teach."""
 
     def __init__(
         self, config: Config, questions: Questions, tokenizer: TokenizerWithStops, running: RunningFleet, say: Say
@@ -53,7 +57,8 @@ class _Trial:
         self._environment = running.handle("environment", Environment) if config.environment.use else None
         self._scorers = {name: running.handle(name, Reward) for name in config.scorers}
         compares = any(each.group for section in config.scorers.values() for each in section.functions)
-        self._members = tuple(range(config.task.samples_per_prompt if compares else 1))
+        self._members = tuple(range(config.task.samples_per_prompt))
+        self._shown = len(self._members) if compares else 1
 
     async def show(self, group: int) -> None:
         row = self._questions.training(group)
@@ -62,17 +67,21 @@ class _Trial:
             ids = self._tokenizer.prompt_ids(row.prompt, row.columns.get(TOOLS) or ())
             shown = self._tokenizer.decode(ids, skip_special_tokens=False)
             self._say(_block(f"prompt, {len(ids)} tokens", shown))
+        for name, value in row.columns.items():
+            if name not in (TOOLS, "prompt", self._config.task.columns.get("prompt")):
+                self._say(f"column {name}: {_shortened(repr(value))}")
         finished: list[BatchRef] = []
         await sample_turns(self._generation, self._environment, self._request(group, row), row.columns, finished.append)
-        samples = BatchRef.join(finished)
+        samples = BatchRef(tuple(sorted(BatchRef.join(finished), key=lambda ref: ref.member)))
         texts = {text.member: text for text in await self._generation.texts(samples)}
-        for ref in samples:
+        for ref in samples.rows[: self._shown]:
             for block in _answer(texts[ref.member], f"{ref.tokens} tokens, ended by {ref.finish}"):
                 self._say(block)
         scored = await gather(*(scorer.score(samples, row.columns) for scorer in self._scorers.values()))
         for name, scores in zip(self._scorers, scored, strict=True):
-            for score in scores:
+            for score in scores[: self._shown]:
                 self._say(self._score(name, score))
+        self._say(group_in_words(samples, [texts[ref.member] for ref in samples], scored[0]))
 
     def _request(self, group: int, row: Row) -> PromptGroup:
         generation = self._config.generation
@@ -101,6 +110,25 @@ class _Trial:
         total = "cannot be scored" if score.reward is None else f"{score.reward:g}"
         errors = [f"  {line}" for line in score.error.splitlines()]
         return "\n".join([f"{name}: {total}", *lines, *errors])
+
+
+def group_in_words(samples: BatchRef, texts: Sequence[SampleText], scores: Sequence[Score]) -> str:
+    """Says how the samples of a group differ, and what keeps them from teaching anything."""
+    rewards = [score.reward for score in scores if score.reward is not None]
+    different = len({text.text for text in texts})
+    spread = f"rewards {min(rewards):g} to {max(rewards):g} (mean {fmean(rewards):.3g})" if rewards else "no rewards"
+    said = [f"group of {len(samples)} samples: {different} different texts, {spread}"]
+    if len(samples) > 1 and different == 1:
+        said.append("  all identical: raise generation.temperature")
+    if all(ref.truncated for ref in samples):
+        said.append("  all cut off: raise generation.max_new_tokens, or write generation.stop")
+    if len(rewards) > 1 and len(set(rewards)) == 1:
+        said.append("  all equal: under a group baseline such rewards teach nothing")
+    return "\n".join(said)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= COLUMN_CHARACTERS else f"{text[:COLUMN_CHARACTERS]}..."
 
 
 def _answer(text: SampleText, described: str) -> Iterator[str]:

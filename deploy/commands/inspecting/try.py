@@ -5,7 +5,8 @@ import asyncio
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
 
 DESCRIPTION = (
-    f"{__doc__} It shows each prompt as the model gets it, one answer, and what every reward function gave it. "
+    f"{__doc__} It shows each prompt as the model gets it, the columns of its row, one answer with what every "
+    "reward function gave it, and whether the group of its samples would teach anything. "
     "Further flags set config keys, as in `asyncrl run`."
 )
 
