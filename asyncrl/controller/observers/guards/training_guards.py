@@ -29,7 +29,7 @@ SAME_TEXTS = 0.5
 """Share of the recorded groups with one text from which the sampling is to blame, and not the reward."""
 LEAST_MOVE = 0.1
 """Nats that the log-prob of a token has to move in a run, if every step moves it the same way: a tenth of its
-probability. Runs that learn move some 5, docs/log.md has them."""
+probability. Runs that learn move 0.4 to 29, docs/log.md has them."""
 FEWEST_STEPS = 100
 """A short trial is judged as if it had as many steps."""
 LARGEST_TRUNCATED = 0.5
