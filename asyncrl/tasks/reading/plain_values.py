@@ -18,6 +18,8 @@ SMALLEST, LARGEST = -(2**63), 2**64 - 1
 def plain(value: Any, where: str, depth: int = DEEPEST) -> Any:
     """Converts `value` to None, bool, int, float, str, bytes, lists and dicts. Dates and times become text (ISO 8601),
     and so do decimals; raises TaskError, which begins with `where`, if it holds something else."""
+    if type(value) is str:  # Most values are texts.
+        return valid_text(value, where)
     match value:
         case None | bool() | float() | bytes():
             return value
@@ -48,6 +50,8 @@ def plain(value: Any, where: str, depth: int = DEEPEST) -> Any:
 
 def valid_text(text: str, where: str) -> str:
     """Returns a text that has UTF-8; raises TaskError, which begins with `where`, for half of a surrogate pair."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError as error:
