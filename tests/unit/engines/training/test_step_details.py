@@ -150,7 +150,7 @@ class TwoRanks(DistributedRanks):
         self.size = 2
         self._rows = (own, others)
 
-    def _gather_equal(self, values: Tensor) -> list[Tensor]:
+    def gather_equal(self, values: Tensor) -> list[Tensor]:
         own, others = self._rows
         if values.dim() == 1:
             return [torch.tensor([len(own)]), torch.tensor([len(others)])]
