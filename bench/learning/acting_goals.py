@@ -26,39 +26,39 @@ END = 60.0
 """Seconds that a run may take to end with a checkpoint."""
 
 
-def line_at_goal(lines: Sequence[dict[str, Any]], goal: float) -> dict[str, Any] | None:
-    """Returns the first line at which the mean return of the last 20 episodes reached the goal, if there is one."""
+def until_goal(lines: Sequence[dict[str, Any]], goal: float) -> tuple[Sequence[dict[str, Any]], bool]:
+    """Returns the lines up to the first at which the mean return of the last 20 episodes is the goal or more, and True;
+    all lines and False if there is none."""
     episodes = 0.0
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         episodes += line["acting/episodes"]
         if episodes >= EPISODES and line["acting/return_last20"] >= goal:
-            return line
-    return None
+            return lines[:number], True
+    return lines, False
 
 
 def run_to_goal(experiment: str, goal: float, seed: int, folder: Path) -> dict[str, Any]:
-    """Returns what it took; `reached` is False where the steps of the experiment ended before."""
+    """Returns what it took; `reached` is False where the steps of the experiment ended before. transitions: all that
+    environments took, also those that were masked."""
     metrics, began = folder / "run/metrics.jsonl", time.monotonic()
     flags = ["--run-dir", str(folder / "run"), "--seed", str(seed), "--telemetry.report", "false"]
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", experiment, *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        found = None
-        while found is None and process.poll() is None:
+        reached = False
+        while not reached and process.poll() is None:
             time.sleep(LOOK)
-            found = line_at_goal(read_metrics(metrics), goal) if metrics.exists() else None
+            reached = metrics.exists() and until_goal(read_metrics(metrics), goal)[1]
         seconds = time.monotonic() - began
         process.send_signal(signal.SIGTERM)
         process.wait(END)
-    lines = read_metrics(metrics)
-    last = found or line_at_goal(lines, goal) or lines[-1]
-    until_then = [line for line in lines if line["step"] <= last["step"]]
+    lines, reached = until_goal(read_metrics(metrics), goal)
     return {
         "experiment": experiment,
         "seed": seed,
-        "reached": last["acting/return_last20"] >= goal,
-        "transitions": sum(line["tokens/response"] for line in until_then),  # Also those that were masked.
+        "reached": reached,
+        "transitions": sum(line["tokens/response"] for line in lines),
         "seconds": round(seconds, 1),
-        "training_seconds": round(last["time"], 1),
+        "training_seconds": round(lines[-1]["time"], 1),
     }
 
 

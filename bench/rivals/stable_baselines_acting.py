@@ -38,7 +38,7 @@ def model_of(name: str, seed: int, width: int) -> tuple[Any, int]:
     """Returns the model, and the most transitions."""
     if name == "pendulum":
         env = make_vec_env("Pendulum-v1", n_envs=4, seed=seed)
-        batches = {"batch_size": 256, "learning_starts": 512, "train_freq": 8, "gradient_steps": 32}
+        batches = {"batch_size": 128, "learning_starts": 512, "train_freq": 8, "gradient_steps": 32}
         more = {"buffer_size": 50_000, "seed": seed, "device": "cpu", "policy_kwargs": {"net_arch": [width, width]}}
         return SAC("MlpPolicy", env, learning_rate=1e-3, **batches, **more), 16_000
     if name == "cartpole":

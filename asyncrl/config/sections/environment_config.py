@@ -110,9 +110,11 @@ SAC_DEFAULTS: Mapping[str, Any] = {
     "acting.hidden_size": (256, 256),
     "acting.activation": "relu",
     "staleness.policy": "admit",
+    "training.max_grad_norm": 1e6,
 }
-"""Other defaults with SAC: the network of its paper, short steps, because each transition has an update, and no bound
-on age, because its losses hold for transitions of any policy."""
+"""Other defaults with SAC: the network of its paper; short steps, because each transition has an update; no bound on
+age, because its losses hold for transitions of any policy; and none on gradients, as in the paper: those of the critics
+grow with the rewards, and the bound of language models would cut all of them."""
 
 
 def acting_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

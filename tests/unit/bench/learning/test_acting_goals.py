@@ -1,11 +1,11 @@
-"""The line at which a policy reached its goal, and the rates of environments that wait."""
+"""The lines until a policy reached its goal, and the rates of environments that wait."""
 
 from pathlib import Path
 
 import pytest
 
 from asyncrl.bench.learning.acting_feedback import rate
-from asyncrl.bench.learning.acting_goals import line_at_goal
+from asyncrl.bench.learning.acting_goals import until_goal
 from tests.unit.engines.acting.scene import ENVIRONMENTS, acting_config
 
 
@@ -16,10 +16,10 @@ def lines(*returns: float, episodes: int = 8) -> list[dict[str, float]]:
 
 
 def test_the_goal_counts_from_twenty_episodes_on() -> None:
-    found = line_at_goal(lines(9.0, 9.0, 9.0, 9.0), 9.0)
-    assert found is not None
-    assert found["step"] == 2
-    assert line_at_goal(lines(1.0, 2.0, 3.0), 9.0) is None
+    given = lines(9.0, 9.0, 9.0, 9.0)
+    assert until_goal(given, 9.0) == (given[:3], True)
+    below = lines(1.0, 2.0, 3.0)
+    assert until_goal(below, 9.0) == (below, False)
 
 
 @pytest.mark.parametrize("feedback", ["synchronous", "asynchronous"])

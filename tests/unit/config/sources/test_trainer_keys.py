@@ -38,6 +38,12 @@ def test_sac_takes_transitions_of_any_age_unless_a_bound_is_written() -> None:
     assert config_of(algorithm="PPO").staleness.policy == "mask"
 
 
+def test_sac_takes_gradients_of_the_critics_as_they_are_unless_a_bound_is_written() -> None:
+    assert config_of().training.max_grad_norm >= 1e6
+    assert config_of(training={"max_grad_norm": 10.0}).training.max_grad_norm == 10.0
+    assert config_of(algorithm="PPO").training.max_grad_norm == 1.0
+
+
 def test_packed_workers_are_children_of_one() -> None:
     config = config_of(distributed={"num_workers": 2, "placement_strategy": "pack"})
     assert (config.generation.replicas, config.acting.children) == (1, 2)
