@@ -28,6 +28,8 @@ OPTIONS = "environment.options"
 """The key with the tools of an environment, FILE.py:NAME each, in its list `functions`."""
 FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_critic.model")
 """Keys whose value may be a folder, or the name of a model elsewhere."""
+WARMED = "warmed:"
+"""Beginning of a model that is made from demonstrations, which may be FILE.py:NAME."""
 WEIGHTS = "weights.folder"
 """A key whose value is always a folder."""
 PACKAGE = Path(__file__).parents[1]
@@ -49,6 +51,8 @@ def anchored(key: str, value: Any, folder: Path) -> Any:
         return value
     if key == WEIGHTS:
         return value and _absolute(value, folder)
+    if key in FOLDERS and value.startswith(WARMED):
+        return f"{WARMED}{_anchored_source(value.removeprefix(WARMED), folder)}"
     if key in FOLDERS:
         is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
         return _absolute(value, folder) if is_path else value

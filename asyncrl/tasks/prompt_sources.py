@@ -21,7 +21,7 @@ from asyncrl.tasks.human_eval import human_eval
 from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_row, has_column
 from asyncrl.tasks.reading.hub_rows import STREAMING, hub_rows
 from asyncrl.tasks.reading.plain_values import plain
-from asyncrl.tasks.reading.row_files import READERS, Rows, optional_module, place_of, read_file, read_folder
+from asyncrl.tasks.reading.row_files import READERS, JoinedRows, Rows, optional_module, place_of, read_file, read_folder
 from asyncrl.tasks.reading.wrong_files import other_ending
 
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
@@ -90,7 +90,8 @@ def load_prompts(
     prompts that are text become messages."""
     if isinstance(spec, str):
         given = dict(options or {})
-        rows, source, notes = _read(spec, given, held_out), spec, _notes(spec, given)
+        rows, source = _read(spec, given, held_out), spec
+        notes = _notes(spec, given, rows)
     else:
         rows, source, notes = _given(spec), "the rows given as prompts", ()
     if held_out and len(rows) > 0 and isinstance(rows[0], Mapping):
@@ -99,11 +100,22 @@ def load_prompts(
     return Prompts(rows, source, system, columns, notes, chat)
 
 
-def _notes(spec: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+def _notes(spec: str, options: Mapping[str, Any], rows: Rows) -> tuple[str, ...]:
     """Returns what the user is told about rows that were read."""
+    if isinstance(rows, JoinedRows) and len(rows.parts) > 1:
+        return (f"{spec} has {rows.counts}",)
     if not (spec.startswith("hub:") and options.get(STREAMING)):
         return ()
     return (f"{spec} is streamed: its first {options['size']} rows are the data set; task.size says how many",)
+
+
+def read_rows(source: str | Path) -> list[dict[str, Any]]:
+    """Reads all rows of a file or a folder, FILE, FOLDER or FOLDER#SPLIT, in their order, for functions that sort or
+    split them. Raises TaskError when there are none."""
+    spec = str(source)
+    if not (data_suffix(spec) or data_folder(spec)):
+        raise TaskError(f'read_rows: "{spec}" is no file or folder with rows')
+    return [dict(row) for row in _read(spec, {}, held_out=False)]
 
 
 def write_texts(path: Path, task: TaskConfig) -> None:

@@ -17,7 +17,7 @@ from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts
 from asyncrl.tasks.prompt_sources import held_out_prompts, pretraining_rows, training_prompts
-from asyncrl.tasks.reading.row_files import PARQUET
+from asyncrl.tasks.reading.row_files import PARQUET, files_of_folder
 from asyncrl.tasks.stored_samples import read_stored_samples
 
 READ_AHEAD = 16 * 2**20
@@ -99,11 +99,22 @@ def _check_tests(prompts: PromptRows, columns: Collection[str]) -> None:
 
 
 def is_read_ahead(spec: str) -> bool:
-    """Returns whether this is a file of prompts whose rows are read before a run starts."""
-    file = Path(spec).expanduser()
-    if not (kind := data_suffix(spec)) or kind == PARQUET or not file.is_file():
+    """Returns whether this is a file of prompts, or a folder of such, whose rows are read before a run starts."""
+    folder = None if data_suffix(spec) else data_folder(spec)
+    try:
+        files = [Path(spec).expanduser()] if folder is None else files_of_folder(*folder)
+    except TaskError:
+        return True  # Reading says what is wrong with the folder.
+    kinds = {data_suffix(file.name) for file in files if file.is_file()}
+    if not kinds or "" in kinds or (PARQUET in kinds and find_spec("pyarrow") is None):
         return False
-    return file.stat().st_size * (INFLATION if spec.lower().endswith(COMPRESSED) else 1) <= READ_AHEAD
+    return sum(map(_inflated, files)) <= READ_AHEAD
+
+
+def _inflated(file: Path) -> int:
+    """Returns the bytes that the rows of a file may have in memory."""
+    is_packed = file.name.lower().endswith((COMPRESSED, PARQUET))
+    return file.stat().st_size * (INFLATION if is_packed else 1)
 
 
 def _problems(
@@ -129,4 +140,4 @@ def _is_read_now(spec: str) -> bool:
         return True
     if data_suffix(spec):
         return is_read_ahead(spec) or not Path(spec).expanduser().is_file()
-    return data_folder(spec) is None and ":" not in spec
+    return is_read_ahead(spec) if data_folder(spec) else ":" not in spec

@@ -41,8 +41,8 @@ class RowLengths:
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"prompts count {self.longest} tokens, as task.max_prompt_tokens allows: they are read in the run"
-        return f"prompts have {self.mean} tokens in the mean and at most {self.longest}, by {self.rows} rows"
+            return f"unknown before the prompts are read: each is taken for {self.longest} (task.max_prompt_tokens)"
+        return f"{self.mean} in the mean and at most {self.longest}, by {self.rows} rows"
 
 
 def measured_lengths(config: Config, model: str) -> RowLengths:
@@ -91,7 +91,7 @@ def _text(prompt: Messages, template: str | None, arguments: Mapping[str, Any]) 
     if isinstance(prompt, str):
         return prompt
     if template is None:
-        return "".join(str(message["content"]) for message in prompt)
+        return "".join(f"{message['content']}{' ' if message['role'] == 'system' else ''}" for message in prompt)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     values: dict[str, Any] = {"messages": prompt, "add_generation_prompt": True, "bos_token": "", **arguments}
     return environment.from_string(template).render(values)

@@ -7,6 +7,8 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
+from asyncrl.deploy.checks.lost_characters import lost_characters
+from asyncrl.deploy.checks.shared_prompts import shared_prompts
 from asyncrl.engines.generation.tokenization import NO_TEMPLATE, TokenizerWithStops
 from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, has_chat_template
 from asyncrl.errors import TaskError
@@ -31,6 +33,11 @@ PREFILL = (
 )
 LOOKED_AT = 1000
 """Rows whose kind of prompt is looked at before workers start; they look at others."""
+
+NO_ROLES = (
+    "a model of warmed: knows no roles of a chat: task.system stands before each prompt like a part of it, with a "
+    "space behind it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,10 @@ def questions_of(
         sets = _fitting(config, sets, model)
     for note in (note for each in sets.by_key(config).values() for note in each.notes):
         say(note)
+    for note in (*shared_prompts(config, sets.training, sets.held_out), *lost_characters(model, sets.by_key(config))):
+        say(f"warning: {note}")
+    if config.task.system and config.model.name.startswith("warmed:"):
+        say(NO_ROLES)
     if _is_raw_by_default(config, places) and isinstance(sets.training.row(0).prompt, str) and chat_template_of(model):
         say(RAW)
     if ends_with_answer(sets.training.row(0).prompt):

@@ -58,6 +58,7 @@ UNFUZZED: dict[str, str] = {
     "config/sources/value_validation.py": USER,
     "controller/journal/best_checkpoint.py": RUN,
     "controller/saved_rows.py": RUN,
+    "deploy/checks/lost_characters.py": MODEL,
     "deploy/checks/shared_memory_needs.py": MODEL,
     "deploy/commands/tuning/search_space.py": USER,
     "deploy/commands/tuning/study.py": RUN,

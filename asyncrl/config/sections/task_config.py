@@ -97,7 +97,9 @@ class TaskConfig(Section):
     """Treatment of longer prompts: `error` ends the run before anything is sampled, `skip` leaves them out, `truncate`
     cuts off the beginning of their longest message. A line says how many there are."""
     pretrain: str = ""
-    """Texts for algorithm.pretrain_coefficient, as `prompts`: rows of `text`, or `prompt` and `answer` to learn."""
+    """Texts for algorithm.pretrain_coefficient, from one source as `prompts` names them: rows of `text`, or `prompt`
+    and `answer` to learn. `system` and `text_prompts` apply to its prompts, `columns` and `options` do not: a function
+    gives other columns their names."""
     pretrain_per_step: Positive = 32
     """Number of these texts in one training step."""
 

@@ -15,6 +15,7 @@ import threading
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from asyncrl.config.install_hints import PACKAGED, missing_model_packages
@@ -24,8 +25,16 @@ from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.engines.models.model_folder import existing_folder, is_complete, refuse_damaged
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.models.warmed_model_cache import HEADS, HEADS_FOR_VLLM, WarmedModelCache, recipe_digest
-from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, errno_in
+from asyncrl.engines.models.warmed_model_cache import (
+    CONTEXT,
+    HEADS,
+    HEADS_FOR_VLLM,
+    UNPACKED,
+    WarmedModelCache,
+    recipe_digest,
+    unpacked_digest,
+)
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, TaskError, errno_in
 from asyncrl.tasks.builtin.words import Demonstrations
 from asyncrl.telemetry.run_directory import default_cache
 
@@ -43,6 +52,8 @@ WARMED = {
     "calculator": "asyncrl.tasks.builtin.calculator:DEMONSTRATIONS",
     "two_turns": "asyncrl.tasks.builtin.two_turns:DEMONSTRATIONS",
 }
+MOST_ROWS = 10_000
+"""Rows of a function of the user from which a tiny model learns."""
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -133,34 +144,72 @@ def make_model(name: str, seed: int, target: Path, show: Show, engine: str = "to
 
 def _warm_up(demonstrations: Demonstrations, seed: int, making: Path, show: Show, heads: int) -> None:
     """Makes a tiny model, or copies the one that was made before of the same demonstrations, seed and code."""
-    kept, digest = default_cache() / "warmed", recipe_digest(demonstrations, seed, heads)
-    cache = WarmedModelCache(kept)
+
+    def warm() -> None:
+        show("warming up a tiny model: loading torch")
+        from asyncrl.engines.models.warmed_up_model import warm_up
+
+        warm_up(demonstrations, seed, making, show, heads)
+
+    cache = WarmedModelCache(default_cache() / "warmed")
+    _made_once(cache, recipe_digest(demonstrations, seed, heads), "the tiny model", making, show, warm)
+
+
+def _made_once(
+    cache: WarmedModelCache, digest: str, named: str, making: Path, show: Show, make: Callable[[], None]
+) -> None:
+    """Copies a kept model into the folder `making`, or makes it there and keeps it."""
     try:
         if cache.copy_to(digest, making):
-            show(f"the tiny model was made before: {kept / digest}")
+            show(f"{named} was made before: {cache.folder / digest}")
             return
     except OSError as error:
-        show(f"a tiny model that was made before cannot be read: {error}")
+        show(f"{named} was made before and cannot be read: {error}")
         shutil.rmtree(making)
         making.mkdir()
-    show("warming up a tiny model: loading torch")
-    from asyncrl.engines.models.warmed_up_model import warm_up
-
-    warm_up(demonstrations, seed, making, show, heads)
+    make()
     try:
         cache.keep(digest, making)
     except OSError as error:
-        show(f"the tiny model is not kept for later runs: {error}")
+        show(f"{named} is not kept for later runs: {error}")
 
 
 def demonstrations_of(task: str) -> Demonstrations:
-    """Returns the demonstrations of a built-in task, or of the user's own as `FILE.py:NAME` or `module:NAME`."""
+    """Returns the demonstrations of a built-in task, or of the user's own as `FILE.py:NAME` or `module:NAME`: a
+    function without parameters that returns or yields rows {prompt, answer}."""
     if ":" not in task and task not in WARMED:
-        raise ConfigError(f"model.name: no task is known as warmed:{task}{suggestion(task, WARMED)}")
+        raise ConfigError(
+            f"model.name: no task is known as warmed:{task}{suggestion(task, WARMED)}; a function of yours is written "
+            "as warmed:FILE.py:NAME"
+        )
     found = resolve(WARMED.get(task, task), "model.name")
-    if not isinstance(found, Demonstrations):
-        raise ConfigError(f"model.name: warmed:{task} is no asyncrl.tasks.builtin.words.Demonstrations")
-    return found
+    return found if isinstance(found, Demonstrations) else _demonstrations_of_rows(task)
+
+
+def _demonstrations_of_rows(task: str) -> Demonstrations:
+    """Returns the rows of a function of the user, each drawn equally often. A character that is not ASCII becomes a
+    token too."""
+    from asyncrl.tasks.prompt_sources import errors_of_code, function_named
+
+    where = f"model.name: warmed:{task}"
+    with errors_of_code(where):
+        rows = list(islice(function_named(task, "model.name")(), MOST_ROWS))
+    if not rows:
+        raise ConfigError(f"{where}: there are no rows")
+    pairs = [_pair(row, f"{where}: row {number}") for number, row in enumerate(rows, 1)]
+    characters = {character for pair in pairs for text in pair for character in text}
+    others = tuple(sorted(each for each in characters if not " " <= each <= "~"))
+    return Demonstrations(lambda source: source.choice(pairs), others)
+
+
+def _pair(row: object, where: str) -> tuple[str, str]:
+    match row:
+        case {"prompt": str(prompt), "answer": str(answer)} if prompt and answer:
+            if len(prompt) + len(answer) < CONTEXT:
+                return prompt, answer
+            text = f"prompt and answer have {len(prompt) + len(answer)} characters, and the model reads {CONTEXT - 1}"
+            raise ConfigError(f"{where}: {text}: write shorter rows, or take another model")
+    raise ConfigError(f'{where}: a row is {{"prompt": TEXT, "answer": TEXT}}, this is {row!r:.80}')
 
 
 def _unpack(key: str, making: Path, show: Show) -> None:
@@ -173,12 +222,19 @@ def _unpack(key: str, making: Path, show: Show) -> None:
     assert found is not None, "missing packages were refused before"
     if found.origin is None:
         raise ConfigError(f"model.name: {module} is a folder without a package in it; install the package again")
+    packed = Path(found.origin).parent / file
+    cache = WarmedModelCache(default_cache() / "unpacked", UNPACKED)
+    digest = unpacked_digest(packed)
+    _made_once(cache, digest, f"the model of {file}", making, show, partial(_convert, packed, making, show))
+
+
+def _convert(packed: Path, making: Path, show: Show) -> None:
+    folder, file = packed.parent, packed.name
     show(f"unpacking {file} to float32")
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = Path(found.origin).parent
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     tied = set(model.all_tied_weights_keys)
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
@@ -224,7 +280,7 @@ def main(name: str, seed: str, target: str, engine: str) -> None:
 
     try:
         make_model(name, int(seed), Path(target), partial(send, "progress"), engine)
-    except ConfigError as error:
+    except (ConfigError, TaskError) as error:
         send("mistake", str(error))
         sys.exit(2)
 

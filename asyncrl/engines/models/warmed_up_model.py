@@ -13,15 +13,17 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from asyncrl.engines.models.warmed_model_cache import BATCH, HEADS
+from asyncrl.engines.models.warmed_model_cache import BATCH, CONTEXT, HEADS
 from asyncrl.tasks.builtin.words import Demonstrations
 
 Show = Callable[[str], None]
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-CHAT = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'system' %} {% elif m.role == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
 CHARACTERS = tuple(chr(code) for code in range(32, 127))
 LEARNING_RATE = 6e-3
-CONTEXT = 256
 IGNORED = -100  # target of tokens that are not learnt
 
 
@@ -38,7 +40,7 @@ def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show,
 
 def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token per word and per printable character; it adds no special tokens by itself, and
-    its chat template none but the ends of answers, as demonstrations have them."""
+    its chat template none but the ends of answers, as demonstrations have them, and a space behind a system message."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *CHARACTERS, *words))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
     pattern = "|".join([*map(re.escape, words), r"[\s\S]"])

@@ -27,6 +27,8 @@ SPLITS = re.compile(r"(train|training|validation|valid|val|dev|test|eval)(?![a-z
 """Beginnings of the names of files that are one split of a data set."""
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "state.json")
 """Files that describe a data set and lie beside its rows."""
+SHOWN = 8
+"""Files of a folder whose numbers of rows are said."""
 LINE_ENDS = re.compile("\r\n|\r|\n")
 """Ends of lines; other characters that Python takes for some may stand in JSON."""
 
@@ -66,8 +68,8 @@ def _no_file(path: Path) -> str:
 
 
 def read_folder(folder: Path, split: str = "") -> Rows:
-    """Reads the rows of all files in a folder, in the order of their names. split: only of files whose name begins with
-    it. Raises TaskError when there are none, or files of several kinds or splits."""
+    """Reads the rows of all files in a folder, of whatever kinds, in the order of their names. split: only of files
+    whose name begins with it. Raises TaskError when there are none, files of several splits, or one in two forms."""
     files = files_of_folder(folder, split)
     return JoinedRows(tuple(map(read_file, files)), tuple(path.name for path in files))
 
@@ -75,16 +77,25 @@ def read_folder(folder: Path, split: str = "") -> Rows:
 def files_of_folder(folder: Path, split: str = "") -> list[Path]:
     """Returns the files that `read_folder` reads; raises TaskError as it does."""
     named = [path for path in sorted(folder.glob("*")) if path.is_file() and holds_rows(path)]
-    if any(data_suffix(path.name) == PARQUET for path in named):  # Descriptions of the data lie beside them.
-        named = [path for path in named if data_suffix(path.name) == PARQUET]
     found = [path for path in named if path.name.lower().startswith(split.lower())]
     if not found:
         some = f" that begin with {split}{suggestion(split, [path.name for path in named])}" if split else ""
         inner = {path.parent for path in folder.glob("*/*") if data_suffix(path.name)}
         deeper = f"; name one of its folders: {', '.join(map(str, sorted(inner)))}" if inner else ""
         raise TaskError(f"task.prompts: in {folder} there are no files ending in {', '.join(READERS)}{some}{deeper}")
-    if len(kinds := sorted({data_suffix(path.name) for path in found})) > 1:
-        raise TaskError(f"task.prompts: in {folder} there are files ending in {' and '.join(kinds)}; name one file")
+    if any(data_suffix(path.name) == PARQUET for path in found):
+        descriptions = [path.name for path in found if data_suffix(path.name) == ".json"]
+        if descriptions:
+            raise TaskError(
+                f"task.prompts: in {folder} {' and '.join(descriptions)} may describe the Parquet files or have rows: "
+                "move it elsewhere, or name the files in a list of sources"
+            )
+    forms = {path.name.lower().rpartition(data_suffix(path.name))[0]: path.name for path in found}
+    if twice := [path.name for path in found if path.name not in forms.values()]:
+        other = forms[twice[0].lower().rpartition(data_suffix(twice[0]))[0]]
+        raise TaskError(
+            f"task.prompts: in {folder} {twice[0]} and {other} seem to be the same rows in two forms: name one of them"
+        )
     splits = sorted({match[1].lower() for path in found if (match := SPLITS.match(path.name))})
     if len(splits) > 1 and not split:
         meant = " or ".join(f"{folder}#{each}" for each in splits)
@@ -114,6 +125,13 @@ class JoinedRows(Sequence[Mapping[str, Any]]):
     def __getitem__(self, number: Any) -> Any:
         part, place = located(self.ends, number)
         return self.parts[part][place]
+
+    @property
+    def counts(self) -> str:
+        """Returns the number of rows of each file in words."""
+        shown = [f"{name} {len(part)}" for name, part in zip(self.names, self.parts, strict=True)]
+        more = [f"{len(shown) - SHOWN} more files"] if len(shown) > SHOWN else []
+        return f"{len(self)} rows: {', '.join([*shown[:SHOWN], *more])}"
 
     def place(self, number: int) -> str:
         """Returns the name of a row in messages."""

@@ -1,8 +1,9 @@
 """Renders samples for a terminal: one, or the members of a group beside one another."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 from rich.console import Console, ConsoleOptions, Group
@@ -19,6 +20,13 @@ END_OF_PROMPT: Styled = ("\N{BLACK RIGHT-POINTING TRIANGLE}", "magenta")
 """Stands where the prompt ends, so that spaces at its end are seen."""
 SPECIAL, SHARED = "reverse", "dim"
 """Styles of special tokens, and of the beginning that an answer shares with the best one of its group."""
+
+
+NO_COLUMNS: Mapping[str, object] = MappingProxyType({})
+UNSHOWN = ("prompt", "tools")
+"""Columns that the panel has already, or that say the same for each row."""
+SHOWN_COLUMNS, SHOWN_VALUE = 8, 120
+"""Columns of a row that are shown, and characters of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +49,28 @@ PLAIN = SpecialTokens(lambda ids: "", ())
 """Shows answers without a tokenizer: as rewards see them."""
 
 
-def sample_panel(sample: SampleRecord, characters: int | None = None, tokens: SpecialTokens = PLAIN) -> Panel:
-    """Renders one sample: prompt, completion or turns, reward, and what was trained of it."""
+def sample_panel(
+    sample: SampleRecord,
+    characters: int | None = None,
+    tokens: SpecialTokens = PLAIN,
+    columns: Mapping[str, object] = NO_COLUMNS,
+) -> Panel:
+    """Renders one sample: prompt, completion or turns, reward, and what was trained of it. columns: of its row."""
     said = _turns(sample, characters) if sample.turns else _answer(_written(sample, tokens), characters, tokens)
-    body = Group(Text.assemble(*_prompt(sample, characters, tokens), "\n", *said), Items(_summary(sample), " · "))
+    text = Text.assemble(*_prompt(sample, characters, tokens), "\n", *said)
+    body = Group(text, *_row(columns), Items(_summary(sample), " · "))
     title = f"step {sample.step} · group {sample.group} · member {sample.member}"
     return Panel(body, title=title, title_align="left")
 
 
-def group_panel(samples: Sequence[SampleRecord], tokens: SpecialTokens = PLAIN) -> Panel:
-    """Renders the samples of one group: their prompt once, then each answer, best first. What an answer shares with the
-    beginning of the best one is dimmed."""
+def group_panel(
+    samples: Sequence[SampleRecord], tokens: SpecialTokens = PLAIN, columns: Mapping[str, object] = NO_COLUMNS
+) -> Panel:
+    """Renders the samples of one group: their prompt once, with columns of its row, then each answer, best first. What
+    an answer shares with the beginning of the best one is dimmed."""
     ordered = sorted(samples, key=lambda each: (each.reward is None, -(each.reward or 0.0), each.member))
     best = _written(ordered[0], tokens)
-    parts: list[Text | Items] = [Text.assemble(*_prompt(ordered[0], None, tokens))]
+    parts: list[Text | Items] = [Text.assemble(*_prompt(ordered[0], None, tokens)), *_row(columns)]
     for sample in ordered:
         text = _written(sample, tokens)
         shared = _shared(best, text) if sample is not ordered[0] else 0
@@ -113,6 +129,13 @@ class Items:
 
 
 NO_TEXT = "(no text: the answer ended at once, or has special tokens only)"
+
+
+def _row(columns: Mapping[str, object]) -> list[Items]:
+    """Returns the columns of a row but its prompt, shortened."""
+    shown = [f"{name} = {_short(str(value), SHOWN_VALUE)}" for name, value in columns.items() if name not in UNSHOWN]
+    more = [f"{len(shown) - SHOWN_COLUMNS} more columns"] if len(shown) > SHOWN_COLUMNS else []
+    return [Items(["row:", *shown[:SHOWN_COLUMNS], *more], " ", "green")] if shown else []
 
 
 def _answer(text: str, characters: int | None, tokens: SpecialTokens = PLAIN) -> Iterator[Styled]:

@@ -96,6 +96,10 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
     problems = list(preflight(config, places=loaded.sources))  # `asyncrl run` refuses these or warns about them.
     for problem in problems:
         yield Check("config" if problem.key else "machine", "note" if problem.is_warning else "bad", str(problem))
+    if not config.environment.use and not config.acting.env:
+        from asyncrl.deploy.commands.checking.prompt_checks import prompt_checks
+
+        yield from prompt_checks(config)
     yield from _containment_checks(config)
     yield _workers_check(config)
     yield _weights_check(config)
@@ -151,7 +155,7 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
         return
     yield Check("model", "ok", f"{config.model.name}, about {shape.parameters / 1e6:.1f}M parameters")
     lengths = measured_lengths(config, config.model.name)
-    yield Check("prompts", "ok", str(lengths))
+    yield Check("prompt tokens", "ok", str(lengths))
     found = needs(config, shape, lengths)
     for need in found:
         yield Check(need.name, "ok", f"about {size_text(need.expected)}, at most {size_text(need.bytes)}: {need.doc}")

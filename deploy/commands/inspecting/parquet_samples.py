@@ -31,15 +31,23 @@ def export_samples(
         say(f"{without} of them have no tokens, and cannot be trained with generation.stored_samples")
 
 
-def _rows(directory: RunDirectory, say: Callable[[str], None]) -> Callable[[int], Row | None]:
-    """Returns what gives the row of a group's prompt, as the run drew it."""
+RowOf = Callable[[int], Row | None]
+
+
+def _rows(directory: RunDirectory, say: Callable[[str], None]) -> RowOf:
+    """Returns what gives the row of a group's prompt, as the run drew it; none, and a line, where that is unknown."""
+    try:
+        return rows_of_groups(directory)
+    except (TaskError, ConfigError) as error:
+        say(f"the file has the text of the prompts, and none of their other columns: {error}")
+        return lambda group: None
+
+
+def rows_of_groups(directory: RunDirectory) -> RowOf:
+    """Reads the prompts of a run again, and returns what gives the row of a group as the run drew it. Raises
+    ConfigError or TaskError where that is not possible."""
     config = read(directory.config)
     if config.task.prompts == IN_MEMORY:
-        say("the prompts were given from Python, so the file has their text, and none of their other columns")
-        return lambda group: None
-    try:
-        model = directory.model if is_complete(directory.model) else Path(config.model.name)
-        return draw_of(config, training_prompts(config), model)
-    except (TaskError, ConfigError) as error:
-        say(f"the file has the text of the prompts, and none of their other columns, for they cannot be read: {error}")
-        return lambda group: None
+        raise ConfigError("the prompts were given from Python")
+    model = directory.model if is_complete(directory.model) else Path(config.model.name)
+    return draw_of(config, training_prompts(config), model)

@@ -1,6 +1,6 @@
 """`asyncrl samples` shows what the model wrote, the reward of each sample by term, and why its tokens were masked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,13 +37,50 @@ def main(arguments: list[str]) -> int:
         written = f"the file has samples of steps {min(steps)} to {max(steps)}" if steps else "the file has no samples"
         raise ConfigError(f"no sample fits; {written} (telemetry.samples_per_step says how many a step writes)")
     console, tokens = Console(), _special_tokens(asked.run)
+    columns_of = _columns(asked.run, chosen)
     if asked.compare:
         for group in _groups_of(chosen, records):
-            console.print(group_panel(group, tokens))
-        return 0
-    for record in chosen:
-        console.print(sample_panel(record, tokens=tokens))
+            console.print(group_panel(group, tokens, columns_of(group[0].group)))
+    else:
+        for record in chosen:
+            console.print(sample_panel(record, tokens=tokens, columns=columns_of(record.group)))
+    print(f"{len(chosen)} of {len(records)} recorded samples{_of_all(asked.run)}")
     return 0
+
+
+def _of_all(run_dir: Path) -> str:
+    """Returns how many samples the run has trained, where that is known."""
+    from asyncrl.config.sources import read
+    from asyncrl.telemetry.metrics_file import read_metrics
+    from asyncrl.telemetry.run_directory import RunDirectory
+
+    directory = RunDirectory(run_dir)
+    if not directory.started_before or not directory.metrics.exists():
+        return ""
+    task, steps = read(directory.config).task, len(read_metrics(directory.metrics))
+    trained = steps * task.prompts_per_step * task.samples_per_prompt
+    return f", of {trained} in the batches of {steps} steps (telemetry.samples_per_step says how many are recorded)"
+
+
+def _columns(run_dir: Path, chosen: "Sequence[SampleRecord]") -> "Callable[[int], Mapping[str, object]]":
+    """Returns what gives the other columns of a group's row; none where the prompts cannot be read at once again."""
+    from asyncrl.config.sources import read
+    from asyncrl.deploy.commands.inspecting.parquet_samples import rows_of_groups
+    from asyncrl.errors import TaskError
+    from asyncrl.telemetry.run_directory import RunDirectory
+
+    directory = RunDirectory(run_dir)
+    if not directory.started_before or any(each.turns for each in chosen):
+        return lambda group: {}
+    if any(each.use.startswith("hub:") for each in read(directory.config).task.sources):
+        print("the rows of a hub's data set are not read again here: --parquet FILE writes them")
+        return lambda group: {}
+    try:
+        row_of = rows_of_groups(directory)
+    except (TaskError, ConfigError) as error:
+        print(f"the columns of the rows are not shown: {error}")
+        return lambda group: {}
+    return lambda group: row.columns if (row := row_of(group)) else {}
 
 
 def _parser() -> CommandParser:

@@ -1,6 +1,7 @@
 """`asyncrl init` writes a commented file of an experiment, for a task that it asks about."""
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -69,11 +70,22 @@ QUESTIONS = (
         "Where are the prompts? A JSONL, CSV or Parquet file, or hub:NAME#split.",
         lambda answers: "prompts.jsonl",
     ),
+    Question("question", "Which column of the rows is the prompt?", lambda answers: "prompt"),
+    Question(
+        "answer",
+        "Which column is the right answer?",
+        lambda answers: "answer",
+        asked=lambda answers: answers["task"] == COMPARED,
+    ),
     Question(
         "reward",
-        "How are answers compared with the column `answer`?",
+        "How are answers compared with the right one?",
         lambda answers: "numeric",
-        {"exact_match": "as text, without spaces around", "numeric": "by the last number in both"},
+        {
+            "exact_match": "as text, without spaces around",
+            "numeric": "by the last number in both",
+            "math_verify": "as expressions: 1/2, 0.5 and \\frac{1}{2} are equal (extra math)",
+        },
         lambda answers: answers["task"] == COMPARED,
     ),
     Question("tokens", "How many tokens may an answer have?", lambda answers: "64"),
@@ -153,7 +165,8 @@ def _write(path: Path, rewards: Path, answers: Answers) -> Iterator[Path]:
     prompts = path.parent / answers.get("prompts", "")
     if answers["task"] != EXAMPLE and prompts.suffix == ".jsonl" and ":" not in str(prompts) and not prompts.exists():
         prompts.parent.mkdir(parents=True, exist_ok=True)
-        prompts.write_text(ROWS, encoding="utf-8")
+        rows = ROWS.replace('"prompt":', f"{json.dumps(answers['question'])}:")
+        prompts.write_text(rows.replace('"answer":', f"{json.dumps(answers.get('answer', 'answer'))}:"), "utf-8")
         yield prompts
     if answers["task"] == OWN:
         rewards.write_text(REWARDS, encoding="utf-8")
@@ -227,6 +240,9 @@ def _values(answers: Answers, rewards: str) -> dict[str, object]:
         "reward.functions": [{"use": reward, "weight": 1.0}],
         "training.learning_rate": 1e-4 if answers["adapters"] == "yes" else 1e-6,
     }
+    columns = {"prompt": answers["question"], "answer": answers.get("answer", "answer")}
+    if renamed := {name: column for name, column in columns.items() if name != column}:
+        values["task.columns"] = renamed
     if answers["adapters"] == "yes":
         values["model.lora"] = {"rank": 16}
     if answers["device"] != "cpu":

@@ -4,8 +4,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from asyncrl.tasks import Draw, training_prompts
-from tests.unit.documents import DOCS, config_of
+from asyncrl.deploy.checks.shared_prompts import shared_prompts
+from asyncrl.tasks import Draw, held_out_prompts, load_prompts, training_prompts
+from tests.unit.documents import DOCS, config_of, files_of
 
 PAGE = "prompts.md"
 
@@ -26,6 +27,28 @@ def test_several_sources(tmp_path: Path) -> None:
     draw = Draw(training_prompts(config_of(PAGE, "hard.jsonl", tmp_path)), seed=0)
     drawn = [str(draw(group).prompt)[0] for group in range(8)]
     assert [Counter(drawn[:4]), Counter(drawn[4:])] == [{"e": 3, "h": 1}] * 2
+
+
+def test_order_and_rows_to_hold_out(tmp_path: Path) -> None:
+    (tmp_path / "daten").mkdir()
+    rows = [{"frage": f"Frage {number}?", "stufe": (7 * number) % 5} for number in range(40)]
+    write(tmp_path / "daten" / "a.jsonl", *rows[:20])
+    write(tmp_path / "daten" / "b.jsonl", *rows[20:])
+    files_of(PAGE, tmp_path)
+    config = config_of(PAGE, "held_out", tmp_path)
+    training, held_out = training_prompts(config), held_out_prompts(config)
+    assert held_out is not None
+    assert len(training) + len(held_out) == len(rows)
+    assert 4 <= len(held_out) <= 16
+    asked = [[str(prompts.row(number).prompt) for number in range(len(prompts))] for prompts in (training, held_out)]
+    assert not set(asked[0]) & set(asked[1])
+    draw = Draw(training, config.seed, config.task.shuffle)
+    levels = [draw(group).columns["stufe"] for group in range(len(training))]
+    assert levels == sorted(levels)
+    assert shared_prompts(config, training, {"": held_out}) == []
+    leaking = {"": load_prompts([{"prompt": asked[0][3]}, {"prompt": "another"}])}
+    (said,) = shared_prompts(config, training, leaking)
+    assert said.startswith("evaluate.prompts: 1 of 2 prompts are trained on too, such as that of ")
 
 
 def test_chat(tmp_path: Path) -> None:

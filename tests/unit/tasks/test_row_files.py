@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks import load_prompts
+from asyncrl.tasks import load_prompts, read_rows
 from asyncrl.tasks.reading.row_files import JoinedRows
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
@@ -76,13 +76,29 @@ def test_splits_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
         load_prompts(f"{tmp_path}#tset")
 
 
-def test_a_folder_without_rows_or_with_files_of_several_kinds_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_rows_or_with_a_file_in_two_forms_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"there are no files ending in \.jsonl, "):
         load_prompts(str(tmp_path))
     (tmp_path / "a.jsonl").write_text(LINES)
-    (tmp_path / "b.csv").write_text("prompt\na\n")
-    with pytest.raises(TaskError, match=r"files ending in \.csv and \.jsonl; name one file"):
+    (tmp_path / "a.csv").write_text("prompt\na\n")
+    with pytest.raises(TaskError, match=r"a\.csv and a\.jsonl seem to be the same rows in two forms: name one"):
         load_prompts(str(tmp_path))
+
+
+def test_files_of_several_kinds_in_a_folder_are_all_read_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "teil1.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
+    write_parquet(tmp_path / "teil2.parquet", ROWS[0])
+    assert columns(tmp_path) == [*ROWS, ROWS[0]]
+    assert load_prompts(str(tmp_path)).notes == (f"{tmp_path} has 3 rows: teil1.jsonl.gz 2, teil2.parquet 1",)
+    assert [row["prompt"] for row in read_rows(str(tmp_path))] == [row["prompt"] for row in columns(tmp_path)]
+    (tmp_path / "about.json").write_text("{}")
+    with pytest.raises(TaskError, match=r"about\.json may describe the Parquet files or have rows: move it"):
+        load_prompts(str(tmp_path))
+
+
+def test_rows_of_what_is_neither_file_nor_folder_are_refused() -> None:
+    with pytest.raises(TaskError, match=r'read_rows: "mine\.py:rows" is no file or folder with rows'):
+        read_rows("mine.py:rows")
 
 
 def test_joined_rows_are_those_of_each_part_in_order() -> None:

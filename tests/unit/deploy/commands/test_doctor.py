@@ -1,9 +1,12 @@
 """asyncrl doctor: what an experiment needs."""
 
+import gzip
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from asyncrl.config import install_hints
@@ -33,8 +36,35 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )  # whatever is installed here
     path = tmp_path / "mine.toml"
     path.write_text(GOOD)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     return path
+
+
+def test_prompts_are_read_and_their_columns_named(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = experiment.parent / "daten"
+    folder.mkdir()
+    (folder / "teil1.jsonl.gz").write_bytes(gzip.compress(b'{"frage": "a", "antwrt": "b"}\n' * 3))
+    pyarrow.parquet.write_table(pyarrow.table({"frage": ["c"], "antwrt": ["d"]}), folder / "teil2.parquet")
+    flags = ["--task.prompts", str(folder), "--task.columns", '{ prompt = "frage" }']
+    assert cli.main(["doctor", str(experiment), *flags]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{folder}: 4 rows, columns frage, antwrt, prompt" in text
+    assert "teil1.jsonl.gz 3, teil2.parquet 1" in text
+    assert "exact_match reads a column, but the row has no column answer; found are frage, antwrt, prompt" in text
+    assert 'write task.columns = { answer = "COLUMN OF YOURS" }' in text
+    columns = '{ prompt = "frage", answer = "antwrt" }'
+    assert cli.main(["doctor", str(experiment), *flags[:3], columns, "--model.name", "warmed:reverse"]) == 0
+    assert "at most 1, by" in capsys.readouterr().out
+
+
+def test_prompts_that_code_makes_are_not_read_and_that_is_said(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (experiment.parent / "mine.py").write_text("def rows():\n    raise AssertionError('this is not run')\n")
+    assert cli.main(["doctor", str(experiment), "--task.prompts", f"{experiment.parent}/mine.py:rows"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "mine.py:rows is not read yet" in text
+    assert "unknown before the prompts are read: each is taken for 512" in text
 
 
 def test_a_good_experiment_gets_its_bytes_by_service(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:

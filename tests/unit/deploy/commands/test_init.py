@@ -13,6 +13,7 @@ from asyncrl.config.sources.keys import all_keys
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands.preparing.init import OTHER_KEYS, OWN, QUESTIONS
 from asyncrl.rewards.functions import function_problems
+from asyncrl.tasks import load_prompts
 
 
 class Terminal(io.StringIO):
@@ -65,7 +66,7 @@ def test_every_key_in_the_file_is_explained_and_right(here: Path, task: str, oth
 def test_a_terminal_is_asked_until_the_answer_is_one(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed(monkeypatch, "sing", OWN, "some/model", "", "32", "", "yes")
+    typed(monkeypatch, "sing", OWN, "some/model", "", "", "32", "", "yes")
     assert cli.main(["init", "songs"]) == 0
     printed = capsys.readouterr().out
     assert "write one of example, compared, own" in printed
@@ -74,7 +75,7 @@ def test_a_terminal_is_asked_until_the_answer_is_one(
     assert config.model.lora is not None
     assert [path.name for path in sorted(here.iterdir())] == ["prompts.jsonl", "songs.toml", "songs_rewards.py"]
     asked = [question.text for question in QUESTIONS if question.text in printed]
-    assert len(asked) == len(QUESTIONS) - 1, "how answers are compared is not asked where a function scores them"
+    assert len(asked) == len(QUESTIONS) - 2, "what answers are compared with is not asked where a function scores them"
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,16 @@ def test_answers_that_end_leave_nothing(
     assert cli.main(["init"]) == 2
     assert "nothing was written" in capsys.readouterr().err
     assert not list(here.iterdir())
+
+
+def test_columns_of_own_rows_are_asked_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--model", "m", "--prompts", "daten.jsonl", "--reward", "exact_match", "--tokens", "8"]
+    typed(monkeypatch, "frage", "loesung", "", "")
+    assert cli.main(["init", "mine", "--task", "compared", *flags]) == 0
+    config = load(here / "mine.toml").config
+    assert config.task.columns == {"prompt": "frage", "answer": "loesung"}
+    prompts = load_prompts(config.task.prompts, columns=config.task.columns)
+    assert prompts.row(0).columns["answer"] == prompts.rows[0]["loesung"] == "7"
+    assert cli.main(["init", "own", "--task", "own", "--question", "frage", "--prompts", "other.jsonl", "--yes"]) == 0
+    assert load(here / "own.toml").config.task.columns == {"prompt": "frage"}
+    assert '"frage": ' in (here / "other.jsonl").read_text()

