@@ -96,7 +96,8 @@ def facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
     yield Fact("devices", tuple(str(run.devices) for run in runs))
     yield Fact("resumes", tuple(str(run.steps[-1]["incarnation"]) for run in runs))
     yield Fact("reward, mean of the last tenth", tuple(_last_tenth(run, "reward/mean") for run in runs))
-    yield Fact("held out", tuple(_held_out(run) for run in runs))
+    if any(map(_has_unnamed_set, runs)) or not any(run.sets for run in runs):
+        yield Fact("held out", tuple(_mean(run.evaluations[-1]) if _has_unnamed_set(run) else "-" for run in runs))
     for name in dict.fromkeys(name for run in runs for name in run.sets):
         yield Fact(f"held out, {name}", tuple(_mean(run.sets[name]) if name in run.sets else "-" for run in runs))
     yield Fact("trained tokens", tuple(f"{_total(run, 'tokens/trained'):,.0f}" for run in runs))
@@ -135,10 +136,9 @@ def _rate(run: RunRecord) -> str:
     return f"{_total(run, 'tokens/trained') / run.seconds[-1]:,.0f}" if run.seconds[-1] else "-"
 
 
-def _held_out(run: RunRecord) -> str:
-    if not run.evaluations:
-        return "-"
-    return _mean(run.evaluations[-1])
+def _has_unnamed_set(run: RunRecord) -> bool:
+    """Returns whether the prompts of `[evaluate]` itself were evaluated; named sets have lines of their own."""
+    return bool(run.evaluations) and not run.evaluations[-1].get("name")
 
 
 def _mean(evaluation: Object) -> str:

@@ -33,6 +33,8 @@ def test_a_report_shows_the_unnamed_set_of_several(tmp_path: Path) -> None:
     assert [fact.texts for fact in facts([run]) if fact.name == "held out, hard"] == [("0.500 ± 0.000 at version 0",)]
     run = read_run(recorded_run(tmp_path / "named", [step(1, 1.0)], evaluations=evaluations[:1]))
     assert [each["mean"] for each in run.evaluations] == [0.5]
+    said = {fact.name: fact.texts for fact in facts([run]) if fact.name.startswith("held out")}
+    assert said == {"held out, hard": ("0.500 ± 0.000 at version 0",)}, "its number stands there once"
 
 
 def test_a_journal_that_is_not_there_is_said_in_place_of_the_audit(tmp_path: Path) -> None:
