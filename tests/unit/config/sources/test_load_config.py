@@ -300,7 +300,7 @@ def test_a_flag_gives_one_entry_of_a_table_that_the_file_has(loading: Loader) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--evaluate.sets.hrad.every 20", "--evaluate.sets.hrad.every: hrad: prompts: field required"),
+        ("--evaluate.sets.hrad.every 20", "--evaluate.sets.hrad.every: hrad: prompts: is missing"),
         ("--evaluate.sets.hard.every 0", "--evaluate.sets.hard.every: hard: every: must be greater"),
         ("--evaluate.sets.hard.evry 2", "hard: evry: there is no such key; did you mean every?"),
     ],
