@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -272,8 +272,8 @@ def _section(name: str, key: str, given: Any) -> Mapping[str, Any]:
     """Returns keys of a section; a single value stands for `key`."""
     if isinstance(given, Mapping):
         return given
-    if isinstance(given, int | str):
-        return {key: given}
+    if isinstance(given, int | str | PurePath):
+        return {key: str(given) if isinstance(given, PurePath) else given}
     raise ConfigError(f"{name}: write the value of {name}.{key}, or a dict of keys of that section, not {given!r:.100}")
 
 
@@ -324,6 +324,7 @@ def _functions(given: Any) -> list[Mapping[str, Any]]:
 
 def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Function]]:
     """Returns config entries of functions with importable names, and the functions without."""
+    from asyncrl.config.sources.value_validation import refuse_unknown_keys
     from asyncrl.config.user_code import importable_name
     from asyncrl.rewards.functions import taking_one
 
@@ -336,6 +337,7 @@ def _by_name(functions: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any
             named.append({**function, "use": name})
         elif len(function) > 1:
             keys = ", ".join(key for key in function if key != "use")
+            refuse_unknown_keys(function)
             raise ConfigError(
                 f"reward: {name_of(use)} has no importable name, which {keys} needs: put it into a module"
             )

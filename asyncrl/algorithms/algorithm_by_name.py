@@ -9,6 +9,7 @@ from types import ModuleType
 from asyncrl.algorithms import acting, grpo, ppo, remax, safe_rlhf
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import AlgorithmConfig, Config
+from asyncrl.config.sections.algorithm_config import PRESETS
 from asyncrl.config.user_code import module_named, resolve
 from asyncrl.controller.algorithm_interface import Algorithm, algorithm_from
 from asyncrl.errors import ConfigError
@@ -97,6 +98,8 @@ def algorithm_named(name: str) -> Algorithm:
         )
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # Workers find modules there, and so must the process that starts them.
+    if name in PRESETS:
+        raise ConfigError(f'{KEY}: {name} is a preset: write algorithm.preset = "{name}"')
     found = resolve(name, KEY) if ":" in name else module_named(name, KEY)
     return algorithm_from(found, f"{KEY} = {name}")
 

@@ -43,6 +43,8 @@ TRIED_DIVERGENCE = 0.05
 def rule_problems(config: "Config") -> Iterator[Problem]:
     """Yields every contradiction, every key that a chosen part needs and lacks, and warnings about unread values."""
     a = config.algorithm
+    if not config.name or "/" in config.name:
+        yield _wrong("name", f"it names directories of runs, and {config.name!r} cannot: write a word without slashes")
     yield from (*_group_rules(config), *_weight_rules(a), *_advantage_rules(a), *_cost_rules(config))
     yield from (*_pretraining_rules(config), *_loss_rules(a), *_step_rules(config), *feedback_problems(config))
     for name, section in config.scorers.items():

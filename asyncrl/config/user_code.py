@@ -84,6 +84,8 @@ def _no_module(name: str, where: str) -> ConfigError:
     """Returns the error about a module that does not exist; older versions of asyncrl had their tasks elsewhere."""
     package, _, task = name.rpartition(".")
     advice = "a file is written as FILE.py:NAME"
+    if task == "ipynb":
+        advice = f"{name} is a notebook, so put the function into a file that ends in .py"
     if package == "asyncrl.tasks":
         advice = f"the tasks of asyncrl are in {BUILTIN_TASKS}: write {BUILTIN_TASKS}.{MOVED_TASKS.get(task, task)}"
     return ConfigError(f"{where}: there is no module {name}; {advice}")
@@ -141,24 +143,65 @@ def source_problem(spec: str, key: str, options: Collection[str] | None = None) 
     except ConfigError as mistake:
         return Problem.of_error(mistake, key)
     except (SyntaxError, ValueError) as error:
-        return Problem(key, "", f"{path} is not valid Python: {error}")
+        line = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        return Problem(key, "", f"{path} is not valid Python: {line}")
     names = names_in(tree)
     if names is not None and name not in names:
         near = suggestion(name, sorted(each for each in names if each[0] != "_"))
         return Problem(key, "", f"{source} has no {name}{near}")
-    function = _only_definition(name, tree.body)
-    if options is None or function is None or not (wrong := _argument_mistake(function.args, options)):
-        return None
-    return Problem(key, "", f"{spec}: {ONE_ARGUMENT}, not as {name}({ast.unparse(function.args)}): {wrong}")
+    wrong = "" if options is None else _call_mistake(name, tree.body, options)
+    return Problem(key, "", f"{spec}: {wrong}") if wrong else None
 
 
-def _only_definition(name: str, body: Sequence[ast.stmt]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Returns the plain `def` of `name` if nothing else in a module's body binds that name."""
+def _call_mistake(name: str, body: Sequence[ast.stmt], options: Collection[str]) -> str:
+    """Returns why `name` cannot be called as a reward function, if nothing else in a module's body binds it."""
     bound = ((node, {name for inner in (node, *_of_top_level(node)) for name in _bound(inner)}) for node in body)
     match [node for node, names in bound if name in names]:
-        case [ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as function]:
-            return function
+        case [
+            ast.FunctionDef(decorator_list=[], args=arguments)
+            | ast.AsyncFunctionDef(decorator_list=[], args=arguments)
+            | ast.Assign(targets=[ast.Name()], value=ast.Lambda(args=arguments))
+        ]:
+            wrong = _argument_mistake(arguments, options)
+            return f"{ONE_ARGUMENT}, not as {name}({ast.unparse(arguments)}): {wrong}" if wrong else ""
+        case [ast.ClassDef(decorator_list=[], bases=[], body=inner)] if "__call__" in _methods(inner):
+            return f"a class is no function: name an object of it, in the file `score = {name}()`, or a function"
+        case [ast.Assign(targets=[ast.Name()], value=ast.Constant(value=value))]:
+            return f"it is {value!r:.50}, and not a function"
+    return ""
+
+
+def _methods(body: Sequence[ast.stmt]) -> set[str]:
+    return {each.name for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def missing_import(spec: str, key: str) -> Problem | None:
+    """Returns a package or module that the file of `FILE.py:NAME` imports at its top and that is not installed."""
+    path = Path(spec.rpartition(":")[0]).expanduser()
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    if any(isinstance(node, ast.Attribute) and node.attr == "path" for node in ast.walk(tree)):
+        return None  # It may extend sys.path.
+    for node in tree.body:
+        named = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        named += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        for name in (each.partition(".")[0] for each in named):
+            if not _is_importable(name, path.resolve().parent):
+                text = f"{path}, line {node.lineno}, imports {name}, which is not installed here"
+                return Problem(key, "", f"{text}; run: {sys.executable} -m pip install PACKAGE")
     return None
+
+
+def _is_importable(name: str, folder: Path) -> bool:
+    if name in sys.modules or PathFinder.find_spec(name, [str(folder), os.getcwd(), *sys.path]) is not None:
+        return True
+    try:
+        _search(name, None)
+    except (ImportError, ValueError):
+        return False
+    return True
 
 
 def _argument_mistake(arguments: ast.arguments, options: Collection[str]) -> str:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.children.code.code_runner import MOST_SECONDS, sandbox_problem
@@ -13,6 +14,7 @@ from asyncrl.config.user_code import (
     ONE_ARGUMENT,
     is_of_asyncrl,
     library_of,
+    missing_import,
     name_of,
     resolve,
     source_problem,
@@ -129,8 +131,9 @@ def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Pr
             specs += [spec for own in held_out_specs(config).values() for spec in own]
     except ConfigError as error:
         return [Problem.of_error(error, f"{service}.functions")]
-    found = [problem for problem in map(_problem, specs) if problem is not None]
-    return found or list(_code_problems(specs, config.scorers[service].deadline, service not in config.fleet.joined))
+    is_here = service not in config.fleet.joined
+    found = [problem for spec in specs if (problem := _problem(spec, is_here)) is not None]
+    return found or list(_code_problems(specs, config.scorers[service].deadline, is_here))
 
 
 def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool) -> Iterator[Problem]:
@@ -152,10 +155,11 @@ def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool
             yield Problem(key, "", f"{text}: write more than {most:g}, not {deadline:g}", (spec.key,))
 
 
-def _problem(spec: FunctionSpec) -> Problem | None:
+def _problem(spec: FunctionSpec, is_here: bool) -> Problem | None:
     if ":" in spec.use:
         adapter, name = _split(spec.use)
-        return source_problem(name, spec.key, None if adapter else spec.options)
+        problem = source_problem(name, spec.key, None if adapter else spec.options)
+        return missing_import(name, spec.key) if problem is None and is_here else problem
     try:
         _from_template(spec)
     except ConfigError as error:
@@ -182,6 +186,10 @@ def load(spec: FunctionSpec) -> Function:
 
 def taking_one(function: Function) -> Function:
     """Returns `function`; raises ConfigError when it cannot be called with one argument, a Sample or a list of them."""
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{function.__name__} is a class, and no function: give an object of it, {function.__name__}()"
+        )
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # written in C: it may take anything
@@ -217,8 +225,7 @@ def _split(use: str) -> tuple[str, str]:
 def _from_template(spec: FunctionSpec) -> Function:
     if spec.use not in TEMPLATES:
         raise ConfigError(
-            f"{spec.key}: there is no template {spec.use}{suggestion(spec.use, TEMPLATES)} "
-            "A function of your own is written FILE.py:NAME."
+            f"{spec.key}: there is no template {spec.use}{suggestion(spec.use, TEMPLATES)} {_own_function(spec.use)}"
         )
     if spec.group:
         raise ConfigError(f"{spec.key}: {spec.use} scores samples one by one; remove group = true")
@@ -232,6 +239,16 @@ def _from_template(spec: FunctionSpec) -> Function:
         raise ConfigError(f"{spec.key}: {spec.use}: {error}") from None
 
 
+def _own_function(use: str) -> str:
+    """Returns how a function of one's own is written, where `use` may name its file or module only."""
+    module, _, name = use.rpartition(".")
+    if name == "py":
+        return f"A function of that file is written {use}:NAME."
+    if module and Path(f"{module}.py").is_file():
+        return f"A function of {module}.py is written {module}.py:{name}."
+    return "A function of your own is written FILE.py:NAME."
+
+
 def _check_options(function: Callable[..., Any], spec: FunctionSpec, given: int) -> None:
     """Checks options against the signature. given: number of leading parameters that are not options."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
@@ -243,4 +260,5 @@ def _check_options(function: Callable[..., Any], spec: FunctionSpec, given: int)
     for parameter in parameters:
         needed = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         if needed and given == 0 and parameter.name not in spec.options:
-            raise ConfigError(f"{spec.key}: {spec.use} needs the option {parameter.name}")
+            text = f'{spec.use} needs the option {parameter.name}: {{ use = "{spec.use}", options = '
+            raise ConfigError(f"{spec.key}: {text}{{ {parameter.name} = ... }} }}")

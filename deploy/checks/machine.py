@@ -165,8 +165,15 @@ def torch_check() -> Check:
     return check("import torch", done.returncode == 0, found, remedy)
 
 
+DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
 def device_mistakes(devices: Mapping[str, str]) -> list[Problem]:
     """Returns the devices that torch cannot compute on, which a child process tries. devices: by config key."""
+    named = {key: device for key, device in devices.items() if not DEVICE.fullmatch(device)}
+    if named:
+        text = 'asyncrl computes on CPUs and on GPUs with CUDA: write "cpu", "cuda" or "cuda:0"'
+        return [Problem(key, "", f'"{device}" cannot be used: {text}') for key, device in named.items()]
     asked = [f"{key}={device}" for key, device in devices.items() if device != "cpu"]
     if not asked:
         return []

@@ -188,7 +188,9 @@ def _is_inside(key: str, section: str, last: str) -> bool:
 
 def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Returns the most similar of `names`, or None when none is similar."""
-    found = difflib.get_close_matches(name, list(names), 1, cutoff)
+    known = list(names)
+    swapped = [each for each in known if sorted(each) == sorted(name)]  # gpro is grpo, which difflib finds less near.
+    found = swapped or difflib.get_close_matches(name, known, 1, cutoff)
     return found[0] if found else None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.keys import closest
+from asyncrl.errors import ConfigError
 
 PLACEMENTS = ("spread", "pack")
 """Places of environments: spread over as many acting workers, or packed into one, over as many of its children."""
@@ -18,6 +19,15 @@ PLAIN = {
     "seed": "seed",
     "name": "name",
 }
+MEANT = {
+    **dict.fromkeys(("lr", "alpha"), "learning_rate"),
+    **dict.fromkeys(("environment_name", "env_id", "env_name"), "env"),
+    **dict.fromkeys(("num_workers", "n_envs"), "distributed.num_workers"),
+    "hidden_size": "policy.hidden_size",
+    "activation": "policy.activation",
+    "env_config": "env_options",
+}
+"""Keys by names that other libraries have for them."""
 TABLES = {"policy": ("hidden_size", "activation"), "distributed": ("num_workers", "placement_strategy")}
 SECTIONS = tuple(
     name
@@ -30,6 +40,8 @@ SECTIONS = tuple(
 def trainer_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a config, by dotted key or section. Raises ConfigError with every key that does not exist,
     and the closest one that does."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'RLTrainer: write a dict, {{"algorithm": "PPO", "env": "CartPole-v1"}}, not {given!r:.100}')
     problems = [*_unknown("", given, (*PLAIN, *TABLES, *SECTIONS))]
     for table, keys in TABLES.items():
         inner = given.get(table, {})
@@ -50,7 +62,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(values.get("acting.algorithm"), str):
         values["acting.algorithm"] = values["acting.algorithm"].lower()
     values |= {f"acting.{key}": value for key, value in given.get("policy", {}).items()}
-    if workers := given.get("distributed", {}).get("num_workers"):
+    if (workers := given.get("distributed", {}).get("num_workers")) is not None:
         is_packed = given["distributed"].get("placement_strategy", PLACEMENTS[0]) == "pack"
         values["acting.children" if is_packed else "generation.replicas"] = workers
     return values
@@ -71,9 +83,9 @@ def _unknown(prefix: str, given: Mapping[str, Any], known: Iterable[str]) -> lis
     found = []
     for key in given:
         if key not in names:
-            near = closest(str(key), names)
-            text = (
-                f"there is no such key; {f'did you mean {prefix}{near}?' if near else 'there are ' + ', '.join(names)}"
-            )
+            near = MEANT.get(str(key)) or closest(str(key), names)
+            listed = [name for name in names if name not in SECTIONS]
+            meant = f"did you mean {prefix}{near}?" if near else f"there are {', '.join(listed)}"
+            text = f"there is no such key; {meant}"
             found.append(Problem(f"{prefix}{key}", "", text))
     return found

@@ -14,8 +14,10 @@ from asyncrl.config.sections.evaluate_config import EvaluationSet
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.task_config import SOURCE, SOURCES, MixedSource
+from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.sources.keys import all_keys, closest
 from asyncrl.config.toml_writer import value_text
+from asyncrl.errors import ConfigError
 
 Entries = Mapping[str, tuple[Any, str]]
 """Values with their places, by dotted key."""
@@ -33,11 +35,15 @@ WORDS = {
     "lora_alpha": "alpha",
     "target_modules": "targets",
     "lora_dropout": "dropout",
+    "fsdp": "shard",
+    "ddp": "dp",
     "memory": "memory_gb",
     "gpus": "devices",
     "reward_weight": "weight",
 }
 """Keys of tables by names that people give to them."""
+OFFLINE = ("dpo", "sft", "kto", "orpo", "ipo", "simpo", "cpo")
+"""Algorithms without sampling."""
 _NUMBER = re.compile(r"[+-]?([\d.]+)(?:[eE]\d+| ?([A-Za-z%]+))")
 
 
@@ -107,6 +113,9 @@ def _wrong_value(key: str, details: Sequence[ErrorDetails]) -> str:
         for place, found in by_place.items()
     )
     first = details[0]
+    if key == "algorithm.preset" and first["input"] in OFFLINE:
+        wrong = told.partition("; did you mean")[0]
+        return f"{wrong}; {first['input']} trains on stored answers, and asyncrl on sampled ones"
     if key == "generation.temperature" and first["type"] == "greater_than" and float(first["input"]) == 0:
         return f"{told}; greedy answers are for evaluation: write evaluate.temperature = 0"
     return told
@@ -122,7 +131,7 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig, "evaluate": EvaluationSet}
-        tables["task"] = MixedSource
+        tables |= {"task": MixedSource, "training": LayoutConfig}
         table = tables.get(str(detail["loc"][0]), RewardFunction)
         return f"there is no such key; {_meant(str(detail['loc'][-1]), table)}"
     if text := FORMS.get(detail["type"]):
@@ -142,6 +151,13 @@ def _meant(key: str, table: type[BaseModel]) -> str:
     if not near and table is RewardFunction:
         return f"arguments of a function stand in its options: options = {{ {key} = ... }}"
     return f"did you mean {near}?" if near else f"there are {', '.join(table.model_fields)}"
+
+
+def refuse_unknown_keys(function: Mapping[str, Any]) -> None:
+    """Raises ConfigError for keys of a reward function from Python that do not exist."""
+    for key in function:
+        if key not in RewardFunction.model_fields:
+            raise ConfigError(f"reward: {key}: there is no such key; {_meant(key, RewardFunction)}")
 
 
 def _instead_of(last: ErrorDetails) -> str:

@@ -51,8 +51,13 @@ def existing_folder(name: str, key: str = "model.name") -> Path | None:
             f"{key}: {folder} holds adapters, and not the model that they belong to: evaluate the run that trained "
             "them, or write a model with `asyncrl export RUN FOLDER --merge` and name that folder"
         )
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise ConfigError(f"{key}: {folder} holds no model: config.json and *.safetensors are needed, found are {found}")
+    if (folder / "checkpoints").is_dir():
+        raise ConfigError(
+            f"{key}: {folder} is the directory of a run: `asyncrl export {folder} FOLDER` writes its model"
+        )
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
+    found = f"found are {names}" if names else "and it is empty"
+    raise ConfigError(f"{key}: {folder} holds no model: config.json and *.safetensors are needed, {found}")
 
 
 def base_folder(run_dir: Path, config: Config) -> Path:
@@ -79,6 +84,21 @@ OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "to
 """Files that hold one object of JSON."""
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *POSITIONS)
 """Keys of config.json that are whole numbers above 0 where they are there."""
+
+
+def lacks(folder: Path) -> Iterator[str]:
+    """Yields what a folder with weights lacks beside them."""
+    if not is_complete(folder):
+        return
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        yield (
+            f"there is no tokenizer in {folder}: save that of the model there, "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        )
+    with suppress(ValueError):  # `damages` names the file.
+        described = json.loads((folder / "config.json").read_bytes())
+        if isinstance(described, dict) and "model_type" not in described:
+            yield f"{folder / 'config.json'} names no model_type: copy or download the model once more"
 
 
 def damages(folder: Path) -> Iterator[str]:

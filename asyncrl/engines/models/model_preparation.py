@@ -9,6 +9,7 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -21,6 +22,7 @@ from pathlib import Path
 from asyncrl.config.install_hints import PACKAGED, missing_model_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
+from asyncrl.config.sources.keys import closest
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.engines.models.model_folder import existing_folder, is_complete, refuse_damaged
@@ -54,6 +56,7 @@ WARMED = {
 }
 MOST_ROWS = 10_000
 """Rows of a function of the user from which a tiny model learns."""
+ADDRESS = re.compile(r"https?://[^/]+/")
 DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -69,6 +72,7 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
 
         return await prepare_spaces(config, target, show)
     name = config.model.name
+    refuse_wrong_name(name)
     if folder := existing_folder(name) or (target if is_complete(target) else None):
         await asyncio.to_thread(refuse_damaged, folder)
         refuse_rotation_by_longest_row(folder, config)
@@ -93,6 +97,22 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
             await child.wait()
     refuse_rotation_by_longest_row(target, config)
     return target
+
+
+def refuse_wrong_name(name: str) -> None:
+    """Raises ConfigError for names that are of no folder, of no model of the hub, and of none that is made here."""
+    source, _, rest = name.partition(":")
+    if source == "pypi" and rest not in PACKAGED:
+        raise ConfigError(f"model.name: no package is known as pypi:{rest}{suggestion(rest, PACKAGED)}")
+    if source == "warmed" and ":" not in rest and rest not in WARMED:
+        raise ConfigError(f"model.name: no task is known as warmed:{rest}{suggestion(rest, WARMED)}")
+    if not name:
+        raise ConfigError("model.name is empty: write a folder, a name on the hub, or warmed:reverse")
+    if match := ADDRESS.match(name):
+        rest = name[match.end() :].strip("/")
+        raise ConfigError(f'model.name: {name} is an address; a model of the hub is named "{rest}"')
+    if Path(name).expanduser().is_file():
+        raise ConfigError(f"model.name: {name} is a file; name the folder with config.json and *.safetensors")
 
 
 async def _follow(child: Process, name: str, show: Show) -> None:
@@ -257,8 +277,10 @@ def _download(name: str, making: Path, show: Show) -> None:
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ConfigError(f"model.name: the hub has no model {name} that may be read: {error}") from error
     except OSError as error:
+        near = closest(name, [each.name for each in Path().iterdir() if is_complete(each)])
         raise ConfigError(
-            f"model.name: {name} could not be downloaded ({error}); write an existing folder, or warmed:reverse"
+            f"model.name: {name} is no folder here, and could not be downloaded ({str(error).splitlines()[0]})"
+            f"{f'; did you mean the folder {near}?' if near else ''}"
         ) from error
 
 

@@ -144,7 +144,7 @@ def test_what_is_there_is_no_mistake(folder: Path, spec: str) -> None:
         ("mine.py:mad", "mine.py has no mad; did you mean made?"),
         ("mine.py:hidden", "mine.py has no hidden"),
         ("mine:mad", "mine has no mad; did you mean made?"),
-        ("broken.py:f", "{folder}/broken.py is not valid Python: invalid syntax"),
+        ("broken.py:f", "{folder}/broken.py is not valid Python: line 1: invalid syntax"),
         ("no_such_module:f", "there is no module no_such_module; a file is written as FILE.py:NAME"),
         ("package_of_mine.outer:right", "there is no module package_of_mine.outer"),
         ("package_of_mine.inner:rihgt", "package_of_mine.inner has no rihgt; did you mean right?"),

@@ -128,7 +128,7 @@ def test_a_critic_begins_with_the_policy_or_with_a_folder_that_holds_a_model(tmp
     assert scoring_model_folders(with_critic(""), tmp_path) == {"critic": tmp_path, "cost_critic": tmp_path}
     with pytest.raises(ConfigError, match=r"^critic\.model: there is no folder nowhere; write one"):
         scoring_model_folders(with_critic("nowhere"), tmp_path)
-    with pytest.raises(ConfigError, match=r"^critic\.model: .* holds no model: .* found are nothing"):
+    with pytest.raises(ConfigError, match=r"^critic\.model: .* holds no model: .* and it is empty"):
         scoring_model_folders(with_critic(str(tmp_path)), tmp_path)
     (tmp_path / "config.json").write_text("{}")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
