@@ -26,7 +26,7 @@ from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.folder_contents import content_problems
 from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.models.model_folder import context_of_folder, damages, lacks
+from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems
 from asyncrl.errors import ConfigError
@@ -149,7 +149,6 @@ def _feedback_host_problems(section: FeedbackConfig) -> Iterator[Problem]:
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     """Yields the problems of family, memory, adapters and context window; a model that is not on this machine has none
     yet."""
-    yield from (Problem("model.name", "", text) for text in lacks(model))
     yield from family_problems(config, model)
     yield from (Problem("model.name", "", text) for text in content_problems(model))
     yield from adapter_problems(config, str(model))

@@ -86,21 +86,6 @@ COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 """Keys of config.json that are whole numbers above 0 where they are there."""
 
 
-def lacks(folder: Path) -> Iterator[str]:
-    """Yields what a folder with weights lacks beside them."""
-    if not is_complete(folder):
-        return
-    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
-        yield (
-            f"there is no tokenizer in {folder}: save that of the model there, "
-            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
-        )
-    with suppress(ValueError):  # `damages` names the file.
-        described = json.loads((folder / "config.json").read_bytes())
-        if isinstance(described, dict) and "model_type" not in described:
-            yield f"{folder / 'config.json'} names no model_type: copy or download the model once more"
-
-
 def damages(folder: Path) -> Iterator[str]:
     """Yields one clause for each file that cannot be loaded."""
     for path in sorted(folder.glob("*.json")):
