@@ -378,7 +378,7 @@ class Profile:
     kernels: list[tuple[str, int, float]]
 
 
-PROTOCOL = 30
+PROTOCOL = 31
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

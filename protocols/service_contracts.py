@@ -249,8 +249,14 @@ class Critic(Contract):
         raise NotImplementedError
 
     @endpoint(ONE_OF, idempotent=Idempotent.BY_VERSION)
+    async def copy_state(self, incarnation: int, version: int) -> None:
+        """Copies model and optimizer into the memory of the host, for a checkpoint of `version`."""
+        raise NotImplementedError
+
+    @endpoint(ONE_OF, idempotent=Idempotent.BY_VERSION)
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
-        """Writes model and optimizer below `directory`/critic, fsynced; answers with file digests."""
+        """Writes what `copy_state` copied below `directory`/critic, fsynced, while updates go on; answers with file
+        digests."""
         raise NotImplementedError
 
 
@@ -286,9 +292,15 @@ class Training(Contract):
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
+    async def copy_state(self, incarnation: int, version: int) -> None:
+        """Copies model, optimizer and RNG state of `version` into the memory of the host, for a checkpoint, while no
+        step runs. What ranks share out, the first gathers."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
-        """Writes model/, optimizer and RNG state of `version` into `directory`, fsynced; answers with file digests.
-        What all ranks share is written by the first."""
+        """Writes what `copy_state` copied into `directory`, fsynced, while steps go on; answers with file digests. What
+        all ranks share is written by the first. Raises Refused where no copy of `version` is held."""
         raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, idempotent=Idempotent.PURE)

@@ -13,7 +13,7 @@ from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
-from asyncrl.engines.training.trainer_checkpoint import file_digests, tensor_digests
+from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
 from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
@@ -42,6 +42,7 @@ class CriticService(Service, Critic):
         self._last_digest = ""
         self._last_update: asyncio.Task[ValueReport] | None = None  # requested last, running or finished
         self._version = 0
+        self._copy: HeldCopy | None = None
         self._used: dict[SampleName, None] = {}  # samples in flight that were learnt: as many as there are row slots
 
     async def start(self) -> None:
@@ -82,12 +83,17 @@ class CriticService(Service, Critic):
                 self._last_update = work
             return await asyncio.shield(self._last_update)
 
-    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+    async def copy_state(self, incarnation: int, version: int) -> None:
         async with self._lock:
             await self._finish_update()
             self._refuse_earlier("save", incarnation, version)
-            files = await self.context.compute.run(self._save, Path(directory) / self._target.critic, version)
-            return Checkpointed(version, "", files)
+            extra = {"version": version, "learnt": [list(name) for name in self._used]}
+            copied = await self.context.compute.run(self._engine.copy_state, extra)
+            self._copy = HeldCopy(incarnation, version, "", copied)
+
+    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+        held = copy_of(self._copy, incarnation, version)
+        return await held.write(Path(directory), self.context.tasks, self._target.critic)
 
     async def _finish_update(self) -> None:
         """Waits for the running update; its call may have ended."""
@@ -144,8 +150,3 @@ class CriticService(Service, Critic):
         """Returns for each row its values and the updates taken before them."""
         values = self._engine.values(*token_ids(rows), spans_of(rows))
         return [(own, self._engine.optimizer.updates) for own in values]
-
-    def _save(self, directory: Path, version: int) -> dict[str, str]:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._engine.save(directory, {"version": version, "learnt": [list(name) for name in self._used]})
-        return {f"{self._target.critic}/{name}": digest for name, digest in file_digests(directory).items()}

@@ -18,7 +18,7 @@ from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
-from asyncrl.engines.training.trainer_checkpoint import file_digests, tensor_digests
+from asyncrl.engines.training.trainer_checkpoint import HeldCopy, StateCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import Lane, StepOutcome
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
@@ -61,7 +61,7 @@ class TrainedPolicy(Protocol):
 
     def canary(self) -> Canary | None: ...
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None: ...
+    def copy_state(self, extra: dict[str, Any]) -> StateCopy: ...
 
     def publish_parts(self) -> None: ...
 
@@ -100,6 +100,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._step: StepInProgress | None = None
         self._last_report: dict[str, StepReport] = {}  # of the step that made this version, by the digest of its batch
         self._lock = asyncio.Lock()
+        self._copy: HeldCopy | None = None
         self._row_prefetch = RowPrefetch(context.reader, self.columns_read())
         self._leases_changed = asyncio.Event()
 
@@ -160,16 +161,20 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             self._writer.forget(reader)
             self._leases_changed.set()
 
-    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+    async def copy_state(self, incarnation: int, version: int) -> None:
         async with self._lock:
             if (incarnation, version) != self._position or await self._running_step() is not None:
                 wanted, position = _position_text(incarnation, version), _position_text(*self._position)
                 raise Refused(f"cannot save a checkpoint of {wanted}: the trainer is at {position}")
+            facts = {"version": version, "incarnation": incarnation, "chain": self._chain.hex()}
             try:
-                files = await self.context.compute.run(self._save, Path(directory))
+                copied = await self.context.compute.run(self._engine.copy_state, facts)
             except PeerLost as lost:
                 raise await self._lost_contact(lost) from lost
-            return Checkpointed(version, self._chain.hex(), files)
+            self._copy = HeldCopy(incarnation, version, self._chain.hex(), copied)
+
+    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+        return await copy_of(self._copy, incarnation, version).write(Path(directory), self.context.tasks)
 
     async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
         if self.context.spec.rank > 0:
@@ -360,12 +365,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         with self.context.occupancy.exchanging():
             written = self._writer.write(self.context.facts.incarnation, version, self._engine.named_tensors())
         return replace(written, canary=self._engine.canary())
-
-    def _save(self, directory: Path) -> dict[str, str]:
-        directory.mkdir(parents=True, exist_ok=True)
-        facts = {"version": self._version, "incarnation": self.context.facts.incarnation, "chain": self._chain.hex()}
-        self._engine.save(directory, facts)
-        return file_digests(directory, self.context.spec.rank)
 
 
 class TrainingService(TrainerService[PolicyTrainer]):

@@ -8,9 +8,11 @@ Only what the checkpoint itself has is restored, so no sample of steps that a re
 keeps its versions: the gate drops it when it is too old, and an episode with a token that is too old begins anew.
 """
 
+import asyncio
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -31,6 +33,17 @@ Terms = Mapping[tuple[int, int], Mapping[str, float]]
 async def save_rows(training: Training, samples: BatchRef, directory: str) -> Checkpointed:
     """Lets the trainer write the rows of these samples into the folder of a checkpoint."""
     return await training.save_rows(directory, samples) if len(samples) else Checkpointed(0, "", {})
+
+
+async def save_rows_and_terms(
+    training: Training, samples: BatchRef, directory: str, terms_of: Callable[[Iterable[tuple[int, int]]], Terms]
+) -> Checkpointed:
+    """Lets the trainer write rows, and writes the terms of the scores of those that it has saved."""
+    saved = await save_rows(training, samples, directory)
+    if not saved.ready:
+        return saved
+    terms = terms_of((group, member) for group, member, _ in saved.ready)
+    return replace(saved, files=saved.files | await asyncio.to_thread(write_terms, directory, terms))
 
 
 async def restore_rows(

@@ -8,7 +8,7 @@ workers ──> WorkerEvents ──> Controller
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.concurrency import running_beside
@@ -17,8 +17,9 @@ from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
 from asyncrl.controller.gate.pause_switch import PauseSwitch
+from asyncrl.controller.journal.background_commits import BackgroundCommits
 from asyncrl.controller.journal.best_checkpoint import BestCheckpoint
-from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, ResumePlan, SavedSamples, commit, versions
+from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, ResumePlan, SavedSamples, versions
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops, PoisonedGroups, RewardFailures
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Question
@@ -30,7 +31,7 @@ from asyncrl.controller.observers.recorder import Recorder
 from asyncrl.controller.observers.reward_output import RewardOutput
 from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.observers.status_writer import StatusWriter
-from asyncrl.controller.saved_rows import read_terms, save_rows, write_terms
+from asyncrl.controller.saved_rows import read_terms, save_rows_and_terms
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
@@ -178,6 +179,7 @@ class TrainingRun:
         self.progress.in_flight = lambda: gate.in_flight
         self._evaluations = self._evaluation_schedule()
         self._best = self._best_checkpoint()
+        self._commits = BackgroundCommits(self.state.journal, self.config.training, self._best.kept, self._committed)
         self._shown = ShownRows()
         self._exporter: PrometheusExporter | None = None
         self._recorder = self._open_recorder()
@@ -204,7 +206,7 @@ class TrainingRun:
             if self.state.plan:
                 self._recorder.restore_terms(await asyncio.to_thread(read_terms, self.state.plan.directory))
             try:
-                async with self._observers():
+                async with self._observers(), self._commits:
                     with self.ending_in_order(self._stop):
                         await self._train()
                         await self._finish()
@@ -256,6 +258,7 @@ class TrainingRun:
         self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.abandon, why)
 
     async def _between(self, version: int) -> None:
+        self._commits.check()
         self.frozen.add_survivors()
         every = self.config.training.checkpoint_every
         is_evaluated = self._best.is_evaluated and version in self._best.kept(()) and version > self._last_commit
@@ -263,21 +266,23 @@ class TrainingRun:
             await self._commit(version)
 
     async def _commit(self, version: int) -> None:
-        samples = self._controller.rows_to_save()  # By the records up to here, which `commit` resumes after.
+        fleet, position = self._fleet, (self.state.incarnation, version)
+        samples = self._controller.rows_to_save()  # By the records up to here, which a resume begins after.
+        trainers = [each for each in (fleet.training, fleet.critic, fleet.cost_critic) if each is not None]
+
+        async def copy(directory: str) -> Checkpointed:  # Before running episodes go on.
+            saved = await save_rows_and_terms(fleet.training, samples, directory, self._recorder.terms_of)
+            for trainer in trainers:
+                await trainer.copy_state(*position)
+            return saved
 
         async def write(directory: str) -> Checkpointed:
-            saved = await save_rows(self._fleet.training, samples, directory)  # Before running episodes go on.
-            made = [await self._fleet.training.checkpoint(directory, self.state.incarnation, version)]
-            for critic in filter(None, (self._fleet.critic, self._fleet.cost_critic)):
-                made.append(await critic.checkpoint(directory, self.state.incarnation, version))
-            made.append(saved)
-            if saved.ready:
-                terms = self._recorder.terms_of((group, member) for group, member, _ in saved.ready)
-                made.append(replace(saved, files=await asyncio.to_thread(write_terms, directory, terms), ready=()))
-            return Checkpointed.merge(made)
+            return Checkpointed.merge([await trainer.checkpoint(directory, *position) for trainer in trainers])
 
-        await commit(self.state.journal, write, self.config.training.keep_checkpoints, self._best.kept)
         self._last_commit = version
+        await self._commits.begin(version, copy, write)
+
+    async def _committed(self, version: int) -> None:
         self._best.write(versions(self.state.journal.store))
         if self.state.on_commit is not None:
             await self.state.on_commit(version)
@@ -286,6 +291,7 @@ class TrainingRun:
         if self._controller.version > self._last_commit:
             self.progress.begin("writing the last checkpoint")
             await self._commit(self._controller.version)
+        await self._commits.finish()
         if self._evaluations is not None and not self._stopping:
             self.progress.begin("evaluating the last version")
             await self._evaluations.finish(await self._fleet.training.published())

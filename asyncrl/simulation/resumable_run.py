@@ -7,12 +7,13 @@ from typing import Any, Literal
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.concurrency import running_beside
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig
+from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig, TrainingConfig
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, commit, plan_resume, resume
+from asyncrl.controller.journal.background_commits import BackgroundCommits
+from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
@@ -52,6 +53,7 @@ class RunShape:
     greedy: bool = False
     admission: Literal["adaptive", "full"] = "adaptive"
     max_new_tokens: int = 4096
+    background_checkpoints: bool = True
 
     @property
     def all_slots(self) -> int:
@@ -72,7 +74,8 @@ class RunShape:
 class ResumableRun:
     """Gate, journal and controller of a run from its beginning, or from the newest checkpoint in `store`.
 
-    restored: samples that go on as they were at that checkpoint. answered: episodes that go on after a turn.
+    restored: samples that go on as they were at that checkpoint. answered: episodes that go on after a turn. has_ended:
+    the controller took its last step, so that nobody releases rows any more.
     check_trainer, thorough: see Invariants.
     """
 
@@ -101,6 +104,10 @@ class ResumableRun:
             waiting = self.gate.members(number, Stage.READY)
             assert set(members) <= set(waiting), f"of group {number} {members} were restored, and {waiting} wait"
         self.committed = plan.version if plan else -1
+        self.has_ended = False
+        self.commits = BackgroundCommits(
+            self.journal, TrainingConfig(background_checkpoints=shape.background_checkpoints)
+        )
         self.invariants = Invariants(self.gate, self.journal, check_trainer, thorough=thorough)
         self._shape = shape
 
@@ -141,13 +148,16 @@ class ResumableRun:
 
         Raises the first error of the controller or of a watch, and AssertionError when an invariant does not hold.
         """
-        async with running_beside(watches):
+        async with running_beside(watches), self.commits:
             await self.controller.run(self._algorithm)
+            self.invariants.check()
+            self.has_ended = True
             if self.gate.version > self.committed:
                 await self.commit(self.gate.version)
         self.invariants.check()
 
     async def _between(self, version: int) -> None:
+        self.commits.check()
         if self.committed < 0 or version - self.committed >= self._shape.checkpoint_every:
             await self.commit(version)
 
@@ -158,13 +168,16 @@ class ResumableRun:
     async def commit(self, version: int) -> None:
         samples = self.rows_to_save()
 
-        async def write(directory: str) -> Checkpointed:
+        async def copy(directory: str) -> Checkpointed:
             saved = await save_rows(self.training, samples, directory)
-            made = await self.training.checkpoint(directory, self.incarnation, version)
-            return Checkpointed.merge([made, saved])
+            await self.training.copy_state(self.incarnation, version)
+            return saved
 
-        await commit(self.journal, write, keep=2)
+        async def write(directory: str) -> Checkpointed:
+            return await self.training.checkpoint(directory, self.incarnation, version)
+
         self.committed = version
+        await self.commits.begin(version, copy, write)
 
 
 def _algorithm(fleet: Fleet, greedy: bool) -> tuple[Algorithm, Advantages]:

@@ -158,6 +158,8 @@ class SimulatedRun(ResumableRun):
 
     def _check_rows(self) -> None:
         """Checks that every stored row belongs to a sample in flight, so that none leaks."""
+        if self.has_ended:
+            return
         most = self.gate.in_flight + self.gate.awaited
         for service in self.owners:
             left = service.stored_rows

@@ -28,18 +28,18 @@ LOGIT_FACTOR = 3.0
 """Factor on the usual initialisation, which would make all tokens about equally likely."""
 
 
-def write_model(folder: Path) -> Path:
-    """Writes model and tokenizer into `folder` unless they exist. The weights are always the same."""
+def write_model(folder: Path, **sizes: int) -> Path:
+    """Writes model and tokenizer into `folder` unless they exist. The weights are always the same. sizes: of the
+    LlamaConfig, in place of those of three million weights."""
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)
+    usual = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
         num_attention_heads=6,
         num_key_value_heads=3,
+        **usual | sizes,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         pad_token_id=SPECIAL.index("<pad>"),

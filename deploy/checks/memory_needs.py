@@ -85,7 +85,7 @@ def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> li
         found += [_scorer("cost", config.cost, shape), critic]
     if config.evaluate.is_on:
         found.append(_generation(config, shape, lengths, "evaluation", config.evaluate.replicas))
-    return [*found, *_copies_of_weights(config, shape)]
+    return [*found, *_copies_of_weights(config, shape), *_copies_for_checkpoints(config, shape)]
 
 
 def _process_bytes(device: str) -> int:
@@ -116,6 +116,16 @@ def _copies_of_weights(config: Config, shape: Shape) -> list[MemoryNeed]:
     size, device = copies * version_bytes(config, shape), config.training.device
     doc = f"{copies} versions: weights.transport is {transport}"
     return [MemoryNeed("copies of weights", size, size, doc, device if transport in ON_DEVICE else "cpu")]
+
+
+def _copies_for_checkpoints(config: Config, shape: Shape) -> list[MemoryNeed]:
+    """Returns the need of the weights and moments that trainer and critics copy while a checkpoint is written."""
+    if not config.training.background_checkpoints:
+        return []
+    lora, each = config.model.lora, kept_numbers(config.training.optimizer, config.training.optimizer_options)
+    learnt = (shape.parameters if lora is None else shape.adapters(lora)) + critic_count(config) * shape.parameters
+    size, lower = int(FLOAT * (1 + each) * learnt), "set training.background_checkpoints = false, so that steps wait"
+    return [MemoryNeed("copies for checkpoints", size, 0, "weights and moments once more", lower=lower)]
 
 
 def _generation(config: Config, shape: Shape, lengths: RowLengths, name: str, replicas: int) -> MemoryNeed:

@@ -15,7 +15,7 @@ from asyncrl.engines.model_shape import Shape
 from asyncrl.lanes.host_id import HostId
 
 JOINING = "<host that joins>"
-NO_WORKERS = ("copies of weights",)
+NO_WORKERS = ("copies of weights", "copies for checkpoints")
 """Needs that belong to no single worker."""
 
 

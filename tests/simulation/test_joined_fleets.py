@@ -75,7 +75,7 @@ def test_a_machine_that_comes_late_takes_a_place_that_waits() -> None:
 
 @pytest.mark.parametrize("counts", [(3,), (1,), (3, 1, 2), (1, 3, 1)])
 def test_as_many_workers_run_as_were_asked_for_and_no_attempt_is_lost(counts: tuple[int, ...]) -> None:
-    faults = tuple(Fault("scale", 150 + 100 * number, "generation", count=count) for number, count in enumerate(counts))
+    faults = tuple(Fault("scale", 170 + 100 * number, "generation", count=count) for number, count in enumerate(counts))
     outcome = run_trial(replace(FLEET, steps=20, faults=faults))
     assert outcome.restarted == 0
     assert outcome.alive["generation"] == counts[-1]

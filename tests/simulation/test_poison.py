@@ -91,7 +91,7 @@ def test_a_group_that_left_a_silent_worker_before_its_death_was_known_was_there(
         Fault("delay", 3, seconds=5.0),
         Fault("cut", 9, seconds=20.0),
         Fault("repeat", 73, seconds=0.05),
-        Fault("host", 96, target="reward"),
+        Fault("host", 100, target="reward"),
         Fault("host", 306, target="generation"),
         Fault("controller", 337, turns=8, power=True),
     )

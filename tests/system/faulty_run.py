@@ -20,7 +20,7 @@ from commit_faults import faulty_commit
 from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
-from asyncrl.controller import training_run
+from asyncrl.controller.journal import background_commits
 from asyncrl.controller.journal.checkpoints import Manifest, Spared
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run_fleet, run_setup
@@ -37,8 +37,10 @@ DIED = Path(FAULTS.get("died", "/nonexistent"))
 async def commit_until_the_fault(
     journal: Journal, write: Callable[[str], Awaitable[Checkpointed]], keep: int, kept: Spared
 ) -> Manifest:
+    version = journal.ledger.version  # Steps go on while the checkpoint is written.
+
     def fault(point: str) -> None:
-        if (point, journal.ledger.version) != (POINT, VERSION) or DIED.exists():
+        if (point, version) != (POINT, VERSION) or DIED.exists():
             return
         DIED.touch()
         if WHO == "controller":
@@ -94,7 +96,7 @@ def use_standins() -> None:
 
 
 if __name__ == "__main__":
-    vars(training_run)["commit"] = commit_until_the_fault
+    vars(background_commits)["commit"] = commit_until_the_fault
     if FAULTS.get("secrets"):
         record_secrets(Path(FAULTS["secrets"]))
     if FAULTS.get("standins"):

@@ -107,6 +107,7 @@ def test_ranks_with_parts_train_publish_and_resume_like_one(
         async with asyncio.timeout(150), trainer(configs[0], folder, tmp_path) as (_, training):
             await _trains(training, expected, 0, store)
             await _publishes(training, one)
+            await training.copy_state(0, STEPS // 2)
             await training.checkpoint(str(saved), 0, STEPS // 2)
 
     asyncio.run(first())

@@ -184,6 +184,7 @@ async def answers_for_each_rank(training: Training, ranks: int) -> None:
 
 
 async def writes_a_checkpoint(training: Training, ranks: int, link: bytes, folder: Path) -> None:
+    await training.copy_state(0, VERSIONS)
     made = await training.checkpoint(str(folder), 0, VERSIONS)
     assert made.chain == link.hex()
     assert {f"rank-{rank}.pt" for rank in range(1, ranks)} | {"trainer.pt"} <= made.files.keys()

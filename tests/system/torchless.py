@@ -20,7 +20,7 @@ from asyncrl.protocols.batch import Array, Batch, Cuts
 from asyncrl.protocols.messages import Published
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, Spans
-from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost, WriteCopy
 
 LONGEST = 12
 WORDS = 3
@@ -103,21 +103,27 @@ class TorchlessTraining(FakeTraining):
         slot = np.frombuffer(self._segment.buffer, np.int64, WORDS, 8 * WORDS * slot_of(version))
         slot[:] = (self.incarnation, version, self._weights)
 
-    def save(self, directory: str) -> dict[str, str]:
-        folder = Path(directory)
-        self._fault("asked")
-        model = _write(folder / MODEL, str(self._weights).encode())
-        self._fault(MODEL)
-        state = _write(folder / STATE, f"{self.version} {self.chain.hex()} {self._weights}".encode())
-        self._fault(STATE)
-        return {MODEL: model, STATE: state}
+    def state_copy(self) -> WriteCopy:
+        version, weights = self.version, str(self._weights)
+        copied = f"{version} {self.chain.hex()} {weights}"
+
+        def write(directory: str) -> dict[str, str]:
+            folder = Path(directory)
+            self._fault("asked", version)
+            model = _write(folder / MODEL, weights.encode())
+            self._fault(MODEL, version)
+            state = _write(folder / STATE, copied.encode())
+            self._fault(STATE, version)
+            return {MODEL: model, STATE: state}
+
+        return write
 
     def write_file(self, directory: str, file: str, data: bytes) -> None:
         _write(Path(directory) / file, data)
 
-    def _fault(self, where: str) -> None:
+    def _fault(self, where: str, version: int) -> None:
         died = Path(self.context.spec.options["died"])
-        if self.context.spec.options["dies"] == [where, self.version] and not died.exists():
+        if self.context.spec.options["dies"] == [where, version] and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 

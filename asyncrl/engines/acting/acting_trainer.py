@@ -1,7 +1,8 @@
 """The trainer of a policy that acts, and its step: masks, the learner's updates, and the returns of episodes."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +18,8 @@ from asyncrl.engines.acting.sac_learner import SacLearner
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.stepping.spaces_file import SPACES, write_spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
-from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_state
+from asyncrl.engines.training.ranks.shards import gather_state
+from asyncrl.engines.training.trainer_checkpoint import MODEL, StateCopy, read_state, whole_state
 from asyncrl.engines.training.training_step import NOT_FINITE, Lane, StepInParts, StepOutcome, undrawn
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 from asyncrl.protocols.messages import Canary
@@ -45,7 +47,7 @@ class ActingTrainer:
 
     @classmethod
     def resume(cls, config: Config, spaces: Spaces, directory: Path) -> tuple["ActingTrainer", dict[str, Any]]:
-        """Restores the trainer that `save` wrote to `directory`, bit for bit, with the saved `extra`."""
+        """Restores the trainer that was copied and written to `directory`, bit for bit, with the saved `extra`."""
         trainer = cls(config, spaces)
         first, *others = trainer.learner.optimizers.values()
         state = read_state(directory, first, ALONE)
@@ -58,14 +60,10 @@ class ActingTrainer:
         trainer.transitions = state["transitions"]
         return trainer, state["extra"]
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Writes model/ with the policy and its spaces, and trainer.pt with everything, below `directory`."""
-        (directory / MODEL).mkdir(parents=True, exist_ok=True)
-        save_file({name: each.detach() for name, each in self.named_tensors().items()}, directory / MODEL / WEIGHTS)
-        write_spaces(directory / MODEL / SPACES, self.spaces)
+    def copy_state(self, extra: dict[str, Any]) -> StateCopy:
+        """Copies the policy for model/, and everything for trainer.pt, with the plain values `extra`."""
         first, *others = self.learner.optimizers.values()
-        write_state(
-            directory,
+        state = whole_state(
             first,
             ALONE.size,
             first.states(),
@@ -76,6 +74,14 @@ class ActingTrainer:
             transitions=self.transitions,
             extra=extra,
         )
+        copies = self.config.training.background_checkpoints
+        weights = gather_state(self.named_tensors(), copy=copies)
+        return StateCopy(gather_state(state, copy=copies), partial(self._write_model, weights))
+
+    def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
+        (directory / MODEL).mkdir(parents=True, exist_ok=True)
+        save_file(dict(weights), directory / MODEL / WEIGHTS)
+        write_spaces(directory / MODEL / SPACES, self.spaces)
 
     @property
     def weights_spec(self) -> WeightsSpec:

@@ -3,6 +3,7 @@ metrics (docs/metrics.md) are over live tokens, with the values just before the 
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, Val
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.shards import gather_state
 from asyncrl.engines.training.token_advantages import token_advantages
-from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, read_state, write_model, write_state
+from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, StateCopy, read_state, whole_state, write_model
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import ConfigError
 from asyncrl.objectives.value_loss import explained_variance, value_loss
@@ -52,7 +54,7 @@ class CriticTrainer(Trainer):
     def resume(
         cls, config: Config, directory: Path, target: ValueTarget = REWARD
     ) -> tuple["CriticTrainer", dict[str, Any]]:
-        """Restores the critic that `save` wrote to `directory`, bit for bit, and returns the saved `extra` with it.
+        """Restores the critic that was copied and written to `directory`, bit for bit; returns its `extra` with it.
         Raises ConfigError for the checkpoint of an algorithm without this critic."""
         if not (directory / TRAINER).exists():
             raise ConfigError(
@@ -62,10 +64,13 @@ class CriticTrainer(Trainer):
         critic = cls(config, directory / MODEL, target)
         return critic, read_state(directory, critic.optimizer, critic.mesh)["extra"]
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Writes model/ and trainer.pt below `directory`, with the plain values `extra`."""
-        write_model(directory / MODEL, self.model)
-        write_state(directory, self.optimizer, self.mesh.size, self.optimizer.states(), extra=extra)
+    def copy_state(self, extra: dict[str, Any]) -> StateCopy:
+        """Copies model and state, with the plain values `extra`, for model/ and trainer.pt."""
+        copies = self.config.training.background_checkpoints
+        weights = gather_state(self.model.whole.state_dict(keep_vars=True), copy=copies)
+        states = gather_state(self.optimizer.states(), copy=copies)
+        state = whole_state(self.optimizer, self.mesh.size, states, extra=extra)
+        return StateCopy(state, partial(write_model, self.model, weights, None))
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,10 +16,10 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance, canary_of, probe_tokens
 from asyncrl.engines.lora.low_rank import attach, base_model, published_spec, published_tensors
-from asyncrl.engines.lora.peft_folder import load_adapters, write_adapters
+from asyncrl.engines.lora.peft_folder import load_adapters
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.models.weights_digest import weights_digest, write_base
+from asyncrl.engines.models.weights_digest import weights_digest
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
 from asyncrl.engines.training.batch.micro_batches import MicroBatch, micro_batch, micro_batches
 from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, pad_texts, texts_of
@@ -41,9 +42,17 @@ from asyncrl.engines.training.token_logprobs import (
     run_stages,
     token_logprobs,
 )
-from asyncrl.engines.training.trainer_checkpoint import MODEL, read_state, write_model, write_own_state, write_state
+from asyncrl.engines.training.trainer_checkpoint import (
+    MODEL,
+    AdaptedModel,
+    StateCopy,
+    own_state,
+    read_state,
+    refuse_changed_base,
+    whole_state,
+    write_model,
+)
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
-from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.objectives.kl import KlCoefficient
@@ -52,9 +61,6 @@ from asyncrl.objectives.surrogate_losses import row_weights
 from asyncrl.protocols.messages import Canary
 
 RowLogprobs: TypeAlias = list[tuple[MaskedRow, NDArray[np.float32]]]
-BASE_TOLERANCE = 0.01
-"""Largest difference of log-probs of likely tokens, in nats, between a model and itself after a resume, perhaps on
-another machine or device. Another base model differs by far more."""
 
 
 class PolicyTrainer(Trainer):
@@ -81,8 +87,10 @@ class PolicyTrainer(Trainer):
         refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.mesh.rank, self.mesh.size)
         self.model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
+        self._adapted: AdaptedModel | None = None
         if config.model.lora is not None:
-            self._base_digest = weights_digest(folder) if self.mesh.rank == 0 else ""
+            digest = weights_digest(folder) if self.mesh.rank == 0 else ""
+            self._adapted = AdaptedModel(config.model.lora, folder, digest)
             attach(self.model.whole, config.model.lora, config.seed)
             self.model.is_random = config.model.lora.dropout > 0
         if adapters is not None:
@@ -108,7 +116,7 @@ class PolicyTrainer(Trainer):
         texts: Path | None = None,
         base: Path | None = None,
     ) -> tuple["PolicyTrainer", dict[str, Any]]:
-        """Restores the trainer that `save` wrote to `directory`, bit for bit, and returns the saved `extra` with it.
+        """Restores the trainer that was copied and written to `directory`, bit for bit; returns its `extra` with it.
 
         base: the model folder that a run with `model.lora` began with. Raises WeightsError when it holds another model
         by now, because the adapters mean nothing there.
@@ -122,34 +130,31 @@ class PolicyTrainer(Trainer):
             trainer = cls(config, base, mesh, texts, folder)
         state = read_state(directory, trainer.optimizer, trainer.mesh)
         if lora is not None:
-            trainer.check_base(folder, Canary(*map(tuple, state["canary"])))
+            canary = Canary(*map(tuple, state["canary"]))
+            found = logprobs_after(trainer.model, np.array(canary.prompt)).numpy(force=True)
+            refuse_changed_base(folder, trainer._folder, canary_distance(canary, found))
         if trainer.kl.target is not None:
             trainer.kl.value = state["kl"]
         if trainer.multiplier is not None and "multiplier" in state:
             trainer.multiplier.value = state["multiplier"]
         return trainer, state["extra"]
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Writes model/ and trainer.pt below `directory`, with the plain values `extra`; ranks other than 0 write only
-        the state that is their own, and give rank 0 their shards. Raises WeightsError when ranks that should hold the
-        same weights do not."""
+    def copy_state(self, extra: dict[str, Any]) -> StateCopy:
+        """Copies model and state, with the plain values `extra`, for model/ and trainer.pt; ranks other than 0 copy
+        only the state that is their own, and give rank 0 their shards. Raises WeightsError when ranks that should hold
+        the same weights do not."""
         with self.mesh.failing():
             check_same(self.mesh, self.optimizer.parameters)
-            saved = self._gathered(keep=self.mesh.gathers)
+            copied = self._gathered(keep=self.mesh.gathers)
         if self.mesh.rank > 0:
-            write_own_state(directory, self.mesh.rank)
-            return
-        state: dict[str, Any] = {} if self.multiplier is None else {"multiplier": self.multiplier.value}
-        lora = self.config.model.lora
-        if lora is None:
-            write_model(directory / MODEL, self.model, saved["model"])
-        else:
-            write_adapters(directory / MODEL, self.model.whole, lora, str(self._folder), saved["model"])
-            self.model.tokenizer.save_pretrained(directory / MODEL)
-            write_base(directory, self._folder, self._base_digest)
-            state["canary"] = list(astuple(saved["canary"]))
-        state |= {"kl": self.kl.value, "extra": extra}
-        write_state(directory, self.optimizer, self.mesh.size, saved["optimizer"], **state)
+            return StateCopy(own_state(), None, self.mesh.rank)
+        state = {"kl": self.kl.value, "extra": extra}
+        if self.multiplier is not None:
+            state["multiplier"] = self.multiplier.value
+        if "canary" in copied:
+            state["canary"] = list(astuple(copied["canary"]))
+        state = whole_state(self.optimizer, self.mesh.size, copied["optimizer"], **state)
+        return StateCopy(state, partial(write_model, self.model, copied["model"], self._adapted))
 
     def _gathered(self, *, keep: bool) -> dict[str, Any]:
         """Returns what ranks compute together for a checkpoint: whole weights and moments, and with adapters a canary;
@@ -158,22 +163,13 @@ class PolicyTrainer(Trainer):
         found: dict[str, Any] = {} if lora is None else {"canary": self.canary()}
         whole, stage = self.model.whole, self.model.stage_weights
         weights = whole.state_dict(keep_vars=True) if lora is None else published_tensors(whole)
-        found["model"] = gather_state(weights if stage is None else stage.own(weights), keep=keep)
-        found["optimizer"] = gather_state(self.optimizer.states(), keep=keep)
+        how = {"keep": keep, "copy": self.config.training.background_checkpoints}
+        found["model"] = gather_state(weights if stage is None else stage.own(weights), **how)
+        found["optimizer"] = gather_state(self.optimizer.states(), **how)
         if stage is not None and keep:
             found["model"] = stage.collected(found["model"])
             found["optimizer"] = stage.collected_states(found["optimizer"])
         return found
-
-    def check_base(self, folder: Path, canary: Canary) -> None:
-        """Compares the model with the canary that was saved beside its adapters. Raises WeightsError."""
-        distance = canary_distance(canary, logprobs_after(self.model, np.array(canary.prompt)).numpy(force=True))
-        if not distance <= BASE_TOLERANCE:
-            raise WeightsError(
-                f"the adapters in {folder} were trained on another model than that in {self._folder}: log-probs differ "
-                f"by {distance:.2g} nats; put back the model that the run began with, or start anew with another "
-                "--run-dir"
-            )
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "PolicyStep":
         return PolicyStep(self, rows, incarnation, version)

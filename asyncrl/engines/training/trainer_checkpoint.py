@@ -1,52 +1,153 @@
 """The files of a trainer in a checkpoint: model/, which transformers or peft loads, and trainer.pt, which resumes it.
 Rank 0 writes both, with the whole of weights and moments. Others write rank-N.pt with their random state."""
 
+import asyncio
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
+from asyncrl.concurrency import start_task
+from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.engines.lora.peft_folder import write_adapters
 from asyncrl.engines.models.model_folder import sync_to_disk
+from asyncrl.engines.models.weights_digest import BASE, write_base
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.engines.training.ranks.stage_weights import held_tensors
-from asyncrl.errors import ConfigError, JournalError
+from asyncrl.errors import ConfigError, JournalError, Refused, WeightsError
+from asyncrl.protocols.messages import Checkpointed
 
 MODEL = "model"
 TRAINER = "trainer.pt"
+DIGESTS_AT_A_TIME = 4
+BASE_TOLERANCE = 0.01
+"""Largest difference of log-probs of likely tokens, in nats, between a model and itself after a resume, perhaps on
+another machine or device. Another base model differs by far more."""
 
 
-def write_model(folder: Path, model: LoadedModel, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Writes safetensors, tokenizer, and the config that came with the model, dropout included. weights: the whole
-    ones, where those of the model are shards."""
-    model.whole.save_pretrained(folder, state_dict=weights)
-    model.source_config.save_pretrained(folder)
+class AdaptedModel(NamedTuple):
+    """Describes adapters, and the model that they belong to by the digest of its weights."""
+
+    lora: LoraConfig
+    folder: Path
+    digest: str
+
+
+def write_model(
+    model: LoadedModel,
+    weights: Mapping[str, Tensor],
+    adapted: AdaptedModel | None,
+    directory: Path,
+) -> None:
+    """Writes model/ below `directory` while steps go on: nothing is read that they change. Safetensors of the weights,
+    tokenizer, and the config that came with the model, dropout included; or adapters, and what names their base."""
+    folder = directory / MODEL
+    if adapted is None:
+        model.whole.save_pretrained(folder, state_dict=weights)
+        model.source_config.save_pretrained(folder)
+    else:
+        write_adapters(folder, model.whole, adapted.lora, str(adapted.folder), weights)
+        write_base(directory, adapted.folder, adapted.digest)
     model.tokenizer.save_pretrained(folder)
 
 
-def write_state(
-    directory: Path, optimizer: Optimizer, ranks: int, states: Sequence[Mapping[str, Any]], **state: Any
-) -> None:
-    """Writes trainer.pt (optimizer with its whole `states`, RNG, number of `ranks`, and `state`, which is tensors and
-    plain values), and fsyncs it with all other files of the directory."""
-    state |= {"optimizer": optimizer.saved(states)}
-    _save({**state, "rng": torch.get_rng_state(), "ranks": ranks}, directory / TRAINER)
-    for path in [*directory.rglob("*"), directory]:
-        sync_to_disk(path)
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """The state of a trainer in the memory of the host, which is written while steps go on. state: tensors and plain
+    values. model: writes model/ and what describes its base model; None at ranks other than the first."""
+
+    state: Mapping[str, Any]
+    model: Callable[[Path], None] | None
+    rank: int = 0
+
+    def write(self, directory: Path) -> dict[str, str]:
+        """Writes all files, fsynced. Returns the sha256 (hex) of each by relative path. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.model is None:
+            file = directory / f"rank-{self.rank}.pt"
+            digest = _save(self.state, file)
+            sync_to_disk(file)
+            sync_to_disk(directory)
+            return {file.name: digest}
+        self.model(directory)
+        found = {TRAINER: _save(self.state, directory / TRAINER)}
+        paths = [directory / MODEL, *sorted((directory / MODEL).rglob("*")), *directory.glob(BASE)]
+        files = [path for path in paths if path.is_file()]
+        with ThreadPoolExecutor(DIGESTS_AT_A_TIME) as threads:
+            found |= zip([str(path.relative_to(directory)) for path in files], threads.map(_digest, files), strict=True)
+        for path in [*paths, directory / TRAINER, directory]:
+            sync_to_disk(path)
+        return found
 
 
-def write_own_state(directory: Path, rank: int) -> None:
-    """Writes and fsyncs the file of a rank other than 0."""
-    _save({"rng": torch.get_rng_state()}, directory / f"rank-{rank}.pt")
-    sync_to_disk(directory / f"rank-{rank}.pt")
-    sync_to_disk(directory)
+@dataclass(slots=True)
+class HeldCopy:
+    """A copy that a service holds until it is written. copy: None once it was. A call that ends early does not end the
+    writing, and a repeated one gets its answer."""
+
+    incarnation: int
+    version: int
+    chain: str
+    copy: StateCopy | None
+    _writing: "asyncio.Task[Checkpointed | OSError] | None" = None
+
+    async def write(self, directory: Path, tasks: asyncio.TaskGroup, below: str = "") -> Checkpointed:
+        """Writes the files on a thread. tasks: of the worker. below: folder of the files. Raises OSError."""
+        if self._writing is None:
+            self._writing = start_task(tasks, self._write(directory, below), f"files of version {self.version}")
+        made = await asyncio.shield(self._writing)
+        if isinstance(made, OSError):
+            self._writing = None
+            raise made
+        return made
+
+    async def _write(self, directory: Path, below: str) -> Checkpointed | OSError:
+        assert self.copy is not None, "it is written once"
+        try:
+            files = await asyncio.to_thread(self.copy.write, directory / below)
+        except OSError as error:
+            return error
+        self.copy = None
+        named = {str(PurePosixPath(below, name)): digest for name, digest in files.items()}
+        return Checkpointed(self.version, self.chain, named)
+
+
+def copy_of(held: HeldCopy | None, incarnation: int, version: int) -> HeldCopy:
+    """Returns the copy of this version. Raises Refused where another one, or none, is held."""
+    if held is None or (held.incarnation, held.version) != (incarnation, version):
+        found = "none" if held is None else f"one of version {held.version} of incarnation {held.incarnation}"
+        raise Refused(f"no copy of version {version} of incarnation {incarnation} can be written: {found} is held")
+    return held
+
+
+def whole_state(optimizer: Optimizer, ranks: int, states: Sequence[Mapping[str, Any]], **state: Any) -> dict[str, Any]:
+    """Returns what trainer.pt holds: optimizer with its whole `states`, RNG, number of `ranks`, and `state`."""
+    return {**state, "optimizer": optimizer.saved(states), **own_state(), "ranks": ranks}
+
+
+def refuse_changed_base(adapters: Path, base: Path, distance: float) -> None:
+    """Raises WeightsError when the model in `base` is not the one that adapters were trained on. distance: of its
+    log-probs, with the adapters, from the canary that was saved beside them."""
+    if not distance <= BASE_TOLERANCE:
+        raise WeightsError(
+            f"the adapters in {adapters} were trained on another model than that in {base}: log-probs differ by "
+            f"{distance:.2g} nats; put back the model that the run began with, or start anew with another --run-dir"
+        )
+
+
+def own_state() -> dict[str, Any]:
+    """Returns the state that ranks do not share."""
+    return {"rng": torch.get_rng_state()}
 
 
 def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[str, Any]:
@@ -72,11 +173,17 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 class _CheckpointFile(io.BufferedWriter):
-    """Keeps the OSError of a failed write in `failed`, because torch.save hides it behind an error of its format."""
+    """Digests what is written, and keeps the OSError of a failed write in `failed`, because torch.save hides it behind
+    an error of its format."""
 
     failed: OSError | None = None
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.digest = hashlib.sha256()
+
     def write(self, data: Any, /) -> int:
+        self.digest.update(data)
         try:
             return super().write(data)
         except OSError as error:
@@ -84,28 +191,22 @@ class _CheckpointFile(io.BufferedWriter):
             raise
 
 
-def _save(state: dict[str, Any], path: Path) -> None:
-    """Saves the state with torch. Raises OSError when a write fails."""
-    with _CheckpointFile(io.FileIO(path, "wb")) as file:
+def _save(state: Mapping[str, Any], path: Path) -> str:
+    """Saves the state with torch, which writes from the first byte to the last. Returns the sha256 (hex) of the file.
+    Raises OSError when a write fails."""
+    with _CheckpointFile(path) as file:
         try:
-            torch.save(state, file)
+            torch.save({**state}, file)
         except RuntimeError:
             if file.failed is None:
                 raise
             raise file.failed from None
+        return file.digest.hexdigest()
 
 
-def file_digests(directory: Path, rank: int = 0) -> dict[str, str]:
-    """Returns the sha256 (hex) of each of this rank's files by relative path; other ranks may still write theirs."""
-    paths = [directory / f"rank-{rank}.pt"]
-    if rank == 0:
-        others = set(directory.glob("rank-*.pt"))
-        paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and path not in others]
-    found = {}
-    for path in paths:
-        with path.open("rb") as file:
-            found[str(path.relative_to(directory))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, float]]:

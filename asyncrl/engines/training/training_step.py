@@ -5,7 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.trainer_checkpoint import StateCopy
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
 
@@ -81,6 +83,14 @@ class Trainer(ABC):
     mesh: RankMesh
     optimizer: Optimizer
     lane: Lane = staticmethod(undrawn)
+
+    @abstractmethod
+    def copy_state(self, extra: dict[str, Any]) -> StateCopy:
+        """Copies the state for a checkpoint, with the plain values `extra`."""
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> dict[str, str]:
+        """Writes model/ and trainer.pt below `directory`. Returns the sha256 (hex) of each file by relative path."""
+        return self.copy_state(extra).write(directory)
 
     @abstractmethod
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "TrainingStep":

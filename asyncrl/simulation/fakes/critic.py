@@ -55,6 +55,9 @@ class FakeCritic(FakeService, Critic):
         await asyncio.sleep(self.cost)
         return self._report(cuts, 1, "")
 
+    async def copy_state(self, incarnation: int, version: int) -> None:
+        """Copies nothing: a resumed critic begins anew."""
+
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         return Checkpointed(version, "", {})
 

@@ -2,11 +2,11 @@
 
 import asyncio
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
@@ -19,6 +19,10 @@ from asyncrl.protocols.messages import Checkpointed, Published, StepReport, Trai
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation.fakes.fake_service import KEY, FakeService, inline, now
+
+WriteCopy: TypeAlias = Callable[[str], dict[str, str]]
+STEPS_OF_A_CHECKPOINT = 2
+"""Writing a checkpoint takes the fixed seconds of so many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class FakeTraining(FakeService, Training):
         self._slot_patience = slot_patience
         self._lease_changed = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._copy: tuple[tuple[int, int], str, WriteCopy] = ((-1, -1), "", lambda directory: {})
         self._last_step: tuple[object, asyncio.Task[StepReport]] | None = None
         self._prefetched = RowPrefetch(self.context.reader, [*read_columns, KEY])
         self.restore(0, GENESIS)
@@ -99,9 +104,9 @@ class FakeTraining(FakeService, Training):
     def write_weights(self, version: int) -> None:
         """Writes the weights of this version into their slot."""
 
-    def save(self, directory: str) -> dict[str, str]:
-        """Writes a checkpoint into the directory; returns the digest of each file."""
-        return {}
+    def state_copy(self) -> WriteCopy:
+        """Copies the state. Returns what writes the copy into a directory, and returns the digest of each file."""
+        return lambda directory: {}
 
     def write_file(self, directory: str, file: str, data: bytes) -> None:
         """Writes a file of a checkpoint."""
@@ -122,10 +127,17 @@ class FakeTraining(FakeService, Training):
         self._leases.detach(reader)
         self._lease_changed.set()
 
-    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+    async def copy_state(self, incarnation: int, version: int) -> None:
         async with self._turn:
-            self._check("checkpoint", incarnation, version)
-            return Checkpointed(version, self.chain.hex(), self.save(directory))
+            self._check("copy", incarnation, version)
+            self._copy = (incarnation, version), self.chain.hex(), self.state_copy()
+
+    async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+        position, chain_then, write = self._copy
+        if position != (incarnation, version):
+            raise Refused(f"a checkpoint of version {version} was refused: the copy is of version {position[1]}")
+        await asyncio.sleep(STEPS_OF_A_CHECKPOINT * self.cost.fixed)
+        return Checkpointed(version, chain_then, write(directory))
 
     async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
         writer = RowFileWriter(file := BytesIO(), self.context.reader, inline)

@@ -159,8 +159,10 @@ def draw_trial(seed: int) -> Trial:
     greedy = random.Random(f"greedy {seed}").random() < 0.2
     hosts = random.Random(f"hosts {seed}").choice((1, 1, 2))
     rejected = random.Random(f"rejected {seed}").choice((0.0, 0.0, 0.1))
+    background = random.Random(f"background {seed}").random() < 0.5
     need_signal = chance.random() < 0.25 and not loses
-    return replace(trial, need_signal=need_signal, greedy=greedy, hosts=hosts, rejected=rejected)
+    trial = replace(trial, need_signal=need_signal, greedy=greedy, hosts=hosts, rejected=rejected)
+    return replace(trial, background_checkpoints=background)
 
 
 def draw_episodes(seed: int) -> Trial:

@@ -21,7 +21,7 @@ from asyncrl.simulation.fakes.environment import FakeEnvironment
 from asyncrl.simulation.fakes.fake_service import FakeService
 from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence
 from asyncrl.simulation.fakes.scoring import FakeReference, FakeReward
-from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from asyncrl.simulation.fakes.training import FakeTraining, StepCost, WriteCopy
 from asyncrl.simulation.faults.trial_plan import TOKEN_TIME, Trial
 
 if TYPE_CHECKING:
@@ -255,11 +255,15 @@ class TrialTraining(TrialService, FakeTraining):
             version, chain = self._disk.open(str(self.context.facts.checkpoint_dir), STATE).read().decode().split()
             self.restore(int(version), bytes.fromhex(chain))
 
-    def save(self, directory: str) -> dict[str, str]:
+    def state_copy(self) -> WriteCopy:
         state = f"{self.version} {self.chain.hex()}".encode()
-        self._disk.block()
-        self._disk.put(directory, STATE, state)
-        return {STATE: sha256(state).hexdigest()}
+
+        def write(directory: str) -> dict[str, str]:
+            self._disk.block()
+            self._disk.put(directory, STATE, state)
+            return {STATE: sha256(state).hexdigest()}
+
+        return write
 
     def write_file(self, directory: str, file: str, data: bytes) -> None:
         self._disk.block()

@@ -34,6 +34,7 @@ DIGESTS = {
     28: "940540794494535f",
     29: "36cb056e07297dbd",
     30: "7e1619c6f665ab23",
+    31: "6ce4c1ecc5254a04",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

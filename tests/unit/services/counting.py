@@ -3,8 +3,9 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.messages import Canary, TrainedSample
+from asyncrl.protocols.messages import Canary, Checkpointed, TrainedSample
 from asyncrl.services.training import TrainingService
 
 INCARNATION = 3
@@ -73,9 +74,33 @@ class CountingEngine:
     def canary(self) -> Canary:
         return Canary((0,), (0,), (-self.weight,))
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+    def copy_state(self, extra: dict[str, Any]) -> "CountedCopy":
         name = "state" if self.mesh.rank == 0 else f"rank-{self.mesh.rank}.pt"
-        (directory / name).write_text(json.dumps({"weight": self.weight, "extra": extra}))
+        return CountedCopy(name, json.dumps({"weight": self.weight, "extra": extra}))
+
+
+@dataclass
+class CountedCopy:
+    """Stands in for a StateCopy. faults: raised by the first calls of `write`."""
+
+    name: str
+    text: str
+    faults: ClassVar[list[OSError]] = []
+
+    def write(self, directory: Path) -> dict[str, str]:
+        directory.mkdir(exist_ok=True)
+        if self.faults:
+            raise self.faults.pop()
+        (directory / self.name).write_text(self.text)
+        return {self.name: "digest"}
+
+
+async def saved(service: Any, directory: Path, version: int) -> Checkpointed:
+    """Returns the checkpoint of a version, which is copied and written."""
+    incarnation = service.context.facts.incarnation
+    await service.copy_state(incarnation, version)
+    made: Checkpointed = await service.checkpoint(str(directory), incarnation, version)
+    return made
 
 
 class CountingService(TrainingService):

@@ -19,7 +19,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.services.critic import CriticService
-from tests.unit.services.counting import PatientCompute
+from tests.unit.services.counting import PatientCompute, saved
 from tests.unit.services.source_rows import store_read_by
 
 VOCABULARY, CAP, INCARNATION = 50, 24, 1
@@ -154,7 +154,7 @@ async def test_an_update_whose_caller_gave_up_is_finished_before_a_checkpoint(se
         refs = sampled(service)
         await given_up(service.update(batch(service, refs, zeros(refs))))
         assert service._engine.optimizer.updates < 6
-        await service.checkpoint(str(tmp_path), INCARNATION, 0)
+        await saved(service, tmp_path, 0)
         assert service._engine.optimizer.updates == 6
 
 
@@ -208,7 +208,7 @@ async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(servi
         await service.update(batch(service, others, zeros(others), version=1))
         assert await again(service, refs, 2) == (0, "learnt before")
         await service.release([refs.rows[0].name], oldest=0)
-        await service.checkpoint(str(tmp_path), INCARNATION, 2)
+        await saved(service, tmp_path, 2)
     async with serving(checkpoint_dir=tmp_path, incarnation=INCARNATION + 1) as resumed:
         refs = sampled(resumed)
         assert await again(resumed, refs.take(range(1, 6)), 3) == (0, "learnt before")
@@ -246,8 +246,8 @@ async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Servin
         refs, others = sampled(service), sampled(service, first_group=7)
         await service.update(batch(service, refs, zeros(refs), version=4))
         with pytest.raises(Refused, match=r"version 3 of incarnation 1.* version 4"):
-            await service.checkpoint(str(tmp_path), INCARNATION, 3)
-        made = await service.checkpoint(str(tmp_path), INCARNATION, 5)
+            await saved(service, tmp_path, 3)
+        made = await saved(service, tmp_path, 5)
         assert (made.version, made.chain) == (5, "")
         assert {"critic/trainer.pt", "critic/model/model.safetensors", "critic/model/config.json"} <= made.files.keys()
         assert all((tmp_path / name).is_file() and name.startswith("critic/") for name in made.files)
@@ -280,7 +280,7 @@ async def test_it_begins_with_the_folder_it_is_given(serving: Serving, tmp_path:
     async with serving() as service:
         refs = sampled(service)
         await service.update(batch(service, refs, zeros(refs)))
-        await service.checkpoint(str(tmp_path), INCARNATION, 1)
+        await saved(service, tmp_path, 1)
         expected = await values_of(service, refs)
     async with serving(options={"model": str(tmp_path / "critic" / "model")}) as again:
         assert again._engine.optimizer.updates == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -23,12 +24,14 @@ from asyncrl.services import training
 from asyncrl.simulation.virtual_loop import run
 from tests.unit.services.counting import (
     INCARNATION,
+    CountedCopy,
     CountingEngine,
     CountingService,
     config,
     context_maker,
     cuts,
     published_weight,
+    saved,
 )
 
 Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
@@ -172,7 +175,7 @@ async def test_a_cancelled_step_is_finished_and_its_repetition_gets_the_report(
         with pytest.raises(Refused, match="is trained"):
             await service.step(cuts(service, 0, 2))
         with pytest.raises(Refused, match="a checkpoint"):
-            await service.checkpoint(str(tmp_path / "c"), INCARNATION, 0)
+            await saved(service, tmp_path / "c", 0)
         report = await service.step(batch)
         assert report.version == 1
         assert await published_weight(service) == 1.0
@@ -261,8 +264,8 @@ async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path, 
     async with serving(tmp_path) as service:
         report = await service.step(cuts(service, 0, 1))
         with pytest.raises(Refused, match=r"version 0 of incarnation 3.* at version 1 of incarnation 3"):
-            await service.checkpoint(str(folder), INCARNATION, 0)
-        made = await service.checkpoint(str(folder), INCARNATION, 1)
+            await saved(service, folder, 0)
+        made = await saved(service, folder, 1)
         assert (made.version, made.chain, list(made.files)) == (1, report.chain, ["state"])
     async with serving(tmp_path, checkpoint_dir=folder, incarnation=INCARNATION + 1) as resumed:
         published = await resumed.published()
@@ -270,6 +273,35 @@ async def test_a_checkpoint_is_of_the_named_version_and_resumes(tmp_path: Path, 
         assert await published_weight(resumed) == 1.0
         next_cuts = replace(cuts(resumed, 1, 5), incarnation=INCARNATION + 1)
         assert (await resumed.step(next_cuts)).chain == chain(bytes.fromhex(report.chain), [(5, 0, 0)]).hex()
+
+
+async def test_a_copy_is_written_while_the_next_step_runs(tmp_path: Path, serving: Serving) -> None:
+    folder = tmp_path / "tmp-1"
+    async with serving(tmp_path) as service:
+        first = await service.step(cuts(service, 0, 1))
+        with pytest.raises(Refused, match="no copy of version 1 of incarnation 3 can be written: none is held"):
+            await service.checkpoint(str(folder), INCARNATION, 1)
+        await service.copy_state(INCARNATION, 1)
+        second = asyncio.ensure_future(service.step(cuts(service, 1, 2)))
+        made = await service.checkpoint(str(folder), INCARNATION, 1)
+        assert (await second).version == 2
+        assert (made.version, made.chain) == (1, first.chain)
+        assert json.loads((folder / "state").read_text())["weight"] == 1.0
+        (folder / "state").unlink()
+        assert await service.checkpoint(str(folder), INCARNATION, 1) == made
+        assert not list(folder.iterdir()), "a repeated call writes nothing"
+        with pytest.raises(Refused, match="version 2 of incarnation 3 can be written: one of version 1 of inc"):
+            await service.checkpoint(str(folder), INCARNATION, 2)
+
+
+async def test_a_copy_that_finds_no_room_can_be_written_again(tmp_path: Path, serving: Serving) -> None:
+    async with serving(tmp_path) as service:
+        await service.copy_state(INCARNATION, 0)
+        CountedCopy.faults.append(OSError(errno.ENOSPC, "No space left on device"))
+        with pytest.raises(OSError, match="No space left"):
+            await service.checkpoint(str(tmp_path / "tmp-0"), INCARNATION, 0)
+        made = await service.checkpoint(str(tmp_path / "tmp-0"), INCARNATION, 0)
+        assert (made.version, made.files) == (0, {"state": "digest"})
 
 
 async def test_rows_are_trained_at_the_temperature_that_sampled_them(tmp_path: Path, serving: Serving) -> None:

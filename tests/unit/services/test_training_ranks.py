@@ -181,7 +181,8 @@ async def test_a_checkpoint_of_two_ranks_names_the_files_of_both(tmp_path: Path,
     async with serving_two(tmp_path) as two:
         report = await two.step(cuts(two.ranks[0], 0, 1, 2))
         with pytest.raises(Refused, match="version 0 of incarnation 3"):
-            await together(rank.checkpoint(str(folder), INCARNATION, 0) for rank in two.ranks)
+            await together(rank.copy_state(INCARNATION, 0) for rank in two.ranks)
+        await together(rank.copy_state(INCARNATION, 1) for rank in two.ranks)
         made = await together(rank.checkpoint(str(folder), INCARNATION, 1) for rank in two.ranks)
         assert Checkpointed.merge(made).chain == report.chain
         assert Checkpointed.merge(made).files.keys() == {"state", "rank-1.pt"}

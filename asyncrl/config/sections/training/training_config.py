@@ -54,6 +54,9 @@ class TrainingConfig(Section):
     """Number of tokens whose logits exist at the same time."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 20
     """Number of steps between checkpoints. 0 writes only the first and the last one."""
+    background_checkpoints: bool = True
+    """Writes checkpoints while training goes on, from a copy of weights and optimizer state in the memory of the host,
+    3 numbers a parameter with AdamW. False: nothing is copied, and training waits."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints that are kept."""
     keep_best: str = ""

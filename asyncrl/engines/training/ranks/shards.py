@@ -66,9 +66,10 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_part(tensor) else tensor
 
 
-def gather_state(state: Any, *, keep: bool) -> Any:
+def gather_state(state: Any, *, keep: bool = True, copy: bool = True) -> Any:
     """Returns the state of an optimizer, or of a model, with whole tensors in the memory of the host; each tensor that
-    stands there twice is gathered once. keep: False returns nothing, and only takes part in gathering."""
+    stands there twice is gathered once. keep: False returns nothing, and only takes part in gathering. copy: a tensor
+    that is whole is copied, so that the next step does not change it."""
     found: dict[int, Tensor] = {}
 
     def gathered(value: Any) -> Any:
@@ -76,11 +77,12 @@ def gather_state(state: Any, *, keep: bool) -> Any:
             return {name: gathered(each) for name, each in value.items()}
         if isinstance(value, list):
             return [gathered(each) for each in value]
-        if not is_part(value):
-            return value.detach() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
         if id(value) not in found:
-            whole = whole_tensor(value.detach())
-            found[id(value)] = whole.cpu() if keep else torch.empty(0)
+            whole = whole_tensor(value.detach()) if is_part(value) else value.detach()
+            kept = torch.empty(0) if not keep else whole.to("cpu", copy=copy and not is_part(value))
+            found[id(value)] = kept
         return found[id(value)]
 
     state = gathered(state)

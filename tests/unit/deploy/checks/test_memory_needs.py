@@ -113,7 +113,17 @@ def test_needs_grow_with_what_causes_them() -> None:
     assert need("training", training={"gradient_checkpointing": True}) < need("training")
     assert need("training") > SMOLLM2.parameters * 16
     names = [each.name for each in needs(config(algorithm={"kl": 0.1}, evaluate={"prompts": "h"}), SMOLLM2)]
-    assert names == ["generation", "training", "reward", "reference", "evaluation"]
+    assert names == ["generation", "training", "reward", "reference", "evaluation", "copies for checkpoints"]
+
+
+def test_a_checkpoint_that_is_written_beside_steps_takes_weights_and_moments_once_more() -> None:
+    copies = "copies for checkpoints"
+    assert need(copies) == SMOLLM2.parameters * 12
+    assert need(copies, algorithm={"preset": "ppo"}) == 2 * need(copies)
+    assert need(copies, training={"optimizer": "sgd"}) == SMOLLM2.parameters * 4
+    assert need(copies, model={"name": "m", "lora": {"rank": 4}}) < 0.01 * need(copies)
+    waiting = config(training={"background_checkpoints": False})
+    assert copies not in [each.name for each in needs(waiting, SMOLLM2)]
 
 
 def test_a_critic_takes_what_a_trainer_does_but_for_logits_and_weights_to_publish() -> None:

@@ -16,7 +16,6 @@ from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy import cli
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.trainer_checkpoint import file_digests
 from asyncrl.protocols.messages import Checkpointed
 from tests.unit.engines.generation.conftest import model_folder as model_folder
 
@@ -44,8 +43,7 @@ async def run_dir(base: Path, tmp_path: Path) -> Path:
         journal = Journal(store)
 
         async def write(directory: str) -> Checkpointed:
-            trainer.save(Path(directory), {})
-            return Checkpointed(0, journal.ledger.chain.hex(), file_digests(Path(directory)))
+            return Checkpointed(0, journal.ledger.chain.hex(), trainer.save(Path(directory), {}))
 
         await commit(journal, write, keep=1)
     return path

@@ -62,7 +62,7 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(make: type, config: Config, tm
     trainer = ActingTrainer(config, acting.spaces)
     for version in range(3):
         run_step(trainer, rows_of(acting, rows[version], version), version)
-    trainer.save(tmp_path, {"version": 3})
+    trainer.copy_state({"version": 3}).write(tmp_path)
     restored, extra = ActingTrainer.resume(config, acting.spaces, tmp_path)
     assert extra == {"version": 3}
     metrics = []

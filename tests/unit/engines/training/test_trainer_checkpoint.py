@@ -4,6 +4,7 @@ import dataclasses
 import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.engines.training.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.trainer_checkpoint import file_digests, write_own_state
+from asyncrl.engines.training.trainer_checkpoint import StateCopy, own_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
 from tests.power_cut_disk import Disk
@@ -56,7 +57,7 @@ def test_all_that_a_trainer_saves_outlives_a_power_cut(
     for folder in (first, second):
         folder.mkdir()
     PolicyTrainer(make_config(), tiny).save(first, {})
-    write_own_state(second, 1)
+    StateCopy(own_state(), None, 1).write(second)
     for folder in (first, second):
         found = disk.after_power_cut(tmp_path / f"{folder.name} after", folder.stat().st_ino)
         assert files(found) == files(folder)
@@ -66,7 +67,7 @@ def test_all_that_a_trainer_saves_outlives_a_power_cut(
 def test_a_full_disk_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
     (tmp_path / "rank-1.pt").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as raised:
-        write_own_state(tmp_path, 1)
+        StateCopy(own_state(), None, 1).write(tmp_path)
     assert raised.value.errno == errno.ENOSPC
 
 
@@ -113,15 +114,32 @@ def test_the_state_holds_no_code(tiny: Path, tmp_path: Path, make_config: Callab
     assert set(state) == {"optimizer", "rng", "kl", "extra", "ranks"}
 
 
-def test_digests_name_every_file_and_see_a_changed_byte(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "a").write_bytes(b"one")
-    (tmp_path / "b").write_bytes(b"two")
-    before = file_digests(tmp_path)
-    assert sorted(before) == ["b", "model/a"]
-    (tmp_path / "b").write_bytes(b"tow")
-    changed = {name for name, digest in file_digests(tmp_path).items() if digest != before[name]}
-    assert changed == {"b"}
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_digests_are_those_of_every_file(
+    lora: dict[str, int] | None, tiny: Path, tmp_path: Path, make_config: Callable
+) -> None:
+    made = PolicyTrainer(make_config(model={"name": "tiny", "lora": lora}), tiny).save(tmp_path, {})
+    found = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert made == {str(path.relative_to(tmp_path)): sha256(path.read_bytes()).hexdigest() for path in found}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_copy_that_is_written_after_further_steps_is_of_its_own_version(
+    lora: dict[str, int] | None, tiny: Path, tmp_path: Path, make_rows: Callable, make_config: Callable
+) -> None:
+    config = make_config(training=SETTINGS, model={"name": "tiny", "lora": lora})
+    engine = PolicyTrainer(config, tiny)
+    train(engine, make_rows, range(2))
+    engine.save(tmp_path / "at once", {})
+    copy = engine.copy_state({})
+    train(engine, make_rows, range(2, 4))
+    copy.write(tmp_path / "later")
+    for name in made_of(copy, tmp_path / "again"):
+        assert (tmp_path / "later" / name).read_bytes() == (tmp_path / "at once" / name).read_bytes(), name
+
+
+def made_of(copy: StateCopy, folder: Path) -> list[str]:
+    return sorted(copy.write(folder))
 
 
 def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
@@ -146,10 +164,9 @@ def test_weight_decay_spares_norms_and_biases(make_model: Callable, make_config:
 def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
     tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
 ) -> None:
-    two = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
-    made = {**file_digests(tmp_path), **file_digests(tmp_path, 1)}
-    assert {"trainer.pt", "rank-1.pt", "model/model.safetensors"} <= made.keys()
-    assert "rank-1.pt" not in file_digests(tmp_path), "it may not be whole yet when the first rank is done"
+    two, (made, by_second) = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
+    assert {"trainer.pt", "model/model.safetensors"} <= made.keys()
+    assert by_second.keys() == {"rank-1.pt"}
     for ranks in (two, thread_ranks(3), [RankMesh()]):
         for rank in ranks:
             _, extra = PolicyTrainer.resume(make_config(), tmp_path, rank)
@@ -159,9 +176,9 @@ def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_two_or_three(
 def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_refused(
     tiny: Path, tmp_path: Path, make_config: Callable, thread_ranks: Callable[[int], list[RankMesh]]
 ) -> None:
-    two = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
+    two, _ = save_on_two_ranks(make_config(), tiny, tmp_path, thread_ranks)
     torch.manual_seed(5)
-    write_own_state(tmp_path, 1)
+    StateCopy(own_state(), None, 1).write(tmp_path)
     expected = torch.rand(3)
     PolicyTrainer.resume(make_config(), tmp_path, two[1])
     assert torch.equal(torch.rand(3), expected)
@@ -171,10 +188,9 @@ def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_ref
 
 def save_on_two_ranks(
     config: Config, model: Path, folder: Path, thread_ranks: Callable[[int], list[RankMesh]]
-) -> list[RankMesh]:
+) -> tuple[list[RankMesh], list[dict[str, str]]]:
     two = thread_ranks(2)
     engines = [PolicyTrainer(config, model, rank) for rank in two]
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(engine.save, folder, {"version": 3}) for engine in engines]:
-            done.result(30.0)
-    return two
+        made = [threads.submit(engine.save, folder, {"version": 3}) for engine in engines]
+        return two, [each.result(30.0) for each in made]
