@@ -147,7 +147,7 @@ class TwoRanks(DistributedRanks):
     """One of two ranks, of which the other one's tensors are known."""
 
     def __init__(self, own: Tensor, others: Tensor) -> None:
-        self.size, self._device = 2, torch.device("cpu")
+        self.size = 2
         self._rows = (own, others)
 
     def gather_equal(self, values: Tensor) -> list[Tensor]:
