@@ -48,55 +48,78 @@ class Scene:
 
         await self.commits.begin(version, copy, write)
 
+    async def with_the_first(self) -> "Scene":
+        """Commits the first checkpoint, and trains a step."""
+        self.written.set()
+        await self.begin()
+        self.written.clear()
+        self.train()
+        return self
+
     def train(self) -> None:
         target = self.history.version + 1
         while self.history.version < target:
             self.journal.append(self.history.step())
 
 
+async def waits(scene: Scene) -> bool:
+    """Returns whether `begin` waits until the files are written; it has returned in the end."""
+    begun = asyncio.ensure_future(scene.begin())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    found = not begun.done()
+    scene.written.set()
+    await begun
+    return found
+
+
 async def test_records_after_the_copy_lie_behind_the_checkpoint(run: Any) -> None:
-    scene = Scene(run)
+    scene = await Scene(run).with_the_first()
     async with scene.commits:
         await scene.begin()
-        assert (scene.copied, scene.committed, versions(scene.store)) == ([0], [], [])
+        assert (scene.copied, scene.committed, versions(scene.store)) == ([0, 1], [0], [0])
         scene.train()
         scene.train()
         scene.written.set()
-    assert (scene.committed, versions(scene.store)) == ([0], [0])
+    assert (scene.committed, versions(scene.store)) == ([0, 1], [0, 1])
     assert Audit(scene.store).ok
     for found in (scene.store.after_death(), scene.store.after_power_cut()):
         plan = plan_resume(found)
         assert plan is not None
-        assert (plan.version, plan.ledger.version) == (0, 0)
-        assert resume(found, plan).ledger.version == 0
+        assert (plan.version, plan.ledger.version) == (1, 1)
+        assert resume(found, plan).ledger.version == 1
         assert Audit(found).ok
 
 
-async def test_the_next_checkpoint_waits_for_the_one_before(run: Any) -> None:
+async def test_the_first_checkpoint_is_waited_for_and_later_ones_are_not(run: Any) -> None:
     scene = Scene(run)
+    async with scene.commits:
+        assert await waits(scene)
+        scene.written.clear()
+        scene.train()
+        assert not await waits(scene)
+
+
+async def test_without_background_a_run_waits_for_the_files(run: Any) -> None:
+    scene = await Scene(run, background=False).with_the_first()
+    async with scene.commits:
+        assert await waits(scene)
+        assert versions(scene.store) == [0, 1]
+
+
+async def test_the_next_checkpoint_waits_for_the_one_before(run: Any) -> None:
+    scene = await Scene(run).with_the_first()
     async with scene.commits:
         await scene.begin()
         scene.train()
         second = asyncio.ensure_future(scene.begin())
-        for _ in range(20):
+        for _ in range(50):
             await asyncio.sleep(0)
-        assert scene.copied == [0]
+        assert scene.copied == [0, 1]
         scene.written.set()
         await second
-        assert (scene.copied, scene.committed[:1]) == ([0, 1], [0])
-    assert versions(scene.store) == [0, 1]
-
-
-async def test_without_background_a_run_waits_for_the_files(run: Any) -> None:
-    scene = Scene(run, background=False)
-    async with scene.commits:
-        begun = asyncio.ensure_future(scene.begin())
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not begun.done()
-        scene.written.set()
-        await begun
-        assert versions(scene.store) == [0]
+        assert (scene.copied, scene.committed[:2]) == ([0, 1, 2], [0, 1])
+    assert versions(scene.store) == [1, 2]
 
 
 async def fails(scene: Scene) -> None:
@@ -108,7 +131,7 @@ async def fails(scene: Scene) -> None:
 
 
 async def test_an_error_of_the_files_ends_the_run_at_its_next_look(run: Any) -> None:
-    scene = Scene(run)
+    scene = await Scene(run).with_the_first()
     scene.error = OSError(errno.ENOSPC, "No space left on device")
 
     async def go_on() -> None:
@@ -122,32 +145,32 @@ async def test_an_error_of_the_files_ends_the_run_at_its_next_look(run: Any) -> 
 
     with pytest.raises(OSError, match="No space"):
         await go_on()
-    assert not scene.store.folders(), "what was unfinished is removed"
+    assert scene.store.folders() == ["0"], "what was unfinished is removed"
 
 
 async def test_an_error_of_the_copy_is_that_of_the_caller(run: Any) -> None:
-    scene = Scene(run)
+    scene = await Scene(run).with_the_first()
 
     async def fail(directory: str) -> Checkpointed:
         raise OSError(errno.EIO, "Input/output error")
 
     async with scene.commits:
         with pytest.raises(OSError, match="Input/output"):
-            await scene.commits.begin(0, fail, fail)
+            await scene.commits.begin(1, fail, fail)
         scene.written.set()
         await scene.begin()
-    assert versions(scene.store) == [0]
+    assert versions(scene.store) == [0, 1]
 
 
 async def test_a_run_that_fails_keeps_the_checkpoint_that_was_copied(run: Any) -> None:
-    scene = Scene(run)
+    scene = await Scene(run).with_the_first()
     with pytest.raises(ValueError, match="the run"):
         await fails(scene)
-    assert versions(scene.store) == [0]
+    assert versions(scene.store) == [0, 1]
 
 
 async def test_of_two_errors_that_of_the_run_is_raised(run: Any) -> None:
-    scene = Scene(run)
+    scene = await Scene(run).with_the_first()
     scene.error = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(ValueError, match="the run") as raised:
         await fails(scene)
@@ -155,7 +178,7 @@ async def test_of_two_errors_that_of_the_run_is_raised(run: Any) -> None:
 
 
 async def test_a_cancelled_run_gives_its_checkpoint_up(run: Any) -> None:
-    scene, begun = Scene(run), asyncio.Event()
+    scene, begun = await Scene(run).with_the_first(), asyncio.Event()
 
     async def body() -> None:
         async with scene.commits:
@@ -168,4 +191,4 @@ async def test_a_cancelled_run_gives_its_checkpoint_up(run: Any) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert versions(scene.store) == []
+    assert versions(scene.store) == [0]
