@@ -11,6 +11,8 @@ from asyncrl.protocols.messages import SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile, read_lines, read_records
 
 TOKEN_FIELDS = ("prompt_ids", "token_ids", "token_logprobs", "token_versions")
+TRANSITIONS = "transitions"
+"""Finish reason of a sample of a policy that acts: it has its transitions."""
 BY_TOKEN = ("token_advantages", "token_rewards")
 REMEMBERED_GROUPS = 4096
 """Groups of which a part may still be trained: more than are in flight in any run that we know."""

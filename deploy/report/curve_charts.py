@@ -39,6 +39,25 @@ class Curve:
     unit: str = ""
 
 
+CURVES_OF_ACTING = (
+    Curve("Return of episodes", ("acting/return_mean", "acting/return_last20")),
+    Curve("Return, mean of the last 20 episodes", ("acting/return_last20",), "minutes"),
+    Curve("Length of episodes", ("acting/length_mean",), unit="steps"),
+    Curve("Trained transitions", ("perf/tokens_per_s",), "minutes", "transitions per second"),
+    Curve("Staleness of trained transitions", ("staleness/mean", "staleness/max"), unit="versions"),
+    Curve("Age of transitions drawn from the replay", ("replay/age_mean",), unit="versions"),
+    Curve("Replay", ("replay/transitions",), unit="transitions"),
+    Curve("Entropy", ("policy/entropy",), unit="nats"),
+    Curve("Temperature", ("sac/temperature",)),
+    Curve("Loss of the policy", ("loss/policy",)),
+    Curve("Loss of the critic", ("critic/loss",)),
+    Curve("Explained variance of returns", ("critic/explained_variance",), unit="share"),
+    Curve("Acting policy against trainer: KL per action", ("policy/kl_rollout_train",), unit="nats"),
+    Curve("Left out or clipped transitions", ("policy/clip_frac", "mask/stale_fraction"), unit="share"),
+    Curve("Lost episodes", ("environment/lost_episodes",), unit="episodes"),
+    Curve("Gradient norm", ("grad_norm",)),
+)
+"""Curves of policies that act."""
 CURVES = (
     Curve("Reward", ("reward/mean",)),
     Curve("Reward", ("reward/mean",), "minutes"),
@@ -57,7 +76,11 @@ CURVES = (
 
 def curve_charts(runs: Sequence[RunRecord]) -> Iterator[Any]:
     """Yields a chart for each curve of which a run has at least one number."""
-    for curve in CURVES:
+    acting = [run for run in runs if run.config.acting.env]
+    curves = [*(CURVES if len(acting) < len(runs) else ()), *(CURVES_OF_ACTING if acting else ())]
+    if any(run.evaluations for run in acting):
+        yield _evaluated_returns([run for run in acting if run.evaluations])
+    for curve in dict.fromkeys(curves):
         lines = [line for run in runs for line in _lines(curve, run, several=len(runs) > 1)]
         if lines:
             yield _chart(curve, lines, runs)
@@ -107,6 +130,26 @@ def _chart(curve: Curve, lines: list[tuple[str, list[float], list[float]]], runs
     return chart
 
 
+def _evaluated_returns(runs: Sequence[RunRecord]) -> Any:
+    """Returns a chart of the mean return of each evaluated version, with its interval of 95 %."""
+    chart = plain_figure("Return of evaluated versions", "version", "")
+    for colour, run in zip(_colours(len(runs)), runs, strict=True):
+        found = [each for each in run.evaluations if _is_number(each["mean"])]
+        data = {name: [each[name] for each in found] for name in ("version", "mean")}
+        data |= {
+            name: [each[name] if _is_number(each.get(name)) else each["mean"] for each in found]
+            for name in ("low", "high")
+        }
+        source = ColumnDataSource(data)
+        legend = {"legend_label": run.name} if len(runs) > 1 else {}
+        chart.line("version", "mean", source=source, color=colour, line_width=1.5, **legend)
+        chart.scatter("version", "mean", source=source, size=6, color=colour, **legend)
+        chart.add_layout(Whisker(base="version", lower="low", upper="high", source=source, line_color=colour))
+    if len(runs) > 1:
+        legend_below(chart)
+    return chart
+
+
 def _add_evaluations(chart: Any, run: RunRecord, colour: str) -> None:
     """Adds the held-out reward of each evaluated version, with twice its standard error to both sides."""
     if not run.evaluations:
@@ -125,12 +168,13 @@ def _add_evaluations(chart: Any, run: RunRecord, colour: str) -> None:
 
 
 def staleness_histogram(run: RunRecord) -> Any | None:
-    """Returns a chart of the age of recorded samples when they were trained: by how many versions their first token,
-    the oldest, was behind the weights that step trained. It may be masked, so that its age exceeds the limit."""
+    """Returns a chart of the age of recorded samples when they were trained: by how many versions their first token, or
+    transition, the oldest, was behind the weights that step trained. It may be masked, so that its age exceeds the limit."""
     ages = Counter(sample.step - 1 - sample.first for sample in run.samples if sample.trained)
     if not ages:
         return None
-    chart = plain_figure("Age of the first token of trained samples", "versions", "recorded samples")
+    unit = "transition" if run.config.acting.env else "token"
+    chart = plain_figure(f"Age of the first {unit} of trained samples", "versions", "recorded samples")
     chart.vbar(x=list(ages), top=list(ages.values()), width=0.8, color=Category10_10[0])
     return chart
 

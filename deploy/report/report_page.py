@@ -12,6 +12,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from asyncrl.config.toml_writer import dump
+from asyncrl.deploy.report.acting_facts import acting_facts, newest_picture
 from asyncrl.deploy.report.curve_charts import curve_charts, staleness_histogram, state_chart
 from asyncrl.deploy.report.run_record import RunRecord
 from asyncrl.deploy.report.sample_tokens import ShownToken, shown_tokens, signed_colour, token_decoder
@@ -76,6 +77,8 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         facts=list(facts(runs)),
         trace=trace,
         samples=shown_samples(runs[0]) if len(runs) == 1 else [],
+        acts=all(run.config.acting.env for run in runs),
+        pictures=[(run.name, picture) for run in runs if (picture := newest_picture(run))],
         configs=[dump(run.config) for run in runs],
     )
     return page
@@ -90,11 +93,28 @@ def _template() -> Any:
 def facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
     """Yields what the table at the top says of each run."""
     yield Fact("run", tuple(run.name for run in runs))
-    yield Fact("experiment", tuple(f"{run.config.name}, {run.config.model.name}" for run in runs))
+    yield Fact("experiment", tuple(f"{run.config.name}, {_policy(run)}" for run in runs))
     yield Fact("steps", tuple(f"{run.steps[-1]['step']:,}" for run in runs))
     yield Fact("time trained", tuple(_duration(run.seconds[-1]) for run in runs))
     yield Fact("devices", tuple(str(run.devices) for run in runs))
     yield Fact("resumes", tuple(str(run.steps[-1]["incarnation"]) for run in runs))
+    if all(run.config.acting.env for run in runs):
+        for same in zip(*map(acting_facts, runs), strict=True):
+            yield Fact(same[0][0], tuple(text for _, text in same))
+    else:
+        yield from _language_facts(runs)
+    yield Fact("staleness, mean of the last tenth", tuple(_last_tenth(run, "staleness/mean") for run in runs))
+    yield Fact("staleness.limit", tuple(str(run.config.staleness.limit) for run in runs))
+    yield Fact("audit", tuple(_audit_result(run) for run in runs))
+
+
+def _policy(run: RunRecord) -> str:
+    acting = run.config.acting
+    return f"{acting.algorithm.upper()} in {acting.env}" if acting.env else run.config.model.name
+
+
+def _language_facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
+    """Yields what the table says of language models."""
     yield Fact("reward, mean of the last tenth", tuple(_last_tenth(run, "reward/mean") for run in runs))
     if any(map(_has_unnamed_set, runs)) or not any(run.sets for run in runs):
         yield Fact("held out", tuple(_mean(run.evaluations[-1]) if _has_unnamed_set(run) else "-" for run in runs))
@@ -102,10 +122,7 @@ def facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
         yield Fact(f"held out, {name}", tuple(_mean(run.sets[name]) if name in run.sets else "-" for run in runs))
     yield Fact("trained tokens", tuple(f"{_total(run, 'tokens/trained'):,.0f}" for run in runs))
     yield Fact("trained tokens per second", tuple(_rate(run) for run in runs))
-    yield Fact("staleness, mean of the last tenth", tuple(_last_tenth(run, "staleness/mean") for run in runs))
     yield Fact("oldest trained token", tuple(f"{_largest(run, 'staleness/max'):.0f} versions" for run in runs))
-    yield Fact("staleness.limit", tuple(str(run.config.staleness.limit) for run in runs))
-    yield Fact("audit", tuple(_audit_result(run) for run in runs))
 
 
 def _audit_result(run: RunRecord) -> str:

@@ -24,10 +24,9 @@ from asyncrl.protocols.messages import Boundary, PromptGroup, SampleText
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.services.acting.policy_worker import PolicyWorker
+from asyncrl.telemetry.samples_file import TRANSITIONS
 
 ACTION = "action"
-FINISH = "transitions"
-"""Finish reason of a sample: it has its transitions."""
 COUNTERS = ("samples", "tokens", "running", "waiting", "aborted", "environment/lost_episodes")
 
 Finished = asyncio.Queue[Recording | EnvironmentFailed]
@@ -146,7 +145,7 @@ class ActingService(PolicyWorker, Generation):
         group, member, attempt = recording.name
         identity = (group, member, attempt, self.context.facts.incarnation)
         first, last = int(versions.min()), int(versions.max())
-        return RowRef(*identity, 0, tokens, first, last, FINISH, (place,), recording.latest)
+        return RowRef(*identity, 0, tokens, first, last, TRANSITIONS, (place,), recording.latest)
 
     def _drop(self, names: Iterable[SampleName]) -> None:
         """Forgets the samples of a call that has ended; those that are not full are dropped."""

@@ -30,9 +30,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("cost/mean", "cost", ".3f"),
     ("cost/multiplier", "multiplier", ".2g"),
     ("critic/explained_variance", "explained", ".2f"),
-    ("acting/return_last20", "return", ".1f"),
     ("eval/reward/mean", "held out", ".3f"),
-    ("eval/return/mean", "evaluated", ".1f"),
     ("perf/tokens_per_s", "trained tokens/s", ",.0f"),
     ("completions/length_mean", "length", ".1f"),
     ("staleness/mean", "staleness", ".2f"),
@@ -45,6 +43,26 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("policy/entropy", "entropy", ".2g"),
 )
 """Metric, its name on the screen, and the format of its number."""
+SHOWN_OF_ACTING: tuple[tuple[str, str, str], ...] = (
+    ("acting/return_last20", "return", ",.5g"),
+    ("acting/length_mean", "steps an episode", ",.1f"),
+    ("eval/return/mean", "evaluated", ",.5g"),
+    ("perf/tokens_per_s", "transitions/s", ",.0f"),
+    ("staleness/mean", "staleness", ".2f"),
+    ("staleness/max", "oldest", ".0f"),
+    ("mask/stale_fraction", "left out", ".1%"),
+    ("replay/transitions", "replay", ",.0f"),
+    ("replay/age_mean", "replay age", ".1f"),
+    ("sac/temperature", "temperature", ".2g"),
+    ("policy/entropy", "entropy", ".2f"),
+    ("critic/explained_variance", "explained", ".2f"),
+    ("policy/kl_rollout_train", "kl to acting", ".2g"),
+    ("policy/clip_frac", "clipped", ".1%"),
+    ("grad_norm", "gradient", ".2g"),
+)
+"""The same of a policy that acts."""
+ACTS = "acting/transitions"
+"""Metric that each step of a policy that acts has."""
 
 SHOWN_CHARACTERS = 300
 """Characters shown of a sample's prompt and of its text, so that all fits on a screen of 24 lines."""
@@ -201,10 +219,11 @@ class LiveDisplay(Display):
     def _course(self, metrics: Metrics) -> Iterator[RenderableType]:
         """Yields the curve of the reward, who waits for whom, and what the run waits for."""
         self._load.observe(metrics)
-        if isinstance(reward := metrics.get("reward/mean"), float | int):
+        name, metric = ("return ", "acting/return_last20") if ACTS in metrics else ("reward ", "reward/mean")
+        if isinstance(reward := metrics.get(metric), float | int):
             self._rewards.add(reward)
-        if curve := self._rewards.line(self._live.console.width - len("reward ")):
-            yield Text.assemble(("reward ", "dim"), curve)
+        if curve := self._rewards.line(self._live.console.width - len(name)):
+            yield Text.assemble((name, "dim"), curve)
         for line in self._load.lines():
             yield Items(line.split(", "), ", ", "dim")
         if slowest := self._load.bottleneck():
@@ -257,9 +276,10 @@ def skipped(metrics: Metrics) -> str:
 
 
 def shown(metrics: Metrics) -> list[tuple[str, str]]:
-    """Returns the names on the screen and the formatted numbers of the metrics of SHOWN that exist."""
+    """Returns the names on the screen and the formatted numbers of the metrics of SHOWN, or SHOWN_OF_ACTING, that
+    exist."""
     return [
         (name, format(metrics[metric], form))
-        for metric, name, form in SHOWN
+        for metric, name, form in (SHOWN_OF_ACTING if ACTS in metrics else SHOWN)
         if isinstance(metrics.get(metric), float | int)
     ]

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, Group
 from rich.panel import Panel
 from rich.text import Text
 
-from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.samples_file import TRANSITIONS, SampleRecord
 
 Styled: TypeAlias = tuple[str, str]
 """A text and its style."""
@@ -165,7 +165,9 @@ def _summary(sample: SampleRecord) -> list[str]:
         parts.append(f"{len(sample.turn_rewards)} turns")
     single = sample.first == sample.last
     versions = f"version {sample.first}" if single else f"versions {sample.first} to {sample.last}"
-    parts += [f"ended by {sample.finish}", versions, f"{sample.trained} tokens trained"]
+    acts = sample.finish == TRANSITIONS
+    unit = "transitions" if acts else "tokens"
+    parts += [*([] if acts else [f"ended by {sample.finish}"]), versions, f"{sample.trained} {unit} trained"]
     if sample.masked:
         parts.append(f"{sample.masked} masked ({sample.reason})")
     if sample.rejected:

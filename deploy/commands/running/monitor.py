@@ -17,14 +17,14 @@ from asyncrl.deploy.commands.running.watched_runs import looking_at
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus
-from asyncrl.telemetry.screen.display import shown, skipped
+from asyncrl.telemetry.screen.display import ACTS, shown, skipped
 from asyncrl.telemetry.screen.sample_panel import filled
 
 LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called old: a loaded machine is late by some of them."""
 SHARES = ("busy", "starved", "blocked", "sync")
 HEADINGS = ("worker", *SHARES, "cores", "memory", "queue", "starts")
-FURTHER = ("version", "samples per s", "tokens per s", "GPU memory")
+FURTHER = ("version", "samples per s", "GPU memory")
 SHORTEST_RUNS = 12
 """Columns of the screen that the calls of a worker need: with less, the further columns have a table of their own."""
 
@@ -100,7 +100,8 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) 
         for line in wrap(f"{worker.name}: {worker.problem}", width, subsequent_indent="  ")
     ]
     since = ["starts: since the run was resumed"] if status.incarnation else []
-    return Group(*lines, "", *_tables(status, width), *since, *problems)
+    unit = "transitions" if ACTS in metrics else "tokens"
+    return Group(*lines, "", *_tables(status, width, unit), *since, *problems)
 
 
 def _step(metrics: Mapping[str, Any], status: RunStatus, width: int) -> list[str]:
@@ -113,12 +114,12 @@ def _step(metrics: Mapping[str, Any], status: RunStatus, width: int) -> list[str
     return filled([f"{name} {number}" for name, number in shown(metrics)], width, f"step {step}{void}: ")
 
 
-def _tables(status: RunStatus, width: int) -> Iterator[Table | str]:
+def _tables(status: RunStatus, width: int, unit: str) -> Iterator[Table | str]:
     """Yields a row for each worker, in one table, or in two where the screen is narrow. Columns in which no worker has
-    anything are left out."""
+    anything are left out. unit: what samples are made of."""
     cells, further = (
         [HEADINGS, *map(_cells, status.workers)],
-        [FURTHER, *(_further(each, status) for each in status.workers)],
+        [(*FURTHER[:2], f"{unit} per s", *FURTHER[2:]), *(_further(each, status) for each in status.workers)],
     )
     used = [column for column in zip(*further, strict=True) if any(cell != "-" for cell in column[1:])]
     runs = ["runs", *map(_runs, status.workers)]

@@ -12,7 +12,7 @@ from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
 from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
-from asyncrl.telemetry.screen.display import SHOWN
+from asyncrl.telemetry.screen.display import SHOWN, SHOWN_OF_ACTING
 from asyncrl.telemetry.state_clock import STATES
 
 ROOT = Path(__file__).parents[3]
@@ -96,4 +96,5 @@ def test_columns_of_evaluations_are_documented() -> None:
 
 def test_what_the_line_of_a_step_calls_a_metric_is_said() -> None:
     page = " ".join(ALGORITHM.split())
-    assert ", ".join(f"{label}: `{name}`" for name, label, _ in SHOWN) in page
+    for shown in (SHOWN, SHOWN_OF_ACTING):
+        assert ", ".join(f"{label}: `{name}`" for name, label, _ in shown) in page
