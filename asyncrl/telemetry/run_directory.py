@@ -27,8 +27,8 @@ class RunDirectory:
     """Paths of one run.
 
     config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
-    evaluations.jsonl; evaluations/: answers to held-out prompts, or episodes; best.json: the checkpoint that is kept
-    for its metric; warnings.jsonl: of guards and the like;
+    evaluations.jsonl; evaluations/: answers to held-out prompts, or episodes with a picture; best.json: the
+    checkpoint that is kept for its metric; warnings.jsonl: of guards and the like;
     ratings.jsonl and feedback.json: what people said, and the address of their page;
     fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; commands.json: where the run
     takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; recorded/: what
@@ -205,6 +205,14 @@ def replace_text(path: Path, text: str) -> None:
     """Replaces a file; readers see the old one or the new one, and a full disk leaves the old one."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text)
+    fresh.replace(path)
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Does what `replace_text` does, and makes the folder of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_bytes(content)
     fresh.replace(path)
 
 

@@ -54,7 +54,6 @@ CURVES_OF_ACTING = (
     Curve("Explained variance of returns", ("critic/explained_variance",), unit="share"),
     Curve("Acting policy against trainer: KL per action", ("policy/kl_rollout_train",), unit="nats"),
     Curve("Left out or clipped transitions", ("policy/clip_frac", "mask/stale_fraction"), unit="share"),
-    Curve("Lost episodes", ("environment/lost_episodes",), unit="episodes"),
     Curve("Gradient norm", ("grad_norm",)),
 )
 """Curves of policies that act."""
@@ -168,8 +167,9 @@ def _add_evaluations(chart: Any, run: RunRecord, colour: str) -> None:
 
 
 def staleness_histogram(run: RunRecord) -> Any | None:
-    """Returns a chart of the age of recorded samples when they were trained: by how many versions their first token, or
-    transition, the oldest, was behind the weights that step trained. It may be masked, so that its age exceeds the limit."""
+    """Returns a chart of the age of recorded samples when they were trained: by how many versions their first token or
+    transition, the oldest, was behind the weights that step trained. It may be masked: then its age is over the
+    limit."""
     ages = Counter(sample.step - 1 - sample.first for sample in run.samples if sample.trained)
     if not ages:
         return None

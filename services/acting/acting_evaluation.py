@@ -14,6 +14,7 @@ from asyncrl.children.guarded_process import ChildEnded
 from asyncrl.engines.acting.acting_trainer import WEIGHTS
 from asyncrl.engines.acting.episodes.episode_player import LOST, EpisodePlayer, PlayedEpisode
 from asyncrl.engines.acting.stepping.answers import Floats
+from asyncrl.engines.acting.stepping.picture_child import EpisodePictures
 from asyncrl.errors import ConfigError, EnvironmentFailed, PeerLost
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef, RowRef
@@ -21,10 +22,14 @@ from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.services.acting.policy_worker import PolicyWorker
+from asyncrl.telemetry.run_directory import RunDirectory, replace_bytes
 
 HELD_OUT = -1
 """Group whose seed the episodes have: groups of training have none below 0."""
 COUNTERS = ("samples", "tokens", "environment/lost_episodes")
+OWN_VERSION = "own_version"
+PICTURE_SECONDS = 30.0
+"""Time in which a child starts and draws an episode, which takes a second or two."""
 
 
 class ActingEvaluationService(PolicyWorker, Generation):
@@ -38,11 +43,12 @@ class ActingEvaluationService(PolicyWorker, Generation):
         self._are_unplayed = True
         self._may_begin_again = False
         self._playing = asyncio.Lock()
+        self._pictures: EpisodePictures | None = None
         self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def start(self) -> None:
         await super().start()
-        if (version := self.context.spec.options.get("own_version")) is not None:
+        if (version := self.context.spec.options.get(OWN_VERSION)) is not None:
             self._load_own(int(version))
 
     def _load_own(self, version: int) -> None:
@@ -69,14 +75,35 @@ class ActingEvaluationService(PolicyWorker, Generation):
             player = EpisodePlayer(self._likeliest, self._pool.environments, len(prompts.members))
             async for episodes in player.play(prompts.deadline):
                 yield BatchRef(tuple(self._reference(prompts, each) for each in episodes))
+                for first in (each for each in episodes if each.number == 0):
+                    await self._draw(prompts.attempt, first)
             self._may_begin_again = True
 
     async def use_weights(self, published: Published) -> Using:
         return Using((), (await super().use_weights(published)).version)  # It copies weights, and holds no lease.
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
-        """Returns no texts: the references say how episodes ended."""
-        return []
+        """Says of the first episode why there is no picture of it, or ""; the references say everything else."""
+        problem = "" if self._pictures is None else self._pictures.problem
+        return [SampleText(row.group, row.member, "", problem) for row in refs if row.member == 0]
+
+    async def stop(self) -> None:
+        if self._pictures is not None:
+            await self._pictures.stop()
+        await super().stop()
+
+    async def _draw(self, version: int, episode: PlayedEpisode) -> None:
+        """Writes the picture of an episode into the run directory, where it stays with the episodes."""
+        context = self.context
+        if not context.config.evaluate.keep_answers or OWN_VERSION in context.spec.options:
+            return
+        if self._pictures is None:
+            settings = self._pool.environments.child_settings
+            self._pictures = EpisodePictures(self._settings, self._spaces, self._seed, settings)
+        actions = b"".join(each.tobytes() for each in episode.actions)
+        if (picture := await self._pictures.draw(actions, PICTURE_SECONDS)) is not None:
+            path = RunDirectory(context.facts.run_dir).answers / f"{version}.gif"
+            await asyncio.to_thread(replace_bytes, path, picture)
 
     async def _begin_episodes(self) -> None:
         """Begins the first episode in each environment, in new ones where those before cannot go back to theirs."""

@@ -42,8 +42,8 @@ def write_answers(path: Path, answers: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswersFolder:
-    """The folder `evaluations` of a run: VERSION.jsonl, and NAME/VERSION.jsonl of other sets. keep: files of each set
-    that stay."""
+    """The folder `evaluations` of a run: VERSION.jsonl, NAME/VERSION.jsonl of other sets, and VERSION.gif of a policy
+    that acts. keep: files of each set that stay."""
 
     path: Path
     keep: int
@@ -56,3 +56,4 @@ class AnswersFolder:
         versions = sorted(int(each.stem) for each in folder.glob("*.jsonl") if each.stem.isdecimal())
         for old in versions[: -self.keep]:
             (folder / f"{old}.jsonl").unlink()
+            (folder / f"{old}.gif").unlink(missing_ok=True)

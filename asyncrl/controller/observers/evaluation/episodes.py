@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from asyncrl.config.schema import Config
@@ -35,12 +35,13 @@ class HeldOutEpisode:
 class EpisodesEvaluation(Evaluation):
     """The result of an evaluation of a policy that acts. prompts: episodes with a return; mean, stderr: of returns;
     low, high: interval of 95 % of their mean; unscorable: episodes that their environment lost; length: mean of steps;
-    cut_off: episodes that the deadline ended."""
+    cut_off: episodes that the deadline ended; undrawn: why there are no pictures, with the first evaluation only."""
 
     low: float = math.nan
     high: float = math.nan
     length: float = math.nan
     cut_off: int = 0
+    undrawn: str = ""
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers by the names of their metrics."""
@@ -53,9 +54,10 @@ class EpisodesEvaluation(Evaluation):
         interval = "" if math.isnan(self.low) else f" [{self.low:.5g} - {self.high:.5g}]"
         lost = f", {self.unscorable} lost" if self.unscorable else ""
         cut = f", {self.cut_off} cut off after generation.deadline" if self.cut_off else ""
+        undrawn = f"; there are no pictures: {self.undrawn}" if self.undrawn else ""
         return (
             f"evaluated, version {self.version}: return {self.mean:.5g}{interval} over {self.prompts} episodes of "
-            f"{self.length:.1f} steps{lost}{cut}, {self.seconds:.1f} s"
+            f"{self.length:.1f} steps{lost}{cut}, {self.seconds:.1f} s{undrawn}"
         )
 
 
@@ -67,17 +69,22 @@ class EpisodeEvaluator:
     config: Config
     save: SaveResults | None = None
 
+    def __post_init__(self) -> None:
+        self._undrawn = ""
+
     async def evaluate(self, version: int, incarnation: int) -> EpisodesEvaluation:
         """Evaluates one version. Raises Retryable when the worker died meanwhile."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rows = await self._played(version, incarnation)
+        rows, undrawn = await self._played(version, incarnation)
         if self.save is not None:
             self.save("", version, list(_episodes(version, rows)))
-        return summary_of_episodes(version, rows, loop.time() - began)
+        found = summary_of_episodes(version, rows, loop.time() - began)
+        known, self._undrawn = self._undrawn, undrawn or self._undrawn
+        return found if known else replace(found, undrawn=undrawn)
 
-    async def _played(self, version: int, incarnation: int) -> BatchRef:
-        """Returns the episodes in their order."""
+    async def _played(self, version: int, incarnation: int) -> tuple[BatchRef, str]:
+        """Returns the episodes in their order, and why the first one was not drawn."""
         prompts = PromptGroup(
             id=EPISODES,
             attempt=version,
@@ -94,9 +101,11 @@ class EpisodeEvaluator:
         try:
             async for episodes in self.generation.generate(prompts):
                 finished.append(episodes)
+            rows = BatchRef(tuple(sorted(BatchRef.join(finished), key=lambda row: row.member)))
+            undrawn = "".join(text.text for text in await self.generation.texts(rows))
         finally:
             await self.generation.release([(EPISODES, member, version) for member in prompts.members], oldest=0)
-        return BatchRef(tuple(sorted(BatchRef.join(finished), key=lambda row: row.member)))
+        return rows, undrawn
 
 
 def summary_of_episodes(version: int, rows: BatchRef, seconds: float) -> EpisodesEvaluation:

@@ -30,8 +30,7 @@ EXTRA = "acting"
 
 def maker(env: str, options: dict[str, Any]) -> Callable[[], Any]:
     """Returns what makes an environment; raises ConfigError where a name or an option is wrong."""
-    source, _, name = env.rpartition(":")
-    if source and "-v" not in name:
+    if not is_of_gymnasium(env):
         made = resolve(env, MAKE)
         return partial(made, **options)
     gymnasium = package("gymnasium", EXTRA, MAKE)
@@ -43,6 +42,12 @@ def maker(env: str, options: dict[str, Any]) -> Callable[[], Any]:
             raise ConfigError(f"{MAKE}: gymnasium cannot make {env}: {error}") from None
 
     return make
+
+
+def is_of_gymnasium(env: str) -> bool:
+    """Says whether Gymnasium makes an environment, and not a function of the user."""
+    source, _, name = env.rpartition(":")
+    return not source or "-v" in name
 
 
 @dataclass(eq=False, slots=True)

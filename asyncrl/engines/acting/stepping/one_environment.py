@@ -103,6 +103,14 @@ class OneEnvironment:
                 f"environment {self._index} cannot begin an episode: {why}\n{where}".rstrip()
             ) from None
 
+    def frame(self) -> NDArray[np.uint8]:
+        """Returns what the environment shows now [height, width, 3]. Raises whatever it raises, and EnvironmentFailed
+        where that is no picture."""
+        seen = self._environment.render()
+        if isinstance(seen, np.ndarray) and seen.dtype == np.uint8 and seen.ndim == 3 and seen.shape[2] == 3:
+            return seen
+        raise EnvironmentFailed(f"`render` gave {type(seen).__name__}, and no array of bytes [height, width, 3]")
+
     def close(self) -> None:
         """Lets the environment free what it holds."""
         with suppress(Exception):  # the user's code, as this process ends

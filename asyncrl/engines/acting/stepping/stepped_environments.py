@@ -124,6 +124,11 @@ class SteppedEnvironments:
         self._output.close()
 
     @property
+    def child_settings(self) -> ChildSettings:
+        """Returns how its children are started."""
+        return self._child_settings
+
+    @property
     def states(self) -> Floats:
         """Returns the newest state of each environment [environments, observation]."""
         return np.stack([episode.state for episode in self._episodes])

@@ -48,6 +48,18 @@ def test_it_shows_workers_and_the_newest_step(
     assert problem.rstrip() == "reward0[0]: killed by SIGKILL"
 
 
+def test_a_policy_that_acts_has_transitions_and_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0.0)
+    metrics = LineFile(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 7, "reward/mean": 0.7, "acting/transitions": 64.0, "acting/return_last20": 12.5})
+    metrics.close()
+    assert main(["monitor", str(tmp_path), "--once"]) == 0
+    printed = capsys.readouterr().out
+    assert "step 7: return 12.5\n" in printed
+    assert "transitions per s" in printed
+    assert "token" not in printed
+
+
 WIDE = WorkerStatus(
     *("environment10[0]", "a", "killed by SIGKILL; it is started again in 3.5 s, the fourth time in a minute, as its"),
     *(("generate for 12.0 s", "generate for 7.0 s"), 1234, dict.fromkeys(("busy", "starved", "blocked", "sync"), 1.0)),

@@ -144,3 +144,25 @@ class Slow(Walk):
 
 def endless() -> Walk:
     return Walk(goal=10**6, limit=10**6)
+
+
+class Seen(Walk):
+    """Shows its place as a bright column; `picture`: what it shows instead, "hangs" for ever, or "dies"."""
+
+    def __init__(self, picture: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.picture = picture
+
+    def render(self) -> Any:
+        match self.picture:
+            case "text":
+                return "a walk"
+            case "raises":
+                raise RuntimeError("no screen")
+            case "hangs":
+                time.sleep(60)
+            case "dies":
+                ctypes.string_at(0)
+        shown = np.zeros((40, 840, 3), np.uint8)
+        shown[:, 400 + 20 * int(self.place)] = 255
+        return shown

@@ -18,6 +18,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.services.acting.acting_evaluation import ActingEvaluationService
+from asyncrl.telemetry.run_directory import RunDirectory
 from tests.unit.engines.acting.line_walk import Push
 from tests.unit.engines.acting.scene import ENVIRONMENTS, acting_config, spaces_of_walk
 
@@ -109,6 +110,27 @@ async def test_episodes_without_an_end_are_cut_off_at_the_deadline(serving: Serv
             assert {row.finish for row in rows} == {"time_limit"}
             assert all(row.reward == pytest.approx(-0.1 * row.tokens, abs=0.11, rel=1e-3) for row in rows)
             assert len(rows) == EPISODES
+
+
+async def test_the_first_episode_is_drawn_into_the_run_directory(serving: Serving, tmp_path: Path) -> None:
+    async with serving("Seen") as service:
+        publish(service, 3)
+        rows = await played(service, episodes(3))
+        (text,) = await service.texts(BatchRef(tuple(rows)))
+        assert (text.member, text.text) == (0, "")
+        folder = RunDirectory(service.context.facts.run_dir).answers
+        assert [path.name for path in folder.iterdir()] == ["3.gif"]
+        assert (folder / "3.gif").read_bytes().startswith(b"GIF89a")
+
+
+async def test_an_environment_that_shows_nothing_costs_the_picture_only(serving: Serving) -> None:
+    async with serving("Seen", options={"picture": "raises"}) as service:
+        publish(service)
+        rows = await played(service, episodes())
+        assert len([row for row in rows if row.reward is not None]) == EPISODES
+        (text,) = await service.texts(BatchRef(tuple(rows)))
+        assert text.text == "RuntimeError: no screen"
+        assert not RunDirectory(service.context.facts.run_dir).answers.exists()
 
 
 async def test_a_worker_without_the_version_says_so(serving: Serving) -> None:

@@ -252,6 +252,30 @@ def test_the_picture_says_what_the_run_waits_for_and_draws_the_reward() -> None:
     )
 
 
+def test_a_policy_that_acts_is_shown_in_its_own_words() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
+    acted = {**METRICS, "acting/transitions": 64.0, "acting/length_mean": 20.0, "eval/return/mean": 487.25}
+    moved = replace(SAMPLE, prompt="CartPole-v1", text="16 transitions", finish="transitions", turns=[])
+    display = LiveDisplay(console, 10)
+    with display:
+        for step in (1, 2, 3):
+            display.step({**acted, "step": step, "acting/return_last20": 100.0 * step}, moved)
+    lines = Console(file=io.StringIO(), width=100, color_system=None)
+    lines.print(display._live.renderable)
+    assert isinstance(lines.file, io.StringIO)
+    drawn = " ".join(lines.file.getvalue().split())
+    for item in (
+        "return 300",
+        "steps an episode 20.0",
+        "evaluated 487.25",
+        "transitions/s 1,23",
+        "return 100.000 ▁▅█ 300",
+    ):
+        assert item in drawn
+    assert "3 transitions trained" in drawn
+    assert not [word for word in ("token", "reward 0.5", "held out", "ended by") if word in drawn]
+
+
 def test_the_end_of_the_prompt_is_marked_and_special_tokens_stand_out() -> None:
     texts = {(1, 2): "cba<|end|>", (0, 3): "<s>Reverse abc: "}
     tokens = SpecialTokens(lambda ids: texts[tuple(ids)], ("<|end|>", "<s>"))

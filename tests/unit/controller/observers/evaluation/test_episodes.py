@@ -11,7 +11,7 @@ from asyncrl.config.sources.load_config import load
 from asyncrl.controller.observers.evaluation.episodes import EpisodeEvaluator, HeldOutEpisode
 from asyncrl.objectives.pass_at_k import mean_with_interval, student_quantile
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
-from asyncrl.protocols.messages import PromptGroup
+from asyncrl.protocols.messages import PromptGroup, SampleText
 from asyncrl.protocols.service_contracts import Generation
 
 
@@ -35,6 +35,9 @@ class Played(Generation):
             identity = (prompts.id, member, prompts.attempt, prompts.incarnation)
             finish = "lost" if gained is None else self.finish
             yield BatchRef((RowRef(*identity, 0, 10 + member, 4, 4, finish, (), gained),))
+
+    async def texts(self, refs: BatchRef) -> list[SampleText]:
+        return [SampleText(row.group, row.member, "", "no screen") for row in refs if row.member == 0]
 
     async def release(self, samples: list[SampleName], oldest: int) -> None:
         self.released += samples
@@ -68,6 +71,12 @@ async def test_episodes_that_were_cut_off_count_and_are_named() -> None:
     assert evaluation.metrics()["eval/cut_off_episodes"] == 2
     assert "2 cut off after generation.deadline" in str(evaluation)
     assert math.isnan(evaluation.low), "two values do not show how much they vary"
+
+
+async def test_why_there_are_no_pictures_is_said_once() -> None:
+    evaluator = EpisodeEvaluator(Played([1.0, 2.0]), config_with(2))
+    assert str(await evaluator.evaluate(0, 1)).endswith("; there are no pictures: no screen")
+    assert "pictures" not in str(await evaluator.evaluate(1, 1))
 
 
 async def test_an_evaluation_whose_every_episode_was_lost_has_no_mean() -> None:
