@@ -74,6 +74,7 @@ UNFUZZED: dict[str, str] = {
     "deploy/report/worker_trace.py": RUN,
     "engines/acting/stepping/spaces_file.py": RUN,
     "engines/acting/stepping/environment_server.py": PARENT,
+    "engines/acting/stepping/picture_server.py": PARENT,
     "engines/acting/stepping/stepping_child.py": VIEW,
     "engines/generation/forward/kv_cache.py": VIEW,
     "engines/generation/trajectory.py": "the transcript of the worker itself",

@@ -21,6 +21,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/children/sandbox/inside/program_server.py",
     "asyncrl/engines/acting/stepping/environment_server.py",
     "asyncrl/engines/acting/stepping/one_environment.py",
+    "asyncrl/engines/acting/stepping/picture_server.py",
     "asyncrl/children/sandbox/inside/examiner.py",
     "asyncrl/children/sandbox/inside/first_process.py",
     "asyncrl/controller/iterations.py",

@@ -1,17 +1,24 @@
 """Gymnasium's own environments: made by name, with their spaces, and learnt in a plain loop."""
 
+import asyncio
 from functools import partial
+from io import BytesIO
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageSequence
 
+from asyncrl.children.guarded_process import ChildSettings
+from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.load_config import load
 from asyncrl.engines.acting.acting_trainer import ActingTrainer
 from asyncrl.engines.acting.stepping.environment_server import maker
 from asyncrl.engines.acting.stepping.one_environment import OneEnvironment, spaces_of
+from asyncrl.engines.acting.stepping.picture_child import EpisodePictures
 from asyncrl.engines.acting.stepping.spaces import unusable_space
 from asyncrl.errors import ConfigError
 from tests.unit.engines.acting.scene import acting_config, plain_loop
@@ -92,3 +99,21 @@ def test_a_discrete_observation_is_a_one_hot_vector() -> None:
 def test_what_cannot_be_made_says_why(env: str, options: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         spaces_of(maker(env, options)())
+
+
+async def test_an_episode_of_gymnasium_is_drawn_without_a_screen(tmp_path: Path) -> None:
+    pytest.importorskip("pygame", reason="the extra acting is not installed")
+    output = ChildOutput(PrintedFile(tmp_path / "printed"))
+    output.open()
+    async with asyncio.TaskGroup() as tasks:
+        spaces = OneEnvironment(maker("CartPole-v1", {}), 0, 0).spaces
+        pictures = EpisodePictures(POLE.acting, spaces, 7, ChildSettings(20.0, tasks, output))
+        try:
+            picture = await pictures.draw(np.zeros(8, np.float32).tobytes(), 20.0)
+        finally:
+            await pictures.stop()
+            output.close()
+    assert picture is not None, pictures.problem
+    drawn = Image.open(BytesIO(picture))
+    assert drawn.width == 320
+    assert len(list(ImageSequence.Iterator(drawn))) > 3, "frames that are alike are one"
