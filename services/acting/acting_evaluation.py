@@ -73,11 +73,12 @@ class ActingEvaluationService(PolicyWorker, Generation):
         async with self._playing:
             await self._begin_episodes()
             player = EpisodePlayer(self._likeliest, self._pool.environments, len(prompts.members))
+            ended: list[PlayedEpisode] = []
             async for episodes in player.play(prompts.deadline):
+                ended += episodes
                 yield BatchRef(tuple(self._reference(prompts, each) for each in episodes))
-                for first in (each for each in episodes if each.number == 0):
-                    await self._draw(prompts.attempt, first)
             self._may_begin_again = True
+            await self._draw(prompts.attempt, next(each for each in ended if each.number == 0))
 
     async def use_weights(self, published: Published) -> Using:
         return Using((), (await super().use_weights(published)).version)  # It copies weights, and holds no lease.

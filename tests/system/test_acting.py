@@ -62,8 +62,9 @@ def kill(run_dir: Path, service: str) -> int:
 def evaluated_as_the_checkpoint(run_dir: Path) -> None:
     """Checks the evaluations of a run, and that its last checkpoint plays the same episodes again."""
     evaluations = list(read_lines(run_dir / "evaluations.jsonl"))
-    assert {0, 60} <= {line["version"] for line in evaluations}
-    assert evaluations[-1]["mean"] > evaluations[0]["mean"]
+    assert evaluations[-1]["version"] == 60
+    if evaluations[0]["version"] == 0:  # Else its worker was killed meanwhile, and version 0 was gone.
+        assert evaluations[-1]["mean"] > evaluations[0]["mean"]
     assert json.loads((run_dir / "best.json").read_text())["metric"] == "eval/return/mean"
     with running([sys.executable, "-m", "asyncrl.deploy.cli", "evaluate", str(run_dir)]) as again:
         code, shown = ended(again)
@@ -97,7 +98,8 @@ def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm
 
     lines = metrics_of(run_dir)
     assert (lines[-1]["step"], lines[-1]["incarnation"]) == (60, 1)
-    assert max(line.get("staleness/max", 0.0) for line in lines) <= 1
+    if algorithm == "ppo":  # SAC learns from transitions of any age.
+        assert max(line.get("staleness/max", 0.0) for line in lines) <= 1
     # Each step has one group of 4 environments and 16 transitions, or a part of it; none was counted twice.
     assert lines[-1]["acting/transitions"] == sum(line["tokens/trained"] for line in lines) <= 60 * 64
     assert lines[-1]["acting/return_last20"] > lines[5]["acting/return_last20"]
