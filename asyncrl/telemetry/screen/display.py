@@ -60,7 +60,7 @@ SHOWN_OF_ACTING: tuple[tuple[str, str, str], ...] = (
     ("policy/clip_frac", "clipped", ".1%"),
     ("grad_norm", "gradient", ".2g"),
 )
-"""The same of a policy that acts."""
+"""Metric, name and format of a policy that acts."""
 ACTS = "acting/transitions"
 """Metric that each step of a policy that acts has."""
 
