@@ -13,7 +13,14 @@ from programs import finished
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(120)]
 
-REWARDS = "def right(sample):\n    assert sample.row['answer'] == 'b'\n    return {'parts': 0.5, 'ends': -0.25}\n"
+REWARDS = """
+def right(sample):
+    assert sample.row["answer"] == "b"
+    return {"parts": 0.5, "ends": -0.25}
+
+def half_the_group(samples):
+    return [len(samples) / 2] * len(samples)
+"""
 EXPERIMENT = """
 [model]
 name = "model"
@@ -25,10 +32,18 @@ shuffle = false
 [generation]
 max_new_tokens = 4
 top_k = 5
+[training]
+keep_best = "eval/reward/mean"
+[evaluate]
+prompts = "questions.jsonl"
 [children]
 sandbox = "none"
 [reward]
-functions = [{ use = "mine.py:right", weight = 2.0 }, { use = "length", options = { maximum = 9, slack = 1 } }]
+functions = [
+    { use = "mine.py:right", weight = 2.0 },
+    { use = "length", options = { maximum = 9, slack = 1 } },
+    { use = "mine.py:half_the_group", group = true },
+]
 """
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
@@ -58,8 +73,10 @@ def test_each_row_is_shown_with_its_prompt_answer_and_rewards(tmp_path: Path) ->
         assert answer.startswith("answer, ")
         rewards, _, group = shown.rstrip().partition("\ngroup of 8 samples: ")
         assert rewards.endswith(
-            "reward: 0.5\n  right/parts = 0.5 (weight 2)\n  right/ends = -0.25 (weight 2)\n  length = 0 (weight 1)"
+            "reward: 4.5\n  right/parts = 0.5 (weight 2)\n  right/ends = -0.25 (weight 2)\n  length = 0 (weight 1)"
+            "\n  half_the_group = 4 (weight 1)"
         )
-        assert "different texts, rewards 0.5 to 0.5 (mean 0.5)" in group
+        assert rewards.count("reward: 4.5") == 8
+        assert "different texts, rewards 4.5 to 4.5 (mean 4.5)" in group
         assert group.endswith("  all equal: under a group baseline such rewards teach nothing")
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before

@@ -36,10 +36,22 @@ async def try_rows(config: Config, places: Mapping[str, str], rows: int, say: Sa
         longest = Path(scratch) / "longest.jsonl"
         questions = await asyncio.to_thread(questions_of, config, sets, model, longest, places, say)
         tokenizer = await asyncio.to_thread(prompt_tokenizer, config, model)
-        async with scoring_fleet(model, config) as running:
+        async with scoring_fleet(model, with_whole_groups(config)) as running:
             trial = _Trial(config, questions, tokenizer, running, say)
             for group in range(rows):
                 await trial.show(group)
+
+
+def with_whole_groups(config: Config) -> Config:
+    """Returns a config whose held-out groups are those of training in prompts and size: the groups of a trial have the
+    ids of held-out ones."""
+    whole: dict[str, object] = {
+        "prompts": config.task.prompts if config.evaluate.is_on else "",
+        "sets": {},
+        "samples": config.task.samples_per_prompt,
+        "temperature": config.generation.temperature,
+    }
+    return config.model_copy(update={"evaluate": config.evaluate.model_copy(update=whole)})
 
 
 class _Trial:
