@@ -28,9 +28,12 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     if config.acting.env:
         return _acting_specs(config)
     chosen = config.training.layout
-    layout = Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard)
+    is_inside = config.generation.colocate == "training"
+    whole = 1 if is_inside else None
+    layout = Layout(chosen.pp, chosen.tp, chosen.dp, whole, whole, chosen.shard)
+    inside = {"inside": "training", "scales": False} if is_inside else {}
     specs = [
-        generation_spec(config, "generation", replicas=config.generation.replicas),
+        generation_spec(config, "generation", replicas=config.generation_workers, **inside),
         reward_spec(config, "reward"),
         ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin="torch"),
     ]
@@ -46,7 +49,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     if config.evaluate.is_on:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
     places = assignment(config)
-    return [replace(spec, devices=_gpus(places.get(spec.name, ()))) for spec in specs]
+    return [replace(spec, devices=_gpus(places.get(spec.inside or spec.name, ()))) for spec in specs]
 
 
 def _acting_specs(config: Config) -> list[ServiceSpec]:
@@ -118,4 +121,4 @@ def _critic_spec(name: str) -> ServiceSpec:
 
 def worker_count(config: Config) -> int:
     """Returns the number of worker processes of a training run."""
-    return sum(spec.replicas * spec.layout.size for spec in service_specs(config))
+    return sum(spec.replicas * spec.layout.size for spec in service_specs(config) if not spec.inside)

@@ -282,7 +282,20 @@ class GenerationService(Service, Generation):
             return await VllmGeneration.open(self.context)
         if self.context.config.generation.stored_samples and not self._evaluates:
             return await TorchGeneration.open(self.context, copies=False, engine=StoredSampleEngine)
-        return await TorchGeneration.open(self.context, copies=self._evaluates)
+        engine = await TorchGeneration.open(self.context, copies=self._evaluates)
+        if (handover := self.context.handover) is not None:
+            handover.attach(partial(self._restore, engine), partial(self._put_away, engine))
+        return engine
+
+    async def _restore(self, engine: TorchGeneration, version: int) -> None:
+        """Goes on with the weights that the engine had before a step of the trainer in this process."""
+        async with self._weights_lock:
+            await engine.load_own(version)
+
+    async def _put_away(self, engine: TorchGeneration) -> None:
+        """Frees the engine's memory for a step of the trainer in this process."""
+        async with self._weights_lock:
+            await engine.put_away()
 
 
 def _columns(completion: Completion) -> dict[str, Array]:

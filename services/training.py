@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import torch
 
@@ -18,8 +18,9 @@ from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
-from asyncrl.engines.training.trainer_checkpoint import HeldCopy, StateCopy, copy_of, tensor_digests
-from asyncrl.engines.training.training_step import Lane, StepOutcome
+from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
+from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
+from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
 from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.weight_transport import transport_of
@@ -31,40 +32,12 @@ from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.interface import WeightSender
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.messages import Canary, Checkpointed, Published, StepReport
+from asyncrl.protocols.messages import Checkpointed, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
-
-
-class AdvancingStep(Protocol):
-    """A step of an engine, which runs in parts. outcome: once `advance` has returned False."""
-
-    @property
-    def outcome(self) -> StepOutcome: ...
-
-    def advance(self) -> bool: ...
-
-
-class TrainedPolicy(Protocol):
-    """An engine that trains, as the service needs it. lane: draws blocks of a step in the trace."""
-
-    lane: Lane
-
-    @property
-    def weights_spec(self) -> WeightsSpec: ...
-
-    def named_tensors(self) -> Mapping[str, torch.Tensor]: ...
-
-    def canary(self) -> Canary | None: ...
-
-    def copy_state(self, extra: dict[str, Any]) -> StateCopy: ...
-
-    def publish_parts(self) -> None: ...
-
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
 
@@ -108,9 +81,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
         device, model, checkpoint or shared memory cannot be used, and PeerLost when another rank did not start."""
         await self.context.compute.run(self._load, await self.find_meeting())
-        if self.context.spec.rank == 0:
+        if self.context.spec.rank == 0 and self._has_readers:
             self._writer = await self._open_weights()
-        self._published = await self.context.compute.run(self._write, self._version)
+        self._published = await self._publish(self._version)
 
     async def stop(self) -> None:
         if self._writer is not None:
@@ -207,6 +180,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 step.lost = await context.compute.run(self._lost_on_any_rank, step.lost)
                 return None
             step.rows_checked.set()
+            if context.handover is not None:
+                await context.handover.put_away()
             for row in cuts.batch:
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
             run = await context.compute.run(self.begin_step, cuts, columns)
@@ -238,14 +213,12 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         if outcome.skipped:
             self._step = None
             self.context.log.warning("step skipped", reason=outcome.skipped, samples=outcome.culprits)
+            await self._hand_over(self._version)
             return self._report(outcome)
         version = self._version + 1
         if self._writer is not None:
             await self._wait_for_slot(self._writer.leases, version)
-        try:
-            self._published = await self.context.compute.run(self._write, version)
-        except PeerLost as lost:
-            raise await self._lost_contact(lost) from lost
+        self._published = await self._publish(version)
         self._version = version
         self._chain = chain(self._chain, outcome.trained)
         report = self._report(outcome)
@@ -279,7 +252,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             ) from None
 
     def _report(self, outcome: StepOutcome) -> StepReport:
-        published = self._published if self._published.arena and not outcome.skipped else None
+        announces = self._published.arena or (self.context.handover is not None and self.context.spec.rank == 0)
+        published = self._published if announces and not outcome.skipped else None
         chain_hex, metrics, samples = self._chain.hex(), outcome.metrics, outcome.samples
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)
 
@@ -348,6 +322,35 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     def open_engine(self, mesh: RankMesh) -> tuple[EngineOfPolicy, dict[str, Any]]:
         """Makes the engine; returns it with the values saved beside its state."""
 
+    @property
+    def _has_readers(self) -> bool:
+        """Returns whether other processes read the weights: workers of generation, or else of evaluation."""
+        return self.context.handover is None or self.context.config.evaluate.is_on
+
+    async def _publish(self, version: int) -> Published:
+        try:
+            published = await self.context.compute.run(self._write, version)
+        except PeerLost as lost:
+            raise await self._lost_contact(lost) from lost
+        await self._hand_over(version)
+        return published
+
+    async def _hand_over(self, version: int) -> None:
+        """Hands the weights to the generation engine in this process, if there is one."""
+        if (handover := self.context.handover) is None:
+            return
+        try:
+            tensors, received = await self.context.compute.run(self._gather)
+        except PeerLost as lost:
+            raise await self._lost_contact(lost) from lost
+        self.context.log.info("weights gathered", version=version, bytes=received)
+        await handover.offer(version, tensors)
+
+    def _gather(self) -> tuple[dict[str, torch.Tensor], int]:
+        engine, layout = self._engine, self.context.spec.layout
+        with self._mesh.failing(), self.context.occupancy.exchanging():
+            return gather_for_generation(engine.named_tensors(), engine.weights_spec, layout, self._mesh)
+
     def _write(self, version: int) -> Published:
         """Publishes the weights of a version at the first rank, which sharded ones are gathered at. Raises PeerLost
         when a rank with shards is gone."""
@@ -358,10 +361,11 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
     def _write_together(self, version: int) -> Published:
         if self._writer is None:
-            if self._mesh.is_parted:
+            canary = None if self._has_readers else self._engine.canary()
+            if self._mesh.is_parted and self._has_readers:
                 with self.context.occupancy.exchanging():
                     self._engine.publish_parts()
-            return Published(self.context.facts.incarnation, version, "", slot_of(version), "")
+            return Published(self.context.facts.incarnation, version, "", slot_of(version), "", canary=canary)
         with self.context.occupancy.exchanging():
             written = self._writer.write(self.context.facts.incarnation, version, self._engine.named_tensors())
         return replace(written, canary=self._engine.canary())

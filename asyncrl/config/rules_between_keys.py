@@ -21,7 +21,7 @@ from asyncrl.config.sections.algorithm_config import (
     AlgorithmConfig,
     has_dual_clip,
 )
-from asyncrl.config.service_placement import joining_problems, layout_problems, pool_problems
+from asyncrl.config.service_placement import colocation_problems, joining_problems, layout_problems, pool_problems
 from asyncrl.config.serving_rules import (
     feedback_problems,
     held_out_problems,
@@ -55,6 +55,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*weights_problems(config), *joining_problems(config), *unread_devices(config))
     yield from (*pool_problems(config), *telemetry_problems(config), *stored_sample_problems(config))
     yield from (*held_out_problems(config), *acting_problems(config))
+    yield from colocation_problems(config)
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:

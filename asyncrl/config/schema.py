@@ -39,6 +39,9 @@ class GenerationConfig(Section):
     """Number of processes that share each layer of one replica (tensor parallel). Only vLLM can have several."""
     replicas: Positive = 1
     """Number of generation workers, each with its own copy of the model."""
+    colocate: Literal["none", "training"] = "none"
+    """Processes that sample. `none`: generation workers. `training`: the trainer's ranks, between two steps, with the
+    whole model, which they gather from each other. It needs staleness.limit = 0."""
     slots: Positive = 32
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0
@@ -275,6 +278,11 @@ class Config(Section):
         """Says whether samples are rewarded: by functions, a model, a person, or the environment that they play."""
         environment = self.environment.use or self.acting.env
         return bool(self.reward.functions or self.reward.model or environment) or self.feedback.asks
+
+    @property
+    def generation_workers(self) -> int:
+        """Returns the number of workers that sample: with `generation.colocate` one inside each rank of the trainer."""
+        return self.generation.replicas if self.generation.colocate == "none" else self.training.layout.size
 
     @property
     def reference_by_service(self) -> bool:

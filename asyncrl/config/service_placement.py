@@ -78,6 +78,38 @@ def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
         yield Problem("training.layout", "", text, ("fleet.wire",))
 
 
+def colocation_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what keeps the ranks of the trainer from sampling between their steps."""
+    generation, training, fleet = config.generation, config.training, config.fleet
+    if generation.colocate == "none":
+        return
+    device, spread = training.device, training.layout.size > 1 and training.device == "cuda" and not training.pool
+    for key, is_wrong, text in (
+        ("staleness.limit", config.staleness.limit > 0, "a rank that trains does not sample: write limit = 0"),
+        ("generation.engine", generation.engine == "vllm", 'vLLM has processes of its own: write engine = "torch"'),
+        ("generation.replicas", generation.replicas > 1, "each rank of the trainer is a replica: write replicas = 1"),
+        ("generation.layout_tp", generation.layout_tp > 1, "each rank has the whole model: write layout_tp = 1"),
+        ("generation.stored_samples", bool(generation.stored_samples), "nothing is sampled: remove one of them"),
+        ("generation.pool", bool(generation.pool), "ranks sample on their own devices: name training.pool alone"),
+        (
+            "generation.device",
+            generation.device != device and not training.pool,
+            f'ranks sample on the device that they train on: write device = "{device}"',
+        ),
+        ("training.pool", spread, "ranks need a GPU each that is theirs by name: write a pool with as many devices"),
+        (
+            "training.layout",
+            max(training.layout.shard, training.layout.pp) > 1,
+            "shards and stages are not gathered for sampling yet: write dp or tp",
+        ),
+        ("fleet.wire", fleet.wire == "inproc", 'the trainer needs a process of its own: write wire = "ipc"'),
+        ("fleet.joined", "training" in fleet.joined, "a trainer that joins does not sample: remove training"),
+        ("acting.env", bool(config.acting.env), "policies that act sample in workers of their own: remove one of them"),
+    ):
+        if is_wrong:
+            yield Problem(key, "", f'{text}, or write generation.colocate = "none"', ("generation.colocate",))
+
+
 def joinable(config: "Config") -> dict[str, int]:
     """Returns the services whose workers can run on any host as the config is, with how many. Trainer and critics
     need the run directory, so they are among them only where `fleet.joined` says so."""
@@ -90,6 +122,8 @@ def joinable(config: "Config") -> dict[str, int]:
 def _replicas(config: "Config") -> dict[str, int]:
     """Returns the services of an experiment whose workers may join, with the number of their workers."""
     found = {"generation": config.generation.replicas, "reward": config.reward.replicas}
+    if config.generation.colocate != "none":
+        del found["generation"]  # They are inside the trainer's processes.
     found["training"] = config.training.layout.size
     if config.algorithm.advantage == "gae":
         found["critic"] = 1
@@ -102,6 +136,11 @@ def _replicas(config: "Config") -> dict[str, int]:
     if config.environment.use:
         found["environment"] = config.environment.replicas
     return found
+
+
+def process_of(config: "Config", service: str) -> str:
+    """Returns the service in whose processes a service runs: its own, or that of the trainer."""
+    return "training" if service == "generation" and config.generation.colocate == "training" else service
 
 
 def pools_of(config: "Config") -> dict[str, DevicePool]:
@@ -176,7 +215,7 @@ def place_services(config: "Config") -> None:
     except ConfigError:
         return
     for name in COMPUTING:
-        if name in found:
-            device = str(found[name][0][0].device)
+        if (place := process_of(config, name)) in found:
+            device = str(found[place][0][0].device)
             section = getattr(config, name).model_copy(update={"device": device})
             object.__setattr__(config, name, section)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
-from asyncrl.fleet.launching.launcher import STOP_STAGES, InprocLauncher, Launcher
+from asyncrl.fleet.launching.launcher import STOP_STAGES, InprocLauncher, Launcher, SharedProcesses
 from asyncrl.fleet.lifecycle_events import (
     CallsWait,
     FleetEvent,
@@ -96,7 +96,8 @@ class ServiceSpec:
     options: plain values that the service finds in its context. origin: what its processes are forked from.
     joined: workers that have to join before the fleet is handed over; others may join later. 0: none joins. scales:
     whether the number of its workers may change while it runs. devices: of each worker, in the order of replica and
-    rank, and of those that it may get later, where the service is in a pool of GPUs; none: as the config says.
+    rank, and of those that it may get later, where the service is in a pool of GPUs; none: as the config says. inside:
+    the service whose rank N has replica N of this one in its process.
     """
 
     name: str
@@ -110,12 +111,13 @@ class ServiceSpec:
     joined: int = 0
     scales: bool = True
     devices: Sequence[tuple[str, ...]] = ()
+    inside: str = ""
 
     @property
     def restart(self) -> bool:
         """Returns whether a dead worker is restarted. Trainer and critic are not: what they have learnt dies with
-        them."""
-        return not issubclass(self.contract, Training | Critic)
+        them, and with it what is in their processes."""
+        return not (self.inside or issubclass(self.contract, Training | Critic))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ class RunningFleet:
             spec.name: make_handle(spec.contract, self.workers[spec.name], config.call_deadline) for spec in specs
         }
         self.specs = {spec.name: spec for spec in specs}
+        self._shared = SharedProcesses({spec.name: spec.inside for spec in specs if spec.inside})
         slots = [self._slot(spec, worker) for spec in specs for worker in self.workers[spec.name]]
         hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         self.introductions = Introductions()
@@ -187,8 +190,9 @@ class RunningFleet:
         if spec.restart:
             worker.on_stuck = partial(self._stuck, spec.name)
         is_awaited = not spec.joined or worker.replica < spec.joined
-        replicas, launcher = self.workers[spec.name], self._platform.launcher(spec)
-        return WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, is_awaited=is_awaited)
+        replicas, number = self.workers[spec.name], (worker.replica, worker.rank)
+        launcher = self._shared.launcher_of(spec.name, *number, self._platform.launcher(spec))
+        return WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, bool(spec.inside), is_awaited)
 
     def add_replica(self, service: str) -> None:
         """Starts one more replica of a service, for which nothing waits."""

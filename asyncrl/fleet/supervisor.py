@@ -100,14 +100,16 @@ class DeathCounter:
 @dataclass(slots=True)
 class WorkerSlot:
     """A worker to keep alive. replicas: of its service. make_spec: makes its next instance. restart: whether the run
-    survives its death. is_awaited: whether the fleet is only handed over with it. wanted: cleared while no instance is
-    to run. spawning: scope of the wait for a launcher."""
+    survives its death. is_guest: whether it is in the process of another worker, whose death ends the run. is_awaited:
+    whether the fleet is only handed over with it. wanted: cleared while no instance is to run. spawning: scope of the
+    wait for a launcher."""
 
     worker: RemoteWorker
     replicas: Replicas
     make_spec: Callable[[], WorkerSpec]
     launcher: Launcher
     restart: bool
+    is_guest: bool = False
     is_awaited: bool = True
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     spawning: asyncio.Timeout | None = None
@@ -233,6 +235,8 @@ class Supervisor:
             if (launched := await self._spawn(slot)) is None:
                 continue
             reason = await self._run_instance(slot, launched)
+            if slot.is_guest:
+                return  # Its host says why.
             if not slot.restart or slot.deaths.pause is None:
                 times = (
                     f" {slot.deaths.since_progress} times without a finished group in between" if slot.restart else ""
@@ -264,13 +268,16 @@ class Supervisor:
             await gather(self._watch_end(running), self._serve(running), self._drain(running))
         except PeerLost as lost:
             reason = str(lost)
+            if slot.is_guest:
+                launched.kill()  # Its host does not go on without it.
         except AsyncrlError as error:
             if not slot.was_started:
                 raise  # The user has to see what a worker raises at its first start.
             reason = f"it could not start again: {error}"
             self._mark_lost(running, reason)
         finally:
-            await end_worker(launched)
+            if not slot.is_guest:  # Its host is ended, which an error of its start must not wait for.
+                await end_worker(launched)
             slot.launcher.clean_up(spec)
             del self.instances[slot.worker.name]
             self._emit(WorkerCleanedUp(spec.service, spec.instance))

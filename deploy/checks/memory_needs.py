@@ -69,7 +69,7 @@ def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> li
     config allows."""
     lengths = lengths or RowLengths.allowed(config)
     found = [
-        _generation(config, shape, lengths, "generation", config.generation.replicas),
+        _generation(config, shape, lengths, "generation", config.generation_workers),
         _policy(config, shape, lengths),
         _scorer("reward", config.reward, shape),
     ]
@@ -109,7 +109,10 @@ def _copies_of_weights(config: Config, shape: Shape) -> list[MemoryNeed]:
     """Returns the need of versions of the weights where generation does not read them in place."""
     if (transport := transport_of(config).name) in ("shm", "inproc"):
         return []
-    readers = config.generation.replicas + (config.evaluate.replicas if config.evaluate.is_on else 0)
+    colocated = config.generation.colocate != "none"
+    readers = (0 if colocated else config.generation.replicas) + config.evaluate.is_on * config.evaluate.replicas
+    if not readers:
+        return []
     copies = {"file": 1, "cuda_ipc": SLOTS}.get(transport, BUFFERS) + (
         0 if transport == "cuda_ipc" else SLOTS * readers
     )
@@ -149,7 +152,8 @@ def _generation(config: Config, shape: Shape, lengths: RowLengths, name: str, re
     )
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if at_first + tables > weights else SMALLER
-    process = _process_bytes(generation.device)
+    is_inside = generation.colocate != "none" and name == "generation"
+    process = 0 if is_inside else _process_bytes(generation.device)  # The trainer's need has it.
     parts = {"process": process, "weights": weights, "cache": cache, "sampled tokens": tables}
     most, least = sum(parts.values()), weights + at_first + tables
     expected = replicas * (most - cache + likely)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from asyncrl.config.install_hints import program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import assignment, pool_key, pool_names, pools_of
+from asyncrl.config.service_placement import assignment, pool_key, pool_names, pools_of, process_of
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.memory_needs import MemoryNeed, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
@@ -56,7 +56,7 @@ def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = N
     here, found = HostId.here(), assignment(config)
     for need in needs(config, shape, lengths):
         count, ranks = _size(config, need.name)
-        places = found.get(need.name, ())
+        places = found.get(process_of(config, need.name), ())
         for number in range(count):
             joins = need.name in config.fleet.joined
             host = places[number][0].host if places else ""
@@ -70,6 +70,8 @@ def _size(config: Config, name: str) -> tuple[int, int]:
     """Returns the workers of a service, and how many of them are one replica."""
     if name == "training":
         return config.training.layout.size, config.training.layout.size
+    if name == "generation":
+        return config.generation_workers, 1
     section = "evaluate" if name == "evaluation" else name
     return getattr(getattr(config, section, None), "replicas", 1), 1
 
@@ -83,11 +85,11 @@ def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
         return
     loads: dict[tuple[str, str, str], list[PlannedWorker]] = {}
     for worker in planned_workers(config, shape, measured_lengths(config, config.model.name)):
-        if (pool := names.get(worker.need.name)) in bounded:
+        if (pool := names.get(process_of(config, worker.need.name))) in bounded:
             for device in worker.device.split():
                 loads.setdefault((str(pool), worker.host, device), []).append(worker)
     for (pool, host, device), workers in loads.items():
-        users = tuple(dict.fromkeys(pool_key(worker.need.name) for worker in workers))
+        users = tuple(dict.fromkeys(pool_key(process_of(config, worker.need.name)) for worker in workers))
         budget, where = pools[pool].memory_bytes, f"{device} of {host}"
         for is_warning, size in ((False, attrgetter("floor")), (True, attrgetter("likely"))):
             if sum(map(size, workers)) > budget:

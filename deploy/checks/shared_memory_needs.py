@@ -43,7 +43,8 @@ def shared_memory(
     """Returns what a run takes of shared memory. longest_token: bytes of text. lengths: of prompts, by default the most
     that the config allows."""
     lengths = lengths or RowLengths.allowed(config)
-    weights = SLOTS * version_bytes(config, shape) if transport_of(config).name == "shm" else 0
+    is_read = config.generation.colocate == "none" or config.evaluate.is_on
+    weights = SLOTS * version_bytes(config, shape) if transport_of(config).name == "shm" and is_read else 0
     if config.fleet.wire != "ipc":
         return SharedMemoryNeed(weights, 0, 0)
     rows, worst_rows = (_rows(config, lengths.longest, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
@@ -56,7 +57,7 @@ def _rows(config: Config, prompt: int, text: int) -> int:
     token."""
     gate, response = GateConfig.of(config), config.response_tokens
     sample = bytes_of_row(sample_columns(prompt, response, text * response))
-    total = bytes_of_rows(gate.kept, sample, config.generation.replicas)
+    total = bytes_of_rows(gate.kept, sample, config.generation_workers)
     if config.environment.use:
         total += bytes_of_rows(gate.kept, _episode_bytes(config, prompt, text), config.environment.replicas)
     if stores_token_rewards(config):

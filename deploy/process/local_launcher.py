@@ -147,7 +147,8 @@ class LocalLauncher:
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
     async def spawn(self, spec: WorkerSpec) -> LocalWorker:
-        spec = replace(spec, addresses=self.addresses(spec.instance))
+        guest = spec.guest and replace(spec.guest, addresses=self.addresses(spec.guest.instance))
+        spec = replace(spec, addresses=self.addresses(spec.instance), guest=guest)
         output = spec.facts.run_dir / "logs" / f"{spec.instance}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("ab") as file:

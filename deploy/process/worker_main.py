@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.concurrency import unwrap
+from asyncrl.concurrency import gather, unwrap
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.fleet.worker.gc_freeze import gc_frozen
 from asyncrl.fleet.worker.run_keys import admit_on, worker_keys
@@ -24,6 +24,7 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.weights.handover import WeightHandover
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 ARGUMENTS = slice(45, 47)
@@ -77,12 +78,20 @@ def rename(name: str, command: str) -> None:
 async def _run(spec: WorkerSpec) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     threading.Thread(target=_watch_stdin, args=(loop, stop), name="stdin", daemon=True).start()
+    load_implementation(spec.implementation)
+    with gc_frozen():
+        if spec.guest is None:
+            await _serve(spec, stop, None)
+        else:
+            handover = WeightHandover()
+            await gather(_serve(spec, stop, handover), _serve(spec.guest, stop, handover))
+
+
+async def _serve(spec: WorkerSpec, stop: asyncio.Event, handover: WeightHandover | None) -> None:
     network = ZmqWire(worker_keys(spec))
     wire = WireByScheme(InprocWire(), network)
     try:
-        load_implementation(spec.implementation)
-        with gc_frozen():
-            await run_worker(spec, wire, stop, admit=admit_on(network, spec))
+        await run_worker(spec, wire, stop, admit=admit_on(network, spec), handover=handover)
     finally:
         wire.close()
 

@@ -30,7 +30,7 @@ MAY_CHANGE = (
         "mismatch.",
     ),
     *("generation.replicas", "generation.layout_tp", "generation.slots", "generation.device", "generation.deadline"),
-    *("generation.cache_gb", "generation.prefill_tokens"),
+    *("generation.cache_gb", "generation.prefill_tokens", "generation.colocate"),
     *("pools", *(f"{service}.pool" for service in (*COMPUTING, "environment"))),
     *("reward.replicas", "reward.workers", "reward.deadline", "reward.device"),
     *("cost.replicas", "cost.workers", "cost.deadline", "cost.device"),

@@ -104,6 +104,7 @@ class TorchEngine:
         self._position_cost = position_cost(model)
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
+        self._is_put_away = False
         self.spec: WeightsSpec = published_spec(model, config.model.dtype)
         self.context = context_of(model.config.get_text_config().to_dict())
 
@@ -127,6 +128,8 @@ class TorchEngine:
 
     @property
     def active(self) -> bool:
+        if self._is_put_away:
+            return False
         return self.running > 0 or any(self._may_start(request) for request in self._waiting)
 
     def submit(self, *requests: SampleRequest) -> None:
@@ -183,7 +186,18 @@ class TorchEngine:
                     parameter.copy_(tensors[tensor.name])
             self._flat.weights_changed()
         self.version = version
+        self._is_put_away = False
         self._memory.weights_changed(recompute=self._config.generation.kv == "recompute")
+
+    def put_away(self) -> None:
+        """Frees the weights of `spec` and all keys and values, until the next `load`. Samples that run go on then; they
+        are computed again up to where they were."""
+        self._is_put_away = True
+        self._memory.weights_changed(recompute=True)
+        for tensor in self.spec.tensors:
+            parameter = self._flat.model.get_parameter(tensor.name)
+            parameter.data = parameter.data.new_empty(0)
+        self._flat.put_away()
 
     def logprobs_after(self, prompt: Ints) -> NDArray[np.float32]:
         """Returns the log-probs [vocabulary] of the token after a prompt at temperature 1."""

@@ -108,7 +108,14 @@ class TorchGeneration:
         self._wakeup.set()
         return steps
 
+    async def put_away(self) -> None:
+        """Frees weights, keys and values; `update` goes on with the samples that run."""
+        await self._worker.compute.run(self.core.put_away)
+
     async def update(self, published: Published) -> None:
+        if self._worker.handover is not None:
+            await self.load_own(published.version)
+            return
         if self._receiver is None:
             network, device = partial(weight_network, self._worker), self.core.device.type
             self._receiver = open_receiver(published, self.core.spec, network, device)
@@ -118,6 +125,13 @@ class TorchGeneration:
             size, error = fetched
             self._worker.log.info("weights fetched", version=published.version, bytes=size, error=error)
         await self._worker.compute.run(self._load_weights, self._receiver, published)
+        self._wakeup.set()
+
+    async def load_own(self, version: int) -> None:
+        """Loads weights that the trainer's rank in this process has gathered. Raises Refused when it holds none."""
+        assert self._worker.handover is not None, "the trainer's rank is in this process"
+        tensors = self._worker.handover.take(version)
+        await self._worker.compute.run(partial(self.core.load, share=True), tensors, version)
         self._wakeup.set()
 
     async def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:

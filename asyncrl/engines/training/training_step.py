@@ -2,11 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import SampleName
-from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
+from asyncrl.protocols.messages import LEFT_OUT, Canary, TrainedSample
 
 Backward: TypeAlias = Generator[bool, None, bool]
 """Backward passes: yields True after each, and returns whether all losses were finite."""
@@ -47,6 +48,32 @@ class StepOutcome:
 
 Lane: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Draws a block of work on the track of this name in the trace."""
+
+
+class AdvancingStep(Protocol):
+    """A step of an engine, which runs in parts. outcome: once `advance` has returned False."""
+
+    @property
+    def outcome(self) -> StepOutcome: ...
+
+    def advance(self) -> bool: ...
+
+
+class TrainedPolicy(Protocol):
+    """An engine that trains, as the service needs it. lane: draws blocks of a step in the trace."""
+
+    lane: Lane
+
+    @property
+    def weights_spec(self) -> WeightsSpec: ...
+
+    def named_tensors(self) -> Mapping[str, Tensor]: ...
+
+    def canary(self) -> Canary | None: ...
+
+    def copy_state(self, extra: dict[str, Any]) -> StateCopy: ...
+
+    def publish_parts(self) -> None: ...
 
 
 def undrawn(name: str) -> AbstractContextManager[None]:

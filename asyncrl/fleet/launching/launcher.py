@@ -133,6 +133,88 @@ class InprocLauncher:
         unlink_instance_segments(spec.facts.run, spec.facts.incarnation, spec.instance)
 
 
+class GuestWorker:
+    """A worker in the process of another one, its host, with which it starts and ends."""
+
+    def __init__(self, host: LaunchedWorker) -> None:
+        assert host.spec.guest is not None, "the host was started with a guest"
+        self._host = host
+        self.spec = host.spec.guest
+        self.host = host.host
+        self.labels = host.labels
+
+    @property
+    def has_left(self) -> bool:
+        return self._host.has_left
+
+    async def wait(self) -> str:
+        return await self._host.wait()
+
+    def stop(self) -> None:
+        self._host.stop()
+
+    def terminate(self) -> None:
+        self._host.terminate()
+
+    def kill(self) -> None:
+        self._host.kill()
+
+
+@dataclass(slots=True, eq=False)
+class SharedProcess:
+    """Starts a host with its guest, once both are wanted. Neither is started again."""
+
+    launcher: Launcher | None = None
+    guest: asyncio.Future[WorkerSpec] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    started: asyncio.Future[LaunchedWorker] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    async def spawn(self, spec: WorkerSpec) -> LaunchedWorker:
+        assert self.launcher is not None, "the host has a launcher"
+        launched = await self.launcher.spawn(replace(spec, guest=await self.guest))
+        self.started.set_result(launched)
+        return launched
+
+    def clean_up(self, spec: WorkerSpec) -> None:
+        assert self.launcher is not None, "the host has a launcher"
+        self.launcher.clean_up(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class GuestLauncher:
+    """Launches the guest of a process: the host's launcher starts it."""
+
+    process: SharedProcess
+
+    async def spawn(self, spec: WorkerSpec) -> GuestWorker:
+        self.process.guest.set_result(spec)
+        return GuestWorker(await asyncio.shield(self.process.started))
+
+    def clean_up(self, spec: WorkerSpec) -> None:
+        unlink_instance_segments(spec.facts.run, spec.facts.incarnation, spec.instance)
+
+
+class SharedProcesses:
+    """The processes of a fleet that have guests. hosts: the service that is the host, by that of its guests: replica N
+    of these is in the process of rank N."""
+
+    def __init__(self, hosts: Mapping[str, str]) -> None:
+        self._hosts = hosts
+        self._processes: dict[tuple[str, int], SharedProcess] = {}
+
+    def launcher_of(self, service: str, replica: int, rank: int, launcher: Launcher) -> Launcher:
+        """Returns what starts a worker. launcher: what would, without guests."""
+        if service in self._hosts:
+            return GuestLauncher(self._process(self._hosts[service], replica))
+        if service not in self._hosts.values():
+            return launcher
+        process = self._process(service, rank)
+        process.launcher = launcher
+        return process
+
+    def _process(self, host: str, number: int) -> SharedProcess:
+        return self._processes.setdefault((host, number), SharedProcess())
+
+
 async def end_worker(launched: LaunchedWorker) -> None:
     """Ends a worker, stage by stage; returns when it is dead, or when it survived SIGKILL for its whole stage."""
     for stage, seconds in STOP_STAGES:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.recording.recorder import LaneRecorder
+from asyncrl.lanes.weights.handover import WeightHandover
 from asyncrl.protocols.batch import Array, BatchRef, Place, SampleName
 from asyncrl.protocols.messages import Health, Profile
 from asyncrl.protocols.service_contracts import EndpointSpec
@@ -40,7 +42,8 @@ class WorkerContext:
     what the service runs beside calls; an error in one ends the worker, and all are cancelled at its end. open_rows:
     makes the store for rows of this worker, once per worker, from the number of slots and the bytes of the longest row;
     rows take the memory that they have. rank_meeting: where the ranks of a layout with several of them meet.
-    recorder: records what crosses the lanes, where the run is recorded.
+    recorder: records what crosses the lanes, where the run is recorded. handover: of weights within this process, where
+    trainer and generation share it.
     """
 
     spec: WorkerSpec
@@ -54,6 +57,7 @@ class WorkerContext:
     open_rows: Callable[[int, int], RowStore]
     rank_meeting: RankMeeting = field(default_factory=RankMeeting)
     recorder: LaneRecorder | None = None
+    handover: WeightHandover | None = None
 
     @property
     def facts(self) -> RunFacts:
@@ -89,7 +93,8 @@ class Service:
     async def begin(self) -> None:
         """Calls `start`; `started` then returns or raises what it raised, of any class: a supervised boundary."""
         try:
-            await self.start()
+            async with nullcontext() if self.context.handover is None else self.context.handover.loading:
+                await self.start()
         except Exception as error:  # every failure to start is raised where the fleet is started
             self.context.log.error("could not start", error=repr(error))
             self.ready.set_exception(error)

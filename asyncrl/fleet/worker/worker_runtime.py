@@ -26,6 +26,7 @@ from asyncrl.lanes.data.row_store import RowStore, open_rows
 from asyncrl.lanes.recording.record_files import RecordFiles
 from asyncrl.lanes.recording.recorder import REPLAYED, LaneRecorder, RecordingReader
 from asyncrl.lanes.shared_memory import segment_name
+from asyncrl.lanes.weights.handover import WeightHandover
 from asyncrl.protocols.service_contracts import Lane
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -67,9 +68,10 @@ async def run_worker(
     stop: asyncio.Event,
     open_instruments: OpenInstruments = instruments,
     admit: Admit = lambda callers: None,
+    handover: WeightHandover | None = None,
 ) -> None:
     """Serves until `stop` is set, then stops the service. Raises what the tasks of the service raise. admit: has the
-    listeners of this worker accept other callers."""
+    listeners of this worker accept other callers. handover: shared with another worker of this process."""
     spec = spec.on_own_device()
     make_service = load_implementation(spec.implementation)
     try:
@@ -81,7 +83,7 @@ async def run_worker(
                     closing(RankMeeting.at(spec.addresses.control)) as ranks,
                 ):
                     rows = partial(_open_rows, spec, wire, tasks)
-                    beside = (tracer, log, tasks, rows, ranks, recorder)
+                    beside = (tracer, log, tasks, rows, ranks, recorder, handover)
                     service = make_service(WorkerContext(spec, reader, compute, clock, compute.occupancy, *beside))
                     try:
                         await _serve(service, wire, tasks, stop, admit)

@@ -83,7 +83,7 @@ class WorkerSpec:
     implementation: "module:Class"; for a worker inside this process also a callable that makes the service from its
     context. options: plain values for this service. origin: what its process is forked from. devices: that this worker
     alone of its service has; none: what the config says. curve: public and secret key of this instance alone; None:
-    those that workers share.
+    those that workers share. guest: a second worker that runs in the process of this one.
     """
 
     service: str
@@ -98,6 +98,7 @@ class WorkerSpec:
     origin: Origin = "plain"
     devices: tuple[str, ...] = ()
     curve: tuple[str, str] | None = field(default=None, repr=False)
+    guest: "WorkerSpec | None" = None
 
     @property
     def hello(self) -> Hello:

@@ -127,7 +127,8 @@ def _workers_check(config: "Config") -> Check:
     from asyncrl.deploy.service_specs import worker_count
 
     workers, threads = worker_count(config), config.fleet.threads
-    generating = config.generation.replicas * config.generation.layout_tp
+    is_apart = config.generation.colocate == "none"  # Ranks of the trainer that sample do not train meanwhile.
+    generating = is_apart * config.generation.replicas * config.generation.layout_tp
     busiest = (generating + config.training.layout.size + critic_count(config)) * threads
     found = f"{workers} with {threads} torch threads each, {usable_cores():g} cores"
     remedy = "the workers will slow each other down: lower fleet.threads or generation.replicas"

@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -45,3 +46,35 @@ def test_all_ranks_of_the_trainer_join_or_none() -> None:
         with pytest.raises(ValidationError, match="write training = 2"):
             Config.model_validate({**base, "fleet": fleet})
     assert Config.model_validate({**base, "fleet": FleetConfig(joined={"training": 2}, **LISTENS).model_dump()})
+
+
+INSIDE: dict[str, Any] = {"generation": {"colocate": "training"}, "staleness": {"limit": 0}}
+"""Sections of a run in which the ranks of the trainer sample."""
+JOINING = {"fleet": {"wire": "tcp", "listen": "tcp://127.0.0.1:9", "joined": {"training": 1}}}
+
+
+def inside(**generation: Any) -> dict[str, Any]:
+    return INSIDE | {"generation": INSIDE["generation"] | generation}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        (INSIDE | {"staleness": {"limit": 1}}, "a rank that trains does not sample: write limit = 0, or write gen"),
+        (inside(engine="vllm"), 'vLLM has processes of its own: write engine = "torch"'),
+        (inside(replicas=2), "each rank of the trainer is a replica: write replicas = 1"),
+        (inside(layout_tp=2), "each rank has the whole model: write layout_tp = 1"),
+        (inside(stored_samples="file.parquet"), "nothing is sampled: remove one of them"),
+        (inside(device="cuda:0"), 'ranks sample on the device that they train on: write device = "cpu"'),
+        (inside(pool="p") | {"pools": {"p": {"devices": ["cuda:0"]}}}, "ranks sample on their own devices"),
+        (INSIDE | {"training": {"layout": {"shard": 2}}}, "shards and stages are not gathered for sampling yet"),
+        (INSIDE | {"fleet": {"wire": "inproc"}}, "the trainer needs a process of its own: write wire"),
+        (INSIDE | JOINING, "a trainer that joins does not sample: remove training"),
+        (inside(device="cuda") | {"training": {"device": "cuda", "layout": {"dp": 2}}}, "ranks need a GPU each that"),
+        (INSIDE | {"training": {"layout": {"pp": 2}}}, "shards and stages are not gathered for sampling yet"),
+    ],
+)
+def test_what_ranks_that_sample_cannot_do_is_refused(sections: dict[str, Any], says: str) -> None:
+    """Names what to write instead."""
+    with pytest.raises(ValidationError, match=re.escape(says)):
+        Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "none"}, **sections})

@@ -75,6 +75,11 @@ class FlatModel:
         self._head = deepcopy(head).float() if self._float32_head else head
         self._body = bind_parameters(self.model.model, self.cache.limit) if self.fast else None
 
+    def put_away(self) -> None:
+        """Frees keys and values, and what was made from parameters, until `weights_changed` is called."""
+        self.cache.free_memory()
+        self._head = self._body = None
+
     @torch.no_grad()
     def logits(
         self,

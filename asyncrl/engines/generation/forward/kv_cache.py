@@ -48,6 +48,11 @@ class KVCache:
         each = sum(tensor[0].nbytes for tensor in chain.from_iterable(self._layers)) if self._layers else 0
         return self.tables.pool.touched * each
 
+    def free_memory(self) -> None:
+        """Frees all memory until the next write, and forgets what was written."""
+        self._layers.clear()
+        self._by_location.clear()
+
     def locations(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """Returns block and offset of these positions."""
         return self.tables.owned[slots, positions // KV_BLOCK], positions % KV_BLOCK

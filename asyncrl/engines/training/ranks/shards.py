@@ -104,6 +104,12 @@ def is_split(tensor: Tensor) -> bool:
     return any(name == "tp" and _cut(place) is not None for name, place in zip(names, tensor.placements, strict=True))
 
 
+def cut_dim(tensor: Tensor) -> int:
+    """Returns the dimension along which tensor ranks cut a tensor that is split."""
+    assert is_part(tensor), "it is split"
+    return next(dim for place in tensor.placements if (dim := _cut(place)) is not None)
+
+
 def share_out(value: Tensor, like: Tensor) -> Tensor:
     """Returns the part of a whole tensor that this rank holds, as `like` is shared out: layers are split first, and
     shards are parts of what is left."""

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.shards import cut_dim, is_split, own_part
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
+from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.protocols.rank_layout import Layout
 
 BUCKET_BYTES = 32 << 20
 """Bytes of one rank in a bucket: an exchange takes far longer than its start, and eight ranks fill 256 MB."""
@@ -56,6 +60,22 @@ class WeightGathering:
                 made[name] = torch.cat(pieces, dim)
                 start = stop
         return made
+
+
+def gather_for_generation(
+    tensors: Mapping[str, Tensor], spec: WeightsSpec, layout: Layout, mesh: RankMesh
+) -> tuple[dict[str, Tensor], int]:
+    """Returns the tensors of a specification in its dtype, and the bytes received for them. What this rank holds whole
+    is no copy where it has that dtype. Raises PeerLost when another rank is gone."""
+    dtype = DTYPES[spec.dtype]
+    own = {each.name: tensors[each.name] for each in spec.tensors}
+    cut = {name: OwnSlice(own_part(each), cut_dim(each)) for name, each in own.items() if is_split(each)}
+    if not cut:
+        return {name: each.detach().to(dtype) for name, each in own.items()}, 0
+    gathering = WeightGathering(Regrouping(layout), mesh.rank, mesh.gathering)
+    gathered = gathering.gather(cut, dtype)
+    made = {name: gathered[name] if name in cut else own_part(each).detach().to(dtype) for name, each in own.items()}
+    return made, gathering.received
 
 
 def _buckets(slices: Mapping[str, OwnSlice], item_bytes: int) -> Iterator[dict[str, OwnSlice]]:

@@ -1,0 +1,96 @@
+"""The trainer's ranks sample themselves: the curve of separate processes, to the last bit, also over a death."""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from programs import running, until_step
+from watching import pid_of, workers_of
+
+from asyncrl.controller.journal.audit import audit
+from asyncrl.telemetry.jsonl import read_lines
+from asyncrl.telemetry.metrics_file import read_metrics
+
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(1000)]
+
+STEPS, KILLED_AT = 6, 3
+START = 300.0
+"""Seconds that a run may take on a busy machine: each rank imports what splits layers, for some ten CPU-seconds."""
+UNEQUAL = ("time", "perf/", "incarnation", "wall", "staleness/redone/")
+"""Beginnings of metrics that tell how fast a run was, which start of it, or what a death cost."""
+
+
+def command(model: Path, run_dir: Path, *flags: str) -> list[str]:
+    keys = ["--model.name", str(model), "--steps", str(STEPS), "--staleness.limit", "0", "--training.layout.tp", "2"]
+    keys += ["--generation.deterministic", "true", "--training.checkpoint_every", "2", "--evaluate.prompts="]
+    keys += ["--task.samples_per_prompt", "4", "--task.prompts_per_step", "4", "--fleet.start_deadline", str(START)]
+    return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
+
+
+def finished(command: list[str]) -> str:
+    with running(command) as process:
+        shown, _ = process.communicate(timeout=START)
+    assert process.returncode == 0, shown
+    return shown
+
+
+def cut_bytes(model: Path) -> int:
+    """Bytes of the layers' matrices in float32, which two ranks hold halves of."""
+    tensors = load_file(model / "model.safetensors").items()
+    return sum(4 * each.size for name, each in tensors if re.search(r"(q|k|v|o|gate|up|down)_proj\.weight$", name))
+
+
+def gathered(run_dir: Path) -> dict[str, set[int]]:
+    """Bytes that each instance of the trainer's ranks received for a version."""
+    found: dict[str, set[int]] = {}
+    for path in (run_dir / "logs").glob("training0.*-?-????????.jsonl"):
+        lines = [line for line in read_lines(path) if line["event"] == "weights gathered"]
+        found[path.stem] = {line["bytes"] for line in lines}
+    return found
+
+
+def curve(run_dir: Path) -> list[Mapping[str, object]]:
+    """Metrics of each step; those of the newest start where a step was done again."""
+    lines = {line["step"]: line for line in read_metrics(run_dir / "metrics.jsonl")}
+    kept = [{name: value for name, value in line.items() if not name.startswith(UNEQUAL)} for line in lines.values()]
+    return sorted(kept, key=lambda line: line["step"])
+
+
+def test_ranks_sample_what_separate_processes_would_and_resume_after_a_death(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    finished(command(quickstart_model, apart))
+    colocated = command(quickstart_model, together, "--generation.colocate", "training")
+    with running(colocated) as process:
+        until_step(process, KILLED_AT)
+        workers = workers_of(together)
+        assert [workers["training", 0, rank] == workers["generation", rank, 0] for rank in (0, 1)] == [True, True]
+        assert not list(Path("/dev/shm").glob(f"asyncrl-{_run_of(together)}-*-weights")), "no version is published"
+        os.kill(pid_of(together, "training", 1), signal.SIGKILL)
+        shown, _ = process.communicate(timeout=START)
+    assert process.returncode == 75, shown
+    assert "training0.1 died: killed by SIGKILL" in shown
+    assert "resuming" in finished(colocated)
+    assert audit(together).ok
+    assert curve(together) == curve(apart)
+    assert len({line["reward/mean"] for line in curve(apart)}) > 1
+    received = gathered(together)
+    assert len(received) == 4, "two ranks, started twice"
+    assert set.union(*received.values()) == {cut_bytes(quickstart_model) // 2}
+
+
+def _run_of(run_dir: Path) -> str:
+    """Returns the name of this start of the run in shared memory, from the address of a worker."""
+    line = json.loads((run_dir / "fleet.jsonl").read_text().splitlines()[0])
+    found = re.search(r"asyncrl-([0-9a-f]+)-", line["address"])
+    assert found, line
+    return found[1]
