@@ -8,6 +8,7 @@ from asyncrl.config.problems import Problem
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
+    from asyncrl.config.sections.evaluate_config import HeldOutSet
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\[\]:/\s]+):(\d+)")
@@ -99,6 +100,8 @@ def held_out_problems(config: "Config") -> Iterator[Problem]:
     evaluate, metric = config.evaluate, config.training.keep_best.removeprefix("-")
     if evaluate.samples > 1 and evaluate.temperature == 0:
         yield Problem("evaluate.samples", "", SAME_SAMPLES, ("evaluate.temperature",))
+    for each in evaluate.held_out:
+        yield from _scored_alone(config, each)
     for each in filter(lambda each: each.name, evaluate.held_out):
         names = [function.term for function in each.functions]
         if any(function.by_token for function in each.functions):
@@ -113,6 +116,20 @@ def held_out_problems(config: "Config") -> Iterator[Problem]:
         what, key = ("episodes", "episodes") if config.acting.env else ("held-out prompts", "prompts")
         text = f"nothing measures {metric} without {what}: write evaluate.{key}, or another metric"
         yield Problem("training.keep_best", "", text, (f"evaluate.{key}",))
+
+
+def _scored_alone(config: "Config", held_out: "HeldOutSet") -> Iterator[Problem]:
+    """Yields a warning where functions compare the samples of a group, and a group of this set has one."""
+    found = held_out.functions or [each for section in config.scorers.values() for each in section.functions]
+    grouped = [each.term for each in found if each.group]
+    if not grouped or held_out.samples > 1:
+        return
+    own = f"evaluate.sets.{held_out.name or 'NAME'}"
+    text = (
+        f"{grouped[0]} scores groups, and a held-out prompt has one sample: write {held_out.section}.samples = "
+        f'{config.task.samples_per_prompt} with a temperature over 0, or {own} with functions = ["exact_match"]'
+    )
+    yield Problem("evaluate.sets" if held_out.name else "evaluate.samples", "", text, is_warning=True)
 
 
 def _pick_problems(config: "Config") -> Iterator[Problem]:

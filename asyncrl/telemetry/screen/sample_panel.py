@@ -77,7 +77,7 @@ def group_panel(
         said = (
             _turns(sample, None)
             if sample.turns
-            else [(_short(text[:shared], None), SHARED), *_answer(text[shared:], None, tokens)]
+            else [(_short(text[:shared], None), SHARED), *_rest(text, shared, tokens)]
         )
         parts += [Items([f"member {sample.member}", *_summary(sample)], " · "), Text.assemble(*said)]
     title = f"step {ordered[0].step} · group {ordered[0].group} · {len(ordered)} samples"
@@ -136,6 +136,12 @@ def _row(columns: Mapping[str, object]) -> list[Items]:
     shown = [f"{name} = {_short(str(value), SHOWN_VALUE)}" for name, value in columns.items() if name not in UNSHOWN]
     more = [f"{len(shown) - SHOWN_COLUMNS} more columns"] if len(shown) > SHOWN_COLUMNS else []
     return [Items(["row:", *shown[:SHOWN_COLUMNS], *more], " ", "green")] if shown else []
+
+
+def _rest(text: str, shared: int, tokens: SpecialTokens) -> Iterator[Styled]:
+    """Yields what an answer has behind its first `shared` characters."""
+    if text[shared:] or not text:
+        yield from _answer(text[shared:], None, tokens)
 
 
 def _answer(text: str, characters: int | None, tokens: SpecialTokens = PLAIN) -> Iterator[Styled]:

@@ -36,7 +36,7 @@ def scores(config: Config, folder: Path, *samples: Sample) -> list[dict[str, flo
             finally:
                 await pool.stop()
         found = [
-            score_of(sample, specs, results, "fail")
+            score_of(sample, specs, results, config.reward.on_error)
             for sample, results in zip(samples, zip(*by_function, strict=True), strict=True)
         ]
         return [score.terms | {"sum": score.reward} for score in found]
@@ -57,6 +57,18 @@ def test_functions(tmp_path: Path) -> None:
         "longest_first": 0.5,
         "sum": pytest.approx(0.597),
     }
+
+
+def test_groups(tmp_path: Path) -> None:
+    files_of(PAGE, tmp_path)
+    config = config_of(PAGE, "rare.py", tmp_path)
+    group = [replace(SAMPLE, text=text, member=member) for member, text in enumerate(("ab", "ab", "c", ""))]
+    found = scores(config, tmp_path, *group)
+    common = {"rare/rare": 0.5, "rare/length": -0.02, "sum": 0.48}
+    assert found == [common, common, {"rare/rare": 1.0, "rare/length": -0.01, "sum": 0.99}, {"sum": None}]
+    (held_out,) = config.evaluate.held_out
+    assert [each.use for each in held_out.functions] == ["exact_match"]
+    assert config.warnings == []
 
 
 def test_templates(tmp_path: Path) -> None:
@@ -115,4 +127,4 @@ def test_tokens(tmp_path: Path) -> None:
 
 
 def test_no_example_is_left_out() -> None:
-    assert [len(blocks(PAGE, "python")), len(blocks(PAGE, "toml"))] == [4, 7]
+    assert [len(blocks(PAGE, "python")), len(blocks(PAGE, "toml"))] == [5, 8]

@@ -305,3 +305,13 @@ def test_siblings_stand_below_their_prompt_the_best_first() -> None:
         drawn.index(f"member {member}") for member in range(3)
     )
     assert "\x1b[2mcb\x1b[0m\x1b[1mx" in drawn, "what an answer shares with the best one is dimmed"
+
+
+@pytest.mark.parametrize(
+    ("texts", "empty"), [(("uvac", "uvac"), 0), (("uvac", "uv"), 0), (("", "uv"), 1), (("", ""), 2)]
+)
+def test_only_empty_answers_are_called_so_beside_their_siblings(texts: tuple[str, ...], empty: int) -> None:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(group_panel([replace(SAMPLE, member=member, text=text) for member, text in enumerate(texts)]))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count(NO_TEXT) == empty
