@@ -165,13 +165,13 @@ def _summary(sample: SampleRecord) -> list[str]:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:.3g}"
     terms = ", ".join(f"{name} {value:.3g}" for name, value in sample.terms.items()) if len(sample.terms) > 1 else ""
     parts = [f"{reward} ({terms})" if terms else reward]
-    if sample.advantage is not None:
+    acts = sample.finish == TRANSITIONS
+    if sample.advantage is not None and not acts:  # Each transition has its own.
         parts.append(f"advantage {sample.advantage:+.3g}")
     if sample.turn_rewards:
         parts.append(f"{len(sample.turn_rewards)} turns")
     single = sample.first == sample.last
     versions = f"version {sample.first}" if single else f"versions {sample.first} to {sample.last}"
-    acts = sample.finish == TRANSITIONS
     unit = "transitions" if acts else "tokens"
     parts += [*([] if acts else [f"ended by {sample.finish}"]), versions, f"{sample.trained} {unit} trained"]
     if sample.masked:

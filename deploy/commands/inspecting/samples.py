@@ -18,7 +18,7 @@ DESCRIPTION = f"{__doc__} Without --step, --group, --best, --worst or --masked i
 def main(arguments: list[str]) -> int:
     from rich.console import Console
 
-    from asyncrl.telemetry.samples_file import read_samples, select_samples
+    from asyncrl.telemetry.samples_file import TRANSITIONS, read_samples, select_samples
     from asyncrl.telemetry.screen.sample_panel import group_panel, sample_panel
 
     asked = _parser().parse_args(arguments)
@@ -45,7 +45,29 @@ def main(arguments: list[str]) -> int:
         for record in chosen:
             console.print(sample_panel(record, tokens=tokens, columns=columns_of(record.group)))
     print(f"{len(chosen)} of {len(records)} recorded samples{_of_all(asked.run)}")
+    if chosen[-1].finish == TRANSITIONS:
+        print("\n".join(_evaluated_episodes(asked.run, asked.count)))
     return 0
+
+
+def _evaluated_episodes(run_dir: Path, count: int) -> list[str]:
+    """Returns a line for each of the first episodes of the newest evaluation of a policy that acts, and its picture."""
+    from asyncrl.telemetry.jsonl import read_lines
+    from asyncrl.telemetry.run_directory import RunDirectory
+
+    found = {int(path.stem): path for path in RunDirectory(run_dir).answers.glob("*.jsonl") if path.stem.isdecimal()}
+    if not found:
+        return ["no episode was evaluated: evaluate.episodes says how many an evaluation plays"]
+    path = found[max(found)]
+    episodes = list(read_lines(path))
+    lines = [f"episodes of the evaluation of version {path.stem} ({path}):"]
+    for each in episodes[:count]:
+        result = "lost by its environment" if each["reward"] is None else f"return {each['reward']:.6g}"
+        lines.append(f"  {each['episode']:3}  {result} after {each['steps']} steps, {each['finish']}")
+    if len(episodes) > count:
+        lines.append(f"  and {len(episodes) - count} more")
+    picture = path.with_suffix(".gif")
+    return [*lines, *([f"the first of them as an animation: {picture}"] if picture.exists() else [])]
 
 
 def _of_all(run_dir: Path) -> str:
