@@ -74,8 +74,7 @@ class RunShape:
 class ResumableRun:
     """Gate, journal and controller of a run from its beginning, or from the newest checkpoint in `store`.
 
-    restored: samples that go on as they were at that checkpoint. answered: episodes that go on after a turn. has_ended:
-    the controller took its last step, so that nobody releases rows any more.
+    restored: samples that go on as they were at that checkpoint. answered: episodes that go on after a turn.
     check_trainer, thorough: see Invariants.
     """
 
@@ -104,7 +103,6 @@ class ResumableRun:
             waiting = self.gate.members(number, Stage.READY)
             assert set(members) <= set(waiting), f"of group {number} {members} were restored, and {waiting} wait"
         self.committed = plan.version if plan else -1
-        self.has_ended = False
         self.commits = BackgroundCommits(
             self.journal, TrainingConfig(background_checkpoints=shape.background_checkpoints)
         )
@@ -150,10 +148,13 @@ class ResumableRun:
         """
         async with running_beside(watches), self.commits:
             await self.controller.run(self._algorithm)
-            self.invariants.check()
-            self.has_ended = True
+            self.check_end()
             if self.gate.version > self.committed:
                 await self.commit(self.gate.version)
+        self.invariants.check()
+
+    def check_end(self) -> None:
+        """Checks what holds when the controller has ended; faults go on until the last checkpoint is written."""
         self.invariants.check()
 
     async def _between(self, version: int) -> None:

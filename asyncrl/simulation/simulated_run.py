@@ -111,7 +111,6 @@ class SimulatedRun(ResumableRun):
             await self.run_controller({"invariants": self.invariants.watch(), **faults})
         audit = Audit(self.store)
         assert audit.ok, str(audit)
-        self._check_rows()
         return self._finished()
 
     def _faults(self) -> Iterator[Coroutine[Any, Any, None]]:
@@ -156,10 +155,12 @@ class SimulatedRun(ResumableRun):
         if self.scenario.policy != "admit":
             assert training.oldest <= self.scenario.limit, "a token over the limit is in the loss"
 
+    def check_end(self) -> None:
+        super().check_end()
+        self._check_rows()
+
     def _check_rows(self) -> None:
         """Checks that every stored row belongs to a sample in flight, so that none leaks."""
-        if self.has_ended:
-            return
         most = self.gate.in_flight + self.gate.awaited
         for service in self.owners:
             left = service.stored_rows

@@ -109,7 +109,7 @@ TABLE: dict[str, tuple[Change, Trains | Refused]] = {
         lambda model: [remove("*")(model), write("adapter_config.json", "{}")(model)],
         Refused(["model holds adapters, and not the model", "asyncrl export RUN FOLDER --merge"]),
     ),
-    "a file": (as_a_file, Refused(["model is a file, and a model is a folder"])),
+    "a file": (as_a_file, Refused(["model is a file; name the folder with config.json"])),
 }
 
 

@@ -166,4 +166,4 @@ def test_the_commands_print_and_refuse(
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert ended.value.code == 2
-        assert capsys.readouterr().err.startswith(f"asyncrl-bench: {tmp_path} holds no run")
+        assert capsys.readouterr().err.startswith(f"asyncrl-bench: {tmp_path} is a folder of runs: name one")

@@ -45,6 +45,7 @@ def test_every_worker_is_planned_on_its_device_and_parts_add_up_to_what_doctor_s
         ("generation1.0", "cuda:0"),
         ("training0.0", "cuda:0"),
         ("reward0.0", "cpu"),
+        ("copies for checkpoints", "cpu"),
     ]
     assert {each.domain for each in workers} == {HostId.here().fault_domain}
     for need in needs(pooled(), SMOLLM2):
