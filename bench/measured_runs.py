@@ -10,6 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.fleet.fleet import ServiceSpec
@@ -18,6 +21,15 @@ from asyncrl.telemetry.screen.display import LineDisplay
 MALLOC = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.top_pad=268435456"
 RUN_DEADLINE = 1800.0
 """Seconds for one run of a side."""
+
+
+def write_empty_model(folder: Path) -> Path:
+    """Writes a model folder for stages that load none, which the checks before a start let pass."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    save_file({}, folder / "model.safetensors")
+    return folder
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -17,9 +17,8 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
-from asyncrl.bench.measured_runs import run_program, step_seconds, train
+from asyncrl.bench.measured_runs import run_program, step_seconds, train, write_empty_model
 from asyncrl.bench.measurements import (
     MachineLoad,
     RoundValues,
@@ -104,10 +103,7 @@ def bound(seconds: Iterable[float]) -> float:
 
 def emulated_run(seconds: StageSeconds, steps: int, folder: Path) -> EmulatedStep:
     run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    model = folder / "nothing"  # An empty model, because the stages load none.
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
-    save_file({}, model / "model.safetensors")
+    model = write_empty_model(folder / "nothing")
     values = {
         "model.name": str(model),
         "steps": steps,

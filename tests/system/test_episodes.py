@@ -87,7 +87,7 @@ def held_experiment(folder: Path, model: Path) -> Path:
         '[task]\nprompts = "asyncrl.tasks.builtin.reverse:training"\nprompts_per_step = 2\nsamples_per_prompt = 4\n'
         "max_prompt_tokens = 16\n[generation]\nslots = 16\nmax_new_tokens = 4\n"
         '[environment]\nuse = "held.py:Held"\nmax_turns = 4\nmax_tokens = 48\ndeadline = 240\n'
-        "[training]\ncheckpoint_every = 1\n[staleness]\nlimit = 4\n"
+        "[training]\ncheckpoint_every = 1\nbackground_checkpoints = false\n[staleness]\nlimit = 4\n"
     )
     return file
 

@@ -42,7 +42,7 @@ def values_of(place: Path) -> dict[str, Any]:
         "task": {"prompts": source, "prompts_per_step": 2, "samples_per_prompt": 12},
         "steps": STEPS,
         "generation.max_new_tokens": 8,
-        "staleness.cut_at": "never",
+        "staleness": {"cut_at": "never", "limit": 20},  # No member of a group is dropped for its age.
         "reward.functions": [shorter_than(8)],
         "training": {
             "learning_rate": 1e-3,

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
-from asyncrl.deploy.checks.placement_plan import planned_workers
+from asyncrl.deploy.checks.placement_plan import NO_WORKERS, planned_workers
 from asyncrl.deploy.checks.row_lengths import measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import shared_memory
 from asyncrl.engines.model_shape import shape_of
@@ -92,7 +92,8 @@ def predicted(config: Config) -> tuple[int, dict[str, int]]:
     shape, lengths = shape_of(model), measured_lengths(config, model)
     assert shape is not None
     assert lengths.rows > 0, "the prompts and the model are here, so their tokens are counted"
-    workers = {worker.name: worker.likely for worker in planned_workers(config, shape, lengths)}
+    planned = (worker for worker in planned_workers(config, shape, lengths) if worker.name not in NO_WORKERS)
+    workers = {worker.name: worker.likely for worker in planned}
     return shared_memory(config, shape, lengths=lengths).likely_rows, workers
 
 

@@ -48,16 +48,21 @@ class TokenizerWithStops:
         some decoders put a space between words."""
         return 1 + max(3, *(len(token.encode()) for token in self._tokenizer.get_vocab()))
 
-    def prompt_ids(self, prompt: str | list[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
+    def prompt_ids(
+        self, prompt: str | list[Message], tools: Sequence[dict[str, Any]] = (), *, by_environment: bool = False
+    ) -> NDArray[np.int32]:
         """Returns the token ids of a prompt: text is tokenized with special tokens, messages by the chat template,
         which writes its first token. A last message of the assistant is an answer that goes on. tools: JSON schemas of
-        functions, for the template. Raises TaskError when there is none, it fails, or it changes or omits a part."""
+        functions, for the template. by_environment: an environment offers the tools, and may describe them in messages
+        where the template does not show them. Raises TaskError when there is no template, it fails, or it changes or
+        omits a part."""
         if isinstance(prompt, str):
             return np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
         is_begun = prompt[-1]["role"] == ASSISTANT
         text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
         _refuse_changed_parts(prompt, text)
-        _refuse_unseen_functions(prompt, tools, text)
+        if not by_environment:
+            _refuse_unseen_functions(prompt, tools, text)
         return self.text_ids(self.render_chat(prompt, tools, INSIDE_ANSWER) if is_begun else text)
 
     def quoted_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:

@@ -48,7 +48,7 @@ class TurnRenderer:
             problems = [self._problem(role) for role in roles]
             if all(problems):
                 raise TaskError("; ".join(dict.fromkeys(filter(None, problems))))
-        return self._tokenizer.prompt_ids(prompt, tools)
+        return self._tokenizer.prompt_ids(prompt, tools, by_environment=True)
 
     def context_ids(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
         """Returns the ids of a conversation with which an environment begins a new context. Special tokens in it stay

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
@@ -99,23 +100,24 @@ class HeldCopy:
     version: int
     chain: str
     copy: StateCopy | None
-    _writing: "asyncio.Task[Checkpointed | OSError] | None" = None
+    _writing: "asyncio.Task[Checkpointed | OSError | SafetensorError] | None" = None
 
     async def write(self, directory: Path, tasks: asyncio.TaskGroup, below: str = "") -> Checkpointed:
-        """Writes the files on a thread. tasks: of the worker. below: folder of the files. Raises OSError."""
+        """Writes the files on a thread. tasks: of the worker. below: folder of the files. Raises OSError, and
+        SafetensorError of a full disk."""
         if self._writing is None:
             self._writing = start_task(tasks, self._write(directory, below), f"files of version {self.version}")
         made = await asyncio.shield(self._writing)
-        if isinstance(made, OSError):
+        if not isinstance(made, Checkpointed):
             self._writing = None
             raise made
         return made
 
-    async def _write(self, directory: Path, below: str) -> Checkpointed | OSError:
+    async def _write(self, directory: Path, below: str) -> Checkpointed | OSError | SafetensorError:
         assert self.copy is not None, "it is written once"
         try:
             files = await asyncio.to_thread(self.copy.write, directory / below)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             return error
         self.copy = None
         named = {str(PurePosixPath(below, name)): digest for name, digest in files.items()}

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import save_file
-
-from asyncrl.bench.measured_runs import train
+from asyncrl.bench.measured_runs import train, write_empty_model
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -18,10 +16,7 @@ def prompts(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
 
 def run_in_processes(values: Mapping[str, Any], services: Mapping[str, ServiceSpec], path: Path) -> RunDirectory:
     """Trains to the last step and returns the run directory. values: keys of the config other than the model's."""
-    model = path.parent / "nothing"
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text("{}")
-    save_file({}, model / "model.safetensors")
+    model = write_empty_model(path.parent / "nothing")
     chosen = {"model.name": str(model), "task.prompts": f"{__name__}:prompts", "training.checkpoint_every": 0}
     train({**values, **chosen}, path, services)
     return RunDirectory(path)
