@@ -95,7 +95,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         score_all = self._call_functions if chosen.is_own else self._score_all
         found, specs = await score_all(samples, scored), chosen.specs if chosen.is_own else self._specs
         for sample, results, row_ref in zip(scored, found, samples, strict=True):
-            score = self._unplayed(sample) or score_of(sample, specs, results, self._section.on_error)
+            place = self._functions.place(sample.group)
+            score = self._unplayed(sample) or score_of(sample, specs, results, self._section.on_error, place)
             if self.rows is not None and sample.group >= 0 and score.reward is not None:
                 rewards = token_rewards(sample, specs, results).astype(np.float32)
                 score = replace(score, place=self.keep(row_ref.name, {TOKEN_REWARDS: rewards}))
@@ -143,7 +144,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         """Returns the score of a sample whose environment failed, where such samples have no reward."""
         if sample.finish != "environment" or self.context.config.environment.on_error != "ignore":
             return None
-        return Score(None, {}, f"the environment failed on member {sample.member} of group {sample.group}")
+        place = self._functions.place(sample.group)
+        return Score(None, {}, f"the environment failed on member {sample.member} of {place}")
 
     async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
         """Returns all results for each sample, in the order of `_specs`."""

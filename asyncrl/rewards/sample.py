@@ -53,9 +53,11 @@ def with_columns(sample: Sample) -> Sample:
 @dataclass(frozen=True, slots=True)
 class FunctionResult:
     """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error.
-    tokens: of a function by token, the rewards of the sampled tokens, whose sum is the value."""
+    tokens: of a function by token, the rewards of the sampled tokens, whose sum is the value. failed_together: number
+    of samples of a call that failed for a whole group; 0 for a reason that is of this sample."""
 
     value: Value = None
     reason: str = ""
     traceback: str = ""
     tokens: tuple[float, ...] = ()
+    failed_together: int = 0

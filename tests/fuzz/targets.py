@@ -283,8 +283,8 @@ class RewardFrames(Looping):
     """What a reward child says: the call that waits for it ends, with results or with the end of the child."""
 
     seeds: ClassVar = [
-        packed({"call": 0, "results": [[1.0, "", ""], [{"a": 0.5}, "", ""]]}),
-        packed({"call": 0, "results": [[None, "raised", "trace"]]}) + packed({"call": 7, "results": []}),
+        packed({"call": 0, "results": [[1.0, "", "", [], 0], [{"a": 0.5}, "", "", [], 0]]}),
+        packed({"call": 0, "results": [[None, "raised", "trace", [], 2]]}) + packed({"call": 7, "results": []}),
     ]
 
     async def once(self, data: bytes) -> None:

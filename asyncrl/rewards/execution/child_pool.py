@@ -124,10 +124,10 @@ class ChildProcess(GuardedProcess):
 
 def _result(fields: Any) -> FunctionResult:
     match fields:
-        case [None | int() | float() | dict() as value, str(reason), str(traceback), [*tokens]] if all(
+        case [None | int() | float() | dict() as value, str(reason), str(traceback), [*tokens], int(together)] if all(
             isinstance(each, int | float) for each in tokens
         ):
-            return FunctionResult(value, reason, traceback, tuple(tokens))
+            return FunctionResult(value, reason, traceback, tuple(tokens), together)
     raise WireError(f"no result: {fields!r:.100}")
 
 
@@ -268,9 +268,9 @@ class ChildPool:
                 if ended.vanished and vanished_at != len(found):
                     vanished_at = len(found)
                     continue
-                failed = len(rest) if self.specs[function].group else 1
+                failed = len(rest) if self.specs[function].group else 0
                 reason = f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)
-                found += [FunctionResult(reason=reason)] * failed
+                found += [FunctionResult(reason=reason, failed_together=failed)] * (failed or 1)
                 if self._first_failure_only:
                     found += _uncalled(samples[len(found) :], "a sample before it failed")
             except AsyncrlError as error:

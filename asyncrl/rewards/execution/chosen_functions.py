@@ -47,6 +47,15 @@ class FunctionChoice:
         """Returns the functions of a group. Those of the evaluation have negative ids."""
         return self.run if group >= 0 else self.sets.get(self.config.evaluate.set_of(group).name, self.run)
 
+    def place(self, group: int) -> str:
+        """Returns the name of a group in errors: its number, or that of its prompt in a held-out set. Prompts that are
+        those of training hold nothing out."""
+        if group >= 0:
+            return f"group {group}"
+        chosen, config = self.config.evaluate.set_of(group), self.config
+        prompt = f"prompt {chosen.group(0) - group}" + (f" of {chosen.section}" if chosen.name else "")
+        return f"held-out {prompt}" if chosen.prompts not in ("", config.task.prompts) else prompt
+
     def members(self, group: int) -> int:
         """Returns the number of samples of a group."""
         evaluate = self.config.evaluate

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import traceback
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.children.user_errors import trace
@@ -25,8 +26,9 @@ async def attempt(
         elif isinstance(error, RewardError):
             result = FunctionResult(reason=str(error))
         else:
-            result = FunctionResult(reason=f"it raised {type(error).__name__}: {error}", traceback=trace(error))
-        return [result] * len(samples)
+            reason = f"it raised {type(error).__name__}: {error}{_other_argument(error, group)}"
+            result = FunctionResult(reason=reason, traceback=trace(error))
+        return [replace(result, failed_together=len(samples) if group else 0)] * len(samples)
 
 
 async def call(function: Function, samples: list[Sample], group: bool, by_token: bool = False) -> list[FunctionResult]:
@@ -43,6 +45,16 @@ async def call(function: Function, samples: list[Sample], group: bool, by_token:
     if len(result) != len(samples):
         raise RewardError(f"it was given {len(samples)} samples and returned {len(result)} rewards")
     return [_result(value, sample, by_token) for value, sample in zip(result, samples, strict=True)]
+
+
+def _other_argument(error: Exception, group: bool) -> str:
+    """Returns what to write where an error says that a function of groups got a sample, or one of samples a list."""
+    text = str(error)
+    if isinstance(error, TypeError) and not group and "'Sample'" in text:
+        return "; a function that takes all samples of a group needs group = true"
+    if isinstance(error, AttributeError) and group and text.startswith("'list' object"):
+        return "; with group = true it gets a list of samples: remove that for a function of one sample"
+    return ""
 
 
 def _waiting_in(error: Exception) -> str:

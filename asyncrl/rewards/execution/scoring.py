@@ -8,7 +8,7 @@ from asyncrl.protocols.messages import Score
 from asyncrl.rewards.execution.token_rewards import token_rewards, turn_sums
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
-from asyncrl.rewards.templates import ENVIRONMENT
+from asyncrl.rewards.templates import ENVIRONMENT, TEMPLATES
 
 OnError = Literal["fail", "zero", "ignore"]
 EXCERPT = 200
@@ -16,18 +16,19 @@ EXCERPT = 200
 
 
 def score_of(
-    sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult], on_error: OnError
+    sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult], on_error: OnError, place: str = ""
 ) -> Score:
     """Returns the weighted sum of the functions' values; terms are the values before weighting. on_error: for a
     function without a value, `fail` raises RewardError with function, sample and traceback, `zero` counts 0, and
-    `ignore` makes the sample unscorable, so that it leaves the baseline and the loss."""
+    `ignore` makes the sample unscorable, so that it leaves the baseline and the loss. place: what errors call the group
+    of the sample; default: by its number."""
     terms: dict[str, float] = {}
     failures: list[str] = []
     effects: set[str] = set()
     total = 0.0
     for spec, result in zip(specs, results, strict=True):
         if result.reason:
-            failures.append(failure_text(sample, spec, result))
+            failures.append(failure_text(sample, spec, result, place or f"group {sample.group}"))
             effects.add(spec.on_error or on_error)
             if (spec.on_error or on_error) == "zero":
                 terms[spec.name] = 0.0
@@ -39,9 +40,7 @@ def score_of(
             terms[spec.name] = result.value
             total += spec.weight * result.value
     if "fail" in effects:
-        section = "cost" if specs[0].key.startswith("cost.") else "reward"
-        advice = f'{section}.on_error = "zero" or "ignore" lets the run go on'
-        raise RewardError("\n".join([*failures, advice]))
+        raise RewardError("\n".join([*failures, _advice(specs, results)]))
     return Score(None if "ignore" in effects else total, terms, "\n".join(failures), _turns(sample, specs, results))
 
 
@@ -57,10 +56,24 @@ def _turns(sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[Func
     return tuple(parts)
 
 
-def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult) -> str:
-    """Returns which function failed on which sample, why and where."""
+def _advice(specs: Sequence[FunctionSpec], results: Sequence[FunctionResult]) -> str:
+    """Returns what to do about failures: code of the user is corrected, since a mistake in it would come again."""
+    section = "cost" if specs[0].key.startswith("cost.") else "reward"
+    go_on = f'{section}.on_error = "zero" or "ignore" lets the run go on'
+    failed = [spec for spec, result in zip(specs, results, strict=True) if result.reason]
+    functions = [spec for spec in failed if spec.key.endswith(".functions")]
+    wrong = [spec.use for spec in functions if spec.is_users or not (":" in spec.use or spec.use in TEMPLATES)]
+    return f"correct {' and '.join(wrong)} first; where single samples cannot be scored, {go_on}" if wrong else go_on
+
+
+def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult, place: str) -> str:
+    """Returns which function failed on which sample or whole group, why and where."""
+    kind, size = spec.key.partition(".")[0], result.failed_together
+    if size:
+        samples = f"the {size} samples" if size > 1 else "the only sample"
+        whole = f"{kind} function {spec.use} on {samples} of {place}: {result.reason}"
+        return "\n".join(filter(None, [whole, result.traceback.rstrip()]))
     quoted = sample.text if len(sample.text) <= EXCERPT else sample.text[:EXCERPT] + "..."
-    kind = spec.key.partition(".")[0]
-    where = f"{kind} function {spec.use} on member {sample.member} of group {sample.group}"
+    where = f"{kind} function {spec.use} on member {sample.member} of {place}"
     lines = [f"{where}: {result.reason}", f"  completion: {quoted!r}"]
     return "\n".join([*lines, result.traceback.rstrip()] if result.traceback else lines)

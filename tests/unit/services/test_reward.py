@@ -35,6 +35,9 @@ def fussy(sample):
         threading.Event().wait()
     return None if sample.text == "none" else 1.0
 
+def short(samples):
+    return [1.0] * (len(samples) - 1)
+
 def share(samples):
     longest = max(len(sample.text) for sample in samples)
     return [len(sample.text) / longest for sample in samples]
@@ -147,6 +150,26 @@ async def test_fail_raises_and_names_function_and_sample(tmp_path: Path, mine: s
     async with serving(config(f"{mine}:fussy"), tmp_path) as bench:
         with pytest.raises(RewardError, match=r"mine\.py:fussy on member 2 of group 4: it returned None"):
             await bench.score("none", member=2)
+
+
+async def test_errors_name_whole_groups_and_held_out_prompts(tmp_path: Path, mine: str, serving: Serving) -> None:
+    functions = ("exact_match", {"use": f"{mine}:short", "group": True})
+    sets = {"hard": {"prompts": "h"}}
+    settings = config(*functions, on_error="zero")
+    held_out, unnamed = EvaluateConfig(prompts="p", size=40, sets=sets), EvaluateConfig(size=40)
+    async with serving(settings.model_copy(update={"evaluate": held_out}), tmp_path) as bench:
+        refs = BatchRef(tuple(bench.ref("cba", member) for member in range(3)))
+        group = (await bench.service.score(refs, ROW))[2].error
+        errors = [group, *[(await bench.score("cba", group=each)).error for each in (-34, -43)]]
+    async with serving(settings.model_copy(update={"evaluate": unnamed}), tmp_path) as bench:
+        errors.append((await bench.score("cba", group=-34)).error)
+    places = [error.removeprefix(f"reward function {mine}:short on ").partition(":")[0] for error in errors]
+    assert places == [
+        "the 3 samples of group 4",
+        "the only sample of held-out prompt 33",
+        "the only sample of held-out prompt 2 of evaluate.sets.hard",
+        "the only sample of prompt 33",
+    ]
 
 
 async def test_fail_raises_after_the_first_sample_that_hangs(tmp_path: Path, mine: str, serving: Serving) -> None:

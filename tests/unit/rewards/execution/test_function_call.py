@@ -76,6 +76,38 @@ async def test_a_group_function_returns_as_many_rewards_as_samples(result: Any) 
         await call(lambda samples: result, SAMPLES, group=True)
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda samples: [1.0, 2.0], "it was given 3 samples and returned 2 rewards"),
+        (lambda samples: None, "a group function returns a list of 3 rewards, this is None"),
+        (lambda samples: samples[9], "it raised IndexError: list index out of range"),
+        (lambda samples: samples.text, "remove that for a function of one sample"),
+    ],
+)
+async def test_a_group_fails_together_where_no_sample_is_the_cause(function: Any, reason: str) -> None:
+    found = await attempt(function, SAMPLES, True, 1.0)
+    assert all(reason in each.reason for each in found)
+    assert [each.failed_together for each in found] == [3, 3, 3]
+    assert [each.failed_together for each in await attempt(lambda each: [None] * 3, SAMPLES, True, 1.0)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("function", [len, lambda sample: [each.text for each in sample], lambda sample: sample[0]])
+async def test_a_function_of_groups_that_gets_a_sample_is_told_the_key_to_write(function: Any) -> None:
+    (found,) = await attempt(function, SAMPLES[:1], False, 1.0)
+    assert found.reason.startswith("it raised TypeError: ")
+    assert found.reason.endswith("; a function that takes all samples of a group needs group = true")
+    assert found.failed_together == 0
+
+
+async def test_other_type_errors_have_no_such_advice() -> None:
+    def adds(sample: Any) -> Any:
+        return sample.text + 1
+
+    (found,) = await attempt(adds, SAMPLES[:1], False, 1.0)
+    assert "group" not in found.reason
+
+
 async def test_a_coroutine_that_hangs_reads_like_a_plain_function_and_says_where() -> None:
     async def inner() -> None:
         await asyncio.Event().wait()

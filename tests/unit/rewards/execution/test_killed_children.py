@@ -83,6 +83,7 @@ async def test_a_group_that_kills_its_process_twice_is_blamed_whole(pool: MakePo
         killed = await running.run(0, [sample("fine"), sample("kill")])
         assert len(killed) == 2
         assert all("another one at the same sample" in result.reason for result in killed)
+        assert [result.failed_together for result in killed] == [2, 2]
         assert await running.run(0, [sample("fine")]) == [FunctionResult(1.0)]
 
 

@@ -32,8 +32,23 @@ def test_fail_names_function_sample_and_traceback() -> None:
     assert "reward function my.py:shape on member 3 of group 12: it raised KeyError: 'x'" in message
     assert "completion: 'wrong wrong" in message
     assert "Traceback ..." in message
-    assert 'reward.on_error = "zero" or "ignore"' in message
+    assert message.endswith(
+        'correct my.py:shape first; where single samples cannot be scored, reward.on_error = "zero" or "ignore" lets '
+        "the run go on"
+    )
     assert len(message) < 600
+
+
+def test_what_no_code_of_the_user_did_has_no_advice_to_correct_it() -> None:
+    with pytest.raises(RewardError, match=r'\nreward\.on_error = "zero"'):
+        score_of(SAMPLE, SPECS, [FunctionResult(reason="there is no answer"), FunctionResult(1.0)], "fail")
+
+
+@pytest.mark.parametrize(("samples", "named"), [(16, "the 16 samples"), (1, "the only sample")])
+def test_a_group_that_failed_together_is_named_without_a_member(samples: int, named: str) -> None:
+    broken = [FunctionResult(1.0), FunctionResult(reason="it hung", failed_together=samples)]
+    message = score_of(SAMPLE, SPECS, broken, "zero", "held-out prompt 33").error
+    assert message == f"reward function my.py:shape on {named} of held-out prompt 33: it hung"
 
 
 @pytest.mark.trap("unscorable")
