@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from asyncrl.engines.models.model_folder import sync_to_disk
@@ -111,9 +111,14 @@ class WarmedModelCache:
             shutil.rmtree(making, ignore_errors=True)
 
     def _remove_oldest(self) -> None:
-        folders = sorted((path for path in self._folder.iterdir() if path.is_dir()), key=_used_at, reverse=True)
+        used: dict[Path, float] = {}
+        for path in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # Others remove their unfinished folders without the lock.
+                if path.is_dir():
+                    used[path] = _used_at(path)
+        folders = sorted(used, key=used.__getitem__, reverse=True)
         kept = [path for path in folders if not path.name.startswith("making-")]
-        killed = [path for path in folders if path not in kept and time.time() - _used_at(path) > UNFINISHED]
+        killed = [path for path in folders if path not in kept and time.time() - used[path] > UNFINISHED]
         for path in (*kept[self._most :], *killed):
             shutil.rmtree(path, ignore_errors=True)
 

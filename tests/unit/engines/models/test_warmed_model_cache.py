@@ -120,6 +120,27 @@ def test_runs_that_make_it_at_once_keep_one(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["abc", "lock"]
 
 
+def test_an_unfinished_folder_that_another_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, unfinished = tmp_path / "model", tmp_path / "kept" / "making-other"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    unfinished.mkdir(parents=True)
+    used_at = warmed_model_cache._used_at
+
+    def vanish(path: Path) -> float:
+        if path == unfinished and path.exists():
+            path.rmdir()
+        return used_at(path)
+
+    monkeypatch.setattr(warmed_model_cache, "_used_at", vanish)
+    cache = WarmedModelCache(tmp_path / "kept")
+    cache.keep("abc", model)
+    assert not unfinished.exists()
+    assert cache.copy_to("abc", tmp_path)
+
+
 def test_one_killed_in_mid_write_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, kept = tmp_path / "model", tmp_path / "kept"
     model.mkdir()
