@@ -139,7 +139,7 @@ def _try_lock(handle: int) -> bool:
         except BlockingIOError:
             if time.monotonic() > until:
                 return False
-            time.sleep(0.02)
+            time.sleep(0.02)  # flock has no deadline of its own.
 
 
 def _digests(folder: Path) -> dict[str, str]:

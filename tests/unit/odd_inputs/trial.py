@@ -30,7 +30,7 @@ max_new_tokens = 8
 functions = ["exact_match"]
 """
 Content = bytes | str | None
-"""Of a file; None makes a folder."""
+"""Content of a file; None makes a folder."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Refused:
 
 @dataclass
 class Answer:
-    """What became of a run: the text that refuses it, or prompts and columns of its first groups."""
+    """Holds the text that refuses a run, or the prompts and columns of its first groups."""
 
     refusal: str = ""
     by_worker: bool = False

@@ -52,7 +52,7 @@ TOLERANCE: dict[str, float] = {"atol": 1e-4, "rtol": 1e-3}
 
 @pytest.fixture(scope="module")
 def trials(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What both stages are given, by name of the trial; `folder` has what they left."""
+    """Returns what both stages are given, by name of the trial; `folder` has what they left."""
     folder = tmp_path_factory.mktemp("stages")
     texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": " ".join(["w1"] * count)}) + "\n" for count in (3, 9, 5, 14)))
