@@ -111,10 +111,12 @@ SAC_DEFAULTS: Mapping[str, Any] = {
     "acting.activation": "relu",
     "staleness.policy": "admit",
     "training.max_grad_norm": 1e6,
+    "guards.collapse": "off",
 }
 """Other defaults with SAC: the network of its paper; short steps, because each transition has an update; no bound on
 age, because its losses hold for transitions of any policy; and none on gradients, as in the paper: those of the critics
-grow with the rewards, and the bound of language models would cut all of them."""
+grow with the rewards, and the bound of language models would cut all of them. Its entropy is that of a density,
+which is trained to keep a target below 0, so that its fall tells nothing."""
 
 
 def acting_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

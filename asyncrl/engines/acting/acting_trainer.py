@@ -1,5 +1,6 @@
 """The trainer of a policy that acts, and its step: masks, the learner's updates, and the returns of episodes."""
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,8 @@ WEIGHTS = "policy.safetensors"
 LEARNERS: dict[str, type[Learner]] = {"ppo": PpoLearner, "sac": SacLearner}
 LAST = 20
 """Episodes in `acting/return_last20`."""
+PART = 0.01
+"""Seconds of updates between two looks at other work of the compute thread."""
 
 
 class ActingTrainer:
@@ -49,10 +52,7 @@ class ActingTrainer:
     def resume(cls, config: Config, spaces: Spaces, directory: Path) -> tuple["ActingTrainer", dict[str, Any]]:
         """Restores the trainer that was copied and written to `directory`, bit for bit, with the saved `extra`."""
         trainer = cls(config, spaces)
-        first, *others = trainer.learner.optimizers.values()
-        state = read_state(directory, first, ALONE)
-        for optimizer, saved in zip(others, state["others"], strict=True):
-            optimizer.load(saved)
+        state = read_state(directory, trainer.learner.optimizer, ALONE)
         for name, module in trainer.learner.modules.items():
             module.load_state_dict(state["modules"][name])
         trainer.learner.restore(state["learner"])
@@ -62,12 +62,11 @@ class ActingTrainer:
 
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
         """Copies the policy for model/, and everything for trainer.pt, with the plain values `extra`."""
-        first, *others = self.learner.optimizers.values()
+        optimizer = self.learner.optimizer
         state = whole_state(
-            first,
+            optimizer,
             ALONE.size,
-            first.states(),
-            others=[each.saved(each.states()) for each in others],
+            optimizer.states(),
             modules={name: module.state_dict() for name, module in self.learner.modules.items()},
             learner=self.learner.state(),
             returns=list(self.returns),
@@ -103,7 +102,7 @@ class ActingTrainer:
 
 
 class ActingStep(StepInParts):
-    """Trains on the trajectories of a batch, one update per call of `advance`. A batch without a live transition is
+    """Trains on the trajectories of a batch, some updates per call of `advance`. A batch without a live transition is
     skipped as stale; one whose every update is not finite, as that."""
 
     def __init__(self, trainer: ActingTrainer, rows: Sequence[TransitionRow], version: int) -> None:
@@ -119,7 +118,7 @@ class ActingStep(StepInParts):
         learner.refused = 0
         rows = [row for row in self._rows if row.live.any()]
         if rows:
-            yield from learner.learn(rows, self._version)
+            yield from _parts(learner.learn(rows, self._version))
         is_broken = learner.refused > 0 and not learner.norms
         for row in rows if is_broken else ():
             row.trained = 0
@@ -161,8 +160,7 @@ class ActingStep(StepInParts):
                 "staleness/updates_max": updates,
             }
         if learner.norms:
-            first = next(iter(learner.optimizers.values()))
-            metrics |= {"grad_norm": fmean(learner.norms), "learning_rate": first.rate}
+            metrics |= {"grad_norm": fmean(learner.norms), "learning_rate": learner.optimizer.rate}
         return metrics | (learner.metrics() if trained else {})
 
     def _of_episodes(self) -> dict[str, float]:
@@ -174,3 +172,12 @@ class ActingStep(StepInParts):
         if self._trainer.returns:
             found["acting/return_last20"] = fmean(self._trainer.returns)
         return found
+
+
+def _parts(updates: Iterator[bool]) -> Iterator[bool]:
+    """Yields True after updates that took PART or longer: each part costs two changes of threads."""
+    began = time.monotonic()
+    for _ in updates:
+        if time.monotonic() - began >= PART:
+            yield True
+            began = time.monotonic()

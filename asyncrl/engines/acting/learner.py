@@ -1,4 +1,4 @@
-"""The base of PPO and SAC on transitions: an actor to publish, optimizers, and updates one at a time."""
+"""The base of PPO and SAC on transitions: an actor to publish, an optimizer, and updates one at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,11 @@ ALONE = RankMesh()
 
 
 class Learner(ABC):
-    """Learns from the trajectories of a step. norms: gradient norms of the updates that this step took. refused: those
-    that were not finite and changed no weight."""
+    """Learns from the trajectories of a step. optimizer: of all networks that are trained. norms: gradient norms of the
+    updates that this step took. refused: those that were not finite and changed no weight."""
 
     actor: Actor
+    optimizer: Optimizer
 
     def __init__(self, config: Config, spaces: Spaces) -> None:
         self.config = config
@@ -46,11 +47,6 @@ class Learner(ABC):
     def modules(self) -> dict[str, nn.Module]:
         """Returns all networks by name, for checkpoints."""
 
-    @property
-    @abstractmethod
-    def optimizers(self) -> dict[str, Optimizer]:
-        """Returns all optimizers by name, that of the actor first."""
-
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """Returns what the learner knows besides its networks and optimizers."""
@@ -59,12 +55,18 @@ class Learner(ABC):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` returned."""
 
-    def optimizer_of(self, module: nn.Module, updates: int) -> Optimizer:
+    def optimizer_of(self, trained: Sequence[nn.Module], updates: int) -> Optimizer:
         """Makes an optimizer that takes about so many updates in each step of the run."""
         settings = self.config.training.model_copy(update={"updates": max(1, updates)})
-        return Optimizer(module, settings, self.config.steps)
+        return Optimizer(nn.ModuleList(trained), settings, self.config.steps)
 
-    def take(self, optimizer: Optimizer, loss: torch.Tensor) -> float | None:
-        """Takes a step down the gradient of a loss; returns None, and changes nothing, when either is not finite."""
+    def take(self, loss: torch.Tensor) -> bool:
+        """Takes a step down the gradient of a loss, and notes its norm; changes nothing, and returns False, when either
+        is not finite."""
         torch.autograd.backward(loss)
-        return optimizer.step(ALONE, finite=bool(torch.isfinite(loss)))
+        norm = self.optimizer.step(ALONE, finite=bool(torch.isfinite(loss)))
+        if norm is None:
+            self.refused += 1
+            return False
+        self.norms.append(norm)
+        return True

@@ -81,12 +81,13 @@ class TwinCritics(nn.Module):
         )
         self.activation = ACTIVATIONS[activation]()
 
-    def forward(self, observations: Tensor, actions: Tensor) -> Tensor:
-        """Returns [critics, states]."""
+    def forward(self, observations: Tensor, actions: Tensor, trained: bool = True) -> Tensor:
+        """Returns [critics, states]. trained: gradients reach the critics, and not the actions alone."""
         values = torch.cat([observations, actions], dim=-1).expand(CRITICS, -1, -1)
-        for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            values = torch.baddbmm(bias, values, weight)
-            if number < len(self.weights) - 1:
+        layers = [*zip(self.weights, self.biases, strict=True)]
+        for number, (weight, bias) in enumerate(layers, 1):
+            values = torch.baddbmm(*(bias, values, weight) if trained else (bias.detach(), values, weight.detach()))
+            if number < len(layers):
                 values = self.activation(values)
         return values.squeeze(-1)
 

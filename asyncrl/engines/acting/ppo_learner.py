@@ -20,7 +20,6 @@ from asyncrl.engines.acting.learner import Learner
 from asyncrl.engines.acting.networks import StateValues
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
-from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.objectives.surrogate_losses import clipped_loss, log_ratio
 from asyncrl.objectives.trajectory_advantages import trajectory_advantages
 from asyncrl.objectives.value_loss import explained_variance, value_loss
@@ -57,18 +56,12 @@ class PpoLearner(Learner):
         settings = self.settings
         self.values = StateValues(spaces, settings.hidden_size, settings.activation)
         whole = config.task.prompts_per_step * settings.environments * settings.transitions
-        self._optimizer = self.optimizer_of(
-            nn.ModuleList([self.actor, self.values]), settings.epochs * -(-whole // settings.minibatch)
-        )
+        self.optimizer = self.optimizer_of([self.actor, self.values], settings.epochs * -(-whole // settings.minibatch))
         self._sums: dict[str, list[float]] = defaultdict(list)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
         return {"actor": self.actor, "values": self.values}
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        return {"policy": self._optimizer}
 
     def learn(self, rows: Sequence[TransitionRow], version: int) -> Iterator[bool]:
         self._sums.clear()
@@ -139,10 +132,8 @@ class PpoLearner(Learner):
             bonus = -settings.entropy_bonus * distribution.entropy().mean()
         policy, values = surrogate.terms.mean(), errors.mean()
         loss = policy + settings.value_coefficient * values + bonus
-        if (norm := self.take(self._optimizer, loss)) is None:
-            self.refused += 1
+        if not self.take(loss):
             return
-        self.norms.append(norm)
         measured = (
             policy,
             values,

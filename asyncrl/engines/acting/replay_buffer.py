@@ -124,9 +124,8 @@ class ReplayBuffer:
         )
 
     def update(self, drawn: DrawnTransitions, errors: NDArray[np.float64]) -> None:
-        """Takes the absolute errors of drawn transitions as their new priorities."""
-        if self._tree is None:
-            return
+        """Takes the absolute errors of drawn transitions as their new priorities, in a prioritised buffer."""
+        assert self._tree is not None, "a uniform replay has no priorities"
         priorities = (np.abs(errors) + LEAST_PRIORITY) ** self._exponent
         self._largest = max(self._largest, float(priorities.max()))
         self._tree.set(drawn.places, priorities)

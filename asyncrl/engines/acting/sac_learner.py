@@ -15,7 +15,6 @@ from asyncrl.engines.acting.networks import TwinCritics
 from asyncrl.engines.acting.replay_buffer import DrawnTransitions, ReplayBuffer
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.transitions import TransitionRow
-from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.objectives.soft_actor_critic import actor_loss, critics_loss, move_towards, soft_targets, temperature_loss
 
 
@@ -39,11 +38,12 @@ class SacLearner(Learner):
         self.replay = ReplayBuffer(settings.replay_size, spaces, config.seed, settings.replay)
         step = config.task.prompts_per_step * settings.environments * settings.transitions
         updates = round(step * settings.updates_per_transition)
-        named = {"actor": self.actor, "critics": self.critics, "temperature": self.temperature}
-        self._optimizers = {name: self.optimizer_of(module, updates) for name, module in named.items()}
+        self.optimizer = self.optimizer_of([self.actor, self.critics, self.temperature], updates)
         self._target_entropy = -float(spaces.action.size)
         """Minus the number of dimensions, in the box [-1, 1] of squashed actions (arXiv 1812.05905, appendix D)."""
 
+        self._target_weights: list[Tensor] = [*self.targets.parameters()]
+        self._critic_weights: list[Tensor] = [*self.critics.parameters()]
         self._owed = 0.0
         self._sums: dict[str, list[Tensor | float]] = defaultdict(list)
 
@@ -51,10 +51,6 @@ class SacLearner(Learner):
     def modules(self) -> dict[str, nn.Module]:
         own = {"actor": self.actor, "critics": self.critics}
         return {**own, "targets": self.targets, "temperature": self.temperature}
-
-    @property
-    def optimizers(self) -> dict[str, Optimizer]:
-        return self._optimizers
 
     def learn(self, rows: Sequence[TransitionRow], version: int) -> Iterator[bool]:
         self._sums.clear()
@@ -88,36 +84,30 @@ class SacLearner(Learner):
         return version - self.settings.replay_max_age if self.settings.replay_max_age else 0
 
     def _update(self, drawn: DrawnTransitions, version: int) -> None:
-        observations, stored = drawn.observations, drawn.actions
+        """Takes one step down the sum of three losses, each with gradients for a network of its own."""
         temperature = self.temperature.log.exp().detach()
-        with torch.no_grad():
-            following = self.actor.gaussian(drawn.next_observations)
-            then = following.sample()
-            next_values = self.targets(drawn.next_observations, then.tanh()).amin(dim=0)
-            logprobs = following.unit_logprobs(then)
-            targets = soft_targets(
-                drawn.rewards, drawn.terminated, next_values, logprobs, temperature, self.settings.gamma
-            )
-        values = self.critics(observations, stored.tanh())
-        of_critics = critics_loss(values, targets, drawn.weights)
-        distribution = self.actor.gaussian(observations)
+        distribution = self.actor.gaussian(drawn.observations)
         acted = distribution.with_gradient()
         logprobs = distribution.unit_logprobs(acted)
-        norm = self.take(self._optimizers["critics"], of_critics)
-        self.critics.requires_grad_(False)  # The gradient of the actor passes through, and stops nowhere there.
-        of_actor = actor_loss(logprobs, self.critics(observations, acted.tanh()).amin(dim=0), temperature)
-        self.critics.requires_grad_(True)
-        if norm is None or self.take(self._optimizers["actor"], of_actor) is None:
-            self._optimizers["actor"].discard()
-            self.refused += 1
+        values, targets = self.critics(drawn.observations, drawn.actions.tanh()), self._targets(drawn, temperature)
+        of_critics = critics_loss(values, targets, drawn.weights)
+        judged = self.critics(drawn.observations, acted.tanh(), trained=False).amin(dim=0)
+        of_actor = actor_loss(logprobs, judged, temperature)
+        of_temperature = temperature_loss(self.temperature.log, logprobs, self._target_entropy)
+        if not self.take(of_critics + of_actor + of_temperature):
             return
-        self.take(
-            self._optimizers["temperature"], temperature_loss(self.temperature.log, logprobs, self._target_entropy)
-        )
-        move_towards(list(self.targets.parameters()), list(self.critics.parameters()), self.settings.tau)
-        self.replay.update(drawn, (values - targets).detach().abs().mean(dim=0).double().numpy())
-        self.norms.append(norm)
+        move_towards(self._target_weights, self._critic_weights, self.settings.tau)
+        if self.settings.replay == "prioritised":
+            self.replay.update(drawn, (values - targets).detach().abs().mean(dim=0).double().numpy())
         ages = float(version - drawn.versions.mean())
         measured = {"critic/loss": of_critics, "loss/policy": of_actor, "policy/entropy": -logprobs.mean()}
         for name, value in {**measured, "critic/value_mean": values.mean(), "replay/age_mean": ages}.items():
             self._sums[name].append(value.detach() if isinstance(value, Tensor) else value)
+
+    @torch.no_grad()
+    def _targets(self, drawn: DrawnTransitions, temperature: Tensor) -> Tensor:
+        following = self.actor.gaussian(drawn.next_observations)
+        then = following.sample()
+        values = self.targets(drawn.next_observations, then.tanh()).amin(dim=0)
+        logprobs = following.unit_logprobs(then)
+        return soft_targets(drawn.rewards, drawn.terminated, values, logprobs, temperature, self.settings.gamma)

@@ -42,6 +42,7 @@ def test_sac_takes_gradients_of_the_critics_as_they_are_unless_a_bound_is_writte
     assert config_of().training.max_grad_norm >= 1e6
     assert config_of(training={"max_grad_norm": 10.0}).training.max_grad_norm == 10.0
     assert config_of(algorithm="PPO").training.max_grad_norm == 1.0
+    assert (config_of().guards.collapse, config_of(algorithm="PPO").guards.collapse) == ("off", "warn")
 
 
 def test_packed_workers_are_children_of_one() -> None:

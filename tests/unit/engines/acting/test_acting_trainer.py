@@ -1,5 +1,6 @@
 """The trainer of a policy that acts, in a plain loop on small environments: it learns, masks, saves and resumes."""
 
+import itertools
 from pathlib import Path
 from statistics import fmean
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.acting import acting_trainer
 from asyncrl.engines.acting.acting_trainer import ActingTrainer
+from asyncrl.engines.acting.networks import TwinCritics
 from asyncrl.engines.training.training_step import NOT_FINITE
 from tests.unit.engines.acting.line_walk import Push, Walk
 from tests.unit.engines.acting.scene import PlainActing, acting_config, plain_loop, rows_of, run_step
@@ -47,6 +50,30 @@ def test_ppo_learns_to_walk_to_the_goal() -> None:
 def test_sac_learns_to_push_to_the_middle() -> None:
     trainer = plain_loop(Push, SAC, lambda trained: mean_return(trained) > -2.0)
     assert mean_return(trainer) > -2.0
+
+
+def test_short_updates_share_a_change_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(step=acting_trainer.PART / 4)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    acting = PlainActing(Push, SAC)
+    trainer = ActingTrainer(SAC, acting.spaces)
+    monkeypatch.setattr(trainer.learner, "learn", lambda rows, version: iter([True] * 9))
+    acting.policy.load(trainer.named_tensors(), 0)
+    step = trainer.begin(rows_of(acting, acting.segment(0), 0), 0)
+    parts = 0
+    while step.advance():
+        parts += 1
+    assert parts == 2
+
+
+def test_the_loss_of_the_actor_leaves_the_critics_as_they_are() -> None:
+    critics = TwinCritics(PlainActing(Push, SAC).spaces, [8], "relu")
+    observations, actions = torch.ones(4, 1), torch.zeros(4, 1, requires_grad=True)
+    values = critics(observations, actions, trained=False)
+    assert torch.equal(values, critics(observations, actions))
+    torch.autograd.backward(values.sum())
+    assert actions.grad is not None
+    assert all(each.grad is None for each in critics.parameters())
 
 
 def test_sac_learns_with_a_prioritised_replay_and_a_bound_on_age() -> None:
