@@ -187,7 +187,8 @@ class Opening:
 class SampleText:
     """One sample as text, for a person to read. turns: of an episode, its messages after the prompt ({"role",
     "content"}), the policy's as "assistant"; turn_rewards: of the environment, for each of those. token_ids,
-    token_logprobs, token_versions: of each sampled token, with the version of the weights that sampled it."""
+    token_logprobs, token_versions: of each sampled token, with the version of the weights that sampled it. transitions:
+    of a policy that acts, with numbers to four digits, see services/acting/shown_transitions.py."""
 
     group: int
     member: int
@@ -199,6 +200,7 @@ class SampleText:
     token_ids: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()
     token_versions: tuple[int, ...] = ()
+    transitions: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +380,7 @@ class Profile:
     kernels: list[tuple[str, int, float]]
 
 
-PROTOCOL = 31
+PROTOCOL = 32
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)

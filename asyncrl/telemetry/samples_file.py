@@ -30,7 +30,8 @@ class SampleRecord:
     gives each token its own. turns, turn_rewards: of an episode, the messages after its prompt ({"role", "content"}),
     and what the environment gave for each of the policy's, whose role is "assistant". prompt_ids: tokens of the prompt;
     token_ids, token_logprobs, token_versions: of each sampled token, and token_advantages, token_rewards, where they
-    differ from token to token. The file lacks these eight where they are empty.
+    differ from token to token. transitions: of a policy that acts: observation, action, logprob, reward, version, and
+    ended where an episode did. The file lacks these nine where they are empty.
     """
 
     step: int
@@ -60,11 +61,12 @@ class SampleRecord:
     token_versions: list[int] = field(default_factory=list)
     token_advantages: list[float] = field(default_factory=list)
     token_rewards: list[float] = field(default_factory=list)
+    transitions: list[dict[str, Any]] = field(default_factory=list)
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that the file has."""
         absent = {*(() if self.turns else ("turns", "turn_rewards")), *(() if self.token_ids else TOKEN_FIELDS)}
-        absent |= {name for name in BY_TOKEN if not getattr(self, name)}
+        absent |= {name for name in (*BY_TOKEN, "transitions") if not getattr(self, name)}
         return {name: value for name, value in asdict(self).items() if name not in absent}
 
 
@@ -76,7 +78,7 @@ def sample_record(
     of_row = ("incarnation", "group", "member", "attempt", "finish", "tokens", "reward", "advantage", "first", "last")
     copied = {name: getattr(row, name) for name in of_row}
     copied |= {name: getattr(trained, name) for name in ("trained", "masked", "reason", "rejected")}
-    copied |= {name: getattr(text, name) for name in ("prompt", "text", "turns")}
+    copied |= {name: getattr(text, name) for name in ("prompt", "text", "turns", "transitions")}
     copied |= {name: list(getattr(text, name)) for name in ("turn_rewards", *TOKEN_FIELDS)}
     copied |= {"token_advantages": list(trained.advantages), "token_rewards": list(trained.rewards)}
     return SampleRecord(step=step, terms=terms, skipped=skipped, **copied)

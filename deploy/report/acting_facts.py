@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.config.schema import Config
 from asyncrl.deploy.report.run_record import RunRecord
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -18,6 +19,12 @@ class EpisodePicture:
 
     version: int
     address: str
+
+
+def policy_of(config: Config) -> str:
+    """Returns what is trained: the name of the model, or the algorithm of a policy that acts and its environment."""
+    acting = config.acting
+    return f"{acting.algorithm.upper()} in {acting.env}" if acting.env else config.model.name
 
 
 def acting_facts(run: RunRecord) -> Iterator[tuple[str, str]]:

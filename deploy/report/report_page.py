@@ -12,7 +12,7 @@ from bokeh.resources import Resources
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from asyncrl.config.toml_writer import dump
-from asyncrl.deploy.report.acting_facts import acting_facts, newest_picture
+from asyncrl.deploy.report.acting_facts import acting_facts, newest_picture, policy_of
 from asyncrl.deploy.report.curve_charts import curve_charts, staleness_histogram, state_chart
 from asyncrl.deploy.report.run_record import RunRecord
 from asyncrl.deploy.report.sample_tokens import ShownToken, shown_tokens, signed_colour, token_decoder
@@ -93,7 +93,7 @@ def _template() -> Any:
 def facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
     """Yields what the table at the top says of each run."""
     yield Fact("run", tuple(run.name for run in runs))
-    yield Fact("experiment", tuple(f"{run.config.name}, {_policy(run)}" for run in runs))
+    yield Fact("experiment", tuple(f"{run.config.name}, {policy_of(run.config)}" for run in runs))
     yield Fact("steps", tuple(f"{run.steps[-1]['step']:,}" for run in runs))
     yield Fact("time trained", tuple(_duration(run.seconds[-1]) for run in runs))
     yield Fact("devices", tuple(str(run.devices) for run in runs))
@@ -106,11 +106,6 @@ def facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:
     yield Fact("staleness, mean of the last tenth", tuple(_last_tenth(run, "staleness/mean") for run in runs))
     yield Fact("staleness.limit", tuple(str(run.config.staleness.limit) for run in runs))
     yield Fact("audit", tuple(_audit_result(run) for run in runs))
-
-
-def _policy(run: RunRecord) -> str:
-    acting = run.config.acting
-    return f"{acting.algorithm.upper()} in {acting.env}" if acting.env else run.config.model.name
 
 
 def _language_facts(runs: Sequence[RunRecord]) -> Iterator[Fact]:

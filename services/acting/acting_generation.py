@@ -24,9 +24,13 @@ from asyncrl.protocols.messages import Boundary, PromptGroup, SampleText
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.services.acting.policy_worker import PolicyWorker
+from asyncrl.services.acting.shown_transitions import SHOWN, shown_transitions
 from asyncrl.telemetry.samples_file import TRANSITIONS
 
 ACTION = "action"
+SHOWN_TRANSITIONS = 1024
+"""Transitions of a step that samples.jsonl has: some 150 bytes each."""
+READ = (*SHOWN, "returns", "lengths")
 COUNTERS = ("samples", "tokens", "running", "waiting", "aborted", "environment/lost_episodes")
 
 Finished = asyncio.Queue[Recording | EnvironmentFailed]
@@ -94,20 +98,24 @@ class ActingService(PolicyWorker, Generation):
         return await self.restored_rows(directory, samples)
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
-        """Describes samples for a person: their episodes, and the versions that acted."""
-        texts = []
+        """Describes samples for a person: their episodes, and up to SHOWN_TRANSITIONS transitions in all."""
+        texts, left = list[SampleText](), SHOWN_TRANSITIONS
         for row in refs:
             if self.rows is None or (place := row.place_of("rewards")).owner != self.rows.address:
                 continue
             with suppress(LostRows):
-                rewards, returns, lengths = self.rows.read(place, ("rewards", "returns", "lengths"))
+                columns = dict(zip(READ, self.rows.read(place, READ), strict=True))
+                rewards, returns, lengths = (columns[name] for name in ("rewards", "returns", "lengths"))
                 episodes = ", ".join(
                     f"{gained:g} after {steps} steps"
                     for gained, steps in zip(returns.tolist(), lengths.tolist(), strict=True)
                 )
                 text = f"{len(rewards)} transitions with a reward of {rewards.sum():g}"
                 ended = f"; returns of episodes that ended: {episodes}" if episodes else ""
-                texts.append(SampleText(row.group, row.member, self.context.config.acting.env, text + ended))
+                shown = shown_transitions(columns, self._spaces, left)
+                left -= len(shown)
+                env = self.context.config.acting.env
+                texts.append(SampleText(row.group, row.member, env, text + ended, transitions=shown))
         return texts
 
     async def _act(self) -> None:

@@ -105,4 +105,6 @@ def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm
     assert lines[-1]["acting/return_last20"] > lines[5]["acting/return_last20"]
     evaluated_as_the_checkpoint(run_dir)
     samples = read_samples(run_dir / "samples.jsonl")
+    assert [len(each.transitions) for each in samples] == [16] * len(samples)
+    assert samples[-1].transitions[0].keys() >= {"observation", "action", "logprob", "reward", "version"}
     assert re.match(r"16 transitions with a reward of -?[\d.e-]+; returns of episodes that ended: ", samples[-1].text)

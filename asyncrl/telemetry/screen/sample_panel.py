@@ -25,6 +25,8 @@ SPECIAL, SHARED = "reverse", "dim"
 NO_COLUMNS: Mapping[str, object] = MappingProxyType({})
 UNSHOWN = ("prompt", "tools")
 """Columns that the panel has already, or that say the same for each row."""
+SHOWN_TRANSITIONS = 4
+"""Transitions of a sample that are shown."""
 SHOWN_COLUMNS, SHOWN_VALUE = 8, 120
 """Columns of a row that are shown, and characters of each."""
 
@@ -57,7 +59,7 @@ def sample_panel(
 ) -> Panel:
     """Renders one sample: prompt, completion or turns, reward, and what was trained of it. columns: of its row."""
     said = _turns(sample, characters) if sample.turns else _answer(_written(sample, tokens), characters, tokens)
-    text = Text.assemble(*_prompt(sample, characters, tokens), "\n", *said)
+    text = Text.assemble(*_prompt(sample, characters, tokens), "\n", *said, *_transitions(sample))
     body = Group(text, *_row(columns), Items(_summary(sample), " · "))
     title = f"step {sample.step} · group {sample.group} · member {sample.member}"
     return Panel(body, title=title, title_align="left")
@@ -159,6 +161,15 @@ def _turns(sample: SampleRecord, characters: int | None) -> Iterator[Styled]:
         yield from _answer(text, characters) if own else [(_short(text, characters), "dim")]
         if reward is not None:
             yield (f"  [reward {reward:.3g}]", "cyan")
+
+
+def _transitions(sample: SampleRecord) -> Iterator[Styled]:
+    """Yields the first transitions, a line each."""
+    for number, each in enumerate(sample.transitions[:SHOWN_TRANSITIONS]):
+        ended = f", {each['ended']}" if "ended" in each else ""
+        yield f"\n{number}: in {each['observation']} action {each['action']}, reward {each['reward']}{ended}", "dim"
+    if (more := len(sample.transitions) - SHOWN_TRANSITIONS) > 0:
+        yield f"\n{more} more transitions in samples.jsonl", "dim"
 
 
 def _summary(sample: SampleRecord) -> list[str]:

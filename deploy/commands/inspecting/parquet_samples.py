@@ -11,13 +11,15 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import Row, training_prompts
 from asyncrl.tasks.stored_samples import ColumnNames, write_samples
 from asyncrl.telemetry.run_directory import RunDirectory
-from asyncrl.telemetry.samples_file import SampleRecord
+from asyncrl.telemetry.samples_file import TRANSITIONS, SampleRecord
 
 
 def export_samples(
     run_dir: Path, records: Sequence[SampleRecord], target: Path, names: ColumnNames, say: Callable[[str], None]
 ) -> None:
     """Writes the samples with the rows of their prompts, and says what the file has and lacks. Raises ConfigError."""
+    if any(record.finish == TRANSITIONS for record in records):
+        raise ConfigError("--parquet: a policy that acts has no tokens; samples.jsonl has its transitions")
     directory = RunDirectory(run_dir.absolute())
     row_of = _rows(directory, say)
     try:

@@ -92,7 +92,7 @@ def _columns(run_dir: Path, chosen: "Sequence[SampleRecord]") -> "Callable[[int]
     from asyncrl.telemetry.run_directory import RunDirectory
 
     directory = RunDirectory(run_dir)
-    if not directory.started_before or any(each.turns for each in chosen):
+    if not directory.started_before or any(each.turns or each.transitions for each in chosen):
         return lambda group: {}
     if any(each.use.startswith("hub:") for each in read(directory.config).task.sources):
         print("the rows of a hub's data set are not read again here: --parquet FILE writes them")

@@ -8,12 +8,13 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import read
+from asyncrl.deploy.report.acting_facts import policy_of
 from asyncrl.deploy.report.dashboard.line_tail import LineTail
 from asyncrl.deploy.report.dashboard.recorded_samples import RecordedSamples
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, read_status
-from asyncrl.telemetry.screen.display import shown, skipped
+from asyncrl.telemetry.screen.display import ACTS, shown, skipped
 
 LATE = 10 * SECONDS
 """Seconds after which a state that was not replaced is called silent: a loaded machine is late by some of them."""
@@ -27,27 +28,42 @@ CURVES = (
     ("Trained tokens per second", "perf/tokens_per_s"),
     ("Sampler against trainer, KL", "mismatch/kl"),
 )
-"""Titles and metrics of the curves."""
+"""Titles and metrics of the curves of a language model."""
+CURVES_OF_ACTING = (
+    ("Return of episodes, mean of the last 20", "acting/return_last20"),
+    ("Return of evaluated episodes", "eval/return/mean"),
+    ("Length of episodes, steps", "acting/length_mean"),
+    ("Staleness of trained transitions, versions", "staleness/mean"),
+    ("Transitions per second", "perf/tokens_per_s"),
+    ("Entropy of the policy", "policy/entropy"),
+)
+"""Titles and metrics of the curves of a policy that acts."""
+ALL_CURVES = (*CURVES, *CURVES_OF_ACTING)
 
 
 @dataclass(slots=True)
 class Curves:
-    """The numbers of the curves by step. The latest line of a step counts, as for a report."""
+    """The numbers of the curves by step. The latest line of a step counts, as for a report. acts: they are of a policy
+    that acts."""
 
     steps: list[int]
     values: list[tuple[float | None, ...]]
+    acts: bool = False
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         while self.steps and self.steps[-1] >= metrics["step"]:
             self.steps.pop()
             self.values.pop()
+        self.acts = ACTS in metrics
         self.steps.append(int(metrics["step"]))
-        self.values.append(tuple(_number(metrics.get(metric)) for _, metric in CURVES))
+        self.values.append(tuple(_number(metrics.get(metric)) for _, metric in ALL_CURVES))
 
     def shown(self) -> list[dict[str, Any]]:
         """Returns the curves that have a number."""
         found = []
-        for number, (title, metric) in enumerate(CURVES):
+        for number, (title, metric) in enumerate(ALL_CURVES):
+            if (number >= len(CURVES)) != self.acts:
+                continue
             pairs = zip(self.steps, self.values, strict=True)
             points = [(step, value) for step, values in pairs if (value := values[number]) is not None]
             if points:
@@ -114,7 +130,7 @@ class RunView:
             **seen_run(status, self._last, self._now()),
             "problem": problem,
             "path": str(self.directory.path),
-            "experiment": f"{self._config.name}, {self._config.model.name}" if self._config else "",
+            "experiment": f"{self._config.name}, {policy_of(self._config)}" if self._config else "",
             "curves": self._curves.shown(),
             "groups": samples.look() if samples else 0,
             "takes_commands": self.directory.commands.exists() and bool(status and not status.ended),

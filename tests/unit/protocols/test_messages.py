@@ -35,6 +35,7 @@ DIGESTS = {
     29: "36cb056e07297dbd",
     30: "7e1619c6f665ab23",
     31: "6ce4c1ecc5254a04",
+    32: "cd5cc65790eac64e",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -65,3 +65,10 @@ def test_episodes_of_the_newest_evaluation_are_shown_with_their_picture(
         "  and 1 more",
         f"the first of them as an animation: {folder / '10.gif'}",
     ]
+
+
+def test_no_file_of_tokens_is_written(run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["samples", str(run_dir), "--parquet", str(tmp_path / "x.parquet")]) == 2
+    said = capsys.readouterr()
+    assert "a policy that acts has no tokens; samples.jsonl has its transitions" in said.err + said.out
+    assert not (tmp_path / "x.parquet").exists()

@@ -20,6 +20,7 @@ from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup
+from asyncrl.services.acting import acting_generation
 from asyncrl.services.acting.acting_generation import ActingService
 from tests.unit.engines.acting.scene import ENVIRONMENTS, acting_config, spaces_of_walk, until
 
@@ -182,3 +183,19 @@ async def test_a_sample_is_described_for_a_person(serving: Serving) -> None:
         assert text.prompt.endswith("line_walk.py:Walk")
         assert text.text.startswith("20 transitions with a reward of ")
         assert "returns of episodes that ended: " in text.text
+        assert len(text.transitions) == 20
+        first, ended = text.transitions[0], [each for each in text.transitions if "ended" in each]
+        assert first.keys() == {"observation", "action", "logprob", "reward", "version"}
+        assert first["action"] in (-1, 0, 1), first
+        assert {each["ended"] for each in ended} <= {"terminated", "truncated"}, ended
+        assert len(ended) == text.text.partition("ended: ")[2].count(" after ")
+        gained = sum(each["reward"] for each in text.transitions)
+        assert text.text.startswith(f"20 transitions with a reward of {gained:g}")
+
+
+async def test_transitions_for_a_person_are_bounded(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acting_generation, "SHOWN_TRANSITIONS", 25)
+    async with serving(transitions=20) as service:
+        publish(service, 0)
+        texts = await service.texts(await samples_of(service, group()))
+        assert [len(text.transitions) for text in texts] == [20, 5]

@@ -255,7 +255,11 @@ def test_the_picture_says_what_the_run_waits_for_and_draws_the_reward() -> None:
 def test_a_policy_that_acts_is_shown_in_its_own_words() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None)
     acted = {**METRICS, "acting/transitions": 64.0, "acting/length_mean": 20.0, "eval/return/mean": 487.25}
-    moved = replace(SAMPLE, prompt="CartPole-v1", text="16 transitions", finish="transitions", turns=[])
+    moves = [{"observation": [0.5, 1.0], "action": n, "reward": 1.0} for n in range(16)]
+    moves[1]["ended"] = "terminated"
+    moved = replace(
+        SAMPLE, prompt="CartPole-v1", text="16 transitions", finish="transitions", turns=[], transitions=moves
+    )
     display = LiveDisplay(console, 10)
     with display:
         for step in (1, 2, 3):
@@ -273,6 +277,8 @@ def test_a_policy_that_acts_is_shown_in_its_own_words() -> None:
     ):
         assert item in drawn
     assert "3 transitions trained" in drawn
+    assert "1: in [0.5, 1.0] action 1, reward 1.0, terminated" in drawn
+    assert "12 more transitions in samples.jsonl" in drawn
     assert not [word for word in ("token", "reward 0.5", "held out", "ended by") if word in drawn]
 
 

@@ -128,6 +128,15 @@ def test_a_run_shows_its_newest_numbers_and_its_curves(tmp_path: Path) -> None:
     assert json.loads(json.dumps(seen))["experiment"].endswith(", m")
 
 
+def test_a_run_that_acts_shows_curves_of_episodes(tmp_path: Path) -> None:
+    acted = {"acting/transitions": 64.0, "acting/return_last20": 20.0, "reward/mean": 3.0, "staleness/mean": 1.0}
+    path = recorded_run(tmp_path / "run", [step(1, 1.0, **acted)])
+    status(path)
+    titles = [curve["title"] for curve in viewed(path).look()["curves"]]
+    assert titles[:2] == ["Return of episodes, mean of the last 20", "Staleness of trained transitions, versions"]
+    assert not [title for title in titles if "token" in title or "Reward" in title]
+
+
 def test_a_long_curve_is_averaged_in_bins() -> None:
     points = binned([(float(n), 1.0) for n in range(10 * MAX_POINTS + 5)])
     assert len(points) <= MAX_POINTS
