@@ -28,7 +28,7 @@ from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import acting_evaluation_spec, environment_spec, generation_spec, reward_spec
 from asyncrl.engines.acting.stepping.spaces_file import SPACES
 from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.models.model_folder import base_folder
+from asyncrl.engines.models.model_folder import base_folder, is_in_parts
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.engines.models.weights_digest import refuse_other_base
@@ -77,6 +77,25 @@ async def evaluate_run(
     if not RunDirectory(run_dir).started_before:
         raise missing_run(run_dir, "is no run directory: it has no config.toml")
     saved, version = chosen_model(run_dir, wanted.step)
+    if is_in_parts(saved):
+        from asyncrl.engines.models.tensor_parts import gather_model  # Imports torch.
+
+        with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as scratch:
+            whole = Path(scratch) / "model"
+            await asyncio.to_thread(gather_model, saved, whole)
+            return await _evaluate_saved(run_dir, (whole, version), config, wanted, services)
+    return await _evaluate_saved(run_dir, (saved, version), config, wanted, services)
+
+
+async def _evaluate_saved(
+    run_dir: Path,
+    chosen: tuple[Path, int],
+    config: Config | None,
+    wanted: Wanted,
+    services: Mapping[str, ServiceSpec],
+) -> list[Evaluation]:
+    """Evaluates a model that is a folder."""
+    saved, version = chosen
     own = read(RunDirectory(run_dir).config)
     config = config or own
     if config.acting.env:

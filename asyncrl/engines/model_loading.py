@@ -63,6 +63,12 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
     return _in_private_memory(model)
 
 
+def unfilled_model(**options: Any) -> Any:
+    """Makes a causal model of a config, whose weights are filled later; safe in several threads."""
+    with _exclusive_and_quiet():
+        return AutoModelForCausalLM.from_config(**options)
+
+
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:
     """Loads a classifier of an automatic class of transformers; returns it with the names of the head's parameters that
     the folder lacks. Raises ConfigError, which names the role, when a file is damaged, transformers has no such model,

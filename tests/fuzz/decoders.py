@@ -90,6 +90,7 @@ UNFUZZED: dict[str, str] = {
     "engines/models/row_length.py": MODEL,
     "engines/models/scoring_models.py": MODEL,
     "engines/models/warmed_model_cache.py": OWN,
+    "engines/models/tensor_parts.py": RUN,
     "engines/models/weights_digest.py": MODEL,
     "engines/training/batch/pretraining_batch.py": USER,
     "engines/training/trainer_checkpoint.py": RUN,

@@ -15,6 +15,8 @@ from asyncrl.errors import ConfigError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of peft. A folder with the second one holds adapters of another model."""
+PARTS = "parts"
+"""Folder of a checkpoint beside `model/`, where several ranks wrote parts of its weights."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 """Patterns of tokenizer files; every saved tokenizer has at least one of them."""
@@ -26,6 +28,11 @@ STRETCHED = ("linear", "dynamic", "yarn")
 def is_complete(folder: Path) -> bool:
     """Returns whether `folder` holds a model that `from_pretrained` can load."""
     return (folder / "config.json").exists() and any(next(folder.glob(each), None) for each in WEIGHT_FILES)
+
+
+def is_in_parts(folder: Path) -> bool:
+    """Returns whether `folder` is the `model/` of a checkpoint whose weights are in parts beside it."""
+    return folder.name == "model" and (folder.parent / PARTS).is_dir()
 
 
 def sync_to_disk(path: Path) -> None:
@@ -50,6 +57,11 @@ def existing_folder(name: str, key: str = "model.name") -> Path | None:
         raise ConfigError(
             f"{key}: {folder} holds adapters, and not the model that they belong to: evaluate the run that trained "
             "them, or write a model with `asyncrl export RUN FOLDER --merge` and name that folder"
+        )
+    if is_in_parts(folder):
+        raise ConfigError(
+            f"{key}: the weights of {folder} are in parts, as the ranks of its run hold them: write the whole model "
+            "with `asyncrl export RUN FOLDER`"
         )
     if (folder / "checkpoints").is_dir():
         raise ConfigError(

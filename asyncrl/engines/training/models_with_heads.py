@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-from asyncrl.engines.model_loading import load_pretrained, load_pretrained_classifier, vocabulary_size
+from asyncrl.engines.model_loading import (
+    load_pretrained,
+    load_pretrained_classifier,
+    unfilled_model,
+    vocabulary_size,
+)
 from asyncrl.engines.models.model_families import OTHERS
 from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
 from asyncrl.engines.output_scaling import OutputScaling
@@ -172,10 +177,12 @@ class ValueModel(LoadedModel):
 
 
 def load_causal_model(
-    folder: Path, device: str, precision: Precision = "float32", *, float32_head: bool = False
+    folder: Path, device: str, precision: Precision = "float32", *, float32_head: bool = False, is_filled: bool = True
 ) -> CausalModel:
-    """Loads a language model in float32 and without dropout. Raises ConfigError as CausalModel does."""
-    whole = load_pretrained(folder, **_options(folder)).to(device)
+    """Loads a language model in float32 and without dropout. is_filled: whether the folder has the weights; else they
+    are random. Raises ConfigError as CausalModel does."""
+    options = _options(folder)
+    whole = (load_pretrained(folder, **options) if is_filled else unfilled_model(**options)).to(device)
     return CausalModel(whole, folder, precision, float32_head=float32_head)
 
 

@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, default_options
+from asyncrl.engines.models.tensor_parts import StoredTensor
 from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradients
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import as_part_of, is_part, own_part, share_out
@@ -17,6 +18,7 @@ from asyncrl.errors import ConfigError
 
 FUSED = ("adam", "adamw")
 """Optimizers whose update is one pass over each tensor."""
+NOTHING_STORED: Mapping[str, StoredTensor] = {}
 
 
 class Optimizer:
@@ -85,13 +87,25 @@ class Optimizer:
         """Returns the state of each part; where this rank holds parts of weights, its tensors are parts as they are."""
         return [self._with_tensors(part, part.state_dict(), as_part_of) for part in self.parts]
 
+    def state_tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yields the tensors of the states, parts as they are: a name for `load`, the tensor, and its weight."""
+        for number, (part, state) in enumerate(zip(self.parts, self.states(), strict=True)):
+            parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
+            for index, values in state["state"].items():
+                for key, tensor in values.items():
+                    yield f"{number}.{index}.{key}", tensor, parameters[index]
+
+    def settings_of_states(self) -> list[dict[str, Any]]:
+        """Returns the states without tensors."""
+        return [{**part.state_dict(), "state": {}} for part in self.parts]
+
     def saved(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns what a checkpoint keeps, tensors and plain values. states: the whole ones."""
         return {"name": self.settings.optimizer, "states": [*states], "updates": self.updates}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Restores what `saved` returned; each rank takes its part of the states. Raises ConfigError for the states of
-        another optimizer; those without a name are AdamW's."""
+    def load(self, saved: Mapping[str, Any], stored: Mapping[str, StoredTensor] = NOTHING_STORED) -> None:
+        """Restores what `saved` returned; each rank takes its part of the states. stored: tensors of the states that
+        are in files. Raises ConfigError for the states of another optimizer; those without a name are AdamW's."""
         name, states = saved.get("name", "adamw"), saved["states"] if "states" in saved else [saved["adamw"]]
         if name != self.settings.optimizer:
             raise ConfigError(
@@ -99,11 +113,14 @@ class Optimizer:
                 f'"{name}", or start anew with another --run-dir'
             )
         self.updates = saved["updates"]
+        for name, tensor in stored.items():
+            number, index, key = name.split(".", 2)
+            states[int(number)]["state"].setdefault(int(index), {})[key] = tensor
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(self._with_tensors(part, state, share_out))
 
     def _with_tensors(
-        self, part: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[Tensor, Tensor], Tensor]
+        self, part: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[Any, Tensor], Tensor]
     ) -> dict[str, Any]:
         """Returns the state with tensors changed; `change` is also given the parameter of the model. That of weights of
         other pipeline stages is left out."""

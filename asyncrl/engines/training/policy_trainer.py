@@ -17,8 +17,9 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance, canary_of, probe_tokens
 from asyncrl.engines.lora.low_rank import attach, base_model, published_spec, published_tensors
 from asyncrl.engines.lora.peft_folder import load_adapters
-from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.engines.models.model_folder import is_in_parts, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.models.tensor_parts import stored_tensors
 from asyncrl.engines.models.weights_digest import weights_digest
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
 from asyncrl.engines.training.batch.micro_batches import MicroBatch, micro_batch, micro_batches
@@ -29,9 +30,9 @@ from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.policy_loss_terms import LossTerms, broken_rows, policy_loss_terms, second_moment_of
 from asyncrl.engines.training.policy_metrics import PolicyTotals
 from asyncrl.engines.training.ranks.gradients import check_same
+from asyncrl.engines.training.ranks.held_parts import NO_PARTS, HeldModel
 from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
-from asyncrl.engines.training.ranks.shards import gather_state
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
 from asyncrl.engines.training.token_logprobs import (
     frozen_logprobs,
@@ -54,7 +55,7 @@ from asyncrl.engines.training.trainer_checkpoint import (
 )
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.lanes.weights.slot_memory import whole_tensor
-from asyncrl.lanes.weights.tensor_spec import WeightsSpec
+from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.objectives.kl import KlCoefficient
 from asyncrl.objectives.lagrangian import Multiplier
 from asyncrl.objectives.surrogate_losses import row_weights
@@ -86,7 +87,8 @@ class PolicyTrainer(Trainer):
         self._folder = folder
         refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.mesh.rank, self.mesh.size)
-        self.model = load_causal_model(folder, device, settings.precision, float32_head=config.model.float32_head)
+        options = {"float32_head": config.model.float32_head, "is_filled": not is_in_parts(folder)}
+        self.model = load_causal_model(folder, device, settings.precision, **options)
         self._adapted: AdaptedModel | None = None
         if config.model.lora is not None:
             digest = weights_digest(folder) if self.mesh.rank == 0 else ""
@@ -97,6 +99,7 @@ class PolicyTrainer(Trainer):
             load_adapters(adapters, self.model.whole)
         self._spec = published_spec(self.model.whole, config.model.dtype)
         self.model.share_out(self.mesh)
+        self._held = HeldModel(self.model.whole, self.model.stage_weights, self.mesh)
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
         self.kl = KlCoefficient(algorithm.kl, algorithm.kl_target)
         self.multiplier: Multiplier | None = None
@@ -128,6 +131,8 @@ class PolicyTrainer(Trainer):
             trainer = cls(config, folder, mesh, texts)
         else:
             trainer = cls(config, base, mesh, texts, folder)
+        if is_in_parts(folder):
+            trainer._held.load(stored_tensors(directory, "weights"))
         state = read_state(directory, trainer.optimizer, trainer.mesh)
         if lora is not None:
             canary = Canary(*map(tuple, state["canary"]))
@@ -140,36 +145,29 @@ class PolicyTrainer(Trainer):
         return trainer, state["extra"]
 
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
-        """Copies model and state, with the plain values `extra`, for model/ and trainer.pt; ranks other than 0 copy
-        only the state that is their own, and give rank 0 their shards. Raises WeightsError when ranks that should hold
-        the same weights do not."""
+        """Copies model and state, with the plain values `extra`. Ranks that share out the weights copy their parts;
+        else, and of adapters, rank 0 copies the whole. Raises WeightsError when ranks that should hold the same weights
+        do not."""
+        lora, copy = self.config.model.lora, self.config.training.background_checkpoints
+        parts, weights, states = NO_PARTS, None, self.optimizer.settings_of_states()
         with self.mesh.failing():
             check_same(self.mesh, self.optimizer.parameters)
-            copied = self._gathered(keep=self.mesh.gathers)
+            canary = None if lora is None else self.canary()
+            if self.mesh.is_parted and lora is None:
+                parts = self._held.parts(self.optimizer.state_tensors(), copy=copy)
+            else:
+                whole = self.model.whole
+                named = whole.state_dict(keep_vars=True) if lora is None else published_tensors(whole)
+                weights, states = self._held.gathered(named, self.optimizer.states(), copy=copy)
         if self.mesh.rank > 0:
-            return StateCopy(own_state(), None, self.mesh.rank)
+            return StateCopy(own_state(), None, self.mesh.rank, parts, self.mesh.size)
         state = {"kl": self.kl.value, "extra": extra}
         if self.multiplier is not None:
             state["multiplier"] = self.multiplier.value
-        if "canary" in copied:
-            state["canary"] = list(astuple(copied["canary"]))
-        state = whole_state(self.optimizer, self.mesh.size, copied["optimizer"], **state)
-        return StateCopy(state, partial(write_model, self.model, copied["model"], self._adapted))
-
-    def _gathered(self, *, keep: bool) -> dict[str, Any]:
-        """Returns what ranks compute together for a checkpoint: whole weights and moments, and with adapters a canary;
-        nothing useful where `keep` is False."""
-        lora = self.config.model.lora
-        found: dict[str, Any] = {} if lora is None else {"canary": self.canary()}
-        whole, stage = self.model.whole, self.model.stage_weights
-        weights = whole.state_dict(keep_vars=True) if lora is None else published_tensors(whole)
-        how = {"keep": keep, "copy": self.config.training.background_checkpoints}
-        found["model"] = gather_state(weights if stage is None else stage.own(weights), **how)
-        found["optimizer"] = gather_state(self.optimizer.states(), **how)
-        if stage is not None and keep:
-            found["model"] = stage.collected(found["model"])
-            found["optimizer"] = stage.collected_states(found["optimizer"])
-        return found
+        if canary is not None:
+            state["canary"] = list(astuple(canary))
+        state = whole_state(self.optimizer, self.mesh.size, states, **state)
+        return StateCopy(state, partial(write_model, self.model, weights, self._adapted), 0, parts, self.mesh.size)
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "PolicyStep":
         return PolicyStep(self, rows, incarnation, version)
@@ -189,10 +187,14 @@ class PolicyTrainer(Trainer):
     def publish_parts(self) -> None:
         """Takes part in what rank 0 does when it publishes weights that ranks hold parts of: each is gathered, then all
         compute the canary."""
+        self.gather_published()
+        self.canary()
+
+    def gather_published(self) -> None:
+        """Gathers each tensor that rank 0 publishes, and keeps none."""
         tensors = self.named_tensors()
         for tensor in self._spec.tensors:
-            whole_tensor(tensors[tensor.name])
-        self.canary()
+            whole_tensor(tensors[tensor.name], DTYPES[self._spec.dtype])
 
     def canary(self) -> Canary:
         """Returns the canary of the current weights, which generation engines compare themselves with. Ranks that share

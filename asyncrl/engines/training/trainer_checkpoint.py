@@ -1,12 +1,18 @@
-"""The files of a trainer in a checkpoint: model/, which transformers or peft loads, and trainer.pt, which resumes it.
-Rank 0 writes both, with the whole of weights and moments. Others write rank-N.pt with their random state."""
+"""The files of a trainer in a checkpoint.
+
+model/       config, tokenizer, and weights or adapters, which transformers or peft loads    by rank 0
+trainer.pt   what resumes it: optimizer, random state, version                               by rank 0
+rank-N.pt    random state                                                                    by all other ranks
+parts/       in place of weights in model/ and moments in trainer.pt, where ranks            by every rank
+             share out the weights: the parts of each, which ranks of any layout resume
+"""
 
 import asyncio
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -18,10 +24,12 @@ from xxhash import xxh3_64_hexdigest
 from asyncrl.concurrency import start_task
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.lora.peft_folder import write_adapters
-from asyncrl.engines.models.model_folder import sync_to_disk
+from asyncrl.engines.models.model_folder import PARTS, sync_to_disk
+from asyncrl.engines.models.tensor_parts import Kind, part_file, stored_tensors, write_parts
 from asyncrl.engines.models.weights_digest import BASE, write_base
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.ranks.held_parts import Parts
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.engines.training.ranks.stage_weights import held_tensors
@@ -46,17 +54,22 @@ class AdaptedModel(NamedTuple):
 
 def write_model(
     model: LoadedModel,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     adapted: AdaptedModel | None,
     directory: Path,
 ) -> None:
     """Writes model/ below `directory` while steps go on: nothing is read that they change. Safetensors of the weights,
-    tokenizer, and the config that came with the model, dropout included; or adapters, and what names their base."""
+    unless they are None because they are in parts, tokenizer, and the config that came with the model, dropout
+    included; or adapters, and what names their base."""
     folder = directory / MODEL
     if adapted is None:
-        model.whole.save_pretrained(folder, state_dict=weights)
+        if weights is not None:
+            model.whole.save_pretrained(folder, state_dict=weights)
+        else:
+            model.whole.generation_config.save_pretrained(folder)
         model.source_config.save_pretrained(folder)
     else:
+        assert weights is not None, "adapters are gathered"
         write_adapters(folder, model.whole, adapted.lora, str(adapted.folder), weights)
         write_base(directory, adapted.folder, adapted.digest)
     model.tokenizer.save_pretrained(folder)
@@ -65,30 +78,41 @@ def write_model(
 @dataclass(frozen=True, slots=True)
 class StateCopy:
     """The state of a trainer in the memory of the host, which is written while steps go on. state: tensors and plain
-    values. model: writes model/ and what describes its base model; None at ranks other than the first."""
+    values. model: writes model/ and what describes its base model; None at ranks other than the first. parts: of
+    weights and moments. ranks: number of those that write parts."""
 
     state: Mapping[str, Any]
     model: Callable[[Path], None] | None
     rank: int = 0
+    parts: Parts = field(default_factory=dict)
+    ranks: int = 1
 
     def write(self, directory: Path) -> dict[str, str]:
         """Writes all files, fsynced. Returns the sha256 (hex) of each by relative path. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
-        if self.model is None:
-            file = directory / f"rank-{self.rank}.pt"
-            digest = _save(self.state, file)
-            sync_to_disk(file)
-            sync_to_disk(directory)
-            return {file.name: digest}
-        self.model(directory)
-        found = {TRAINER: _save(self.state, directory / TRAINER)}
-        paths = [directory / MODEL, *sorted((directory / MODEL).rglob("*")), *directory.glob(BASE)]
+        paths: list[Path] = []
+        if self.model is not None:
+            self.model(directory)
+            paths = [directory / MODEL, *sorted((directory / MODEL).rglob("*")), *directory.glob(BASE)]
         files = [path for path in paths if path.is_file()]
+        own = directory / (TRAINER if self.model is not None else f"rank-{self.rank}.pt")
+        found = {own.name: _save(self.state, own)}
         with ThreadPoolExecutor(DIGESTS_AT_A_TIME) as threads:
+            parts = [threads.submit(self._write_parts, directory / PARTS, kind) for kind in self.parts]
             found |= zip([str(path.relative_to(directory)) for path in files], threads.map(_digest, files), strict=True)
-        for path in [*paths, directory / TRAINER, directory]:
+            found |= dict(each.result() for each in parts)
+        for path in [*paths, own, *([directory / PARTS] if self.parts else []), directory]:
             sync_to_disk(path)
         return found
+
+    def _write_parts(self, folder: Path, kind: Kind) -> tuple[str, str]:
+        """Writes a file, fsynced. Returns its path in the checkpoint, and its digest."""
+        folder.mkdir(exist_ok=True)
+        path = folder / part_file(self.rank, kind)
+        with _CheckpointFile(path) as file:
+            write_parts(file, self.parts[kind], self.ranks)
+        sync_to_disk(path)
+        return f"{PARTS}/{path.name}", file.digest.hexdigest()
 
 
 @dataclass(slots=True)
@@ -158,8 +182,9 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
+    stored = stored_tensors(directory, "moments") if (directory / PARTS).is_dir() else {}
     others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
-    optimizer.load(state["optimizer"])
+    optimizer.load(state["optimizer"], stored)
     random = [each["rng"] for each in (state, *others)]
     if len(random) != mesh.size and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(

@@ -85,13 +85,16 @@ def fill(slot: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     in the order of the slot meanwhile."""
     with torch.no_grad():
         for name, view in slot.items():
-            view.copy_(whole_tensor(tensors[name]))
+            view.copy_(whole_tensor(tensors[name], view.dtype))
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Returns a tensor with the parts of all ranks, where it is sharded over ranks."""
-    gather = getattr(tensor, "full_tensor", None)  # A DTensor, whose module takes a second to import.
-    whole: Tensor = tensor if gather is None else gather()
+def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a tensor with the parts of all ranks, where it is sharded over ranks, which cast their parts to the dtype
+    before they gather them."""
+    if not hasattr(tensor, "full_tensor"):  # A DTensor has it, whose module takes a second to import.
+        return tensor
+    parted: Any = tensor if dtype is None else tensor.to(dtype)
+    whole: Tensor = parted.full_tensor()
     return whole
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.engines.acting.stepping.spaces_file import SPACES
-from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, base_folder
+from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, base_folder, is_in_parts
 from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
@@ -45,7 +45,7 @@ def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "")
     from asyncrl.controller.journal.best_checkpoint import chosen_model
 
     model, version = chosen_model(run_dir, step)
-    write: Callable[[Path], object] = partial(shutil.copytree, model)
+    write: Callable[[Path], object] = partial(_gather if is_in_parts(model) else shutil.copytree, model)
     if merged:
         config = read(RunDirectory(run_dir).config)
         if config.model.lora is None:
@@ -62,6 +62,12 @@ def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "")
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}; name another folder") from error
     return version
+
+
+def _gather(model: Path, target: Path) -> None:
+    from asyncrl.engines.models.tensor_parts import gather_model
+
+    gather_model(model, target)
 
 
 def _merge(adapters: Path, base: Path, target: Path) -> None:

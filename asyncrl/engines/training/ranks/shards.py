@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.engines.models.tensor_parts import StoredTensor
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 
@@ -98,10 +99,7 @@ def is_part(tensor: Any) -> TypeGuard["DTensor"]:
 
 def is_split(tensor: Tensor) -> bool:
     """Returns whether tensor ranks hold different parts of it."""
-    if not is_part(tensor):
-        return False
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return any(name == "tp" and _cut(place) is not None for name, place in zip(names, tensor.placements, strict=True))
+    return "tp" in axes_cut(tensor)
 
 
 def cut_dim(tensor: Tensor) -> int:
@@ -110,18 +108,37 @@ def cut_dim(tensor: Tensor) -> int:
     return next(dim for place in tensor.placements if (dim := _cut(place)) is not None)
 
 
-def share_out(value: Tensor, like: Tensor) -> Tensor:
-    """Returns the part of a whole tensor that this rank holds, as `like` is shared out: layers are split first, and
-    shards are parts of what is left."""
-    if not is_part(like) or value.dim() != like.dim():
-        return value
-    part, mesh = value.to(like.device), like.device_mesh
+def share_out(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
+    """Returns in memory of its own the part of a whole tensor that this rank holds, as `like` is shared out."""
+    has_parts = is_part(like) and value.dim() == like.dim()
+    part = value[own_ranges(like) if has_parts else tuple(slice(0, size) for size in value.shape)]
+    return part.clone() if isinstance(value, Tensor) else part
+
+
+def own_ranges(tensor: Tensor) -> tuple[slice, ...]:
+    """Returns where the part of this rank begins and ends in each dimension: layers are split first, and shards are
+    parts of what is left."""
+    ranges = [slice(0, size) for size in tensor.shape]
+    if not is_part(tensor):
+        return tuple(ranges)
+    mesh = tensor.device_mesh
     for axis in reversed(range(mesh.ndim)):
-        if (dim := _cut(like.placements[axis])) is not None:
-            parts = torch.chunk(part, mesh.size(axis), dim)
-            own = mesh.get_local_rank(axis)
-            part = parts[own] if own < len(parts) else part.narrow(dim, 0, 0)
-    return part.contiguous()
+        if (dim := _cut(tensor.placements[axis])) is not None:
+            start, stop = ranges[dim].start, ranges[dim].stop
+            size = -(
+                -(stop - start) // mesh.size(axis)
+            )  # As torch.chunk does: the last parts may have less, or nothing.
+            begin = min(stop, start + size * mesh.get_local_rank(axis))
+            ranges[dim] = slice(begin, min(stop, begin + size))
+    return tuple(ranges)
+
+
+def axes_cut(tensor: Tensor) -> set[str]:
+    """Returns the axes of the mesh (dp, shard, tp) along which ranks hold different parts of a tensor."""
+    if not is_part(tensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {name for name, place in zip(names, tensor.placements, strict=True) if _cut(place) is not None}
 
 
 def as_part_of(part: Tensor, like: Tensor) -> Tensor:

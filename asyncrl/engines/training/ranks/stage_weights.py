@@ -37,6 +37,9 @@ class StageTensor:
         self._stages = stages
         self._moves = moves
 
+    def to(self, dtype: torch.dtype) -> "StageTensor":
+        return StageTensor(self.own.to(dtype), self._owner, self._stages, moves=self._moves)
+
     def full_tensor(self) -> Tensor:
         whole = whole_tensor(self.own)
         if not self._moves:

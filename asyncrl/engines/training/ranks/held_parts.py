@@ -1,0 +1,87 @@
+"""The parts of weights and moments that a rank writes into a checkpoint, and takes from one: each is written once.
+
+Of ranks that hold the same, the first one along each axis writes: a norm that tensor ranks hold whole, shards of which
+dp has copies, an embedding that is the head of the last pipeline stage too.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncrl.engines.models.tensor_parts import Kind, StoredTensor, TensorPart
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.shards import axes_cut, gather_state, own_part, own_ranges, share_out
+from asyncrl.engines.training.ranks.stage_weights import StageWeights
+from asyncrl.errors import JournalError
+
+Parts = Mapping[Kind, Mapping[str, TensorPart]]
+NO_PARTS: Parts = {}
+
+
+@dataclass(frozen=True, eq=False)
+class HeldModel:
+    """Holds the parts of a transformers model that one rank has. stage: where it has some of the layers alone."""
+
+    whole: Any
+    stage: StageWeights | None
+    mesh: RankMesh
+
+    def parts(self, states: Iterable[tuple[str, Tensor, Tensor]], *, copy: bool) -> Parts:
+        """Returns the parts that this rank writes. states: of the optimizer, each with name and weight. copy: in the
+        memory of the host, so that the next step does not change them."""
+        named = dict(_weights(self.whole))
+        own = named if self.stage is None else self.stage.own(named)
+        written = set(map(id, own.values()))
+        moments = ((name, tensor) for name, tensor, weight in states if id(weight) in written)
+        return {"weights": self._parts(own.items(), copy=copy), "moments": self._parts(moments, copy=copy)}
+
+    def gathered(
+        self, weights: Mapping[str, Tensor], states: list[dict[str, Any]], *, copy: bool
+    ) -> tuple[Mapping[str, Tensor] | None, list[dict[str, Any]]]:
+        """Returns weights and states of the optimizer with whole tensors, at the ranks that rank 0 gets them from; at
+        others nothing of use. All ranks call it together."""
+        how, stage = {"keep": self.mesh.gathers, "copy": copy}, self.stage
+        whole = gather_state(weights if stage is None else stage.own(weights), **how)
+        found = gather_state(states, **how)
+        if stage is None or not self.mesh.gathers:
+            return whole, found
+        return stage.collected(whole), stage.collected_states(found)
+
+    def _parts(self, named: Iterable[tuple[str, Tensor]], *, copy: bool) -> dict[str, TensorPart]:
+        found: dict[str, TensorPart] = {}
+        mesh = self.mesh
+        ranks = {"dp": mesh.copies.rank, "shard": mesh.shards.rank, "tp": mesh.tensor.rank}
+        for name, tensor in named:
+            if any(rank for axis, rank in ranks.items() if axis not in axes_cut(tensor)):
+                continue
+            part = own_part(tensor.detach())
+            if part.numel():
+                values = part.to("cpu", copy=True) if copy else part
+                found[name] = TensorPart(values, tuple(each.start for each in own_ranges(tensor)))
+        return found
+
+    @torch.no_grad()
+    def load(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Fills the parts of the weights that this rank holds. Raises JournalError when one is missing or does not
+        fit."""
+        for name, tensor in _weights(self.whole):
+            if tensor.is_meta:  # Another stage has it.
+                continue
+            if name not in stored or stored[name].shape != tuple(tensor.shape):
+                found = stored[name].shape if name in stored else "nothing"
+                raise JournalError(
+                    f"{name} has shape {tuple(tensor.shape)}, and the parts of the checkpoint hold {found}"
+                )
+            own_part(tensor.detach()).copy_(share_out(stored[name], tensor))
+
+
+def _weights(whole: Any) -> Iterable[tuple[str, Tensor]]:
+    """Yields weights and buffers that are saved, tied ones under the first of their names."""
+    seen: set[int] = set()
+    for name, tensor in whole.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor

@@ -1,0 +1,152 @@
+"""Ranks of several layouts in turn, forked from this process: they save a checkpoint in one layout, resume it in
+another one, and leave what they held in files.
+
+python layout_process.py FOLDER
+"""
+
+import asyncio
+import json
+import os
+import sys
+import weakref
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.held_parts import HeldModel
+from asyncrl.engines.training.ranks.rank_mesh import RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.shards import own_part
+from asyncrl.engines.training.ranks.stage_weights import held_tensors
+from asyncrl.engines.training.training_step import run_step
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
+from asyncrl.lanes.weights.slot_memory import fill
+from asyncrl.lanes.weights.tensor_spec import DTYPES
+from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.stage_process import rows_of
+
+PATIENCE = 60.0
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts bytes of tensors that live at once, of those that were made in its scope. peak: the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = {each.__name__ for each in types}
+        if "DTensor" in names:
+            return NotImplemented  # It comes back with the parts.
+        found = function(*args, **(kwargs or {}))
+        if names - {"Tensor", "Parameter"}:
+            return found  # A FakeTensor has no memory, and one that is gathered was counted as it was made.
+        given = {each.untyped_storage().data_ptr() for each in _tensors([args, kwargs or {}])}
+        for tensor in _tensors(found):
+            storage = tensor.untyped_storage()
+            if tensor.is_meta or storage.data_ptr() in given or id(storage) in self._known:
+                continue
+            self._known.add(id(storage))
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._freed, id(storage), storage.nbytes())
+        return found
+
+    def _freed(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self.live -= size
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors with memory of their own, in nested containers."""
+    if isinstance(value, Tensor):
+        return [value] if type(value) in (Tensor, torch.nn.Parameter) else []
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def whole(trainer: PolicyTrainer) -> dict[str, Any]:
+    """Returns at rank 0 what all ranks together hold, gathered as adapters are."""
+    held = HeldModel(trainer.model.whole, trainer.model.stage_weights, trainer.mesh)
+    weights = trainer.model.whole.state_dict(keep_vars=True)
+    model, states = held.gathered(weights, trainer.optimizer.states(), copy=True)
+    updates = trainer.optimizer.updates
+    return {"model": model, "states": [each["state"] for each in states or []], "updates": updates}
+
+
+def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
+    """Writes a checkpoint of the state before a further step, and publishes. Returns bytes: of this rank's share of the
+    weights, of the largest tensor as it is published, and that copying, writing and publishing took."""
+    named, spec = trainer.named_tensors(), trainer.weights_spec
+    held = {id(each): each for each in held_tensors(named).values()}
+    with TensorBytes() as copying:
+        copy = trainer.copy_state({"version": 2})
+    run_step(trainer, rows_of(2), 0, 2)
+    with TensorBytes() as writing:
+        copy.write(folder)
+    slot = {each.name: torch.empty(each.shape, dtype=DTYPES[spec.dtype]) for each in spec.tensors}
+    with TensorBytes() as publishing:
+        fill(slot, named) if trainer.mesh.rank == 0 else trainer.gather_published()
+    return {
+        "share": sum(own_part(each).nbytes for each in held.values()),
+        "largest": max(each.nbytes for each in slot.values()),
+        "copy": copying.peak,
+        "write": writing.peak,
+        "publish": publishing.peak,
+    }
+
+
+def run_layout(place: RankPlace, address: str, told: list[int], folder: Path, number: int) -> None:
+    """Saves, or resumes what another layout has saved. told: pipes of the other ranks, which rank 0 tells where they
+    meet."""
+    torch.manual_seed(0)  # Ranks with random states of their own resume in their own layout only.
+    meeting = RankMeeting()
+    address = meeting.take(address)
+    for pipe in told:
+        os.write(pipe, address.encode())
+    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+    trial = json.loads((folder.parent / "trial.json").read_text())
+    config = Config.model_validate(trial["config"])
+    if number == 1:
+        trainer, extra = PolicyTrainer.resume(config, folder, mesh)
+        torch.save({"whole": whole(trainer), "extra": extra}, folder.with_name(f"{folder.name}-1-{place.rank}.pt"))
+    else:
+        trainer = PolicyTrainer(config, Path(trial["model"]), mesh)
+        for version in range(2):
+            run_step(trainer, rows_of(version), 0, version)
+        found = {"whole": whole(trainer), "bytes": saved(trainer, folder)}
+        torch.save(found, folder.with_name(f"{folder.name}-0-{place.rank}.pt"))
+    dist.barrier()
+
+
+def run_ranks(layout: Layout, folder: Path, number: int) -> None:
+    pipes = [os.pipe() for _ in range(1, layout.size)]
+    children = []
+    for rank in range(layout.size):
+        place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE)
+        if (child := os.fork()) == 0:
+            address = os.read(pipes[rank - 1][0], 1000).decode() if rank else ""
+            run_layout(place, address, [] if rank else [write for _, write in pipes], folder, number)
+            os._exit(0)
+        children.append(child)
+    for pipe in (end for ends in pipes for end in ends):
+        os.close(pipe)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    assert codes == [0] * layout.size, f"ranks of {folder.name} ended with {codes}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    for name, layouts in json.loads((root / "trial.json").read_text())["layouts"].items():
+        for number, sizes in enumerate(layouts):
+            if sizes:
+                run_ranks(Layout(**sizes), root / name, number)
