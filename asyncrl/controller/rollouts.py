@@ -28,6 +28,7 @@ from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.staleness import live
 from asyncrl.tasks.chat_messages import TOOLS
+from asyncrl.tasks.reading.pictures import with_pictures_read
 
 REMEMBERED_DEAD = 64
 """Dead instances whose rows may still be in a batch that is being trained: far more than die during one step."""
@@ -228,7 +229,7 @@ class Rollouts:
             id=group,
             attempt=self._gate.group(group).attempt,
             incarnation=self.tracker.journal.ledger.incarnation,
-            prompt=prompt,
+            prompt=with_pictures_read(prompt),
             members=self._gate.members(group, Stage.RUNNING),
             seed=group_seed(self.config.seed, group),
             not_before=self._gate.not_before(group),

@@ -8,11 +8,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from asyncrl.engines.models.model_folder import refuse_damaged
 from asyncrl.engines.models.scoring_models import HEADS
+from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.errors import ConfigError
 
 NAMED = 3
@@ -47,7 +48,9 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
     refuse_damaged(folder)
     try:
         with _exclusive_and_quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+            sees = AutoConfig.from_pretrained(folder).model_type in WITH_PICTURES
+            kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+            model, info = kind.from_pretrained(folder, output_loading_info=True, **options)
     except RuntimeError as error:
         if "mismatch" not in str(error):
             raise

@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import TaskError
+from asyncrl.tasks.reading.pictures import checked_picture, is_picture
 
 Message = dict[str, Any]
 Messages = str | list[Message]
@@ -75,20 +77,27 @@ def as_messages(text: str, system: str = "") -> list[Message]:
     return [*first, {"role": "user", "content": text}]
 
 
-def plain_messages(messages: list[Message], where: str) -> list[Message]:
-    """Returns messages whose contents are texts; parts that are texts are joined. Raises TaskError, which begins with
-    `where`, for other contents, which templates would write as Python shows them."""
-    return [_with_text(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
+def plain_messages(messages: list[Message], where: str, folder: Path = Path()) -> list[Message]:
+    """Returns messages whose contents are texts; parts that are texts are joined, unless there is a picture among them.
+    folder: where paths of pictures begin. Raises TaskError, which begins with `where`, for other contents, which
+    templates would write as Python shows them."""
+    return [_with_text(message, f"{where}: message {number}", folder) for number, message in enumerate(messages, 1)]
 
 
-def _with_text(message: Message, where: str) -> Message:
+def _with_text(message: Message, where: str, folder: Path) -> Message:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return {**message, "content": content}
     where = f"{where} ({message['role']})"
     if not isinstance(content, list):
         raise TaskError(f"{where}: its content is {content!r:.80}, and a model reads text: write a text")
-    return {**message, "content": "".join(_text_of(part, where) for part in content)}
+    if not any(map(is_picture, content)):
+        return {**message, "content": "".join(_text_of(part, where) for part in content)}
+    parts = [
+        checked_picture(part, folder, where) if is_picture(part) else {"type": "text", "text": _text_of(part, where)}
+        for part in content
+    ]
+    return {**message, "content": parts}
 
 
 def _text_of(part: Any, where: str) -> str:
@@ -98,7 +107,7 @@ def _text_of(part: Any, where: str) -> str:
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise TaskError(f"{where}: a part of its content is {kind}: {part!r:.80}; asyncrl trains on text only")
+    raise TaskError(f"{where}: a part of its content is {kind}: {part!r:.80}; asyncrl reads texts and images")
 
 
 def tools_of(columns: Mapping[str, Any], is_text: bool, where: str) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.errors import TaskError
 from asyncrl.tasks.chat_messages import TOOLS, Messages
 from asyncrl.tasks.prompt_rows import PromptRows
+from asyncrl.tasks.reading.pictures import with_pictures_read
 
 LOOKED_AT = 20_000
 """Rows of a source whose characters are counted, evenly spread; so many rows of a Parquet file take a second."""
@@ -60,7 +61,8 @@ def write_longest(path: Path, sources: Mapping[str, PromptRows]) -> None:
         for key, prompts in sources.items():
             for number in longest_rows(prompts):
                 prompt, columns = prompts.row(number)
-                line = {"where": f"{key}: {prompts.where(number)}", "prompt": prompt, TOOLS: columns.get(TOOLS)}
+                asked = with_pictures_read(prompt)
+                line = {"where": f"{key}: {prompts.where(number)}", "prompt": asked, TOOLS: columns.get(TOOLS)}
                 lines.write(json.dumps(line, default=str) + "\n")
 
 

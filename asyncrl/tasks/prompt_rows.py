@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import TaskError
 from asyncrl.protocols.prompt_row import PromptRow
 from asyncrl.tasks.chat_messages import TOOLS, Messages, as_messages, no_prompt, parsed, plain_messages, tools_of
+from asyncrl.tasks.reading.pictures import has_pictures
 from asyncrl.tasks.reading.plain_values import plain, valid_text
 from asyncrl.tasks.reading.row_files import located, place_of, unchecked
 
@@ -52,7 +54,8 @@ class PromptRows(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
     """Holds rows by number. source: its name in messages. system: message put before every prompt. named: columns of
-    the rows by the names that they get; "" leaves a column out. chat: prompts that are text become messages."""
+    the rows by the names that they get; "" leaves a column out. chat: prompts that are text become messages. folder:
+    where paths of pictures begin."""
 
     rows: Sequence[Mapping[str, Any]]
     source: str
@@ -60,6 +63,7 @@ class Prompts:
     named: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     chat: bool = False
+    folder: Path = Path()
 
     def __post_init__(self) -> None:
         if len(self.rows) == 0:
@@ -78,7 +82,8 @@ class Prompts:
         where = self.where(number)
         if not isinstance(raw, Mapping):
             raise TaskError(f'{where}: a row is a table such as {{"prompt": ...}}, this is {type(raw).__name__}')
-        return checked_row(self._with_names(raw, where) if self.named else raw, where, self.system, self.chat)
+        named = self._with_names(raw, where) if self.named else raw
+        return checked_row(named, where, self.system, self.chat, self.folder)
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
         """Returns up to `count` rows from the beginning."""
@@ -124,9 +129,9 @@ class MixedPrompts:
         return self.parts[part].where(place)
 
 
-def checked_row(raw: Mapping[str, Any], where: str, system: str = "", chat: bool = False) -> Row:
+def checked_row(raw: Mapping[str, Any], where: str, system: str = "", chat: bool = False, folder: Path = Path()) -> Row:
     """Returns a row in plain values; raises TaskError, which begins with `where`, if it has no prompt. chat: a prompt
-    that is text becomes a message of the user."""
+    that is text becomes a message of the user. folder: where paths of pictures begin."""
     if "prompt" not in raw:
         raise TaskError(f"{where}: {_no_prompt(list(raw))}")
     columns = {valid_text(str(name), where): plain(each, f"{where}, column {name}") for name, each in raw.items()}
@@ -134,18 +139,21 @@ def checked_row(raw: Mapping[str, Any], where: str, system: str = "", chat: bool
     if mistake := no_prompt(columns["prompt"]):
         form = 'a prompt is text that is not empty, or a list of {"role": ..., "content": ...}, not all empty'
         raise TaskError(f"{where}: {form}; {mistake}")
-    prompt = with_system(columns["prompt"], system, where, chat)
+    prompt = with_system(columns["prompt"], system, where, chat, folder)
+    if has_pictures(prompt):
+        columns["prompt"] = prompt[1:] if system else prompt  # As files or data URIs, which every reader can show.
     if tools := tools_of(columns, isinstance(prompt, str), where):
         columns[TOOLS] = tools
     return Row(prompt, PromptRow(columns))
 
 
-def with_system(prompt: Messages, system: str, where: str, chat: bool = False) -> Messages:
+def with_system(prompt: Messages, system: str, where: str, chat: bool, folder: Path) -> Messages:
     """Returns a prompt with the system message before it; "" is none. Raises TaskError, which begins with `where`, for
-    a prompt that has a system message of its own, or content that is no text. chat: a text becomes a message too."""
+    a prompt that has a system message of its own, or content that is no text and no picture. chat: a text becomes a
+    message too."""
     if isinstance(prompt, str):
         return as_messages(prompt, system) if system or chat else prompt
-    messages = plain_messages(prompt, where)
+    messages = plain_messages(prompt, where, folder)
     if not system:
         return messages
     if any(message["role"] == "system" for message in messages[:1]):

@@ -16,10 +16,12 @@ from asyncrl.config.named_files import data_folder, data_suffix
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks.chat_messages import Messages
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.human_eval import human_eval
 from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_row, has_column
 from asyncrl.tasks.reading.hub_rows import STREAMING, hub_rows
+from asyncrl.tasks.reading.pictures import has_pictures
 from asyncrl.tasks.reading.plain_values import plain
 from asyncrl.tasks.reading.row_files import READERS, JoinedRows, Rows, optional_module, place_of, read_file, read_folder
 from asyncrl.tasks.reading.wrong_files import other_ending
@@ -97,7 +99,15 @@ def load_prompts(
     if held_out and len(rows) > 0 and isinstance(rows[0], Mapping):
         named = columns.items()
         columns = {name: column for name, column in named if name not in rows[0] or has_column(rows[0], column)}
-    return Prompts(rows, source, system, columns, notes, chat)
+    return Prompts(rows, source, system, columns, notes, chat, _folder_of(spec))
+
+
+def _folder_of(spec: str | Rows) -> Path:
+    """Returns where relative paths of pictures begin: the folder of the rows, else the working directory."""
+    if isinstance(spec, str) and data_suffix(spec):
+        return Path(spec).expanduser().parent
+    folder = data_folder(spec) if isinstance(spec, str) else None
+    return Path() if folder is None else folder[0]
 
 
 def _notes(spec: str, options: Mapping[str, Any], rows: Rows) -> tuple[str, ...]:
@@ -145,22 +155,30 @@ def _text_row(row: Mapping[str, Any], where: str, task: TaskConfig) -> dict[str,
         case {"text": str(text)} if text:
             return {"text": text}
         case {"prompt": _, "completion": str(answer) | [{"role": "assistant", "content": str(answer)}]} if answer:
-            return {"prompt": checked_row(row, where, task.system, _is_chat(task)).prompt, "answer": answer}
+            return {"prompt": _asked(row, where, task, chat=_is_chat(task)), "answer": answer}
         case {"prompt": asked, "completion": [*turns, {"role": "assistant", "content": str(answer)}]} if (
             turns and answer
         ):
             before = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-            return {"prompt": checked_row({"prompt": [*before, *turns]}, where, task.system).prompt, "answer": answer}
+            return {"prompt": _asked({"prompt": [*before, *turns]}, where, task), "answer": answer}
         case {"prompt": _, "answer": str(answer)} if answer and "completion" not in row:
-            return {"prompt": checked_row(row, where, task.system, _is_chat(task)).prompt, "answer": answer}
+            return {"prompt": _asked(row, where, task, chat=_is_chat(task)), "answer": answer}
         case {"messages": [*asked, {"role": "assistant", "content": str(answer)}]} if asked and answer:
-            return {"prompt": checked_row({"prompt": asked}, where, task.system).prompt, "answer": answer}
+            return {"prompt": _asked({"prompt": asked}, where, task), "answer": answer}
         case {"text": ""} | {"prompt": _, "answer": ""} | {"prompt": _, "completion": ""}:
             column = next(name for name in ("text", "completion", "answer") if row.get(name) == "")
             raise TaskError(f"{where}: its `{column}` is empty, so there is nothing to learn; remove the row")
     found = ", ".join(map(str, row))
     names = "a `text`, a `prompt` with an `answer` or a `completion`, or `messages`"
     raise TaskError(f"{where}: a row has {names}; found are {found}")
+
+
+def _asked(row: Mapping[str, Any], where: str, task: TaskConfig, *, chat: bool = False) -> Messages:
+    """Returns the prompt of a text to learn. Raises TaskError for one with pictures."""
+    prompt = checked_row(row, where, task.system, chat).prompt
+    if has_pictures(prompt):
+        raise TaskError(f"{where}: texts to learn have no pictures; remove the row")
+    return prompt
 
 
 def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:

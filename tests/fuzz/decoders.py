@@ -94,6 +94,7 @@ UNFUZZED: dict[str, str] = {
     "engines/models/weights_digest.py": MODEL,
     "engines/training/batch/pretraining_batch.py": USER,
     "engines/training/trainer_checkpoint.py": RUN,
+    "engines/pictures/processing.py": MODEL,
     "environments/agents/verifiers_rollout.py": OWN,
     "environments/episode_server.py": PARENT,
     "environments/transcript.py": "a column of a row, which a generator wrote as JSON",

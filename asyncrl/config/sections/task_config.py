@@ -93,6 +93,9 @@ class TaskConfig(Section):
     """Number of rows that a procedural source makes, or that are read of a streamed data set."""
     max_prompt_tokens: Positive = 512
     """Largest number of tokens of a prompt."""
+    max_picture_pixels: Positive = 1280 * 28 * 28
+    """Largest number of pixels of a picture in a prompt. A larger one ends the run before it is decoded; what the model
+    is shown of others is up to its image processor."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
     """Treatment of longer prompts: `error` ends the run before anything is sampled, `skip` leaves them out, `truncate`
     cuts off the beginning of their longest message. A line says how many there are."""

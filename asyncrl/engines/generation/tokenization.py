@@ -10,7 +10,10 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from asyncrl.engines.pictures.processing import NO_PICTURES, PictureProcessor
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
+from asyncrl.tasks.reading.pictures import has_pictures, picture_files
 
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
 BYTES_PER_CHARACTER = 4  # longest UTF-8 character; a byte-level token may be a single byte
@@ -34,10 +37,17 @@ INSIDE_ANSWER = {"add_generation_prompt": False, "continue_final_message": True}
 
 class TokenizerWithStops:
     """Wraps a tokenizer of transformers with the strings that end a completion. template: further arguments of the chat
-    template."""
+    template. pictures: the image processor of a model that reads pictures."""
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...], template: Mapping[str, Any] = NO_ARGUMENTS) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: tuple[str, ...],
+        template: Mapping[str, Any] = NO_ARGUMENTS,
+        pictures: PictureProcessor | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._template = dict(template)
         self._stop = stop
         self._window = BYTES_PER_CHARACTER * max(map(len, stop), default=0) + WINDOW_MARGIN
@@ -56,6 +66,23 @@ class TokenizerWithStops:
         functions, for the template. by_environment: an environment offers the tools, and may describe them in messages
         where the template does not show them. Raises TaskError when there is no template, it fails, or it changes or
         omits a part."""
+        return self.prompt_and_pictures(prompt, tools, by_environment=by_environment)[0]
+
+    def prompt_and_pictures(
+        self, prompt: str | list[Message], tools: Sequence[dict[str, Any]] = (), *, by_environment: bool = False
+    ) -> tuple[NDArray[np.int32], PromptPictures | None]:
+        """Returns what `prompt_ids` does, in which each picture has its tokens, and the pictures. Raises TaskError as
+        `prompt_ids`, and for a picture that the model does not read, or that cannot be decoded."""
+        if not has_pictures(prompt):
+            return self._text_prompt_ids(prompt, tools, by_environment), None
+        if self._pictures is None or by_environment:
+            raise TaskError(NO_PICTURES if self._pictures is None else "an environment begins without pictures")
+        pictures = self._pictures.pictures(picture_files(prompt))
+        return self._pictures.with_tokens(self._text_prompt_ids(prompt, tools, by_environment), pictures)
+
+    def _text_prompt_ids(
+        self, prompt: str | list[Message], tools: Sequence[dict[str, Any]], by_environment: bool
+    ) -> NDArray[np.int32]:
         if isinstance(prompt, str):
             return np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
         is_begun = prompt[-1]["role"] == ASSISTANT

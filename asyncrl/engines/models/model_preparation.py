@@ -167,6 +167,10 @@ def _warm_up(demonstrations: Demonstrations, seed: int, making: Path, show: Show
 
     def warm() -> None:
         show("warming up a tiny model: loading torch")
+        if demonstrations.picture is not None:
+            from asyncrl.engines.models.warmed_up_picture_model import warm_up_with_pictures
+
+            return warm_up_with_pictures(demonstrations, seed, making, show)
         from asyncrl.engines.models.warmed_up_model import warm_up
 
         warm_up(demonstrations, seed, making, show, heads)

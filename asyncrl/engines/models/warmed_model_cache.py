@@ -47,9 +47,15 @@ def recipe_digest(demonstrations: Demonstrations, seed: int, heads: int) -> str:
     recipe = [seed, heads, demonstrations.words, demonstrations.steps, versions, platform.machine()]
     found.update(json.dumps(recipe).encode())
     found.update((Path(__file__).parent / "warmed_up_model.py").read_bytes())
+    if demonstrations.picture is not None:
+        found.update((Path(__file__).parent / "warmed_up_picture_model.py").read_bytes())
+        found.update(demonstrations.question.encode())
     source = random.Random(seed)
     for _ in range(demonstrations.steps * BATCH):
-        found.update(repr(demonstrations.draw(source)).encode())
+        drawn = demonstrations.draw(source)
+        found.update(repr(drawn).encode())
+        if demonstrations.picture is not None:
+            found.update(demonstrations.picture(drawn[0]))
     return found.hexdigest()[:32]
 
 

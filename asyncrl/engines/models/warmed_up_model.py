@@ -38,15 +38,19 @@ def warm_up(demonstrations: Demonstrations, seed: int, target: Path, show: Show,
     tokenizer.save_pretrained(target)
 
 
-def build_tokenizer(words: tuple[str, ...]) -> PreTrainedTokenizerFast:
+def build_tokenizer(
+    words: tuple[str, ...], template: str = CHAT, more_special: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token per word and per printable character; it adds no special tokens by itself, and
-    its chat template none but the ends of answers, as demonstrations have them, and a space behind a system message."""
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *CHARACTERS, *words))}
+    its chat template none but the ends of answers, as demonstrations have them, and a space behind a system message.
+    more_special: further special tokens, which a template may write."""
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL.values(), *CHARACTERS, *words, *more_special))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL["unk_token"]))
     pattern = "|".join([*map(re.escape, words), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT, **SPECIAL)
+    special = {**SPECIAL, **({"extra_special_tokens": [*more_special]} if more_special else {})}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, context: int = CONTEXT, heads: int = HEADS) -> LlamaForCausalLM:
@@ -61,11 +65,19 @@ def train(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, demonstrations: Demonstrations, seed: int, show: Show
 ) -> None:
     source = random.Random(seed)
+
+    def loss() -> Tensor:
+        return completion_loss(model, tokenizer, [demonstrations.draw(source) for _ in range(BATCH)])
+
+    fit(model, demonstrations.steps, loss, show)
+
+
+def fit(model: torch.nn.Module, steps: int, loss_of_step: Callable[[], Tensor], show: Show) -> None:
+    """Trains a model for so many steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
-    steps = demonstrations.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / (steps + 1)))
     for step in range(1, steps + 1):
-        loss = completion_loss(model, tokenizer, [demonstrations.draw(source) for _ in range(BATCH)])
+        loss = loss_of_step()
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -142,4 +142,6 @@ def _shown(answer: RatableAnswer) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
+    if isinstance(content, list):  # A picture's data URI is no text to read.
+        content = [{"type": "image"} if part.get("type") == "image" else part for part in content]
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

@@ -18,11 +18,14 @@ ANSWER_END = "<eos>"
 class Demonstrations:
     """Worked examples of a task, good and bad habits mixed, that a tiny model is trained on before a run. draw: random
     source -> (prompt, completion), printable ASCII. words: pieces of text that are one token; every other character is
-    a token of its own. steps: optimizer steps of the warm-up, 64 demonstrations each."""
+    a token of its own. steps: optimizer steps of the warm-up, 64 demonstrations each. picture: of a task with pictures,
+    makes the file of the one that a prompt names, which stands before `question` instead of the prompt."""
 
     draw: Callable[[random.Random], tuple[str, str]]
     words: tuple[str, ...] = ()
     steps: int = 250
+    picture: Callable[[str], bytes] | None = None
+    question: str = ""
 
 
 @dataclass(frozen=True, slots=True)

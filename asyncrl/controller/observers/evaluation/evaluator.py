@@ -18,6 +18,7 @@ from asyncrl.protocols.messages import PromptGroup, SampleText, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 from asyncrl.tasks.chat_messages import TOOLS, Messages
+from asyncrl.tasks.reading.pictures import with_pictures_read
 
 COSTS = "cost/"
 """Prefix of the terms of costs among those of rewards."""
@@ -174,7 +175,7 @@ class Evaluator:
                 id=group,
                 attempt=version,
                 incarnation=incarnation,
-                prompt=prompt,
+                prompt=with_pictures_read(prompt),
                 members=tuple(range(self._set.samples)),
                 seed=group_seed(self.config.seed, group),
                 not_before=version,

@@ -1,0 +1,90 @@
+"""Makes the pictures of a prompt from files, by the image processor of the model, and the tokens that they take."""
+
+import json
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES, Pictures, PromptPictures
+from asyncrl.errors import ConfigError, TaskError
+from asyncrl.tasks.reading.row_files import optional_module
+
+PROCESSOR = "preprocessor_config.json"
+"""The file of a model folder that describes its image processor."""
+NO_PICTURES = "the prompt has a picture, and the model reads none: take one that does (docs/models.md), or rows of text"
+
+
+class PictureProcessor:
+    """Wraps the image processor of a model in its form for Pillow and numpy. token: id of the tokens that stand for
+    pictures. most_pixels: of a picture that is taken."""
+
+    def __init__(self, folder: Path, most_pixels: int) -> None:
+        from transformers import AutoImageProcessor  # not at the top: few models read pictures
+
+        self._pillow = pillow()
+        shape = json.loads((folder / "config.json").read_bytes())
+        self.token = int(shape["image_token_id"])
+        self._merge = int(shape["vision_config"].get("spatial_merge_size", 2))
+        self._most_pixels = most_pixels
+        self._processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil")
+
+    @classmethod
+    def of_folder(cls, folder: Path, most_pixels: int) -> "PictureProcessor | None":
+        """Returns the processor of a model folder; None for a model that reads no pictures. Raises ConfigError where
+        Pillow or the description of the processor is missing."""
+        config = folder / "config.json"
+        if not config.is_file() or json.loads(config.read_bytes()).get("model_type") not in WITH_PICTURES:
+            return None
+        if not (folder / PROCESSOR).is_file():
+            raise ConfigError(f"model.name: {folder} reads pictures and has no {PROCESSOR}: copy it beside config.json")
+        return cls(folder, most_pixels)
+
+    def pictures(self, files: Sequence[bytes]) -> Pictures:
+        """Returns the pixels of pictures. Raises TaskError for one that cannot be decoded, or is too large."""
+        opened = [self._opened(data, f"picture {number}") for number, data in enumerate(files, 1)]
+        try:
+            found = self._processor(opened, return_tensors="np")
+        except ValueError as error:
+            raise TaskError(f"the model's image processor refuses a picture of the prompt: {error}") from error
+        return Pictures(found["pixel_values"].astype(np.float32), found["image_grid_thw"].astype(np.int64))
+
+    def with_tokens(self, ids: NDArray[np.int32], pictures: Pictures) -> tuple[NDArray[np.int32], PromptPictures]:
+        """Returns the ids of a prompt in which each picture, one token of the template, has all of its tokens. Raises
+        TaskError where the template writes another number of them."""
+        places, counts = np.flatnonzero(ids == self.token), pictures.tokens(self._merge)
+        if len(places) != len(counts):
+            raise TaskError(
+                f"the prompt has {len(counts)} pictures, and the model's chat template marks {len(places)} in it: "
+                "take a template that marks each picture once, and remove such marks from texts"
+            )
+        repeats = np.ones(len(ids), np.int64)
+        repeats[places] = counts
+        ids = np.repeat(ids, repeats)
+        return ids, PromptPictures.of(pictures, ids, self.token, self._merge)
+
+    def _opened(self, data: bytes, where: str) -> Any:
+        """Decodes a picture. Its size is read first, so that a small file cannot become a huge picture."""
+        pillow = self._pillow
+        try:
+            picture = pillow.open(BytesIO(data))
+            width, height = picture.size
+            if width * height <= self._most_pixels:
+                return picture.convert("RGB")
+        except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
+            raise TaskError(f"{where} of the prompt is too large: {error}; make it smaller") from error
+        except (OSError, SyntaxError, ValueError) as error:
+            raise TaskError(f"{where} of the prompt cannot be decoded: {error}; replace the file") from error
+        raise TaskError(
+            f"{where} of the prompt has {width} x {height} pixels and task.max_picture_pixels is {self._most_pixels}: "
+            f"make it smaller, or write max_picture_pixels = {width * height}"
+        )
+
+
+def pillow() -> ModuleType:
+    """Returns Pillow. Raises TaskError, which says how to install it, where it is missing."""
+    return optional_module("PIL.Image", "pictures")
