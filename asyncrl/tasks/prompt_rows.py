@@ -147,7 +147,7 @@ def checked_row(raw: Mapping[str, Any], where: str, system: str = "", chat: bool
     return Row(prompt, PromptRow(columns))
 
 
-def with_system(prompt: Messages, system: str, where: str, chat: bool, folder: Path) -> Messages:
+def with_system(prompt: Messages, system: str, where: str, chat: bool = False, folder: Path = Path()) -> Messages:
     """Returns a prompt with the system message before it; "" is none. Raises TaskError, which begins with `where`, for
     a prompt that has a system message of its own, or content that is no text and no picture. chat: a text becomes a
     message too."""
