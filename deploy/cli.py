@@ -18,6 +18,7 @@ COMMANDS = {
     "monitor": "show what the workers of a running run do",
     "dashboard": "show runs live in a browser: workers, curves, samples, pause, scale and stop",
     "scale": "change the number of workers of a service while a run goes on",
+    "weights": "show what weights each pipeline stage of a running run's trainer holds",
     "pause": "hold a running run back: it draws no samples and begins no step until unpause",
     "unpause": "let a paused run go on",
     "stop": "end a running run with a checkpoint, after its running step",
@@ -41,7 +42,7 @@ COMMANDS = {
 }
 
 FOLDERS = {
-    **dict.fromkeys(("monitor", "dashboard", "scale", "pause", "unpause", "stop"), "running"),
+    **dict.fromkeys(("monitor", "dashboard", "scale", "weights", "pause", "unpause", "stop"), "running"),
     **dict.fromkeys(("experiments", "graph", "plan", "replay", "report", "samples", "try"), "inspecting"),
     **dict.fromkeys(("audit", "doctor"), "checking"),
     "tune": "tuning",

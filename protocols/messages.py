@@ -42,12 +42,13 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Caller -> worker: a call. deadline: seconds the caller will wait, from arrival or the worker's last answer."""
+    """Caller -> worker: a call. deadline: seconds from arrival or the last answer. wants_answer: or a bare reply."""
 
     call: int
     method: str
     args: tuple[Any, ...]
     deadline: float
+    wants_answer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Worker -> caller: the worker has finished a further part of its work, and so makes progress with calls that wait.
-    finished: parts so far."""
+    """Worker -> caller: the worker makes progress with calls that wait. finished: parts of its work so far."""
 
     finished: int
 
@@ -309,9 +309,8 @@ class TrainedSample:
     @property
     def untrained_because(self) -> str:
         """Returns why no token of the sample entered the loss; "" when one did."""
-        if self.trained:
-            return ""
-        return "rejected" if self.rejected else self.reason or LEFT_OUT
+        why = "rejected" if self.rejected else self.reason or LEFT_OUT
+        return "" if self.trained else why
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,10 +379,21 @@ class Profile:
     kernels: list[tuple[str, int, float]]
 
 
-PROTOCOL = 32
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """The weights, or parts, that a pipeline stage holds. tensors: by name, digest (XXH3) and Euclidean norm."""
+
+    instance: str
+    stage: int
+    incarnation: int
+    version: int
+    tensors: dict[str, tuple[str, float]]
+
+
+PROTOCOL = 33
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
-_TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed)
+_TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed, HeldWeights)
 _ROWS = (Place, RowRef, BatchRef, Cuts, Column, Batch, PackedRow)
 _JOINING = (JoinRequest, JoinOrder, ListedFile, FileTree, FilePart, ProbeAnswer, Profile)
 WIRE_TYPES: tuple[type, ...] = (*_CONNECTION, *_SERVICES, *_TRAINING, *_ROWS, *_JOINING)

@@ -15,6 +15,7 @@ from asyncrl.protocols.distribute_collect import (
     ONE_OF_BY_GROUP,
     ONE_OF_HOLDER,
     ONE_TO_ALL,
+    THREE_D_PP_ONLY,
     THREE_D_PROTO,
     TO_HOLDERS,
     Transfer,
@@ -24,6 +25,7 @@ from asyncrl.protocols.messages import (
     Boundary,
     Checkpointed,
     Health,
+    HeldWeights,
     Opening,
     Profile,
     PromptGroup,
@@ -274,6 +276,12 @@ class Training(Contract):
         """Reads the rows that the next `step` will probably train, while this step runs. Returns for each sample
         whether its row is held until the next `prefetch`."""
         return [False] * len(samples)
+
+    @endpoint(THREE_D_PP_ONLY, idempotent=Idempotent.PURE)
+    async def held_weights(self) -> list[HeldWeights]:
+        """Returns for each pipeline stage the digests and norms of its weights, between two steps. Raises Refused while
+        a step runs that nobody waits for."""
+        raise NotImplementedError
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
     async def published(self) -> Published:

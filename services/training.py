@@ -4,13 +4,12 @@ TrainerService has the calls, versions and leases of any trainer; TrainingServic
 """
 
 import asyncio
-import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -27,7 +26,7 @@ from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
-from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
+from asyncrl.lanes.data.row_file import READY_ROWS, write_rows
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.leases import Leases, slot_of
@@ -36,7 +35,7 @@ from asyncrl.lanes.weights.transports.interface import WeightSender
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
-from asyncrl.protocols.messages import Checkpointed, Published, StepReport
+from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
@@ -117,6 +116,16 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     async def tensor_digests(self) -> Mapping[str, tuple[str, float]]:
         return await self.context.compute.run(tensor_digests, self._engine.named_tensors())
 
+    async def held_weights(self) -> list[HeldWeights]:
+        place = self.context.spec.layout.place(self.context.spec.rank)
+        if place.tp or place.dp:
+            return []  # The first rank of the stage answers.
+        async with self._lock:
+            if await self._running_step() is not None:
+                raise Refused(f"the weights change: a step from {_position_text(*self._position)} runs")
+            tensors = dict(await self.tensor_digests())
+            return [HeldWeights(self.context.spec.instance, place.pp, *self._position, tensors)]
+
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return await self._row_prefetch.prefetch(samples)
 
@@ -152,10 +161,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
         if self.context.spec.rank > 0:
             return Checkpointed(self._version, "", {})
-        with await asyncio.to_thread(open, Path(directory) / READY_ROWS, "wb") as file:
-            writer = RowFileWriter(file, self.context.reader)
-            await writer.save(samples)
-            await asyncio.to_thread(_sync, file)
+        writer = await write_rows(Path(directory) / READY_ROWS, self.context.reader, samples)
         if left_out := len(samples) - len(writer.saved):
             self.context.log.warning("rows not saved: a resume samples them again", samples=left_out)
         return Checkpointed(self._version, "", {READY_ROWS: writer.digest}, tuple(writer.saved))
@@ -388,11 +394,6 @@ class TrainingService(TrainerService[PolicyTrainer]):
             return PolicyTrainer(context.config, context.facts.model_dir, mesh, texts), {}
         base = context.facts.model_dir
         return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, mesh, texts, base)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _position_text(incarnation: int, version: int) -> str:

@@ -115,7 +115,7 @@ class Channel(Protocol):
     @property
     def silence(self) -> Silence | None: ...
 
-    async def call(self, method: str, args: Arguments, deadline: float) -> Any: ...
+    async def call(self, method: str, args: Arguments, deadline: float, *, wants_answer: bool = True) -> Any: ...
 
     def stream(self, method: str, args: Arguments, deadline: float) -> AsyncIterator[Any]: ...
 
@@ -210,11 +210,11 @@ class RemoteWorker:
         self.cause.set_result(cause)
         self._changed()
 
-    async def call(self, spec: EndpointSpec, args: Arguments, deadline: float) -> Any:
+    async def call(self, spec: EndpointSpec, args: Arguments, deadline: float, *, wants_answer: bool = True) -> Any:
         """Calls this worker alone; deadline in seconds, as in `Client.call`. Raises PeerLost when it is dead or dies
         during the call."""
         async with _TrackedCall(self, spec, args) as channel:
-            answer = await channel.call(spec.name, args, deadline)
+            answer = await channel.call(spec.name, args, deadline, wants_answer=wants_answer)
         self._note_answer(spec)
         return answer
 

@@ -5,7 +5,8 @@
         Replicas       finds the replicas that are alive, the freest one, or those that hold rows   replicas.py
         RemoteWorker   sends one call on the endpoint's lane to the instance that is alive   remote_worker.py
 
-A call goes to all live replicas; their ranks count as data-parallel copies of one layout. `ONE_OF` calls go whole to
+A call goes to all live replicas; their ranks count as data-parallel copies of one layout. Ranks whose answer the
+transfer protocol does not keep answer with nothing. `ONE_OF` calls go whole to
 the replica with the fewest calls, `ONE_OF_BY_GROUP` calls to the one that works for the group, `ONE_OF_HOLDER` calls to
 the one that made the newest rows of their samples. `TO_HOLDERS` calls go to the replicas that hold rows of these
 samples. When no replica is alive a call waits for a restarted one. A call with the same arguments for every rank leaves
@@ -13,7 +14,7 @@ out a replica that dies meanwhile, because its successor starts afresh.
 """
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from difflib import get_close_matches
@@ -173,29 +174,37 @@ class Handle:
         # Every rank of a broadcast gets the same arguments.
         broadcast = not fan.gather and all(len(rows) == (fan.count or 0) for rows in fan.rows)
 
-        async def call(worker: RemoteWorker, args: Arguments) -> Any:
+        kept = frozenset(fan.kept)
+
+        async def call(worker: RemoteWorker, args: Arguments, rank: int) -> Any:
             try:
-                return await worker.call(spec, args, seconds)
+                return await worker.call(spec, args, seconds, wants_answer=rank in kept)
             except PeerLost as lost:
                 if not broadcast:
                     raise
                 return lost
 
-        answers = list(await gather(*(call(*each) for each in zip(workers, calls, strict=True))))
+        numbered = zip(workers, calls, range(len(workers)), strict=True)
+        answers = list(await gather(*(call(*each) for each in numbered)))
         if any(isinstance(answer, PeerLost) for answer in answers):
-            return self._join_survivors(spec, args, answers)
+            return self._join_survivors(spec, args, answers, kept)
         return fan.join([answers[rank] for rank in fan.kept])
 
-    def _join_survivors(self, spec: EndpointSpec, args: Arguments, answers: list[Any]) -> Any:
-        """Joins the answers of the replicas that survived a broadcast call."""
+    def _join_survivors(self, spec: EndpointSpec, args: Arguments, answers: list[Any], asked: Collection[int]) -> Any:
+        """Joins the answers of the replicas that survived a broadcast call. Raises PeerLost when there are none, or a
+        rank that was not asked for its answer takes the place of one that is gone."""
         size = self._service.layout.size
-        replicas = [answers[start : start + size] for start in range(0, len(answers), size)]
-        survivors = [part for part in replicas if not any(isinstance(answer, PeerLost) for answer in part)]
-        if not survivors:
-            raise next(answer for answer in answers if isinstance(answer, PeerLost))
-        fan, _ = fan_out(spec.transfer, args, self._layout(len(survivors)))
-        answered = [answer for part in survivors for answer in part]
-        return fan.join([answered[rank] for rank in fan.kept])
+        lost = next(answer for answer in answers if isinstance(answer, PeerLost))
+        replicas = [range(start, start + size) for start in range(0, len(answers), size)]
+        alive = [ranks for ranks in replicas if not any(isinstance(answers[rank], PeerLost) for rank in ranks)]
+        if not alive:
+            raise lost
+        fan, _ = fan_out(spec.transfer, args, self._layout(len(alive)))
+        survivors = [rank for ranks in alive for rank in ranks]
+        kept = [survivors[rank] for rank in fan.kept]
+        if not set(kept).issubset(asked):
+            raise lost
+        return fan.join([answers[rank] for rank in kept])
 
     async def _stream(self, spec: EndpointSpec, args: Arguments) -> AsyncIterator[Any]:
         seconds = self._deadline(args)

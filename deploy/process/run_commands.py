@@ -1,9 +1,10 @@
-"""Runs what a person commands a running run to do: scale, profile, pause, unpause, stop."""
+"""Runs what a person commands a running run to do: scale, profile, weights, pause, unpause, stop."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl.controller.gate.pause_switch import PauseSwitch
+from asyncrl.controller.observers.held_weights import describe_weights
 from asyncrl.controller.observers.worker_profile import WorkerProfiles
 from asyncrl.deploy.process.scaled_services import Scaled, keep
 from asyncrl.deploy.process.stop_signals import StopSignals
@@ -11,6 +12,7 @@ from asyncrl.errors import Refused
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.scaling import scale
 from asyncrl.protocols.messages import Call
+from asyncrl.protocols.service_contracts import Training
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.screen.display import Display
 
@@ -34,6 +36,8 @@ class RunCommands:
             case "profile", (str(wanted), float(seconds)):
                 self.display.say(f"recording a profile of {wanted} for {seconds:g} s")
                 return await self.profiles.record(wanted, seconds)
+            case "weights", (str(pattern),):
+                return await describe_weights(self.running.handle("training", Training), pattern)
             case (("pause" | "unpause"), ()):
                 return self._turn(call.method == "pause")
             case "stop", ():

@@ -145,13 +145,17 @@ class Service:
             queued=self.queued,
             seconds=seconds,
             wall=wall,
-            counters=self.counters | ({} if self.rows is None else {"rows_refused": float(self.rows.refused)}),
+            counters=self.counters | self._row_counters(),
             cpu=time.process_time(),
             memory=resident_bytes(),
             version=self.weights_version,
             gpu=gpu_use(self.context.spec.device),
         )
         return [own]
+
+    def _row_counters(self) -> dict[str, float]:
+        found = {"row_bytes_read": float(self.context.reader.bytes_read)}
+        return found if self.rows is None else found | {"rows_refused": float(self.rows.refused)}
 
     async def tensor_digests(self) -> Mapping[str, tuple[str, float]]:
         """Returns digest and norm of each tensor that calls change, for recordings; none by default."""

@@ -133,8 +133,8 @@ class Client:
         if self.lost.is_set():
             raise PeerLost(self.reason)
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
-        """Returns the worker's reply.
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> Any:
+        """Returns the worker's reply; None, once the call has ended there, without `wants_answer`.
 
         Raises:
             DeadlineExceeded: the worker answered neither this call nor, if calls are queued there, an earlier one for
@@ -143,7 +143,7 @@ class Client:
             WireError: an argument cannot be sent.
             AsyncrlError: what the worker raised: the class of asyncrl.errors by that name, or RemoteError.
         """
-        pending, call = PendingReply(), self._new_call(method, args, deadline)
+        pending, call = PendingReply(), self._new_call(method, args, deadline, wants_answer)
         try:
             with self._within(deadline, method, call.call):
                 await self._send_call(call, pending)
@@ -156,7 +156,7 @@ class Client:
 
         Closing the generator cancels the call. Raises what `call` raises; the deadline is that of the next item.
         """
-        pending, call = PendingStream(), self._new_call(method, args, deadline)
+        pending, call = PendingStream(), self._new_call(method, args, deadline, True)
         try:
             with self._within(deadline, method, call.call):
                 await self._send_call(call, pending)
@@ -170,11 +170,11 @@ class Client:
         finally:
             self._finish(call.call, pending)
 
-    def _new_call(self, method: str, args: tuple[Any, ...], deadline: float) -> Call:
+    def _new_call(self, method: str, args: tuple[Any, ...], deadline: float, wants_answer: bool) -> Call:
         if deadline <= 0:
             raise DeadlineExceeded(f"{self.peer} was not called: the deadline of {method} passed {-deadline:g} s ago")
         self._calls += 1
-        return Call(self._calls - 1, method, args, deadline)
+        return Call(self._calls - 1, method, args, deadline, wants_answer)
 
     def _within(self, seconds: float, method: str, number: int) -> Deadline:
         def overdue() -> str:

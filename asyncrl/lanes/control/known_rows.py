@@ -79,7 +79,7 @@ def has_rows(message: Any) -> bool:
 
 
 def _with_args(call: Call, args: list[Any]) -> Call:
-    return Call(call.call, call.method, tuple(args), call.deadline)
+    return Call(call.call, call.method, tuple(args), call.deadline, call.wants_answer)
 
 
 def row_of(argument: Any) -> PackedRow | None:

@@ -280,7 +280,8 @@ class Server:
                 running = self.dispatch(call)
                 if isinstance(running, AsyncIterator):
                     running = self._send_items(session, call.call, running, arrival)
-                return Reply(call.call, await running)
+                answer = await running
+                return Reply(call.call, answer if call.wants_answer else None)
         except Exception as error:  # every error of a call is handled by its caller
             return failure_from(error, call.call, self.identity)
         except asyncio.CancelledError as error:

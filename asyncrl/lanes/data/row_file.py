@@ -5,12 +5,14 @@ as `asyncrl/lanes/control/message_codec.py` encodes them.
 """
 
 import asyncio
+import os
 import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from io import BufferedIOBase
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
 
 from asyncrl.errors import ALL_SLOTS, LostRows, WireError
 from asyncrl.lanes.control.message_codec import decode, encode
@@ -106,6 +108,20 @@ class RowFileWriter:
         self._size += len(data)
         self.saved += [row.name for row in part]
         return True
+
+
+async def write_rows(path: Path, reader: ReadsRows, samples: BatchRef) -> RowFileWriter:
+    """Writes the rows of these samples into a new file, fsynced; returns what wrote them."""
+    with await asyncio.to_thread(open, path, "wb") as file:
+        writer = RowFileWriter(file, reader)
+        await writer.save(samples)
+        await asyncio.to_thread(_sync, file)
+    return writer
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _parts(samples: BatchRef) -> Iterator[BatchRef]:

@@ -34,8 +34,9 @@ Shares = Mapping[Share, Stored]
 class RowReader:
     """Reads rows from any number of owners, whose segments and connections it closes at the end of its block.
 
-    hello: identity of the reader. heartbeat: seconds between heartbeats, for owners on other hosts. A segment is mapped
-    until its owner is gone, so that memory and file descriptors (one each) bound their number.
+    hello: identity of the reader. heartbeat: seconds between heartbeats, for owners on other hosts. bytes_read: of all
+    rows read so far. A segment is mapped until its owner is gone, so that memory and file descriptors (one each)
+    bound their number.
     """
 
     wire: Wire
@@ -45,6 +46,7 @@ class RowReader:
     directory: Path = SHARED_MEMORY
 
     def __post_init__(self) -> None:
+        self.bytes_read = 0
         self._tables: dict[str, RowTable] = {}
         self._fetcher = RowFetcher(self.wire, self.hello, heartbeat=self.heartbeat)
 
@@ -69,7 +71,9 @@ class RowReader:
         """
         shares = await run_for_rows(refs, _shares, refs, columns)
         cells, tables = await self._collect(shares, len(refs), columns)
-        return await run_for_rows(refs, _join, shares, tables, cells)
+        rows = await run_for_rows(refs, _join, shares, tables, cells)
+        self.bytes_read += sum(column.values.nbytes for column in rows.columns.values())
+        return rows
 
     @asynccontextmanager
     async def views(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[Cells]:
@@ -78,6 +82,7 @@ class RowReader:
         shares = _shares(refs, columns)
         cells, tables = await self._collect(shares, len(refs), columns)
         with _checked_views(shares, tables, cells):
+            self.bytes_read += sum(values.nbytes for rows in cells.values() for values in rows)
             yield cells
 
     async def _collect(self, shares: Shares, rows: int, columns: Sequence[str]) -> tuple[Cells, Tables]:

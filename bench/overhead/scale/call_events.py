@@ -36,7 +36,7 @@ class InstantWorker:
         self.lost = asyncio.Event()
         self.instance = instance
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> Any:
         return None
 
     async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncIterator[Any]:

@@ -73,7 +73,7 @@ class FakeConnection(WorkerConnection):
         self.channels: Mapping[Lane, Any] = dict.fromkeys(Lane, self)
         self._start, self._greets = start, greets
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> None:
         await self.lost.wait()
         raise PeerLost(self.reason)
 

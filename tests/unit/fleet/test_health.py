@@ -42,7 +42,7 @@ class Instance:
         self.lost = asyncio.Event()
         self.slow, self.silent = slow, (HOUR, HOUR)
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> Any:
         now = asyncio.get_running_loop().time()
         since, until = self.silent
         answered = now + (self.slow if method == "health" else 0.01)
@@ -194,7 +194,7 @@ class CountingInstance:
         self.outstanding = 0
         self.most_outstanding = 0
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> Any:
         self.outstanding += 1
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
         try:

@@ -33,7 +33,7 @@ class Worker:
         self.answering = asyncio.Event()
         self.answering.set()
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> Any:
         self.calls.append((method, args[0]))
         if self.dead:
             raise PeerLost("killed")

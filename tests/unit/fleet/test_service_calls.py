@@ -14,7 +14,7 @@ from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import GROUP_MARGIN, make_handle
 from asyncrl.lanes.control.client import Silence
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
-from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL, Rows, Transfer
+from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL, THREE_D_PP_ONLY, Rows, Transfer
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, endpoint
@@ -44,11 +44,15 @@ class Sums(Contract):
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
     async def names(self) -> list[str]: ...
 
+    @endpoint(THREE_D_PP_ONLY)
+    async def stages(self) -> list[int]: ...
+
     @endpoint(ONE_OF, idempotent=Idempotent.PURE, stream=True)
     def count(self, group: PromptGroup) -> AsyncIterator[int]: ...
 
 
 Answer = Callable[..., Awaitable[Any]]
+ALONE = Layout()
 
 
 class ScriptedChannel:
@@ -59,10 +63,12 @@ class ScriptedChannel:
         self.lost = asyncio.Event()
         self.silence: Silence | None = None
         self.calls: list[tuple[str, tuple[Any, ...], float]] = []
+        self.asked: list[bool] = []
         self.closed: list[str] = []
 
-    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> Any:
         self.calls.append((method, args, deadline))
+        self.asked.append(wants_answer)
         return await self.answer(*args)
 
     async def stream(self, method: str, args: tuple[Any, ...], deadline: float) -> AsyncIterator[Any]:
@@ -74,8 +80,8 @@ class ScriptedChannel:
             self.closed.append(method)
 
 
-def fleet_of(*channels: ScriptedChannel) -> Replicas:
-    workers = Replicas("sums", len(channels), Layout())
+def fleet_of(*channels: ScriptedChannel, layout: Layout = ALONE) -> Replicas:
+    workers = Replicas("sums", len(channels) // layout.size, layout)
     for worker, channel in zip(workers, channels, strict=True):
         worker.connected(f"{worker.name}-0-a", {Lane.WORK: channel, Lane.CONTROL: channel})
     return workers
@@ -113,6 +119,29 @@ async def test_rows_are_split_over_replicas_and_joined_in_order() -> None:
     doubled = await make_handle(Sums, fleet_of(*channels), 5.0).double(numbers(1, 2, 3, 4, 5), times=3)
     assert [int(row[0]) for row in doubled["number"]] == [3, 6, 9, 12, 15]
     assert [len(channel.calls[0][1][0]) for channel in channels] == [2, 2, 1]
+
+
+async def test_ranks_whose_answer_does_not_count_are_not_asked_for_it() -> None:
+    channels = [answering([rank]) for rank in range(4)]
+    assert await make_handle(Sums, fleet_of(*channels, layout=Layout(pp=2, tp=2)), 5.0).stages() == [0, 2]
+    assert [channel.asked for channel in channels] == [[True], [False], [True], [False]]
+    alone = answering([7])
+    assert await make_handle(Sums, fleet_of(alone), 5.0).stages() == [7]
+    assert alone.asked == [True]
+
+
+@pytest.mark.parametrize(("dead", "answer"), [(1, [0]), (0, None)])
+async def test_a_rank_that_was_not_asked_does_not_answer_for_one_that_died(dead: int, answer: list[int] | None) -> None:
+    async def dies() -> list[int]:
+        raise PeerLost("killed")
+
+    channels = [ScriptedChannel(dies) if rank == dead else answering([rank]) for rank in range(2)]
+    call = make_handle(Sums, fleet_of(*channels), 5.0).stages()
+    if answer is None:
+        with pytest.raises(PeerLost, match="killed"):
+            await call
+    else:
+        assert await call == answer
 
 
 async def test_one_of_goes_to_the_replica_with_fewest_outstanding_calls() -> None:

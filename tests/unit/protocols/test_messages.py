@@ -36,6 +36,7 @@ DIGESTS = {
     30: "7e1619c6f665ab23",
     31: "6ce4c1ecc5254a04",
     32: "cd5cc65790eac64e",
+    33: "7c5e6c2ba9cf33fe",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

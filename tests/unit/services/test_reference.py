@@ -74,7 +74,7 @@ async def test_every_sample_gets_one_more_place_with_a_value_a_token(folder: Pat
         (health,) = await service.health()
         assert (health.version, health.counters) == (
             None,
-            {"samples": 6, "tokens": sum(ref.tokens for ref in refs), "rows_refused": 0},
+            {"samples": 6, "tokens": sum(ref.tokens for ref in refs), "row_bytes_read": 0, "rows_refused": 0},
         )
         for ref, values in zip(answer, found(service, answer), strict=True):
             assert values.dtype == np.float32

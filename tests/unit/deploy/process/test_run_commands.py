@@ -10,7 +10,7 @@ from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.deploy.process.run_commands import RunCommands
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.errors import Refused
-from asyncrl.protocols.messages import Call
+from asyncrl.protocols.messages import Call, HeldWeights
 
 
 def call(method: str, *args: Any) -> Call:
@@ -47,6 +47,25 @@ async def test_a_run_is_stopped_only_where_it_can_end_in_order() -> None:
     with scene.signals.ending_in_order(ended.set):
         assert "ends with a checkpoint" in await scene.commands.run(call("stop"))
     assert ended.is_set()
+
+
+async def test_weights_are_shown_by_stage() -> None:
+    scene = Scene()
+    tensors = [{"b": ("02", 4.0), "a": ("01", 3.0)}, {"c": ("03", 1.0)}]
+    stages = [HeldWeights(f"training0.{stage}", stage, 0, 7, each) for stage, each in enumerate(tensors)]
+
+    async def held_weights() -> list[HeldWeights]:
+        return stages
+
+    training = SimpleNamespace(held_weights=held_weights)
+    scene.commands.running = SimpleNamespace(handle=lambda service, contract: training)  # type: ignore[assignment]
+    title, _, first, named, last = (await scene.commands.run(call("weights", "[b]"))).splitlines()
+    assert "version 7, incarnation 0" in title
+    assert first.split()[:4] == ["0", "training0.0", "2", "5"]
+    assert named.split() == ["b", "4", "02"]
+    assert last.split()[:4] == ["1", "training0.1", "1", "1"]
+    stages[0].tensors["b"] = ("09", 4.0)
+    assert (await scene.commands.run(call("weights", ""))).splitlines()[2] != first, "one bit changes the digest"
 
 
 @pytest.mark.parametrize(("method", "args"), [("pause", (1,)), ("stop", ("now",)), ("scale", ("a",)), ("kill", ())])

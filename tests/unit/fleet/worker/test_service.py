@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: 
     spec = WorkerSpec("steps", 0, 0, Layout(), instance, StepsService, Addresses.inproc(instance), facts, options)
     return WorkerContext(
         spec=spec,
-        reader=None,  # type: ignore[arg-type]
+        reader=SimpleNamespace(bytes_read=0),  # type: ignore[arg-type]
         compute=ThreadCompute(occupancy),
         clock=clock,
         occupancy=occupancy,

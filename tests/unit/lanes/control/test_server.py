@@ -39,6 +39,12 @@ async def test_garbage_from_a_known_caller_ends_its_link_only(site: Any) -> None
         assert await other.call("echo", (1,), 5.0) == (1,)
 
 
+async def test_a_call_that_wants_no_answer_ends_without_its_value(site: Any) -> None:
+    async with site.serving() as worker, site.link(worker) as link:
+        assert await link.call("echo", (1,), 5.0, wants_answer=False) is None
+        assert await link.call("echo", (1,), 5.0) == (1,)
+
+
 @pytest.mark.parametrize("deadline", [float("inf"), float("nan"), 0.0, -1.0])
 async def test_a_call_without_a_finite_deadline_is_refused(site: Any, deadline: float) -> None:
     async with site.serving() as worker, site.link(worker) as link:
