@@ -154,7 +154,7 @@ class RunningFleet:
     ) -> None:
         self.facts = facts
         self.restarted = [spec.name for spec in specs if spec.restart]
-        self.workers = {spec.name: Replicas(spec.name, spec.replicas, spec.layout) for spec in specs}
+        self.workers = _replicas(specs)
         self.fault_domains = FaultDomains()
         if facts.heartbeat is not None:
             self.fault_domains.notice_seconds = NOTICE_HEARTBEATS * facts.heartbeat
@@ -262,6 +262,13 @@ def _new_fleet_file(run_dir: Path) -> LineFile:
     path = run_dir / "fleet.jsonl"
     replace_text(path, "")  # Readers see the workers of the earlier start, or those of this one.
     return LineFile(path)
+
+
+def _replicas(specs: Sequence[ServiceSpec]) -> dict[str, Replicas]:
+    found = {spec.name: Replicas(spec.name, spec.replicas, spec.layout) for spec in specs}
+    for spec in specs:
+        found[spec.name].trainer = found[spec.inside].layout if spec.inside else None
+    return found
 
 
 def worker_name(instance: str) -> str:

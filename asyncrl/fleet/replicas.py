@@ -17,6 +17,7 @@ from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.row_holders import RowHolders
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.lanes.host_id import FaultDomain
+from asyncrl.protocols.distribute_collect import THREE_D_ALL_MICRO_DP
 from asyncrl.protocols.rank_layout import Layout
 
 KNOWN_INSTANCES = 2
@@ -149,7 +150,8 @@ class Replicas:
     """All workers of one service.
 
     isolated: groups whose calls run alone, and the fault domains that they avoid. holders: which replicas may hold rows
-    of which samples.
+    of which samples. trainer: layout of the trainer whose ranks have one replica each in their process; None: replicas
+    have processes of their own.
     """
 
     def __init__(self, service: str, replicas: int, layout: Layout) -> None:
@@ -157,6 +159,7 @@ class Replicas:
         self.layout = layout
         self.isolated: Mapping[int, frozenset[FaultDomain]] = {}
         self.holders = RowHolders[Replica]()
+        self.trainer: Layout | None = None
         self.affinity = GroupAffinity()
         self._changed = Wakeup()
         self._ranking = LoadRanking()
@@ -204,6 +207,7 @@ class Replicas:
         if replica not in self._alone:
             self._alone[replica] = only = copy(self)
             only.replicas = (replica,)
+            only.trainer = None
         return self._alone[replica]
 
     def worker(self, replica: int, rank: int) -> RemoteWorker:
@@ -225,6 +229,16 @@ class Replicas:
         """Returns the groups that an instance worked for, also when its successor has come already."""
         _, worker = self._by_instance.get(instance, (None, None))
         return [] if worker is None else worker.groups_at(instance)
+
+    def of_prompt(self, group: int) -> Replica | None:
+        """Returns the replica in the rank of the trainer that gets the prompt of a group, when the prompts of
+        consecutive groups are split over its ranks, one each. None when it takes no new calls, or there is no such."""
+        if self.trainer is None:
+            return None
+        count = len(self.replicas)
+        shares = THREE_D_ALL_MICRO_DP.distribute([1] * count, self.trainer)
+        own = next(each for each, share in zip(self.replicas, shares, strict=True) if group % count in share)
+        return own if own.free else None
 
     async def wait_for_live(self, seconds: float) -> list[Replica]:
         """Returns the live replicas; waits for a restart when there is none, for at most so many seconds.

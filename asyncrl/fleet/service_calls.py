@@ -8,7 +8,8 @@
 A call goes to all live replicas; their ranks count as data-parallel copies of one layout. Ranks whose answer the
 transfer protocol does not keep answer with nothing. `ONE_OF` calls go whole to
 the replica with the fewest calls, `ONE_OF_BY_GROUP` calls to the one that works for the group, `ONE_OF_HOLDER` calls to
-the one that made the newest rows of their samples. `TO_HOLDERS` calls go to the replicas that hold rows of these
+the one that made the newest rows of their samples; where the trainer's ranks sample themselves, `THREE_D_ALL_MICRO_DP`
+splits the prompts of consecutive groups over them. `TO_HOLDERS` calls go to the replicas that hold rows of these
 samples. When no replica is alive a call waits for a restarted one. A call with the same arguments for every rank leaves
 out a replica that dies meanwhile, because its successor starts afresh.
 """
@@ -126,6 +127,10 @@ class Handle:
         replica = self._service.holders.newest(samples)
         return replica if replica is not None and replica.takes_what_goes_on else None
 
+    def _of_prompt(self, args: Arguments) -> Replica | None:
+        """Returns the replica that gets the prompt of this call, where the trainer's ranks sample themselves."""
+        return self._service.of_prompt(args[0].id) if isinstance(args[0], PromptGroup) else None
+
     async def _call_by_group(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
         """Calls the replica that works for the group of these samples, or the freest one when none does."""
         service, group = self._service, next(group for arg in args for group in groups_of(arg))
@@ -216,7 +221,7 @@ class Handle:
                 async for item in items:
                     yield item
             return
-        replica = self._newest_holder(spec, args) or await self._service.least_loaded(seconds)
+        replica = self._newest_holder(spec, args) or self._of_prompt(args) or await self._service.least_loaded(seconds)
         async with aclosing(self._items(replica, spec, args, seconds)) as items:
             with replica:
                 async for item in items:

@@ -57,6 +57,13 @@ def gathered(run_dir: Path) -> dict[str, set[int]]:
     return found
 
 
+def sampled(run_dir: Path, rank: int) -> set[int]:
+    """Groups whose prompts a rank was given after the death; just before, one takes those of the other."""
+    (trace,) = (run_dir / "logs").glob(f"generation{rank}.0-1-*.trace.jsonl")
+    spans = [line for line in trace.read_text().splitlines() if '"generate"' in line]
+    return {int(found[1]) for span in spans if (found := re.search(r'"group": ?(\d+)', span))}
+
+
 def curve(run_dir: Path) -> list[Mapping[str, object]]:
     """Metrics of each step; those of the newest start where a step was done again."""
     lines = {line["step"]: line for line in read_metrics(run_dir / "metrics.jsonl")}
@@ -83,6 +90,9 @@ def test_ranks_sample_what_separate_processes_would_and_resume_after_a_death(
     assert audit(together).ok
     assert curve(together) == curve(apart)
     assert len({line["reward/mean"] for line in curve(apart)}) > 1
+    for rank in (0, 1):
+        assert sampled(together, rank)
+        assert {group % 2 for group in sampled(together, rank)} == {rank}, "THREE_D_ALL_MICRO_DP"
     received = gathered(together)
     assert len(received) == 4, "two ranks, started twice"
     assert set.union(*received.values()) == {cut_bytes(quickstart_model) // 2}

@@ -69,6 +69,20 @@ def group(number: int, attempt: int = 0, members: tuple[int, ...] = (0, 1)) -> P
     return PromptGroup(number, attempt, 0, "", members, 0, 0, 1.0, 8, 30.0)
 
 
+async def test_prompts_of_groups_are_split_over_the_ranks_that_sample_themselves() -> None:
+    replicas, workers = service(4)
+    replicas.trainer = Layout(tp=2, dp=2, generation_pp=1, generation_tp=1)
+    handle = make_handle(Generation, replicas, 5.0)
+    with replicas.replicas[1]:  # The freest one would be another.
+        for number in range(8):
+            await generate(handle, group(number))
+    assert [worker.of("generate") for worker in workers] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    replicas.drain(2)
+    await generate(handle, group(10))
+    assert not any(10 in worker.of("generate") for worker in workers[2:3])
+    assert sum(10 in worker.of("generate") for worker in workers) == 1
+
+
 async def generate(handle: Generation, prompts: PromptGroup) -> list[SampleName]:
     return [row.name async for found in handle.generate(prompts) for row in found]
 
