@@ -9,6 +9,7 @@ BENCHMARKS = {
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
     "shared-prompts": ("end_to_end.shared_prompts", "a step that computes prompts once, beside rows of their own"),
     "checkpoints": ("end_to_end.checkpoint_cost", "a training step beside a checkpoint that is written, and alone"),
+    "rank-memory": ("end_to_end.rank_memory", "bytes of each rank of a trainer in each layout, predicted and taken"),
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),

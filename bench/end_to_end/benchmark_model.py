@@ -35,10 +35,9 @@ def write_model(folder: Path, **sizes: int) -> Path:
         return folder
     torch.manual_seed(0)
     usual = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
+    usual |= {"num_attention_heads": 6, "num_key_value_heads": 3}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        num_attention_heads=6,
-        num_key_value_heads=3,
         **usual | sizes,
         max_position_embeddings=512,
         tie_word_embeddings=False,

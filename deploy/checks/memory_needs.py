@@ -201,7 +201,7 @@ class TrainedModel:
 
     def need(self) -> MemoryNeed:
         most, likely = (
-            [self._parts(size, stage) for stage in range(self.layout.pp)]
+            [self.parts(size, stage) for stage in range(self.layout.pp)]
             for size in (
                 largest_pass(self.config, self.lengths, self.layout.data),
                 likely_pass(self.config, self.shape, self.lengths, self.layout.data),
@@ -219,15 +219,15 @@ class TrainedModel:
         chosen = sum(size for parts in stages for name, size in parts.items() if name in (names or parts))
         return self.layout.size // self.layout.pp * chosen
 
-    def _parts(self, size: ForwardPass, stage: int) -> dict[str, int]:
+    def parts(self, size: ForwardPass, stage: int) -> dict[str, int]:
         """Returns the bytes of a rank of a pipeline stage, by what takes them."""
         config, layout, lora = self.config, self.layout, self.adapters is not None
         shape, buffers = self.shape.stage(stage, layout.pp), 0
         if layout.pp == 1:
-            batch = pass_bytes(config, shape, size, lora=lora, head=self.name == "training")
+            batch = pass_bytes(config, shape, size, lora=lora, head=self.name == "training", tp=layout.tp)
         else:
             passes = passes_of_update(config, self.lengths, size, layout.data)
-            batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora)
+            batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora, tp=layout.tp)
         return {
             "process": _process_bytes(self.device),
             **self._state(shape),

@@ -70,13 +70,13 @@ def passes_of_update(config: Config, lengths: RowLengths, size: ForwardPass, ran
 
 
 def stage_bytes(
-    config: Config, shape: Shape, size: ForwardPass, stage: int, stages: int, passes: int, *, lora: bool
+    config: Config, shape: Shape, size: ForwardPass, stage: int, stages: int, passes: int, *, lora: bool, tp: int = 1
 ) -> tuple[int, int]:
     """Returns the most bytes of passes that a pipeline stage has begun and not computed backward, and those of torch's
     buffers for states and gradients of all passes. shape: of the stage."""
     begun = replace(shape, layers=shape.layers * min(passes, stages - stage))
     sides = (stage > 0) + (stage < stages - 1)
-    activations = pass_bytes(config, begun, size, lora=lora, head=stage == stages - 1)
+    activations = pass_bytes(config, begun, size, lora=lora, head=stage == stages - 1, tp=tp)
     return activations, sides * passes * size.tokens * FLOAT * shape.hidden
 
 
@@ -89,16 +89,19 @@ def _samples(config: Config, ranks: int) -> int:
     return -(-config.task.prompts_per_step * _members(config) // ranks)
 
 
-def pass_bytes(config: Config, shape: Shape, size: ForwardPass, *, lora: bool = False, head: bool = True) -> int:
+def pass_bytes(
+    config: Config, shape: Shape, size: ForwardPass, *, lora: bool = False, head: bool = True, tp: int = 1
+) -> int:
     """Returns the most bytes that the pass takes at one moment. lora: only adapters are trained. head: logits are
-    computed, as the policy does."""
+    computed, as the policy does. tp: ranks that share out what is inside of attention and feed-forward layers."""
     training = config.training
     narrow, casts = BYTES[training.precision], 2 if training.precision == "bfloat16" else 0
-    hidden, inner, adapters = shape.hidden, shape.width("gate_proj"), 0
+    hidden, inner, adapters = shape.hidden, shape.width("gate_proj") // tp, 0
     if lora and config.model.lora is not None:
         adapters = config.model.lora.rank * len(shape.adapted(config.model.lora))
     norms = FLOAT * (FROZEN_NORMS if lora else NORMS) * hidden
-    inside = narrow * (2 * shape.width("q_proj") + 2 * shape.width("k_proj") + 4 * inner + adapters)
+    heads = (shape.width("q_proj") + shape.width("k_proj")) // tp
+    inside = narrow * (2 * heads + 4 * inner + adapters)
     layer = size.tokens * (norms + inside + casts * hidden) + size.mask
     backward = size.tokens * FLOAT * (3 * inner + hidden)
     output = size.tokens * FLOAT * OUTSIDE * hidden + (_head_bytes(config, shape, size, lora=lora) if head else 0)

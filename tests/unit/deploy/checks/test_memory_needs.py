@@ -96,6 +96,15 @@ def test_pipeline_stages_hold_some_of_the_layers_and_buffers_for_what_they_pass_
     assert SMOLLM2.stage(0, 4).layers + SMOLLM2.stage(3, 4).layers == 8 + 7
 
 
+def test_tensor_ranks_share_out_what_is_inside_of_layers() -> None:
+    """Per token and layer: two norms stay whole, attention and feed-forward layers are halved. The logits are more than
+    what a layer takes backward, and stay whole too."""
+    one, two = (_training_parts(1, tp=tp)["activations"] for tp in (1, 2))
+    inside = 2 * 576 + 2 * 192 + 4 * 1536
+    tokens, odd = divmod(one - two, 4 * 30 * inside // 2)
+    assert (tokens > 0, odd) == (True, 0)
+
+
 def _training_parts(shard: int, tp: int = 1) -> dict[str, int]:
     wanted = config(training={"layout": {"shard": shard, "tp": tp}})
     return next(dict(each.parts) for each in needs(wanted, SMOLLM2) if each.name == "training")

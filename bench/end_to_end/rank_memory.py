@@ -1,0 +1,177 @@
+"""Compares the memory that `asyncrl plan` predicts of each rank of a trainer with what torch allocates in a step.
+
+For each layout a process for each rank trains two steps of a Llama with random weights on CPUs. What a rank took is its
+weights and moments, and the most that torch had at one moment of the second step beside them. A process takes more: the
+interpreter, its libraries, and what malloc keeps.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers.utils import logging
+
+from asyncrl.bench.end_to_end.benchmark_model import write_model
+from asyncrl.bench.end_to_end.shared_prompts import INCARNATION, StepShape, rows_of
+from asyncrl.bench.measurements import goal_line, table
+from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.memory_needs import TrainedModel
+from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.deploy.checks.training_memory import likely_pass
+from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.shards import own_part
+from asyncrl.engines.training.training_step import run_step
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
+from asyncrl.protocols.rank_layout import Layout
+
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"dp": 1},
+    {"dp": 2},
+    {"shard": 2},
+    {"tp": 2},
+    {"pp": 2},
+    {"tp": 2, "shard": 2},
+    {"tp": 2, "dp": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "dp": 2},
+)
+ROWS = StepShape(64, 64, 32, 1)
+"""Rows of a step, each with a prompt of its own."""
+MICRO_BATCH = 1024
+SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+WITHIN = 0.1
+DEADLINE = 300
+"""Seconds that the ranks of a layout may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRank:
+    """Bytes of one rank, as predicted and as measured."""
+
+    layout: str
+    rank: int
+    predicted: int
+    measured: int
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def main(arguments: Sequence[str]) -> None:
+    argparse.ArgumentParser("asyncrl-bench rank-memory", description=__doc__).parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
+        model = Path(name) / "model"
+        write_in_child(model)
+        found = [each for layout in LAYOUTS for each in measure(layout, model)]
+    head = ("layout", "rank", "predicted, MB", "measured, MB", "ratio")
+    lines = [
+        (each.layout, str(each.rank), f"{each.predicted / 1e6:.1f}", f"{each.measured / 1e6:.1f}", f"{each.ratio:.3f}")
+        for each in found
+    ]
+    print(table(head, lines))
+    worst = max(abs(each.ratio - 1) for each in found)
+    print(goal_line("predicted over measured bytes, farthest from 1", worst, WITHIN, at_most=True))
+
+
+def write_in_child(model: Path) -> None:
+    """Writes the model in a process of its own: ranks are forked from one that has run no operation of torch."""
+    logging.disable_progress_bar()  # transformers shows one for each file of a model that it writes.
+    child = get_context("fork").Process(target=write_model, args=(model,), kwargs={**SIZES, **HEADS})
+    child.start()
+    child.join(DEADLINE)
+    if child.exitcode != 0:
+        child.kill()
+        raise RuntimeError(f"the model was not written within {DEADLINE} s; exit code {child.exitcode}")
+
+
+def measure(layout: dict[str, int], model: Path) -> Iterator[PredictedRank]:
+    """Yields the memory of each rank. Raises RuntimeError when a rank fails or takes longer than DEADLINE."""
+    fork, size, until = get_context("fork"), Layout(**layout).size, time.monotonic() + DEADLINE
+    pipes = [fork.Pipe() for _ in range(size)]
+    ranks = [
+        fork.Process(target=_run_rank, args=(theirs, rank, layout, model)) for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        address = _answer(pipes[0][0], until)
+        for own, _ in pipes[1:]:
+            own.send_bytes(address)
+        for rank, (own, _) in enumerate(pipes):
+            text = ", ".join(f"{axis} {number}" for axis, number in layout.items())
+            yield PredictedRank(text, rank, *json.loads(_answer(own, until)))
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def _answer(own: Connection, until: float) -> bytes:
+    if not own.poll(max(0.0, until - time.monotonic())):
+        raise RuntimeError(f"a rank failed or took longer than {DEADLINE} s")
+    return own.recv_bytes()
+
+
+def _run_rank(parent: Connection, rank: int, layout: dict[str, int], model: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = RankMeeting()
+    parent.send_bytes(meeting.take("").encode()) if rank == 0 else meeting.take(parent.recv_bytes().decode())
+    config = Config.model_validate(
+        {
+            "model": {"name": str(model)},
+            "task": {"prompts": "none", "prompts_per_step": ROWS.groups, "samples_per_prompt": ROWS.members},
+            "generation": {"max_new_tokens": ROWS.answer},
+            "training": {"micro_batch_tokens": MICRO_BATCH, "layout": layout},
+            "algorithm": {"preset": "grpo"},
+        }
+    )
+    mesh = RankMesh()
+    if Layout(**layout).size > 1:
+        place = RankPlace(rank, Layout(**layout), "cpu", nullcontext, DEADLINE, DEADLINE)
+        mesh = connect_mesh(asyncio.run(meeting.place(DEADLINE)), place)
+    parent.send_bytes(json.dumps([predicted(config, model, rank), measured(config, model, mesh)]).encode())
+
+
+def predicted(config: Config, model: Path, rank: int) -> int:
+    """Returns the bytes that are predicted of what torch allocates on this rank."""
+    shape, layout = shape_of(str(model)), config.training.layout
+    assert shape is not None, "Llama is a family whose shape is known"
+    lengths = RowLengths(ROWS.prompt, ROWS.prompt, 1)
+    trained = TrainedModel("training", config, shape, lengths, "cpu", layout)
+    stage = Layout(layout.pp, layout.tp, layout.dp, shard=layout.shard).place(rank).pp
+    parts = trained.parts(likely_pass(config, shape, lengths, layout.data), stage)
+    return sum(size for name, size in parts.items() if name not in ("process", "kept by malloc"))
+
+
+def measured(config: Config, model: Path, mesh: RankMesh) -> int:
+    """Returns the most bytes that torch had at one moment of the second step, which finds the moments of the first."""
+    trainer = PolicyTrainer(config, model, mesh)
+    rows = rows_of(ROWS)[mesh.rows.rank :: mesh.rows.size]
+    run_step(trainer, rows, INCARNATION, 0)
+    held = sum(own_part(each.detach()).nbytes for each in trainer.model.whole.parameters() if not each.is_meta)
+    held += sum(_bytes(state) for part in trainer.optimizer.parts for state in part.state.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run_step(trainer, rows, INCARNATION, 1)
+    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
+    return held + int(max(np.cumsum([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])))
+
+
+def _bytes(state: dict[str, Any]) -> int:
+    return sum(own_part(each).nbytes for each in state.values() if isinstance(each, torch.Tensor) and each.ndim)
