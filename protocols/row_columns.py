@@ -11,6 +11,9 @@ Columns = dict[str, tuple[np.dtype[Any], int]]
 SPANS = "spans"
 """The column that tells sampled tokens from given ones, only in rows of episodes."""
 
+EXPERTS = "experts"
+"""The column of the experts that routers chose, only with `training.router_replay`."""
+
 TOKEN_REWARDS = "token_rewards"
 """The column of rewards of single tokens, only where reward functions give them and a critic is trained."""
 
@@ -34,6 +37,12 @@ def trajectory_columns(turns: int, transcript: int) -> Columns:
     negative number of given tokens: these begin a new context, in which the policy sees nothing of before. transcript:
     bytes of the messages after the prompt, as JSON. turn_rewards: of the environment."""
     return {SPANS: (IDS, 2 * turns), "transcript": (BYTES, transcript), "turn_rewards": (NUMBERS, turns)}
+
+
+def expert_columns(tokens: int, dtype: np.dtype[Any], width: int) -> Columns:
+    """Returns what generation stores of the experts of a row: `width` numbers for each token of prompt and response, as
+    asyncrl/engines/experts/record_shape.py has them."""
+    return {EXPERTS: (dtype, tokens * width)}
 
 
 def sampled_places(spans: NDArray[np.int32]) -> NDArray[np.int64]:

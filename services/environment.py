@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
+from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
 from asyncrl.environments.event_counts import counted_metrics, turn_counts
 from asyncrl.environments.loading import EnvironmentSpec, contained
@@ -99,7 +100,9 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         text, answer = config.generation.max_new_tokens * TOKEN_BYTES, JSON_BYTES * section.max_bytes + ANSWER_BYTES
         transcript = JSON_BYTES * TOKEN_BYTES * section.max_tokens + section.max_turns * answer
         sizes = (config.task.max_prompt_tokens, section.max_tokens, text, section.max_turns, transcript)
-        self.rows = self.context.open_rows(slots, bytes_of_row(episode_columns(*sizes)))
+        columns, tokens = episode_columns(*sizes), config.task.max_prompt_tokens + section.max_tokens
+        columns |= recorded_columns(config, self.context.facts.model_dir, tokens)
+        self.rows = self.context.open_rows(slots, bytes_of_row(columns))
         await super().start()
         if self._pool.takes_sampled:
             self._text_of = await asyncio.to_thread(token_texts, self.context.facts.model_dir)

@@ -12,10 +12,14 @@ T = TypeVar("T")
 
 
 async def results_of_forward_passes(
-    context: WorkerContext, samples: BatchRef, forward: Callable[[Batch], Sequence[T]]
+    context: WorkerContext,
+    samples: BatchRef,
+    forward: Callable[[Batch], Sequence[T]],
+    columns: Sequence[str] = (),
 ) -> list[T]:
-    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread."""
-    rows = await context.reader.read(samples, token_columns(context.config))
+    """Reads the samples, and returns what `forward` computes of each, pass by pass on the compute thread. columns: that
+    it reads, by default token ids."""
+    rows = await context.reader.read(samples, columns or token_columns(context.config))
     results: dict[int, T] = {}
     for part in forward_passes(rows, context.config):
         results.update(zip(part, await context.compute.run(forward, rows.take(part)), strict=True))

@@ -21,6 +21,7 @@ import numpy as np
 from asyncrl.concurrency import next_items
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
+from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.engines.generation.engine_interface import GenerationEngine
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key
 from asyncrl.engines.generation.stored_sample_engine import StoredSampleEngine
@@ -35,7 +36,7 @@ from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
-from asyncrl.protocols.row_columns import SPANS, restored_columns, sampled_places, trajectory_columns
+from asyncrl.protocols.row_columns import EXPERTS, SPANS, restored_columns, sampled_places, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
@@ -92,6 +93,7 @@ class GenerationService(Service, Generation):
         slots = evaluation_slots + 1 if self._evaluates else GateConfig.of(config).row_slots
         text = response * tokenizer.longest_token_bytes()
         longest = restored_columns(prompt, response, text)
+        longest |= recorded_columns(config, context.facts.model_dir, prompt + response)
         if episodes:
             said = text + config.environment.max_turns * config.environment.max_bytes
             longest |= trajectory_columns(config.environment.max_turns, JSON_BYTES * said)
@@ -222,7 +224,8 @@ class GenerationService(Service, Generation):
         if missing := set(prompts.members) - {row.member for row in rows}:
             group = f"group {prompts.id}"
             raise TaskError(f"{group}, member {min(missing)} is to go on, but `continues` has no row of this member")
-        read = await self.context.reader.read(BatchRef(tuple(rows)), ROW)
+        columns = [*ROW, EXPERTS] if self.context.config.training.router_replay else ROW
+        read = await self.context.reader.read(BatchRef(tuple(rows)), columns)
         return await self.context.compute.run(self._turns.later, prompts, rows, read)
 
     async def _next_completions(
@@ -299,10 +302,11 @@ class GenerationService(Service, Generation):
 
 
 def _columns(completion: Completion) -> dict[str, Array]:
-    return {
+    columns: dict[str, Array] = {
         "prompt_ids": completion.request.prompt,
         "response_ids": completion.tokens,
         "logprobs": completion.logprobs,
         "versions": completion.versions,
         "text": np.frombuffer(completion.text.encode(), np.uint8),
     }
+    return columns if completion.experts is None else columns | {EXPERTS: completion.experts.reshape(-1)}

@@ -6,13 +6,14 @@ from numpy.typing import NDArray
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
+from asyncrl.engines.training.batch.micro_batches import experts_of, spans_of, token_ids
+from asyncrl.engines.training.batch.train_rows import token_columns
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import Batch, BatchRef
-from asyncrl.protocols.row_columns import reference_columns
+from asyncrl.protocols.row_columns import EXPERTS, reference_columns
 from asyncrl.protocols.service_contracts import Reference
 from asyncrl.services.forward_passes import results_of_forward_passes
 
@@ -34,20 +35,27 @@ class ReferenceService(Service, Reference):
         self._model = await self.context.compute.run(self._load)
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
-        logprobs = await results_of_forward_passes(self.context, samples, self._forward)
+        logprobs = await results_of_forward_passes(self.context, samples, self._forward, self._columns())
         places = [self.keep(row.name, {COLUMN: own}) for row, own in zip(samples, logprobs, strict=True)]
         self.add_to_counters(samples=len(places), tokens=sum(map(len, logprobs)))
         return samples.with_places(places)
+
+    def _columns(self) -> list[str]:
+        """Returns the columns that log-probs are computed from."""
+        config = self.context.config
+        return [*token_columns(config), *([EXPERTS] if config.reference.router_replay else [])]
 
     def _load(self) -> CausalModel:
         config, device = self.context.config, self.context.config.reference.device
         refuse_unusable("reference.device", device)
         refuse_rotation_by_longest_row(self.context.facts.model_dir, config)
         precision, exact = config.training.precision, config.model.float32_head
-        return load_causal_model(self.context.facts.model_dir, device, precision, float32_head=exact)
+        replay = config.reference.router_replay
+        return load_causal_model(self.context.facts.model_dir, device, precision, float32_head=exact, replay=replay)
 
     def _forward(self, rows: Batch) -> list[NDArray[np.float32]]:
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
         chunk, budget = config.training.logits_chunk, config.training.micro_batch_tokens
-        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans_of(rows), budget)
+        spans, experts = spans_of(rows), experts_of(rows)
+        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans, budget, experts)

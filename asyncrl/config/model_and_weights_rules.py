@@ -35,6 +35,23 @@ def model_problems(config: "Config") -> Iterator[Problem]:
             yield Problem(f"reference.{key}", "", text, ("model.lora",), is_warning=True)
 
 
+def replay_problems(config: "Config") -> Iterator[Problem]:
+    """Yields why the experts that training replays would not be recorded."""
+    key, generation = "training.router_replay", config.generation
+    if config.reference.router_replay and not config.training.router_replay:
+        text = "generation records experts only with training.router_replay: write that too, or remove it"
+        yield Problem("reference.router_replay", "", text, (key,))
+    if not config.training.router_replay:
+        return
+    if generation.engine == "vllm":
+        yield Problem(
+            key, "", 'the torch engine records experts: write generation.engine = "torch"', ("generation.engine",)
+        )
+    if generation.stored_samples:
+        text = "stored samples have no record of experts: remove one of them"
+        yield Problem(key, "", text, ("generation.stored_samples",))
+
+
 def unread_devices(config: "Config") -> Iterator[Problem]:
     """Yields a warning for each device on which nothing would compute."""
     for name, section in config.scorers.items():

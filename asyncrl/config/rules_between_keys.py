@@ -8,6 +8,7 @@ from asyncrl.config.model_and_weights_rules import (
     acting_problems,
     model_problems,
     optimizer_problems,
+    replay_problems,
     unread_devices,
     weights_problems,
 )
@@ -54,7 +55,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*_environment_rules(config), *model_problems(config), *optimizer_problems(config))
     yield from (*weights_problems(config), *joining_problems(config), *unread_devices(config))
     yield from (*pool_problems(config), *telemetry_problems(config), *stored_sample_problems(config))
-    yield from (*held_out_problems(config), *acting_problems(config))
+    yield from (*held_out_problems(config), *acting_problems(config), *replay_problems(config))
     yield from colocation_problems(config)
 
 

@@ -135,6 +135,9 @@ class ReferenceConfig(Section):
     """Pool of the reference workers, a table of `pools`; `device` is then not read."""
     replicas: Positive = 1
     """Number of reference workers, each with its own copy of the model."""
+    router_replay: bool = False
+    """Uses the experts that generation chose, as training.router_replay does, which must be on. False: the reference
+    model's routers choose."""
 
 
 class CriticConfig(Section):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 from asyncrl.config.sections.model_config import LoraConfig
+from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 
 FLOAT = 4
@@ -19,7 +20,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 class Shape:
     """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32.
     linear: inputs and outputs of each linear layer of one decoder layer, by name. sharing_width: width of a model whose
-    samples of one prompt train in one row; 0 for any other."""
+    samples of one prompt train in one row; 0 for any other. record: of the experts of a token, None where no router
+    is replayed."""
 
     vocabulary: int
     hidden: int
@@ -28,6 +30,7 @@ class Shape:
     cache_bytes_per_token: int
     linear: tuple[tuple[str, int, int], ...]
     sharing_width: int = 0
+    record: RecordShape | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -47,7 +50,8 @@ class Shape:
         embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
         parameters = embeddings + layers * layer + hidden
         shared = sharing_width(SimpleNamespace(**{"model_type": "", **config}))
-        return cls(vocabulary, hidden, layers, parameters, 2 * layers * keys * FLOAT, linear, shared)
+        record = RecordShape.of(config) if config.get("model_type") in REPLAYED else None
+        return cls(vocabulary, hidden, layers, parameters, 2 * layers * keys * FLOAT, linear, shared, record)
 
     def layer_parameters(self, tp: int = 1) -> int:
         """Returns the parameters of one decoder layer on each of so many tensor ranks, its two norms included."""

@@ -13,7 +13,9 @@ from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
 from asyncrl.lanes.weights.leases import SLOTS
 from asyncrl.protocols.row_columns import (
+    Columns,
     episode_columns,
+    expert_columns,
     reference_columns,
     sample_columns,
     token_reward_columns,
@@ -47,19 +49,20 @@ def shared_memory(
     weights = SLOTS * version_bytes(config, shape) if transport_of(config).name == "shm" and is_read else 0
     if config.fleet.wire != "ipc":
         return SharedMemoryNeed(weights, 0, 0)
-    rows, worst_rows = (_rows(config, lengths.longest, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
-    likely = _rows(config, lengths.mean, TEXT_BYTES_PER_TOKEN)
+    rows, worst_rows = (_rows(config, shape, lengths.longest, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
+    likely = _rows(config, shape, lengths.mean, TEXT_BYTES_PER_TOKEN)
     return SharedMemoryNeed(weights, rows, max(rows, worst_rows), likely)
 
 
-def _rows(config: Config, prompt: int, text: int) -> int:
+def _rows(config: Config, shape: Shape, prompt: int, text: int) -> int:
     """Returns the bytes of all rows in flight, with so many tokens of each prompt, and bytes of text for each sampled
     token."""
     gate, response = GateConfig.of(config), config.response_tokens
-    sample = bytes_of_row(sample_columns(prompt, response, text * response))
+    experts = _recorded(config, shape, prompt + response)
+    sample = bytes_of_row(sample_columns(prompt, response, text * response) | experts)
     total = bytes_of_rows(gate.kept, sample, config.generation_workers)
     if config.environment.use:
-        total += bytes_of_rows(gate.kept, _episode_bytes(config, prompt, text), config.environment.replicas)
+        total += bytes_of_rows(gate.kept, _episode_bytes(config, prompt, text, experts), config.environment.replicas)
     if stores_token_rewards(config):
         total += bytes_of_rows(gate.kept, bytes_of_row(token_reward_columns(response)), config.reward.replicas)
     if config.reference_by_service:
@@ -70,11 +73,17 @@ def _rows(config: Config, prompt: int, text: int) -> int:
     return total
 
 
-def _episode_bytes(config: Config, prompt: int, text: int) -> int:
+def _recorded(config: Config, shape: Shape, tokens: int) -> Columns:
+    if not config.training.router_replay or shape.record is None:
+        return {}
+    return expert_columns(tokens, shape.record.dtype, shape.record.width)
+
+
+def _episode_bytes(config: Config, prompt: int, text: int, experts: Columns) -> int:
     """Returns the bytes of the row of an episode, with so many bytes of text for each token of it."""
     section = config.environment
     answer, transcript = text * config.generation.max_new_tokens, text * section.max_tokens
-    return bytes_of_row(episode_columns(prompt, section.max_tokens, answer, section.max_turns, transcript))
+    return bytes_of_row(episode_columns(prompt, section.max_tokens, answer, section.max_turns, transcript) | experts)
 
 
 def longest_token_of(model: str) -> int:

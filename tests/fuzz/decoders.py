@@ -81,6 +81,7 @@ UNFUZZED: dict[str, str] = {
     "engines/generation/vllm/arena_weights.py": OWN,
     "engines/generation/vllm/option_problems.py": MODEL,
     "engines/model_shape.py": MODEL,
+    "engines/experts/record_shape.py": MODEL,
     "engines/generation/vllm/vllm_generation.py": MODEL,
     "engines/lora/peft_folder.py": MODEL,
     "engines/models/model_families.py": MODEL,

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import probe_tokens
+from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.generation.forward.cache_size import cache_blocks, engine_slots
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.sampling import sample
@@ -63,7 +64,8 @@ class TorchEngine:
 
     All calls run on one thread. version: of the weights in use; with NO_WEIGHTS nothing is sampled before the first
     `load`. spec: names, shapes and dtype of weights for `load`. context: context length of the model in tokens, None if
-    it has no limit. active: whether `step` would sample a token now. waiting, running: requests without and with slots.
+    it has no limit. record: of the experts of each token, None where none is kept. active: whether `step` would sample
+    a token now. waiting, running: requests without and with slots.
 
     folder: model and tokenizer, for from_pretrained. Raises ConfigError when the model's attention is not plain and
     causal.
@@ -82,6 +84,7 @@ class TorchEngine:
         expected = probe_logprobs(model, probe)
         fixed, exact = generation.deterministic, config.model.float32_head
         slots = engine_slots(config)
+        self.record = RecordShape.of(model.config.to_dict()) if config.training.router_replay else None
         self._flat = FlatModel(
             model,
             slots,
@@ -90,6 +93,7 @@ class TorchEngine:
             fixed=fixed,
             float32_head=exact,
             blocks=cache_blocks(config, model.config, slots),
+            record=self.record,
         )
         self._flat.verify(probe, expected)
         self._config = config
@@ -97,7 +101,7 @@ class TorchEngine:
         self.tokenizer = TokenizerWithStops(tokenizer, generation.stop, config.task.chat_template_kwargs)
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self._end_ids)
-        self._batch = RunningBatch(slots, generation.max_new_tokens)
+        self._batch = RunningBatch(slots, generation.max_new_tokens, record=self.record)
         self._memory = BlockMemory(self._flat.cache, self._batch)
         self.parked = self._memory.parked
         self._prefill_tokens = generation.prefill_tokens or PREFILL_TOKENS[generation.device == "cpu"]
@@ -277,6 +281,7 @@ class TorchEngine:
         if len(rows):
             tokens, logprobs = self._sample(logits[: len(rows)], rows)
             self._memory.cached(rows)
+            self._batch.note_experts(rows, self._flat.cache.recall)
             self._batch.record(rows, tokens, logprobs, self.version)
 
     def _sample(self, logits: Tensor, rows: Ints) -> tuple[Ints, NDArray[np.float32]]:

@@ -20,6 +20,7 @@ from asyncrl.engines.generation.tokenization import Message
 from asyncrl.engines.generation.turn_rendering import Tools
 from asyncrl.environments.transcript import CONTEXT, POLICY
 from asyncrl.protocols.batch import Array
+from asyncrl.protocols.row_columns import EXPERTS
 
 Ids = NDArray[np.int32]
 ROW = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcript")
@@ -28,7 +29,8 @@ ROW = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcrip
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """The turns of a sample so far. transcript: the messages after the prompt, the policy's as "assistant"."""
+    """The turns of a sample so far. transcript: the messages after the prompt, the policy's as "assistant". experts: of
+    all tokens of prompt and response, flat, where they are recorded."""
 
     prompt: Ids
     response: Ids
@@ -36,6 +38,7 @@ class Trajectory:
     versions: Ids
     spans: Ids
     transcript: tuple[Message, ...]
+    experts: Array | None = None
 
     @classmethod
     def begin(cls, prompt: Ids) -> "Trajectory":
@@ -44,9 +47,10 @@ class Trajectory:
 
     @classmethod
     def of_row(cls, columns: Mapping[str, Array]) -> "Trajectory":
-        """Reads the columns of `ROW`."""
+        """Reads the columns of `ROW`, and `experts` where it is one of them."""
         prompt, response, logprobs, versions, spans, transcript = (columns[name] for name in ROW)
-        return cls(prompt, response, logprobs, versions, spans, tuple(json.loads(bytes(transcript))))
+        messages = tuple(json.loads(bytes(transcript)))
+        return cls(prompt, response, logprobs, versions, spans, messages, columns.get(EXPERTS))
 
     @property
     def tokens(self) -> Ids:
@@ -114,11 +118,28 @@ class Trajectory:
             np.concatenate([self.versions, completion.versions]),
             np.concatenate([self.spans, np.array([len(completion.tokens), 0], np.int32)]),
             (*self.transcript, {"role": POLICY, "content": completion.text}),
+            self._experts_with(completion),
         )
 
+    def _experts_with(self, completion: Completion) -> Array | None:
+        """Returns the experts of all tokens. What was recorded in earlier turns stays, though the engine may have
+        computed it again."""
+        new = completion.experts
+        if new is None:
+            return None
+        begins = len(self.prompt) + len(self.response) - len(completion.request.prompt)
+        found = np.full((begins + len(new), new.shape[1]), np.iinfo(new.dtype).max, new.dtype)
+        found[begins:] = new
+        if self.experts is not None:
+            before = self.experts.reshape(-1, new.shape[1])
+            known = np.flatnonzero(before[:, 0] != np.iinfo(new.dtype).max)
+            found[known] = before[known]
+        return found.reshape(-1)
+
     def columns(self) -> dict[str, Array]:
-        """Returns the columns of `ROW`, and `text`: the newest answer."""
+        """Returns the columns of `ROW`, `text`: the newest answer, and `experts` where they are recorded."""
         arrays = (self.prompt, self.response, self.logprobs, self.versions, self.spans)
         transcript, text = json.dumps(self.transcript, ensure_ascii=False), str(self.transcript[-1]["content"])
         encoded = (np.frombuffer(each.encode(), np.uint8) for each in (transcript, text))
-        return dict(zip((*ROW, "text"), (*arrays, *encoded), strict=True))
+        found: dict[str, Array] = dict(zip((*ROW, "text"), (*arrays, *encoded), strict=True))
+        return found if self.experts is None else found | {EXPERTS: self.experts}

@@ -6,7 +6,7 @@ import numpy as np
 
 from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.generation.trajectory import ROW, Ids, Trajectory
+from asyncrl.engines.generation.trajectory import Ids, Trajectory
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.environments.transcript import begun_context
 from asyncrl.errors import TaskError
@@ -47,12 +47,12 @@ class TurnRequests:
 
     def later(self, prompts: PromptGroup, continued: list[RowRef], rows: Batch) -> tuple[list[Turn], list[RowRef]]:
         """Returns the next turn of each of these samples, and those that have no room for one, as they were but for
-        their finish reason. rows: the columns `ROW` of the samples. Raises TaskError where what an environment said
-        cannot be rendered."""
+        their finish reason. rows: the columns that `Trajectory.of_row` reads. Raises TaskError where what an
+        environment said cannot be rendered."""
         assert self.renderer is not None, "samples go on in experiments with an environment only"
         turns, ended = [], []
         for number, sample in enumerate(continued):
-            before = Trajectory.of_row({name: rows[name][number] for name in ROW})
+            before = Trajectory.of_row({name: rows[name][number] for name in rows.columns})
             try:
                 after = self._answered(prompts, before, self.renderer)
             except TaskError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
+from asyncrl.engines.experts.record_shape import KEY, REPLAYED
 
 WINDOW = "sliding windows"
 TRAINED: Mapping[str, str] = {
@@ -68,8 +69,8 @@ DIFFERS = "its logits differ by {:.2g} from transformers' own forward, so its at
 
 
 def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
-    """Yields a problem for a model on this machine whose family cannot be trained, and a warning for one that no test
-    has trained."""
+    """Yields a problem for a model on this machine whose family cannot be trained as asked, and a warning for one that
+    no test has trained."""
     path = folder / "config.json"
     if not path.is_file():
         return
@@ -81,6 +82,9 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
     reason = _reason(config, name, shape)
     if reason:
         yield Problem("model.name", "", f"{folder}: {not_computed(name, reason)}")
+    elif config.training.router_replay and name not in REPLAYED:
+        text = f"{folder} is of the family {name!r}, and experts of {', '.join(REPLAYED)} are replayed: remove it"
+        yield Problem(KEY, "", text)
     elif name and name not in TRAINED:
         text = (
             f"{folder} is of the family {name!r}, which no test has trained: each generation worker compares its "

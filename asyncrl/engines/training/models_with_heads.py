@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
+from asyncrl.engines.experts.record_shape import RecordShape
+from asyncrl.engines.experts.router_replay import RouterReplay
 from asyncrl.engines.model_loading import (
     load_pretrained,
     load_pretrained_classifier,
@@ -41,8 +43,8 @@ class LoadedModel:
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
     computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
-    must draw the same numbers. pipeline, stage_weights: where this rank is one stage of several. Raises ConfigError
-    when its own forward has another output than head and body.
+    must draw the same numbers. replay: of experts that generation chose, else None. pipeline, stage_weights: where this
+    rank is one stage of several. Raises ConfigError when its own forward has another output than head and body.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class LoadedModel:
         self.device: torch.device = whole.device
         self.sharing_width = sharing_width(whole.config)
         self.is_random = False
+        self.replay: RouterReplay | None = None
         self._precision = precision
         self._root: PassRoot | None = None
         self.pipeline: PipelineRank | None = None
@@ -80,10 +83,12 @@ class LoadedModel:
         found: Found = self._root(compute)
         return found
 
-    def hidden(self, ids: Tensor, **layout: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, experts: Tensor | None = None, **layout: Tensor) -> Tensor:
         """Computes hidden states [rows, length, width] of ids [rows, length]. Rows are right-padded: under causal
         attention no real token sees the padding, so that separate rows need no mask. layout: `position_ids` and
         `attention_mask` of rows that share prompts."""
+        if self.replay is not None:
+            self.replay.follow(experts)
         with self._autocast():
             states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
         return states
@@ -106,7 +111,7 @@ class LoadedModel:
         found = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
         layout = {name: tensor for name, tensor in found.items() if tensor is not None}
         if received is None:
-            return self.hidden(rows.ids, **layout).flatten(0, 1)
+            return self.hidden(rows.ids, rows.experts, **layout).flatten(0, 1)
         with self._autocast():
             given = received.reshape(*rows.ids.shape, -1)
             states: Tensor = self.whole.base_model(inputs_embeds=given, use_cache=False, **layout).last_hidden_state
@@ -177,13 +182,22 @@ class ValueModel(LoadedModel):
 
 
 def load_causal_model(
-    folder: Path, device: str, precision: Precision = "float32", *, float32_head: bool = False, is_filled: bool = True
+    folder: Path,
+    device: str,
+    precision: Precision = "float32",
+    *,
+    float32_head: bool = False,
+    is_filled: bool = True,
+    replay: bool = False,
 ) -> CausalModel:
     """Loads a language model in float32 and without dropout. is_filled: whether the folder has the weights; else they
-    are random. Raises ConfigError as CausalModel does."""
+    are random. replay: routers choose the experts that rows have recorded. Raises ConfigError as CausalModel and
+    RouterReplay do."""
     options = _options(folder)
     whole = (load_pretrained(folder, **options) if is_filled else unfilled_model(**options)).to(device)
-    return CausalModel(whole, folder, precision, float32_head=float32_head)
+    model = CausalModel(whole, folder, precision, float32_head=float32_head)
+    model.replay = RouterReplay(whole, RecordShape.of(whole.config.to_dict())) if replay else None
+    return model
 
 
 def load_value_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:

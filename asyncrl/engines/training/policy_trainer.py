@@ -35,7 +35,7 @@ from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
 from asyncrl.engines.training.token_logprobs import (
-    frozen_logprobs,
+    frozen_row_logprobs,
     frozen_stage_logprobs,
     head_logprobs,
     idle_pass,
@@ -88,6 +88,7 @@ class PolicyTrainer(Trainer):
         refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.mesh.rank, self.mesh.size)
         options = {"float32_head": config.model.float32_head, "is_filled": not is_in_parts(folder)}
+        options["replay"] = settings.router_replay
         self.model = load_causal_model(folder, device, settings.precision, **options)
         self._adapted: AdaptedModel | None = None
         if config.model.lora is not None:
@@ -250,10 +251,9 @@ class PolicyStep(TrainingStep):
                 idle_pass(model, backward=False)
                 yield True
                 continue
-            prompts, responses = [item.row.prompt_ids for item in items], [item.row.response_ids for item in items]
-            temperatures, spans = [item.row.temperature for item in items], [item.row.spans for item in items]
+            own, budget = [item.row for item in items], self._pass_budget
             with base_model(model.whole) if of_base else nullcontext(), self._lane("forward"):
-                logprobs = frozen_logprobs(model, prompts, responses, temperatures, chunk, spans, self._pass_budget)
+                logprobs = frozen_row_logprobs(model, own, chunk, budget, replayed=not of_base)
             found += zip(items, logprobs, strict=True)
             yield True
         return found
@@ -387,6 +387,8 @@ class PolicyStep(TrainingStep):
         if not self._norms:
             return metrics
         metrics |= {"grad_norm": sum(self._norms) / len(self._norms), "learning_rate": trainer.optimizer.rate, **found}
+        if trainer.model.replay is not None:
+            metrics["mismatch/other_experts"] = trainer.model.replay.others(self._mesh.rows.sum)
         if reference:
             metrics["policy/kl_coefficient"] = trainer.kl.value
             trainer.kl.update(found["policy/kl_reference"])

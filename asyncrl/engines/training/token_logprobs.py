@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.engines.training.batch.contexts import Spans
-from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.batch.micro_batches import Experts, PaddedRows, pad_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import Ids, TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel
 from asyncrl.engines.training.ranks.pipeline import Ending
@@ -121,6 +121,16 @@ def _logprobs_of_stages(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor
     return model.pipeline.from_last(found)
 
 
+def frozen_row_logprobs(
+    model: CausalModel, rows: Sequence[TrainRow], chunk: int, budget: float, *, replayed: bool
+) -> list[NDArray[np.float32]]:
+    """Returns what `frozen_logprobs` does for rows of training. replayed: with the experts that they have recorded."""
+    experts = [row.experts for row in rows] if replayed else []
+    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
+    return frozen_logprobs(model, prompts, responses, temperatures, chunk, spans, budget, experts)
+
+
 @torch.no_grad()
 def frozen_logprobs(
     model: CausalModel,
@@ -130,9 +140,10 @@ def frozen_logprobs(
     chunk: int,
     spans: Sequence[Spans] | None = None,
     budget: float = math.inf,
+    experts: Sequence[Experts] = (),
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, together, so that their bits depend on all
-    these rows. spans, budget: see `pad_rows`."""
-    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans, budget)
+    these rows. spans, budget, experts: see `pad_rows`."""
+    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans, budget, experts)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, responses, spans)

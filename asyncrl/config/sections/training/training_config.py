@@ -50,6 +50,9 @@ class TrainingConfig(Section):
     """Precision of the trainer's computation. bfloat16 is autocast over float32 master weights."""
     gradient_checkpointing: bool = False
     """Computes activations again in the backward pass instead of keeping them. This saves memory and costs time."""
+    router_replay: bool = False
+    """Trains a model of experts with those that generation chose for each token: the torch engine records them, and the
+    router's gradient goes through their weights."""
     logits_chunk: Positive = 1024
     """Number of tokens whose logits exist at the same time."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 20

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.engines.experts.record_shape import RecordShape
+from asyncrl.engines.experts.router_replay import ChosenExperts
 from asyncrl.engines.generation.forward.attention import NAME, CachedBeginnings, DecodeBlocks, FlatTokens
 from asyncrl.engines.generation.forward.kv_cache import KVCache
 from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
@@ -45,6 +47,8 @@ class FlatModel:
         fixed: attend to all blocks of a slot, so that no sequence's length changes the shapes of another.
         float32_head: compute logits in float32, whatever the dtype of the model.
         blocks: of the KV cache; None has room for `limit` positions in every slot.
+        record: of the experts that the routers choose, kept in the cache; None keeps none. Raises ConfigError as
+            `routers_of`.
     """
 
     def __init__(
@@ -57,11 +61,13 @@ class FlatModel:
         fixed: bool = False,
         float32_head: bool = False,
         blocks: int | None = None,
+        record: RecordShape | None = None,
     ) -> None:
         self.model = model
         self.device: torch.device = model.device  # The property of transformers asks all parameters.
         self.slots = slots
-        self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed)
+        self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed, record=record)
+        self._chosen = None if record is None else ChosenExperts(model, record)
         self.fast = is_llama_like(model)
         self._vocabulary = vocabulary
         self._float32_head = float32_head
@@ -113,6 +119,8 @@ class FlatModel:
         ids = self.tensor(np.concatenate([tokens, *prefill.values()]))
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
         logits = self._logits(ids, flat, self.tensor(last))
+        if self._chosen is not None:
+            self.cache.remember((at, offsets), self._chosen.taken())
         logits[:, self._vocabulary :] = -torch.inf
         return logits
 

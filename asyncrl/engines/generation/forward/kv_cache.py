@@ -6,13 +6,17 @@ the blocks in `BlockPool.touched` need.
 """
 
 import mmap
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables, blocks_for
 
@@ -28,10 +32,21 @@ class KVCache:
         limit: positions of the longest sequence.
         blocks: of all sequences together; None has room for the longest one in every slot.
         fixed: every slot owns blocks for `limit` positions from the start, so that shapes never change.
+        record: of the experts of each position, which share, move and free with its block; None keeps none.
     """
 
-    def __init__(self, slots: int, limit: int, *, blocks: int | None = None, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        limit: int,
+        *,
+        blocks: int | None = None,
+        fixed: bool = False,
+        record: RecordShape | None = None,
+    ) -> None:
         self.limit = limit
+        self.record = record
+        self._experts: list[Tensor] = []  # At most one, [blocks, KV_BLOCK, numbers of a token].
         most = blocks_for(limit)
         self.tables = BlockTables(slots, most, slots * most if blocks is None else blocks, fixed=fixed)
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -45,12 +60,13 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Returns the bytes of all blocks that were ever used."""
-        each = sum(tensor[0].nbytes for tensor in chain.from_iterable(self._layers)) if self._layers else 0
+        each = sum(tensor[0].nbytes for tensor in self._all()) if self._layers else 0
         return self.tables.pool.touched * each
 
     def free_memory(self) -> None:
         """Frees all memory until the next write, and forgets what was written."""
         self._layers.clear()
+        self._experts.clear()
         self._by_location.clear()
 
     def locations(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
@@ -92,8 +108,25 @@ class KVCache:
             by_location.index_put_(locations, new)
         return self._layers[layer]
 
+    def remember(self, locations: tuple[Tensor, Tensor], experts: Tensor) -> None:
+        """Stores the experts [tokens, numbers of a token] of what stands at these blocks and offsets."""
+        if not self._experts:
+            self._experts.append(experts.new_zeros((len(self.tables.pool), KV_BLOCK, experts.shape[1])))
+        self._experts[0].index_put_(locations, experts)
+
+    def recall(self, slots: Ints, positions: Ints) -> NDArray[Any]:
+        """Returns the experts of these positions."""
+        blocks, offsets = (
+            torch.from_numpy(each).to(self._experts[0].device) for each in self.locations(slots, positions)
+        )
+        found: NDArray[Any] = self._experts[0][blocks, offsets].cpu().numpy()
+        return found
+
+    def _all(self) -> Iterator[Tensor]:
+        return chain(chain.from_iterable(self._layers), self._experts)
+
     def _copy(self, sources: Ints, targets: Ints) -> None:
-        for cached in chain.from_iterable(self._layers):
+        for cached in self._all():
             cached[targets] = cached[sources]
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.generation.scheduling.block_pool import Ints
+from asyncrl.engines.generation.scheduling.sample_experts import Recall, SampleExperts
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, Finish, SampleRequest
 from asyncrl.protocols.seeds import draws
 
@@ -19,9 +21,17 @@ class RunningBatch:
     cached. age: rows are numbered as they start. prompts: tokens of each prompt, by which rows share it.
 
     The deadline of a row runs from its start on, but not while the row waits for blocks after it lost its own. ends_at:
-    when it is over, in seconds of `clock`; inf while it stands still. left: the seconds that were left then."""
+    when it is over, in seconds of `clock`; inf while it stands still. left: the seconds that were left then.
 
-    def __init__(self, slots: int, max_new_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    record: of the experts of each token; None keeps none."""
+
+    def __init__(
+        self,
+        slots: int,
+        max_new_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        record: RecordShape | None = None,
+    ) -> None:
         self.clock = clock
         self.requests: list[SampleRequest] = []
         self.prompts: list[bytes] = []
@@ -36,6 +46,7 @@ class RunningBatch:
         self.versions = np.zeros((slots, max_new_tokens), np.int32)
         self.ends_at = np.zeros(slots, np.float64)
         self.left = np.zeros(slots, np.float64)
+        self._experts = None if record is None else SampleExperts(slots, max_new_tokens, record)
         self._started = 0
 
     @property
@@ -71,6 +82,8 @@ class RunningBatch:
         columns += [self.held, self.interrupted, self.age, self.ends_at, self.left]
         for column in (*columns, self.tokens, self.logprobs, self.versions):
             column[row] = column[last]
+        if self._experts is not None:
+            self._experts.move(last, row)
         self.requests.pop()
         self.prompts.pop()
 
@@ -115,6 +128,12 @@ class RunningBatch:
         seeds = np.array([self.requests[row].seed for row in rows], np.uint64)
         return draws(seeds, (self.drawn[rows] + self.sampled[rows]).astype(np.uint64))
 
+    def note_experts(self, rows: Ints, recall: Recall) -> None:
+        """Notes the experts of the newest computed token of each row, before the next one is recorded; of a row that
+        begins, those of its prompt too."""
+        if self._experts is not None:
+            self._experts.note(rows, self.lengths(rows) - self.sampled[rows], self.sampled[rows], recall)
+
     def record(self, rows: Ints, tokens: Ints, logprobs: NDArray[np.float32], version: int) -> None:
         """Appends one sampled token to each of the rows."""
         at = (rows, self.sampled[rows])
@@ -129,4 +148,7 @@ class RunningBatch:
         """Returns a copy of what was recorded of a row."""
         span = np.s_[row, : self.sampled[row]]
         recorded = (self.tokens[span].copy(), self.logprobs[span].copy(), self.versions[span].copy())
-        return Completion(self.requests[row], *recorded, finish, text)
+        experts = None
+        if self._experts is not None:
+            experts = self._experts.of(row, len(self.requests[row].prompt), int(self.sampled[row]))
+        return Completion(self.requests[row], *recorded, finish, text, experts)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,8 @@ class Completion:
 
     logprobs: float32, log-softmax(logits / temperature) over the tokens that may be sampled, from the forward that
     sampled; for temperature 0, whose samples never enter a loss, at temperature 1. versions: weight version that
-    sampled each token. text: decoded without special tokens and cut before a stop string.
+    sampled each token. text: decoded without special tokens and cut before a stop string. experts: [prompt and sampled
+    tokens, routers x k], where they are recorded.
     """
 
     request: SampleRequest
@@ -54,6 +55,7 @@ class Completion:
     versions: NDArray[np.int32]
     finish: Finish
     text: str
+    experts: NDArray[Any] | None = None
 
 
 def refuse_too_long(requests: Iterable[SampleRequest], config: Config) -> None:

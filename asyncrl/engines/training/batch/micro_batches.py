@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,9 +26,12 @@ from asyncrl.engines.training.batch.shared_prompts import share_prompts
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import Batch
-from asyncrl.protocols.row_columns import SPANS
+from asyncrl.protocols.row_columns import EXPERTS, SPANS
 
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
+
+Experts: TypeAlias = NDArray[Any] | None
+"""The column `experts` of a row: of all its tokens, flat."""
 
 SHORTEST = 0.8
 """A row below this share of the longest row of a micro-batch starts the next one: padding adds at most a quarter."""
@@ -75,19 +78,26 @@ def spans_of(rows: Batch) -> list[Spans]:
     return [*rows[SPANS]] if SPANS in rows.columns else [None] * len(rows)
 
 
+def experts_of(rows: Batch) -> list[Experts]:
+    """Returns the experts of each row; None unless they are recorded."""
+    return [*rows[EXPERTS]] if EXPERTS in rows.columns else [None] * len(rows)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """Holds the input of one forward pass, and where the model predicts sampled tokens.
 
     ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
     indices into the flattened [rows * length] states that predict sampled tokens. position_ids [rows, length], mask
-    [rows, 1, length, length]: only where samples share prompts.
+    [rows, 1, length, length]: only where samples share prompts. experts: [rows * length, numbers of a token], only
+    where they are replayed.
     """
 
     ids: Tensor
     positions: Tensor
     position_ids: Tensor | None
     mask: Tensor | None
+    experts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +122,14 @@ def pad_rows(
     sharing_width: int = 0,
     spans: Sequence[Spans] | None = None,
     budget: float = math.inf,
+    experts: Sequence[Experts] = (),
 ) -> PaddedRows:
     """Pads rows of prompt and response for the prediction of the sampled tokens. sharing_width: of the model, whose
     rows share prompts where that costs less; 0 where they may not. spans: of each response, by default all tokens were
     sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the model.
-    budget: tokens of one pass, with padding; contexts over it take several, and a longer one a pass of its own."""
-    contexts, counts = _all_contexts(prompts, responses, _spans(spans, len(prompts)))
+    budget: tokens of one pass, with padding; contexts over it take several, and a longer one a pass of its own.
+    experts: of each row, by default none is replayed."""
+    contexts, counts = _all_contexts(prompts, responses, _spans(spans, len(prompts)), experts)
     per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), counts)
     targets = [response[own] for response, own in zip(contexts.responses, contexts.sampled, strict=True)]
     sizes = [*map(add, map(len, contexts.prompts), map(len, contexts.responses))]
@@ -139,32 +151,43 @@ def pad_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Contexts:
-    """Holds the parts of contexts, one entry a context."""
+    """Holds the parts of contexts, one entry a context. experts: [tokens, numbers of a token], of none or of all."""
 
     prompts: Sequence[Ids]
     responses: Sequence[Ids]
     sampled: Sequence[Sampled]
+    experts: Sequence[NDArray[Any]] = ()
 
     def of(self, part: Sequence[int]) -> "_Contexts":
         prompts, responses = [self.prompts[index] for index in part], [self.responses[index] for index in part]
-        return _Contexts(prompts, responses, [self.sampled[index] for index in part])
+        sampled, experts = (
+            [self.sampled[index] for index in part],
+            [self.experts[index] for index in part if self.experts],
+        )
+        return _Contexts(prompts, responses, sampled, experts)
 
 
 def _all_contexts(
-    prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans]
+    prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans], experts: Sequence[Experts]
 ) -> tuple[_Contexts, list[int]]:
     """Returns the contexts of all rows, and the number of sampled tokens of each row."""
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    recorded = [each.reshape(length, -1) for each, length in zip(experts, lengths, strict=False) if each is not None]
+    assert len(recorded) in (0, len(prompts)), "experts are replayed in all rows or in none"
     if are_plain(spans):
-        return _Contexts(prompts, responses, [ALL_SAMPLED] * len(prompts)), [*map(len, responses)]
+        return _Contexts(prompts, responses, [ALL_SAMPLED] * len(prompts), recorded), [*map(len, responses)]
     rows = [contexts_of(*row) for row in zip(prompts, responses, spans, strict=True)]
     found = [each for row in rows for each in row]
-    contexts = _Contexts(*([getattr(each, name) for each in found] for name in ("prompt", "response", "sampled")))
+    ends = np.cumsum([len(each.prompt) + len(each.response) for each in found])[:-1]
+    parts = np.split(np.concatenate(recorded), ends) if recorded else ()
+    columns = [[getattr(each, name) for each in found] for name in ("prompt", "response", "sampled")]
+    contexts = _Contexts(columns[0], columns[1], columns[2], parts)
     return contexts, [sum(len(each.response[each.sampled]) for each in row) for row in rows]
 
 
 def _model_input(contexts: _Contexts, device: torch.device, sharing_width: int) -> ModelInput:
     prompts, responses = contexts.prompts, contexts.responses
-    shared = share_prompts(prompts, responses, sharing_width) if sharing_width else None
+    shared = share_prompts(prompts, responses, sharing_width) if sharing_width and not contexts.experts else None
     ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
     positions = [state[own] for state, own in zip(states, contexts.sampled, strict=True)]
     return ModelInput(
@@ -172,7 +195,18 @@ def _model_input(contexts: _Contexts, device: torch.device, sharing_width: int) 
         torch.from_numpy(np.concatenate(positions)).to(device),
         None if shared is None else torch.from_numpy(shared.position_ids).to(device),
         None if shared is None else shared.mask(device),
+        _padded_experts(contexts, ids.shape[1], device) if contexts.experts else None,
     )
+
+
+def _padded_experts(contexts: _Contexts, length: int, device: torch.device) -> Tensor:
+    """Returns the experts of separate rows, as in ModelInput; nothing is recorded of padding."""
+    like = contexts.experts[0]
+    found = np.full((len(contexts.experts), length, like.shape[1]), np.iinfo(like.dtype).max, like.dtype)
+    for row, experts in enumerate(contexts.experts):
+        tokens = min(length, len(experts) - 1)
+        found[row, :tokens] = experts[:tokens]
+    return torch.from_numpy(found).to(device).flatten(0, 1)
 
 
 def _separate_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
@@ -255,7 +289,8 @@ def live_rows(
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans, budget)
+    experts = [row.experts for row in rows]
+    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans, budget, experts)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     passes, order = padded.passes, padded.order
     if order is None:

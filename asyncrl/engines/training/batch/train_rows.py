@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, RowRef, SampleName
-from asyncrl.protocols.row_columns import SPANS, TOKEN_REWARDS
+from asyncrl.protocols.row_columns import EXPERTS, SPANS, TOKEN_REWARDS
 from asyncrl.rewards.execution.token_rewards import stores_token_rewards, turn_sums
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -31,6 +31,7 @@ class TrainRow:
     the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came. values
     [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken by
     then. cost, cost_values, cost_valued_at: the same for the cost. is_shown: the step reports what each token has.
+    experts: that generation chose for all tokens, flat, as record_shape.py has them; None: routers choose.
     """
 
     group: int
@@ -53,6 +54,7 @@ class TrainRow:
     cost_values: NDArray[np.float32] | None = None
     cost_valued_at: int = 0
     is_shown: bool = False
+    experts: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         tokens = len(self.response_ids)
@@ -92,7 +94,7 @@ class ValueTarget:
 REWARD = ValueTarget("critic", "values", "valued_at")
 COST = ValueTarget("cost_critic", "cost_values", "cost_valued_at")
 VALUED_AT = (REWARD.valued_at, COST.valued_at)
-OPTIONAL = (REFERENCE, REWARD.values, COST.values, *VALUED_AT, SPANS)
+OPTIONAL = (REFERENCE, REWARD.values, COST.values, *VALUED_AT, SPANS, EXPERTS)
 
 
 def value_targets_of(algorithm: AlgorithmConfig) -> list[ValueTarget]:
@@ -111,7 +113,7 @@ def columns_of(config: Config) -> list[str]:
     """Returns the columns that the algorithm reads."""
     reference = [REFERENCE] if config.reference_by_service else []
     targets = value_targets_of(config.algorithm)
-    plain = [*token_columns(config), "logprobs", "versions"]
+    plain = [*token_columns(config), "logprobs", "versions", *([EXPERTS] if config.training.router_replay else [])]
     by_token = [TOKEN_REWARDS] if stores_token_rewards(config) else []
     return [*plain, *reference, *by_token, *(column for each in targets for column in (each.values, each.valued_at))]
 

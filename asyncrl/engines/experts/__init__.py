@@ -1,0 +1,1 @@
+"""Models with layers of experts: what is recorded of their routers, and how recorded choices are replayed."""

@@ -1,0 +1,165 @@
+"""The trainer uses the experts that generation recorded, weighs them as the model does, and its router learns."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.experts.record_shape import REPLAYED
+from asyncrl.engines.experts.routers import WEIGHTS, weights_of
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
+from asyncrl.engines.models.model_families import family_problems
+from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of
+from asyncrl.engines.training.models_with_heads import load_causal_model
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.token_logprobs import frozen_logprobs, logprobs_after, token_logprobs
+from asyncrl.engines.training.training_step import run_step
+from tests.unit.engines.experts.test_recorded_experts import engine_of
+from tests.unit.engines.generation.conftest import drain, requests
+from tests.unit.engines.generation.test_agreement_with_training import train_row
+from tests.unit.engines.generation.test_families import tiny_model
+
+Drain = Callable[..., dict[Any, Completion]]
+MakeRequests = Callable[..., list[SampleRequest]]
+CPU = torch.device("cpu")
+__all__ = ["drain", "requests"]
+
+
+def config_of(**training: Any) -> Config:
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2}
+    return Config.model_validate(sections | {"training": {"router_replay": True, "learning_rate": 1e-3} | training})
+
+
+def rows_of(done: dict[Any, Completion]) -> list[TrainRow]:
+    rows = [replace(train_row(done[key]), experts=done[key].experts.reshape(-1)) for key in sorted(done)]
+    return [replace(row, advantage=float(number % 3) - 1.0) for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_weights_of_its_own_choice_are_the_models_bit_for_bit(family: str, tmp_path: Path) -> None:
+    model = load_causal_model(tiny_model(family, tmp_path), "cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        router = next(each for each in model.whole.modules() if type(each).__name__ in WEIGHTS).to(dtype)
+        logits, weights, chosen = router(torch.randn(50, 48, dtype=dtype))
+        torch.testing.assert_close(weights_of(router, logits, chosen), weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_recorded_experts_are_used_with_weights_renormalised_and_gradient(family: str, tmp_path: Path) -> None:
+    """The expected log-probs are those of a model whose other experts have no probability at all."""
+    changes = {"norm_topk_prob": True} if family == "qwen3_moe" else {}
+    folder = tiny_model(family, tmp_path, **changes)
+    model, plain = load_causal_model(folder, "cpu", replay=True), load_causal_model(folder, "cpu")
+    ids = [np.arange(5, 25), np.arange(40, 50)], [np.arange(60, 70), np.arange(80, 97)]
+    record = [np.tile(np.array([0, 3], np.uint8), (len(p) + len(r), 4)) for p, r in zip(*ids, strict=True)]
+    rows = pad_rows(*ids, 1.0, CPU, experts=[each.reshape(-1) for each in record])
+    found, _ = token_logprobs(model, rows, 1000)
+    for router in plain.whole.modules():
+        if type(router).__name__ in WEIGHTS:
+            masked = torch.tensor([0.0, -torch.inf, -torch.inf, 0.0])
+            router.forward = _without_others(router, masked)
+    expected, _ = token_logprobs(plain, pad_rows(*ids, 1.0, CPU), 1000)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found.sum().backward()
+    for name, parameter in model.whole.named_parameters():
+        if ".experts." in name:
+            used = parameter.grad.flatten(1).abs().sum(1) > 0
+            assert used.tolist() == [True, False, False, True], name
+        elif name.endswith("gate.weight"):
+            assert parameter.grad.abs().sum() > 0, name
+    assert model.replay is not None
+    assert 0.2 < model.replay.others(lambda counts: counts) < 1
+
+
+def _without_others(router: Any, masked: torch.Tensor) -> Callable[..., Any]:
+    def forward(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = states.reshape(-1, states.shape[-1]) @ router.weight.T + masked
+        weights, chosen = logits.softmax(-1).topk(2, -1)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    return forward
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", REPLAYED)
+def test_a_step_with_the_experts_that_the_trainer_would_choose_is_the_step_without(
+    family: str, checkpointing: bool, tmp_path: Path, requests: MakeRequests, drain: Drain
+) -> None:
+    """In float32 the engine chooses as the trainer does; rows of several lengths and micro-batches, and two updates."""
+    folder = tiny_model(family, tmp_path)
+    rows = rows_of(drain(engine_of(folder), requests(12, max_new_tokens=9)))
+    shape = {"micro_batch_tokens": 96, "updates": 2, "gradient_checkpointing": checkpointing}
+    trained = [PolicyTrainer(config_of(**shape, router_replay=replay), folder) for replay in (True, False)]
+    found, plain = (run_step(trainer, rows, 0, 0).metrics for trainer in trained)
+    assert found.pop("mismatch/other_experts") == pytest.approx(0, abs=0.05), "the second update has other weights"
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
+    assert found["policy/ratio_mean"] == pytest.approx(plain["policy/ratio_mean"], abs=1e-4)
+    assert set(found) == set(plain)
+
+
+def test_other_experts_change_the_log_probs_back_and_forth(
+    tmp_path: Path, requests: MakeRequests, drain: Drain
+) -> None:
+    """A router that was turned around chooses others; with the record the log-probs of the same experts come closer.
+    Passes without record, as of the canary, have the router's own choice before and after."""
+    folder = tiny_model("qwen3_moe", tmp_path)
+    rows = rows_of(drain(engine_of(folder), requests(12, max_new_tokens=20)))
+    replayed, plain = (load_causal_model(folder, "cpu", replay=replay) for replay in (True, False))
+    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    for model in (replayed, plain):
+        with torch.no_grad():
+            for name, parameter in model.whole.named_parameters():
+                if name.endswith("gate.weight"):
+                    parameter.mul_(0.1).add_(torch.randn(parameter.shape, generator=torch.manual_seed(3)) * 0.05)
+    canary = logprobs_after(plain, prompts[0])
+    torch.testing.assert_close(logprobs_after(replayed, prompts[0]), canary, rtol=0, atol=0)
+    experts, temperatures = [row.experts for row in rows], [1.0] * len(rows)
+    distance = {}
+    for name, model, given in (("replayed", replayed, experts), ("plain", plain, ())):
+        found = frozen_logprobs(model, prompts, responses, temperatures, 100, experts=given)
+        pairs = zip(found, rows, strict=True)
+        distance[name] = float(np.mean(np.concatenate([np.abs(own - row.logprobs) for own, row in pairs])))
+    assert distance["replayed"] < 0.8 * distance["plain"]
+    torch.testing.assert_close(logprobs_after(replayed, prompts[0]), canary, rtol=0, atol=0)
+
+
+def test_each_context_and_pass_gets_the_experts_of_its_own_tokens() -> None:
+    """The record of a token is its place in the row, which its id is too."""
+    spans = [np.array([3, 2, 1, -4, 2, 0], np.int32), np.array([5, 0], np.int32)]
+    prompts, responses = [np.arange(3), np.arange(50, 52)], [np.arange(3, 15), np.arange(52, 57)]
+    experts = [np.concatenate(pair).astype(np.uint8) for pair in zip(prompts, responses, strict=True)]
+    for budget in (1000, 12):
+        rows = pad_rows(prompts, responses, 1.0, CPU, 0, spans, budget, experts)
+        assert len(rows.passes) == (1 if budget == 1000 else 3)
+        for each in rows.passes:
+            assert each.experts is not None
+            ids, found = each.ids.flatten(), each.experts[:, 0].long()
+            padding = found == 255
+            torch.testing.assert_close(found[~padding], ids[~padding])
+            assert (ids[padding] == 0).all()
+            assert not padding[each.positions].any()
+
+
+def given(**sections: Any) -> dict[str, Any]:
+    return {"model": {"name": "m"}, "task": {"prompts": "p"}, "algorithm": {"kl": 0.1}} | sections
+
+
+def test_rules_refuse_what_would_have_no_record(tmp_path: Path) -> None:
+    replay = {"router_replay": True}
+    Config.model_validate(given(training=replay, reference=replay))
+    with pytest.raises(ValidationError, match=r"reference.router_replay, training.router_replay: generation records"):
+        Config.model_validate(given(reference=replay))
+    for generation in ({"engine": "vllm"}, {"stored_samples": "x.jsonl"}):
+        with pytest.raises(ValidationError, match=r"training.router_replay, generation"):
+            Config.model_validate(given(training=replay, generation=generation))
+    folder = tiny_model("llama", tmp_path)
+    assert [each.key for each in family_problems(config_of(), folder)] == ["training.router_replay"]
+    assert "experts" in columns_of(config_of())
+    assert "experts" not in columns_of(config_of(router_replay=False))
