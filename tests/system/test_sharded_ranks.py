@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_training_ranks_fleet import HEADS, SHAPE, VOCABULARY, config_of, cuts_from, row, trainer
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.training.batch.train_rows import TrainRow
@@ -38,12 +38,13 @@ STEPS, BROKEN = 20, 4
 
 @dataclass(frozen=True)
 class Trial:
-    """layouts: of the first ten steps, and of the others, which resume them."""
+    """layouts: of the first ten steps, and of the others, which resume them. experts: family of a model with them."""
 
     layouts: tuple[dict[str, int], dict[str, int]]
     model: dict[str, Any]
     training: dict[str, Any]
     tied: bool = False
+    experts: str = ""
 
 
 TRIALS = {
@@ -52,7 +53,10 @@ TRIALS = {
     "stages": Trial(({"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}),
     "tied stages": Trial(({"pp": 2}, {"shard": 2}), {}, {"micro_batch_tokens": 64}, tied=True),
     "adapters": Trial(({"shard": 3}, {"shard": 2}), {"lora": {"rank": 2}}, {"gradient_checkpointing": True}, tied=True),
+    "experts": Trial(({"shard": 2}, {"dp": 2}), {}, {"micro_batch_tokens": 64}, experts="qwen3_moe"),
+    "fewer experts": Trial(({"shard": 3}, {"shard": 2}), {}, {"gradient_checkpointing": True}, experts="mixtral"),
 }
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 @pytest.fixture(params=TRIALS)
@@ -63,9 +67,10 @@ def trial(request: pytest.FixtureRequest) -> Trial:
 @pytest.fixture
 def folder(trial: Trial, tmp_path: Path) -> Path:
     torch.manual_seed(1)
-    kind = Qwen2Config if trial.tied else LlamaConfig
+    kind = type(AutoConfig.for_model(trial.experts)) if trial.experts else Qwen2Config if trial.tied else LlamaConfig
+    shape = {**SHAPE, **HEADS, **(EXPERTS if trial.experts else {}), "tie_word_embeddings": trial.tied}
     folder = tmp_path / "model"
-    AutoModelForCausalLM.from_config(kind(**SHAPE, **HEADS, tie_word_embeddings=trial.tied)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(kind(**shape)).save_pretrained(folder)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w0").save_pretrained(folder)
