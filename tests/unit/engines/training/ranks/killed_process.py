@@ -1,0 +1,127 @@
+"""Ranks of a trainer, forked from this process, of which one kills itself at a point of a step: the others leave what
+they saw in files.
+
+python killed_process.py FOLDER LAYOUT
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.training_step import run_step
+from asyncrl.errors import PeerLost
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
+from asyncrl.lanes.weights.slot_memory import fill
+from asyncrl.lanes.weights.tensor_spec import DTYPES
+from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.stage_process import rows_of
+
+PATIENCE = 60.0
+LAYOUTS = {"dp": Layout(dp=2), "shard": Layout(shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2)}
+POINTS = ("rows", "forward", "backward", "optimizer", "publish", "checkpoint")
+"""Where a rank dies: before ranks agree that no row is lost, in a forward and before a backward pass, before the
+optimizer's step, before tensors are gathered to be published, before a state is copied."""
+
+
+class Case:
+    """One death. folder: has its files, by name. dies: whether this rank does."""
+
+    def __init__(self, folder: Path, *, dies: bool) -> None:
+        self.folder, self._dies, self._point = folder, dies, folder.name.split()[2]
+
+    def at(self, point: str, *_: Any) -> None:
+        if self._dies and point == self._point:
+            self.folder.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(self, point: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **named: Any) -> Any:
+            self.at(point)
+            return function(*args, **named)
+
+        return called
+
+    def watch(self, trainer: PolicyTrainer) -> None:
+        """Has the rank die in the middle of what the trainer does."""
+        trainer.model.whole.base_model.register_forward_pre_hook(lambda *_: self.at("forward"))
+        torch.autograd.backward = self.before("backward", torch.autograd.backward)
+        trainer.optimizer.step = self.before("optimizer", trainer.optimizer.step)  # type: ignore[method-assign]
+
+
+def train(trainer: PolicyTrainer, mesh: RankMesh, case: Case) -> str:
+    """Does what the service does in each step. Returns where it lost another rank, "" where it did not."""
+    doing = ""
+    slot = {each.name: torch.empty(each.shape, dtype=DTYPES["float32"]) for each in trainer.weights_spec.tensors}
+    try:
+        doing = "rows"
+        case.at("rows")
+        mesh.everyone.largest(torch.zeros(1))
+        doing = "step"
+        run_step(trainer, rows_of(0), 0, 0)
+        doing = "publish"
+        case.at("publish")
+        with mesh.failing():
+            fill(slot, trainer.named_tensors()) if mesh.rank == 0 else trainer.gather_published()
+            trainer.canary()
+        doing = "checkpoint"
+        case.at("checkpoint")
+        trainer.copy_state({})
+        mesh.everyone.largest(torch.zeros(1))
+    except PeerLost:
+        return doing
+    return ""
+
+
+def run_rank(place: RankPlace, address: str, told: int, case: Case) -> None:
+    torch.manual_seed(0)
+    meeting = RankMeeting()
+    address = meeting.take(address)
+    if place.rank == 0:
+        os.write(told, address.encode())
+    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+    trial = json.loads((case.folder.parent / "trial.json").read_text())
+    trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["model"]), mesh)
+    case.watch(trainer)
+    lost = train(trainer, mesh, case)
+    seen = {"lost": lost, "seconds": time.monotonic() - float(case.folder.read_text())}
+    case.folder.with_suffix(".json").write_text(json.dumps(seen))
+
+
+def run_case(layout: Layout, dies: int, folder: Path) -> list[int]:
+    """Returns how the ranks ended, as `os.waitpid` says it."""
+    read, write = os.pipe()
+    children = []
+    for rank in range(layout.size):
+        if (child := os.fork()) == 0:
+            address = os.read(read, 1000).decode() if rank else ""
+            place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE)
+            run_rank(place, address, write, Case(folder, dies=rank == dies))
+            os._exit(0)
+        children.append(child)
+    os.close(read)
+    os.close(write)
+    return [os.waitpid(child, 0)[1] for child in children]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for module in ("tensor.parallel", "fsdp", "pipelining"):  # Ranks share what is imported before they are forked.
+        import_module(f"torch.distributed.{module}")
+    root, name = Path(sys.argv[1]), sys.argv[2]
+    for dies, point in product((0, 1), POINTS):
+        codes = run_case(LAYOUTS[name], dies, root / f"{name} {dies} {point}")
+        (root / f"{name} {dies} {point}.codes").write_text(json.dumps(codes))
