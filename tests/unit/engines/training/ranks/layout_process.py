@@ -89,7 +89,7 @@ def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
     held = {id(each): each for each in held_tensors(named).values()}
     with TensorBytes() as copying:
         copy = trainer.copy_state({"version": 2})
-    run_step(trainer, rows_of(2), 0, 2)
+    assert run_step(trainer, rows_of(4), 0, 4).updates, "the step changes what was copied"
     with TensorBytes() as writing:
         copy.write(folder)
     slot = {each.name: torch.empty(each.shape, dtype=DTYPES[spec.dtype]) for each in spec.tensors}
