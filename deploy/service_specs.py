@@ -30,7 +30,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     chosen = config.training.layout
     is_inside = config.generation.colocate == "training"
     whole = 1 if is_inside else None
-    layout = Layout(chosen.pp, chosen.tp, chosen.dp, whole, whole, chosen.shard)
+    layout = Layout(chosen.pp, chosen.tp, chosen.dp, whole, whole, chosen.shard, chosen.sp)
     inside = {"inside": "training", "scales": False} if is_inside else {}
     specs = [
         generation_spec(config, "generation", replicas=config.generation_workers, **inside),

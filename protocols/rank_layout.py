@@ -2,14 +2,17 @@
 
 Training groups follow HybridFlow (EuroSys 2025) section 5.3: pipeline and tensor groups lie on consecutive ranks, data
 groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`) are data ranks, side by side.
+Ranks that share out the tokens of rows (`sp`) are consecutive, and count as one in all other indices.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends"]
+Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends", "sequence"]
 """The axes along which ranks form groups, see `Layout.groups`."""
-AXES: tuple[Axis, ...] = ("everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends")
+AXES: tuple[Axis, ...] = (
+    *("everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends", "sequence"),
+)
 
 
 class Place3D(NamedTuple):
@@ -22,10 +25,12 @@ class Place3D(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """pp x tp x data ranks, one worker each. rank = data_index * (pp * tp) + pp_index * tp + tp_index (HybridFlow 5.3).
+    """pp x tp x data ranks, one worker each. rank = data_index * (pp * tp) + pp_index * tp + tp_index (HybridFlow 5.3);
+    with sp above one, rank = that * sp + sp_index.
 
     shard: ranks that hold a part of each weight of their stage and tensor rank, and train rows of their own, as FSDP
-    does; data_index = dp_index * shard + shard_index. generation_pp, generation_tp: sizes of the model in generation,
+    does; data_index = dp_index * shard + shard_index. sp: ranks with the same weights and rows, each of which computes
+    a slice of the tokens of every row. generation_pp, generation_tp: sizes of the model in generation,
     divisors of pp and tp (None: as in training). Raises ValueError for sizes that do not fit.
     """
 
@@ -35,9 +40,10 @@ class Layout:
     generation_pp: int | None = None
     generation_tp: int | None = None
     shard: int = 1
+    sp: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "shard": self.shard}
+        sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "shard": self.shard, "sp": self.sp}
         sizes |= {"generation pp": self.gpp, "generation tp": self.gtp}
         if min(sizes.values()) < 1:
             raise ValueError(f"every size of a layout is at least 1, not {sizes}")
@@ -48,7 +54,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        return self.pp * self.tp * self.data
+        return self.pp * self.tp * self.sp * self.data
 
     @property
     def data(self) -> int:
@@ -64,12 +70,13 @@ class Layout:
         return self.tp if self.generation_tp is None else self.generation_tp
 
     def rank(self, pp: int = 0, tp: int = 0, dp: int = 0) -> int:
-        """Returns the rank at these indices, dp among all data ranks; -1 is the last one."""
-        return (dp % self.data) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp
+        """Returns the rank at these indices, dp among all data ranks; -1 is the last one. Of those that share out the
+        tokens of its rows it is the first."""
+        return ((dp % self.data) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp) * self.sp
 
     def place(self, rank: int) -> Place3D:
-        model = self.pp * self.tp
-        return Place3D(rank % model // self.tp, rank % self.tp, rank // model)
+        model, number = self.pp * self.tp, rank // self.sp
+        return Place3D(number % model // self.tp, number % self.tp, number // model)
 
     def generation_replicas(self) -> list[list[int]]:
         """Returns the ranks that generate together: dp x (p t / (p_g t_g)) groups of p_g x t_g ranks.
@@ -91,7 +98,7 @@ class Layout:
         the same weights. shards: those of them whose parts make up the same weights. tensor: ranks that compute
         the same rows of the same stage together. gathering: ranks whose parts make up what each of them generates with
         (the micro-data-parallel groups of HybridFlow). stages: ranks that a row passes through, one a stage. ends: the
-        first and the last of those; the others are alone.
+        first and the last of those; the others are alone. sequence: ranks that share out the tokens of the same rows.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
@@ -99,21 +106,23 @@ class Layout:
         return list(groups.values())
 
     def _group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        at = self.place(rank)
+        at, slice_ = self.place(rank), rank % self.sp
         match axis:
             case "everyone":
                 return ()
             case "rows":
-                return (at.pp, at.tp)
+                return (at.pp, at.tp, slice_)
             case "copies":
                 return (at.pp, at.tp, at.dp % self.shard)
             case "shards":
-                return (at.pp, at.tp, at.dp // self.shard)
+                return (at.pp, at.tp, at.dp // self.shard, slice_)
             case "tensor":
-                return (at.pp, at.dp)
+                return (at.pp, at.dp, slice_)
             case "gathering":
-                return (at.dp, at.pp * self.gpp // self.pp, at.tp * self.gtp // self.tp)
+                return (at.dp, at.pp * self.gpp // self.pp, at.tp * self.gtp // self.tp, slice_)
             case "stages":
-                return (at.tp, at.dp)
+                return (at.tp, at.dp, slice_)
             case "ends":
-                return (at.tp, at.dp, at.pp if 0 < at.pp < self.pp - 1 else 0)
+                return (at.tp, at.dp, at.pp if 0 < at.pp < self.pp - 1 else 0, slice_)
+            case "sequence":
+                return (at.pp, at.tp, at.dp)

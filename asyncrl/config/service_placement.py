@@ -66,6 +66,12 @@ def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
     if min(layout.tp, layout.dp, layout.shard) > 1:
         text = "tp, dp and shard above one at the same time were never tried; write dp = 1 and a larger shard"
         yield Problem("training.layout", "", text)
+    if layout.sp > 1 and max(layout.pp, layout.tp, layout.shard) > 1:
+        text = f"sp = {layout.sp} is supported alone and beside dp: write pp = 1, tp = 1 and shard = 1"
+        yield Problem("training.layout", "", text)
+    if layout.sp > 1 and config.model.lora is not None:
+        text = "sp was never tried with adapters; write sp = 1, and dp or shard for ranks"
+        yield Problem("training.layout", "", text, ("model.lora",))
     if layout.tp > 1 and config.model.lora is not None:
         text = "tp does not split layers with adapters yet; write tp = 1, and dp or shard for ranks"
         yield Problem("training.layout", "", text, ("model.lora",))
@@ -99,8 +105,8 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
         ("training.pool", spread, "ranks need a GPU each that is theirs by name: write a pool with as many devices"),
         (
             "training.layout",
-            max(training.layout.shard, training.layout.pp) > 1,
-            "shards and stages are not gathered for sampling yet: write dp or tp",
+            max(training.layout.shard, training.layout.pp, training.layout.sp) > 1,
+            "shards, stages and slices of rows are not gathered for sampling yet: write dp or tp",
         ),
         ("fleet.wire", fleet.wire == "inproc", 'the trainer needs a process of its own: write wire = "ipc"'),
         ("fleet.joined", "training" in fleet.joined, "a trainer that joins does not sample: remove training"),

@@ -1,7 +1,7 @@
 """Estimates how many bytes each service of an experiment needs, from its config and the shape of its model."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
@@ -201,10 +201,10 @@ class TrainedModel:
 
     def need(self) -> MemoryNeed:
         most, likely = (
-            [self.parts(size, stage) for stage in range(self.layout.pp)]
+            [self.parts(size.of_slice(self.layout.sp), stage) for stage in range(self.layout.pp)]
             for size in (
                 largest_pass(self.config, self.lengths, self.layout.data),
-                likely_pass(self.config, self.shape, self.lengths, self.layout.data),
+                likely_pass(self.config, self._unshared, self.lengths, self.layout.data),
             )
         )
         size, parts = self._total(most), max(most, key=lambda each: sum(each.values()))
@@ -213,6 +213,11 @@ class TrainedModel:
         doc = f"{what} {size_text(own)}, a micro-batch {size_text(parts['activations'])}"
         least, expected = self._total(most, STATE), min(size, self._total(likely))
         return MemoryNeed(self.name, size, least, doc, self.device, LESS_AT_ONCE, parts, expected)
+
+    @property
+    def _unshared(self) -> Shape:
+        """Returns the shape of the model, whose slices of rows share no prompts."""
+        return self.shape if self.layout.sp == 1 else replace(self.shape, sharing_width=0)
 
     def _total(self, stages: list[dict[str, int]], names: Collection[str] = ()) -> int:
         """Returns the bytes of all ranks, or of these parts of them."""

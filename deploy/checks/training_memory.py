@@ -36,6 +36,11 @@ class ForwardPass:
     sampled: int
     mask: int = 0
 
+    def of_slice(self, ranks: int) -> "ForwardPass":
+        """Returns the part of one of several ranks that share out the tokens; all sampled ones may be in its slice."""
+        tokens = -(-self.tokens // ranks)
+        return replace(self, tokens=tokens, sampled=min(tokens, self.sampled))
+
 
 def largest_pass(config: Config, lengths: RowLengths, ranks: int = 1) -> ForwardPass:
     """Returns the largest micro-batch that these prompts may need, none of them shared. The shortest prompts leave

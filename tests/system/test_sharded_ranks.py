@@ -1,5 +1,6 @@
-"""Ranks that hold parts of the trainer's weights (FSDP2, tensor parallel, pipeline stages), as real processes: they
-train what one rank does, publish what one rank would, write a checkpoint that another layout resumes, and die together.
+"""Ranks that hold parts of the trainer's weights (FSDP2, tensor parallel, pipeline stages) or compute slices of its
+rows, as real processes: they train what one rank does, publish what one rank would, write a checkpoint that another
+layout resumes, and die together.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ TRIALS = {
     "layers": Trial(({"tp": 2}, {"tp": 2, "shard": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}, tied=True),
     "stages": Trial(({"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}),
     "tied stages": Trial(({"pp": 2}, {"shard": 2}), {}, {"micro_batch_tokens": 64}, tied=True),
+    "slices": Trial(({"sp": 2}, {"sp": 2, "dp": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}),
     "adapters": Trial(({"shard": 3}, {"shard": 2}), {"lora": {"rank": 2}}, {"gradient_checkpointing": True}, tied=True),
     "experts": Trial(({"shard": 2}, {"dp": 2}), {}, {"micro_batch_tokens": 64}, experts="qwen3_moe"),
     "fewer experts": Trial(({"shard": 3}, {"shard": 2}), {}, {"gradient_checkpointing": True}, experts="mixtral"),

@@ -33,6 +33,9 @@ class ThreadRank(Ranks):
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat(self._exchange(rows))
 
+    def to_each(self, parts: torch.Tensor) -> torch.Tensor:
+        return torch.stack([given[self.rank] for given in self._exchange(parts)])
+
     def _exchange(self, values: torch.Tensor) -> list[torch.Tensor]:
         self._given[self.rank] = values.clone()
         self._barrier.wait()
@@ -52,7 +55,7 @@ def thread_meshes() -> Callable[[Layout], list[RankMesh]]:
     """thread_meshes(layout) -> the ranks of a layout that hold whole weights, each to be used by its own thread."""
 
     def make(layout: Layout) -> list[RankMesh]:
-        axes: list[Axis] = ["everyone", "rows", "copies"]
+        axes: list[Axis] = ["everyone", "rows", "copies", "sequence"]
         groups: list[dict[str, Ranks]] = [{} for _ in range(layout.size)]
         for axis in axes:
             for numbers in layout.groups(axis):

@@ -25,7 +25,9 @@ from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows,
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.engines.training.ranks.pipeline import PipelineRank
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.sequence_parallel import SEQUENCE, attend_in_slices
 from asyncrl.engines.training.ranks.shards import PassRoot, shard_model
 from asyncrl.engines.training.ranks.stage_weights import StageWeights, keep_stage
 from asyncrl.engines.training.ranks.tensor_parallel import split_layers
@@ -44,7 +46,8 @@ class LoadedModel:
     computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
     must draw the same numbers. replay: of experts that generation chose, else None. pipeline, stage_weights: where this
-    rank is one stage of several. Raises ConfigError when its own forward has another output than head and body.
+    rank is one stage of several. sequence: the ranks that compute slices of the same rows. Raises ConfigError when its
+    own forward has another output than head and body.
     """
 
     def __init__(
@@ -62,11 +65,17 @@ class LoadedModel:
         self._root: PassRoot | None = None
         self.pipeline: PipelineRank | None = None
         self.stage_weights: StageWeights | None = None
+        self.sequence: Ranks | None = None
         self._check_head(folder, scored)
 
     def share_out(self, mesh: RankMesh) -> None:
         """Keeps the layers of a stage, splits layers, and shares out weights, over the ranks where the mesh says so.
-        Raises ConfigError as `PipelineRank.of`, `keep_stage`, `split_layers` and `shard_model`."""
+        Raises ConfigError as `PipelineRank.of`, `keep_stage`, `split_layers`, `shard_model` and
+        `attend_in_slices`."""
+        if mesh.sequence.size > 1:
+            attend_in_slices(self.whole, mesh.sequence.size)
+            self.sequence = mesh.sequence
+            self.sharing_width = 0
         if mesh.piping is not None:
             self.pipeline = PipelineRank.of(mesh, self.whole.config.hidden_size, self.device)
             self.stage_weights = keep_stage(self.whole, mesh)
@@ -83,10 +92,10 @@ class LoadedModel:
         found: Found = self._root(compute)
         return found
 
-    def hidden(self, ids: Tensor, experts: Tensor | None = None, **layout: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, experts: Tensor | None = None, **layout: Any) -> Tensor:
         """Computes hidden states [rows, length, width] of ids [rows, length]. Rows are right-padded: under causal
         attention no real token sees the padding, so that separate rows need no mask. layout: `position_ids` and
-        `attention_mask` of rows that share prompts."""
+        `attention_mask` of rows that share prompts, SEQUENCE for slices of rows."""
         if self.replay is not None:
             self.replay.follow(experts)
         with self._autocast():
@@ -109,7 +118,8 @@ class LoadedModel:
         """Computes the hidden states [rows x length, width] of one pass. received: those of the stage before, where
         this rank is not the first stage of a pipeline."""
         found = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
-        layout = {name: tensor for name, tensor in found.items() if tensor is not None}
+        layout: dict[str, Any] = {name: tensor for name, tensor in found.items() if tensor is not None}
+        layout |= {} if self.sequence is None else {SEQUENCE: self.sequence}
         if received is None:
             return self.hidden(rows.ids, rows.experts, **layout).flatten(0, 1)
         with self._autocast():

@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.micro_batches import Experts, PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.batch.token_slices import own_slice
 from asyncrl.engines.training.batch.train_rows import Ids, TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel
 from asyncrl.engines.training.ranks.pipeline import Ending
+from asyncrl.engines.training.ranks.sequence_parallel import joined
 
 
 def token_logprobs(
@@ -25,9 +27,15 @@ def token_logprobs(
     The head processes `chunk` tokens at a time, so that no larger [tokens, vocabulary] tensor exists. The backward pass
     recomputes the head, unless all tokens fit into one chunk.
     """
-    return model.in_pass(
-        lambda: head_logprobs(model, model.states(rows), rows, chunk, entropy_gradient=entropy_gradient)
-    )
+
+    def compute() -> tuple[Tensor, Tensor]:
+        own, chosen, ranks = rows, None, model.sequence
+        if ranks is not None:
+            own, chosen = own_slice(rows, ranks.rank, ranks.size)
+        found = head_logprobs(model, model.states(own), own, chunk, entropy_gradient=entropy_gradient)
+        return found if ranks is None or chosen is None else joined(found, chosen, ranks)
+
+    return model.in_pass(compute)
 
 
 def head_logprobs(

@@ -201,6 +201,8 @@ def config(**sections: Any) -> Config:
         ({"training": {"layout": {"dp": 5, "shard": 13}}}, "64 samples, and some of 65 ranks get none"),
         ({"training": {"layout": {"tp": 2, "dp": 2, "shard": 2}}}, "were never tried; write dp = 1"),
         ({"training": {"layout": {"tp": 2}}, "model": {"name": "m", "lora": {}}}, "tp does not split layers with"),
+        ({"training": {"layout": {"sp": 2, "shard": 2}}}, "sp = 2 is supported alone and beside dp: write pp = 1, tp"),
+        ({"training": {"layout": {"sp": 2}}, "model": {"name": "m", "lora": {}}}, "sp was never tried with adapters"),
         ({"training": {"layout": {"pp": 2, "shard": 2}}}, "pp = 2 is supported alone, beside tp and beside dp: write"),
         ({"training": {"layout": {"pp": 2, "tp": 2, "dp": 2}}}, "write shard = 1, and tp = 1 or dp = 1"),
         ({"training": {"layout": {"pp": 2}, "optimizer": "muon"}}, "muon is not supported with training.layout.pp"),

@@ -48,6 +48,16 @@ def test_groups_along_the_axes_of_four_ranks() -> None:
     assert Layout(dp=2, shard=2).groups("copies") == [[0, 2], [1, 3]]
 
 
+def test_ranks_with_slices_of_the_same_rows_are_copies_side_by_side() -> None:
+    layout = Layout(sp=2, dp=2)
+    assert layout.groups("sequence") == [[0, 1], [2, 3]]
+    assert layout.groups("rows") == [[0, 2], [1, 3]]
+    assert layout.groups("copies") == [[0, 1, 2, 3]]
+    assert layout.groups("tensor") == layout.groups("stages") == layout.groups("gathering") == [[0], [1], [2], [3]]
+    assert [layout.place(rank).dp for rank in range(4)] == [0, 0, 1, 1]
+    assert THREE_D_PROTO.collect(layout) == [0, 2]
+
+
 @pytest.mark.parametrize("sizes", list(product((1, 2), (1, 3), (1, 2), (1, 2))))
 def test_each_sum_over_rows_counts_every_row_once(sizes: tuple[int, int, int, int]) -> None:
     """Ranks of one group have all rows between them and no row twice; copies times shards are those ranks."""

@@ -4,12 +4,14 @@ from asyncrl.config.sections.algorithm_config import Positive, Section
 
 
 class LayoutConfig(Section):
-    """Sizes of the axes; the trainer has pp x tp x dp x shard ranks, one process each."""
+    """Sizes of the axes; the trainer has pp x tp x sp x dp x shard ranks, one process each."""
 
     pp: Positive = 1
     """Pipeline stages, each of which holds some of the layers; all stages train the same rows."""
     tp: Positive = 1
     """Tensor-parallel ranks, which hold parts of every layer and train the same rows."""
+    sp: Positive = 1
+    """Ranks that hold the same weights and train the same rows, each a slice of the tokens of every row (Ulysses)."""
     dp: Positive = 1
     """Copies of the weights, each of which trains rows of its own."""
     shard: Positive = 1
@@ -23,4 +25,4 @@ class LayoutConfig(Section):
     @property
     def size(self) -> int:
         """Returns the number of ranks."""
-        return self.pp * self.tp * self.data
+        return self.pp * self.tp * self.sp * self.data

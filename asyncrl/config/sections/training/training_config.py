@@ -71,6 +71,6 @@ class TrainingConfig(Section):
     """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of the trainer, one process each: a table with the keys `dp` (copies of the weights), `shard` (ranks that
-    share out the weights of a copy, as FSDP does), `tp` (ranks that compute each layer together) and `pp` (stages that
-    hold some of the layers each; alone, or beside tp or dp), such as {dp = 2}. A step's samples are divided over
-    dp x shard by their tokens."""
+    share out the weights of a copy, as FSDP does), `tp` (ranks that compute each layer together), `pp` (stages that
+    hold some of the layers each; alone, or beside tp or dp) and `sp` (ranks that compute a slice of the tokens of each
+    row; alone, or beside dp), such as {dp = 2}. A step's samples are divided over dp x shard by their tokens."""

@@ -40,6 +40,10 @@ class Ranks:
         """Returns the tensors of all ranks in rank order; all have the same shape."""
         return [values]
 
+    def to_each(self, parts: Tensor) -> Tensor:
+        """Gives part i of the tensor [ranks, ...] to rank i; returns what each rank gave to this one, in rank order."""
+        return parts
+
     def shared(self, values: Tensor, source: int) -> Tensor:
         """Returns the values of rank `source` on all ranks, which give values of the same shape; made for few bytes."""
         return self.sum(values if self.rank == source else torch.zeros_like(values))
@@ -78,6 +82,13 @@ class DistributedRanks(Ranks):
         padded[: len(rows)] = rows
         parts = self.gather_equal(padded)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def to_each(self, parts: Tensor) -> Tensor:
+        moved = parts.to(self._device).contiguous()
+        found = torch.empty_like(moved)
+        with self._exchange():  # As bytes, because gloo does not send every dtype.
+            dist.all_to_all_single(found.view(torch.uint8), moved.view(torch.uint8), group=self._group)
+        return found.to(parts.device)
 
     def moved(self, values: Tensor, source: int) -> Tensor:
         if source == 0 or self.rank not in (0, source):

@@ -8,8 +8,10 @@
     gathering  of these, those whose parts make up a layer    gather weights to generate with; alone in training only
     stages     same rows, each with some of the layers        pass states and gradients on, sum those squares too
     ends       first and last of the stages                   sum the gradient of an embedding that is the head too
+    sequence   same rows and weights, a slice of the tokens   exchange heads in attention, join log-probs of tokens
 
-Ranks that hold the same rows (tensor ranks, pipeline stages) never meet in a sum over `rows`, so each row counts once.
+Ranks that hold the same rows (tensor ranks, pipeline stages, slices) never meet in a sum over `rows`, so each row
+counts once; slices meet in `copies`, because each has the gradient of its own tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +50,7 @@ class RankMesh:
     gathering: Ranks = field(default_factory=Ranks)
     stages: Ranks = field(default_factory=Ranks)
     ends: Ranks = field(default_factory=Ranks)
+    sequence: Ranks = field(default_factory=Ranks)
     sharding: DeviceMesh | None = None
     splitting: DeviceMesh | None = None
     piping: dist.ProcessGroup | None = None
@@ -69,7 +72,7 @@ class RankMesh:
     @property
     def gathers(self) -> bool:
         """Returns whether this rank has all parts of its stage that rank 0 asks for: the first of its stage does."""
-        return self.tensor.rank == 0 and self.rows.rank == 0
+        return self.tensor.rank == self.rows.rank == self.sequence.rank == 0
 
     @classmethod
     def of_data(cls, ranks: Ranks) -> "RankMesh":

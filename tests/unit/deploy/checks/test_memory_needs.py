@@ -105,8 +105,16 @@ def test_tensor_ranks_share_out_what_is_inside_of_layers() -> None:
     assert (tokens > 0, odd) == (True, 0)
 
 
-def _training_parts(shard: int, tp: int = 1) -> dict[str, int]:
-    wanted = config(training={"layout": {"shard": shard, "tp": tp}})
+def test_ranks_with_slices_of_rows_hold_all_weights_and_their_share_of_activations() -> None:
+    long = {"micro_batch_tokens": 32768, "logits_chunk": 256}
+    whole, found = _training_parts(1, **long), _training_parts(1, sp=2, **long)
+    for name in ("weights", "gradients", "optimizer"):
+        assert found[name] == whole[name]
+    assert 0.45 < found["activations"] / whole["activations"] < 0.6
+
+
+def _training_parts(shard: int, tp: int = 1, sp: int = 1, **training: int) -> dict[str, int]:
+    wanted = config(training={"layout": {"shard": shard, "tp": tp, "sp": sp}, **training})
     return next(dict(each.parts) for each in needs(wanted, SMOLLM2) if each.name == "training")
 
 

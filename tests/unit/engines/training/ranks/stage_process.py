@@ -1,6 +1,7 @@
-"""One stage of a pipeline as a process: trains what the test describes, and leaves what it saw in a file.
+"""One rank as a process: trains what the test describes, and leaves what it saw in a file.
 
-python stage_process.py RANK FOLDER; the address at which the stages meet comes from rank 0's output to rank 1's input.
+python stage_process.py RANK FOLDER LAYOUT; the address at which ranks meet
+comes from rank 0's output to rank 1's input.
 """
 
 import asyncio
@@ -61,13 +62,13 @@ def trained(trainer: PolicyTrainer, steps: int) -> list[tuple[Any, ...]]:
     return [(each.updates, each.skipped, each.trained, each.metrics, [*map(astuple, each.samples)]) for each in found]
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path, layout: Layout) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     meeting = RankMeeting()
     sys.stdout.write(meeting.take("" if rank == 0 else input()) + "\n")
     sys.stdout.flush()
-    place = RankPlace(rank, Layout(pp=2), "cpu", nullcontext, PATIENCE, PATIENCE)
+    place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE)
     mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
     for name, trial in json.loads((folder / "trials.json").read_text()).items():
         torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{rank}.pt")
@@ -97,4 +98,4 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), Layout(**json.loads(sys.argv[3])))

@@ -60,7 +60,8 @@ def trials(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     (folder / "trials.json").write_text(json.dumps(made))
     command, pipe = [sys.executable, stage_process.__file__], subprocess.PIPE
     first, last = (
-        subprocess.Popen([*command, str(rank), str(folder)], stdin=pipe, stdout=pipe, text=True) for rank in range(2)
+        subprocess.Popen([*command, str(rank), str(folder), '{"pp": 2}'], stdin=pipe, stdout=pipe, text=True)
+        for rank in range(2)
     )
     assert first.stdout is not None
     last.communicate(first.stdout.readline(), timeout=500)
