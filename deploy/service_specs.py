@@ -35,7 +35,9 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     specs = [
         generation_spec(config, "generation", replicas=config.generation_workers, **inside),
         reward_spec(config, "reward"),
-        ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin="torch"),
+        ServiceSpec(
+            "training", Training, "asyncrl.services.policy_training:TrainingService", layout=layout, origin="torch"
+        ),
     ]
     if config.environment.use:
         specs.append(environment_spec(config))

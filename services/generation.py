@@ -38,6 +38,7 @@ from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.row_columns import EXPERTS, SPANS, restored_columns, sampled_places, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
+from asyncrl.services.picture_rows import GroupPictures
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
@@ -70,6 +71,7 @@ class GenerationService(Service, Generation):
         self._delivered_at = 0.0
         self._published: Published | None = None
         self._canary_distance: float | None = None
+        self._pictures = GroupPictures()
         self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def start(self) -> None:
@@ -97,7 +99,9 @@ class GenerationService(Service, Generation):
         if episodes:
             said = text + config.environment.max_turns * config.environment.max_bytes
             longest |= trajectory_columns(config.environment.max_turns, JSON_BYTES * said)
-        self.rows = context.open_rows(slots, bytes_of_row(longest))
+        pictures = tokenizer.picture_columns(prompt)  # A row of them for each group; a restored sample has its own.
+        slots += -(-slots // config.task.samples_per_prompt) if pictures else 0
+        self.rows = context.open_rows(slots, bytes_of_row(longest | pictures))
         context.tasks.create_task(self._engine.run(self._deliver), name="decode loop")
 
     async def stop(self) -> None:
@@ -125,6 +129,9 @@ class GenerationService(Service, Generation):
         turns, ended = await self._requested(prompts)
         if ended:
             yield BatchRef(tuple(ended))
+        if turns and not self._evaluates:
+            assert self.rows is not None, "`start` opens them"
+            self._pictures.add(self.rows, prompts, turns[0].request.pictures)
         before = {turn.request.key: turn.before for turn in turns}
         keys = list(before)
         self._streams |= dict.fromkeys(keys, stream)
@@ -140,6 +147,8 @@ class GenerationService(Service, Generation):
 
     async def release(self, samples: list[SampleName], oldest: int) -> None:
         await super().release(samples, oldest)
+        if self.rows is not None:
+            self.rows.free(self._pictures.release(samples, oldest))
         if self.context.config.environment.use:
             self._engine.forget(samples, oldest)
 
@@ -253,7 +262,8 @@ class GenerationService(Service, Generation):
         prompt, versions = columns["prompt_ids"], columns["versions"]
         prompt_tokens, tokens, first, last = len(prompt), len(versions), int(versions[0]), int(versions[-1])
         identity = (group, member, attempt, self.context.facts.incarnation)
-        row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, (place,))
+        places = (place, *self._pictures.places(group))
+        row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, places)
         return row if after is None else row._replace(turns=after.turns, given=after.given)
 
     def _abort(self, keys: Iterable[Key], stream: CompletionQueue) -> None:

@@ -1,11 +1,14 @@
 """Computes log-probs of a frozen model with the code of the trainer."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.batch.micro_batches import experts_of, spans_of, token_ids
 from asyncrl.engines.training.batch.train_rows import token_columns
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
@@ -35,7 +38,7 @@ class ReferenceService(Service, Reference):
         self._model = await self.context.compute.run(self._load)
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
-        logprobs = await results_of_forward_passes(self.context, samples, self._forward, self._columns())
+        logprobs = await results_of_forward_passes(self.context, samples, self._forward, self._columns(), see=True)
         places = [self.keep(row.name, {COLUMN: own}) for row, own in zip(samples, logprobs, strict=True)]
         self.add_to_counters(samples=len(places), tokens=sum(map(len, logprobs)))
         return samples.with_places(places)
@@ -53,9 +56,9 @@ class ReferenceService(Service, Reference):
         replay = config.reference.router_replay
         return load_causal_model(self.context.facts.model_dir, device, precision, float32_head=exact, replay=replay)
 
-    def _forward(self, rows: Batch) -> list[NDArray[np.float32]]:
+    def _forward(self, rows: Batch, pictures: Sequence[PromptPictures | None]) -> list[NDArray[np.float32]]:
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
         chunk, budget = config.training.logits_chunk, config.training.micro_batch_tokens
         spans, experts = spans_of(rows), experts_of(rows)
-        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans, budget, experts)
+        return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans, budget, experts, pictures)

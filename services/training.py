@@ -1,6 +1,6 @@
 """Trains the policy and publishes each new version into the weight arena.
 
-TrainerService has the calls, versions and leases of any trainer; TrainingService the engine of a language model.
+TrainerService has the calls, versions and leases of any trainer; policy_training.py the engine of a language model.
 """
 
 import asyncio
@@ -14,8 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
-from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
+from asyncrl.engines.training.batch.train_rows import batch_digest
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
@@ -177,7 +176,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         """Reads the rows and runs the engine by micro-batches, so that other work can run between them."""
         context = self.context
         try:
-            columns = await self._row_prefetch.read(cuts.batch)
+            columns = await self.read_rows(cuts.batch)
         except LostRows as lost:
             step.lost = lost
         try:
@@ -316,6 +315,10 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         )
         return connect_mesh(meeting, place)
 
+    async def read_rows(self, samples: BatchRef) -> Batch:
+        """Reads what the engine trains on. Raises LostRows."""
+        return await self._row_prefetch.read(samples)
+
     @abstractmethod
     def columns_read(self) -> Sequence[str]:
         """Returns the columns of rows that the engine reads."""
@@ -375,25 +378,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         with self.context.occupancy.exchanging():
             written = self._writer.write(self.context.facts.incarnation, version, self._engine.named_tensors())
         return replace(written, canary=self._engine.canary())
-
-
-class TrainingService(TrainerService[PolicyTrainer]):
-    """Trains a language model. options: `pretrain`: file of texts."""
-
-    def columns_read(self) -> Sequence[str]:
-        return columns_of(self.context.config)
-
-    def begin_step(self, cuts: Cuts, columns: Batch) -> PolicyStep:
-        rows = train_rows(cuts.batch, columns, self.context.config.generation.temperature, set(cuts.shown))
-        return self._engine.begin(rows, cuts.incarnation, cuts.version)
-
-    def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
-        context = self.context
-        texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
-        if context.facts.checkpoint_dir is None:
-            return PolicyTrainer(context.config, context.facts.model_dir, mesh, texts), {}
-        base = context.facts.model_dir
-        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, mesh, texts, base)
 
 
 def _position_text(incarnation: int, version: int) -> str:

@@ -112,7 +112,7 @@ async def trainer(
     with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
         layout, service = (
             Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard, sp=chosen.sp),
-            "asyncrl.services.training:TrainingService",
+            "asyncrl.services.policy_training:TrainingService",
         )
         spec = ServiceSpec("training", Training, service, layout=layout, origin="torch")
         async with running_fleet([spec], facts, launcher=launcher, resume="asyncrl run x") as running:

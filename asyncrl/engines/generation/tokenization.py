@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.pictures.processing import NO_PICTURES, PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
+from asyncrl.protocols.row_columns import Columns
 from asyncrl.tasks.reading.pictures import has_pictures, picture_files
 
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
@@ -79,6 +80,11 @@ class TokenizerWithStops:
             raise TaskError(NO_PICTURES if self._pictures is None else "an environment begins without pictures")
         pictures = self._pictures.pictures(picture_files(prompt))
         return self._pictures.with_tokens(self._text_prompt_ids(prompt, tools, by_environment), pictures)
+
+    def picture_columns(self, tokens: int) -> Columns:
+        """Returns what the row of the pictures of a prompt of so many tokens takes at most; nothing for a model that
+        reads none."""
+        return {} if self._pictures is None else self._pictures.columns(tokens)
 
     def _text_prompt_ids(
         self, prompt: str | list[Message], tools: Sequence[dict[str, Any]], by_environment: bool

@@ -49,6 +49,8 @@ from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.pictures.processing import PictureProcessor
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 
@@ -80,7 +82,7 @@ class TorchEngine:
             attach(model, config.model.lora, config.seed)
             fill_for_probe(model)
         limit = longest_row(config)
-        probe = probe_tokens(tokenizer, model.config, limit)
+        probe = probe_tokens(tokenizer, model.config.get_text_config(), limit)
         expected = probe_logprobs(model, probe)
         fixed, exact = generation.deterministic, config.model.float32_head
         slots = engine_slots(config)
@@ -92,13 +94,14 @@ class TorchEngine:
             vocabulary_size(tokenizer),
             fixed=fixed,
             float32_head=exact,
-            blocks=cache_blocks(config, model.config, slots),
+            blocks=cache_blocks(config, model.config.get_text_config(), slots),
             record=self.record,
         )
         self._flat.verify(probe, expected)
         self._config = config
         self._truncation = Truncation(generation.top_p, generation.top_k, generation.min_p)
-        self.tokenizer = TokenizerWithStops(tokenizer, generation.stop, config.task.chat_template_kwargs)
+        processor = PictureProcessor.of_folder(folder, config.task.max_picture_pixels)
+        self.tokenizer = TokenizerWithStops(tokenizer, generation.stop, config.task.chat_template_kwargs, processor)
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self._end_ids)
         self._batch = RunningBatch(slots, generation.max_new_tokens, record=self.record)
@@ -141,7 +144,7 @@ class TorchEngine:
         ConfigError when prompt or completion does not fit into a slot."""
         refuse_too_long(requests, self._config)
         for request in requests:
-            self._memory.prompts.want(request.prompt.tobytes())
+            self._memory.prompts.want(request.prompt_key)
             self.parked.queue(request.key[:2])
         self._waiting.extend(requests)
 
@@ -161,7 +164,7 @@ class TorchEngine:
             return []  # Each slice asks, and nobody has to look at what waits.
         for request in [request for request in self._waiting if request.key in wanted]:
             self._waiting.remove(request)
-            self._memory.prompts.had(request.prompt.tobytes())
+            self._memory.prompts.had(request.prompt_key)
         rows = [row for row, request in enumerate(self._batch.requests) if request.key in wanted]
         self.parked.forget(wanted)
         return [self._finish(row, finish) for row in reversed(rows)]
@@ -249,7 +252,8 @@ class TorchEngine:
         """Samples the next token of the decoding rows, and of rows whose prefill ends."""
         sequences = {chunk.row: self._batch.sequence(chunk.row)[chunk.first : chunk.end] for chunk in chunks}
         held = {chunk.row: chunk.first for chunk in chunks}
-        logits = self._flat.logits(*self._newest(decoding), sequences, held, decoding)
+        pictures = self._pictures([*decoding.tolist(), *sequences])
+        logits = self._flat.logits(*self._newest(decoding), sequences, held, decoding, pictures)
         sampled, sources = list(decoding), list(range(len(decoding)))
         for source, chunk in enumerate(chunks, len(decoding)):
             followers = self._memory.computed(chunk.row, chunk.end)
@@ -269,12 +273,18 @@ class TorchEngine:
         if len(decoding):
             idle = self._flat.slots - len(decoding)
             tokens, positions = (np.pad(each, (0, idle)) for each in self._newest(decoding))
-            self._record(self._flat.logits(tokens, positions), decoding)
+            pictures = self._pictures(decoding.tolist())
+            self._record(self._flat.logits(tokens, positions, pictures=pictures), decoding)
         for first, *others in alike.values():
             tokens = self._batch.sequence(first)
-            logits = self._flat.logits(NOTHING, NOTHING, {first: tokens})
+            logits = self._flat.logits(NOTHING, NOTHING, {first: tokens}, pictures=self._pictures([first]))
             self._flat.cache.copy(first, others, len(tokens))
             self._record(logits.expand(1 + len(others), -1), np.array([first, *others]))
+
+    def _pictures(self, rows: Iterable[int]) -> dict[int, PromptPictures]:
+        """Returns the pictures of those of these rows whose prompts have any."""
+        found = {row: self._batch.requests[row].pictures for row in rows}
+        return {row: pictures for row, pictures in found.items() if pictures is not None}
 
     def _record(self, logits: Tensor, rows: Ints) -> None:
         """Samples from the logits of these rows, which may have further logits behind them."""
@@ -319,7 +329,7 @@ class TorchEngine:
 def position_cost(model: Any) -> float:
     """Returns the cost of attention to one position, where the other products of one token cost 1: 4 d operations in
     each layer, d numbers wide, against 2 for each parameter."""
-    shape = model.config
+    shape = model.config.get_text_config()
     width = shape.num_attention_heads * (
         getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     )

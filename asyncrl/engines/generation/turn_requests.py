@@ -8,6 +8,7 @@ from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.trajectory import Ids, Trajectory
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.environments.transcript import begun_context
 from asyncrl.errors import TaskError
 from asyncrl.protocols.batch import NO_ROOM, Batch, RowRef
@@ -36,14 +37,15 @@ class TurnRequests:
     def first(self, prompts: PromptGroup) -> list[Turn]:
         """Returns the first turn of each member. Raises TaskError for a prompt that cannot be rendered or has no
         room."""
+        pictures = None
         if self.renderer is None:
-            ids = self.tokenizer.prompt_ids(prompts.prompt, prompts.tools)
+            ids, pictures = self.tokenizer.prompt_and_pictures(prompts.prompt, prompts.tools)
         else:
             ids = self.renderer.prompt_ids(prompts.prompt, prompts.tools)
         if mistake := self.budget.mistake(len(ids)):
             raise TaskError(mistake)
         before = None if self.renderer is None else Trajectory.begin(ids)
-        return [Turn(self._request(prompts, member, ids, before), before) for member in prompts.members]
+        return [Turn(self._request(prompts, member, ids, before, pictures), before) for member in prompts.members]
 
     def later(self, prompts: PromptGroup, continued: list[RowRef], rows: Batch) -> tuple[list[Turn], list[RowRef]]:
         """Returns the next turn of each of these samples, and those that have no room for one, as they were but for
@@ -77,7 +79,14 @@ class TurnRequests:
             return before.with_given(added)
         return before.with_given(np.concatenate([before.context_of(follows), added]), context=True)
 
-    def _request(self, prompts: PromptGroup, member: int, ids: Ids, before: Trajectory | None) -> SampleRequest:
+    def _request(
+        self,
+        prompts: PromptGroup,
+        member: int,
+        ids: Ids,
+        before: Trajectory | None,
+        pictures: PromptPictures | None = None,
+    ) -> SampleRequest:
         """Returns a request that starts with no older weights than those that sampled the turn before."""
         versions: list[int] = before.versions[-1:].tolist() if before else []
         used, drawn, turns = (len(before.response), len(before.versions), before.turns) if before else (0, 0, 0)
@@ -91,4 +100,5 @@ class TurnRequests:
             prompts.deadline,
             drawn,
             may_go_on=turns + 1 < self.max_turns,
+            pictures=pictures,
         )

@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.engines.experts.record_shape import KEY, REPLAYED
+from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 
 WINDOW = "sliding windows"
 TRAINED: Mapping[str, str] = {
@@ -55,7 +56,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "jamba", "bamba"), RECURRENT),
     **dict.fromkeys(("zamba", "zamba2", "lfm2", "qwen3_next", "nemotron_h", "granitemoehybrid", "minimax"), RECURRENT),
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "llava", "llava_next", "mllama", "idefics3", "smolvlm"), IMAGES),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "mistral3", "pixtral", "paligemma", "llama4"), IMAGES),
+    **dict.fromkeys(("qwen2_vl", "qwen3_vl", "mistral3", "pixtral", "paligemma", "llama4"), IMAGES),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3"), LATENT),
     **dict.fromkeys(("bert", "roberta", "distilbert", "xlm-roberta", "modernbert", "deberta-v2"), CLASSIFIES),
     **dict.fromkeys(("bloom", "mpt"), BIASED),
@@ -79,13 +80,15 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
     except ValueError:
         return  # `damages` names the file.
     name = str(shape.get("model_type") or "")
+    if name in WITH_PICTURES and (unable := _unable_with_pictures(config)):
+        yield Problem("model.name", "", f"{folder}: the family {name!r} reads pictures, and {unable}")
     reason = _reason(config, name, shape)
     if reason:
         yield Problem("model.name", "", f"{folder}: {not_computed(name, reason)}")
     elif config.training.router_replay and name not in REPLAYED:
         text = f"{folder} is of the family {name!r}, and experts of {', '.join(REPLAYED)} are replayed: remove it"
         yield Problem(KEY, "", text)
-    elif name and name not in TRAINED:
+    elif name and name not in (*TRAINED, *WITH_PICTURES):
         text = (
             f"{folder} is of the family {name!r}, which no test has trained: each generation worker compares its "
             "log-probs with those of transformers at its start, and ends the run where they differ"
@@ -105,9 +108,27 @@ def _reason(config: Config, name: str, shape: Mapping[str, Any]) -> str:
         return ""  # vLLM samples; the trainer computes whatever transformers does.
     if name in REFUSED:
         return REFUSED[name]
+    if name in WITH_PICTURES:
+        return ""
     if any(key.endswith(("vision_config", "audio_config")) for key in shape):
         return IMAGES
     return attention_not_computed(shape) if config.generation.engine == "torch" else ""
+
+
+def _unable_with_pictures(config: Config) -> str:
+    """Returns what of a config has no way for a model that reads pictures; "" where all has."""
+    layout = config.training.layout
+    reasons = {
+        'generation.engine = "vllm" samples without pictures; write "torch"': config.generation.engine == "vllm",
+        "an environment speaks in text; leave out environment.use": bool(config.environment.use),
+        'a critic reads text only; take an algorithm.advantage other than "gae"': config.algorithm.advantage == "gae",
+        "reward models read text only; take reward functions": bool(config.reward.model or config.cost.model),
+        "adapters for its layers are not made; leave out model.lora": config.model.lora is not None,
+        "its layers are neither split nor put on stages, nor its weights shared out; write a layout with dp only": (
+            layout.pp * layout.tp * layout.shard > 1
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def attention_not_computed(shape: Mapping[str, Any]) -> str:
@@ -128,6 +149,8 @@ def family_table() -> Iterator[str]:
     yield from ("| `model_type` | beside plain causal attention |", "|---|---|")
     for name, special in TRAINED.items():
         yield f"| `{name}` | {special} |"
+    for name in WITH_PICTURES:
+        yield f"| `{name}` | pictures ([prompts](prompts.md#pictures)), positions in three dimensions |"
     yield from ("", "| refused | because |", "|---|---|")
     for reason in dict.fromkeys(REFUSED.values()):
         names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)

@@ -53,6 +53,7 @@ WARMED = {
     "repair": "asyncrl.tasks.builtin.expressions:DEMONSTRATIONS_OF_REPAIR",
     "calculator": "asyncrl.tasks.builtin.calculator:DEMONSTRATIONS",
     "two_turns": "asyncrl.tasks.builtin.two_turns:DEMONSTRATIONS",
+    "colours": "asyncrl.tasks.builtin.colours:DEMONSTRATIONS",
 }
 MOST_ROWS = 10_000
 """Rows of a function of the user from which a tiny model learns."""

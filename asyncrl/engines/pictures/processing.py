@@ -10,12 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES, Pictures, PromptPictures
+from asyncrl.engines.pictures.prompt_pictures import (
+    GRID,
+    PIXELS,
+    PLACES,
+    PROCESSOR,
+    WITH_PICTURES,
+    Pictures,
+    PromptPictures,
+)
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.protocols.row_columns import Columns
 from asyncrl.tasks.reading.row_files import optional_module
 
-PROCESSOR = "preprocessor_config.json"
-"""The file of a model folder that describes its image processor."""
 NO_PICTURES = "the prompt has a picture, and the model reads none: take one that does (docs/models.md), or rows of text"
 
 
@@ -52,6 +59,13 @@ class PictureProcessor:
         except ValueError as error:
             raise TaskError(f"the model's image processor refuses a picture of the prompt: {error}") from error
         return Pictures(found["pixel_values"].astype(np.float32), found["image_grid_thw"].astype(np.int64))
+
+    def columns(self, tokens: int) -> Columns:
+        """Returns what the row of the pictures of a prompt of so many tokens takes at most."""
+        settings = self._processor
+        patch = 3 * settings.temporal_patch_size * settings.patch_size**2
+        dtypes = {PIXELS: ("<f4", tokens * self._merge**2 * patch), GRID: ("<i8", 3 * tokens), PLACES: ("<i8", tokens)}
+        return {name: (np.dtype(dtype), length) for name, (dtype, length) in dtypes.items()}
 
     def with_tokens(self, ids: NDArray[np.int32], pictures: Pictures) -> tuple[NDArray[np.int32], PromptPictures]:
         """Returns the ids of a prompt in which each picture, one token of the template, has all of its tokens. Raises

@@ -6,6 +6,7 @@ arXiv 2409.12191). So a prompt with pictures is shorter in positions than in tok
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +20,11 @@ Pixels = NDArray[np.float32]
 
 WITH_PICTURES = ("qwen2_5_vl",)
 """Families that read pictures in prompts, by `model_type` in config.json."""
-PIXELS, GRID = "pixel_values", "image_grid_thw"
-"""Columns of the row that has the pictures of a group: patches, one after the other, and their numbers in t, h and w of
-each picture."""
+PROCESSOR = "preprocessor_config.json"
+"""The file of a model folder that describes its image processor."""
+PIXELS, GRID, PLACES = COLUMNS = ("pixel_values", "image_grid_thw", "picture_places")
+"""Columns of the row that has the pictures of a group: patches, one after the other; their numbers in t, h and w of
+each picture; and the indices of the tokens of pictures in the prompt."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +33,6 @@ class Pictures:
 
     pixels: Pixels
     grid: Ints
-
-    @classmethod
-    def of_columns(cls, columns: Mapping[str, Any]) -> Self:
-        grid = columns[GRID].astype(np.int64).reshape(-1, 3)
-        return cls(columns[PIXELS].reshape(int(grid.prod(1).sum()), -1), grid)
-
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """Returns the columns of their row."""
-        return {PIXELS: self.pixels.reshape(-1), GRID: self.grid.reshape(-1)}
 
     @cached_property
     def digest(self) -> bytes:
@@ -67,6 +61,19 @@ class PromptPictures:
         counts = pictures.tokens(merge)
         assert len(places) == counts.sum(), f"{len(places)} tokens of pictures are not {counts} of {len(counts)}"
         return cls(pictures, places, _positions(places, counts, pictures.grid, merge, len(ids)))
+
+    @classmethod
+    def of_columns(cls, columns: Mapping[str, NDArray[Any]], tokens: int) -> Self:
+        """Returns what `columns` gave. tokens: of the prompt."""
+        grid, places = columns[GRID].reshape(-1, 3), columns[PLACES]
+        patches = int(grid.prod(1).sum())
+        pictures = Pictures(columns[PIXELS].reshape(patches, -1), grid)
+        merge = math.isqrt(patches // len(places))
+        return cls(pictures, places, _positions(places, pictures.tokens(merge), grid, merge, tokens))
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Returns the columns of their row."""
+        return {PIXELS: self.pictures.pixels.reshape(-1), GRID: self.pictures.grid.reshape(-1), PLACES: self.places}
 
     def positions_at(self, indices: Ints) -> Ints:
         """Returns the positions [3, tokens] of the tokens with these indices, which may lie behind the prompt."""

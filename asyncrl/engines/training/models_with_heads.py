@@ -21,6 +21,8 @@ from asyncrl.engines.model_loading import (
 from asyncrl.engines.models.model_families import OTHERS
 from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
 from asyncrl.engines.output_scaling import OutputScaling
+from asyncrl.engines.pictures.model_input import PictureInput, picture_layout
+from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
@@ -42,7 +44,8 @@ HEAD_TOLERANCE = 1e-3
 class LoadedModel:
     """Holds a transformers model. Its body maps ids to hidden states, its head maps these to the output.
 
-    whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. precision: of the
+    whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. processor: the file
+    that describes its image processor, None where there is none. precision: of the
     computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
     must draw the same numbers. replay: of experts that generation chose, else None. pipeline, stage_weights: where this
@@ -57,6 +60,8 @@ class LoadedModel:
         self.head = head
         self.source_config = source_config
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        processor = folder / PROCESSOR
+        self.processor = processor.read_bytes() if processor.is_file() else None
         self.device: torch.device = whole.device
         self.sharing_width = sharing_width(whole.config)
         self.is_random = False
@@ -117,6 +122,8 @@ class LoadedModel:
     def stage_states(self, rows: ModelInput, received: Tensor | None = None) -> Tensor:
         """Computes the hidden states [rows x length, width] of one pass. received: those of the stage before, where
         this rank is not the first stage of a pipeline."""
+        if rows.pictures is not None:
+            return self._seen_states(rows.ids, rows.pictures)
         found = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
         layout: dict[str, Any] = {name: tensor for name, tensor in found.items() if tensor is not None}
         layout |= {} if self.sequence is None else {SEQUENCE: self.sequence}
@@ -125,6 +132,13 @@ class LoadedModel:
         with self._autocast():
             given = received.reshape(*rows.ids.shape, -1)
             states: Tensor = self.whole.base_model(inputs_embeds=given, use_cache=False, **layout).last_hidden_state
+        return states.flatten(0, 1)
+
+    def _seen_states(self, ids: Tensor, pictures: PictureInput) -> Tensor:
+        """Computes the hidden states of rows whose prompts have pictures."""
+        with self._autocast():
+            layout = picture_layout(self.whole, ids, pictures)
+            states: Tensor = self.whole.base_model(**layout, use_cache=False).last_hidden_state
         return states.flatten(0, 1)
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
@@ -251,7 +265,8 @@ def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None
 def _options(folder: Path, **changes: Any) -> dict[str, Any]:
     """Returns the options of loading, without dropout: the ratio of an unchanged policy would differ from 1 with it."""
     config = AutoConfig.from_pretrained(folder, **changes)
-    for name, value in vars(config).items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
     return {"config": config, "dtype": torch.float32}

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.micro_batches import Experts, PaddedRows, pad_rows, split_by_row
 from asyncrl.engines.training.batch.token_slices import own_slice
@@ -136,7 +137,8 @@ def frozen_row_logprobs(
     experts = [row.experts for row in rows] if replayed else []
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    return frozen_logprobs(model, prompts, responses, temperatures, chunk, spans, budget, experts)
+    own, pictures = (temperatures, chunk, spans, budget, experts), [row.pictures for row in rows]
+    return frozen_logprobs(model, prompts, responses, *own, pictures)
 
 
 @torch.no_grad()
@@ -149,9 +151,11 @@ def frozen_logprobs(
     spans: Sequence[Spans] | None = None,
     budget: float = math.inf,
     experts: Sequence[Experts] = (),
+    pictures: Sequence[PromptPictures | None] = (),
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, together, so that their bits depend on all
-    these rows. spans, budget, experts: see `pad_rows`."""
-    rows = pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans, budget, experts)
+    these rows. spans, budget, experts, pictures: see `pad_rows`."""
+    device, width = model.device, model.sharing_width
+    rows = pad_rows(prompts, responses, temperatures, device, width, spans, budget, experts, pictures)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, responses, spans)

@@ -27,6 +27,7 @@ from asyncrl.engines.lora.peft_folder import write_adapters
 from asyncrl.engines.models.model_folder import PARTS, sync_to_disk
 from asyncrl.engines.models.tensor_parts import Kind, part_file, stored_tensors, write_parts
 from asyncrl.engines.models.weights_digest import BASE, write_base
+from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
 from asyncrl.engines.training.models_with_heads import LoadedModel
 from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.ranks.held_parts import Parts
@@ -73,6 +74,8 @@ def write_model(
         write_adapters(folder, model.whole, adapted.lora, str(adapted.folder), weights)
         write_base(directory, adapted.folder, adapted.digest)
     model.tokenizer.save_pretrained(folder)
+    if model.processor is not None:
+        (folder / PROCESSOR).write_bytes(model.processor)
 
 
 @dataclass(frozen=True, slots=True)

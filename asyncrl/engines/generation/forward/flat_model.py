@@ -24,11 +24,14 @@ from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
 from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.engines.models.model_families import DIFFERS, attention_not_computed, not_computed
 from asyncrl.engines.output_scaling import OutputScaling
+from asyncrl.engines.pictures.model_input import FlatPictures
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
 NO_PREFILL: Mapping[int, Ints] = {}
 NONE_HELD: Mapping[int, int] = {}
+NO_PICTURES: Mapping[int, PromptPictures] = {}
 PADDING = 2  # times that a sequence in prefill may be longer than another with which it is padded
 PROBE_DECODED = 4  # tokens of the probe that are decoded one by one, after the others in prefill
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -72,7 +75,9 @@ class FlatModel:
         self._vocabulary = vocabulary
         self._float32_head = float32_head
         self._scaling = OutputScaling.of(model.config)
-        model.set_attn_implementation(NAME)
+        self._pictures = FlatPictures(model)
+        has_encoder = model.config.get_text_config() is not model.config  # It attends to both sides, as it is.
+        model.set_attn_implementation({"text_config": NAME} if has_encoder else NAME)
         self.weights_changed()
 
     def weights_changed(self) -> None:
@@ -80,10 +85,12 @@ class FlatModel:
         head = self.model.get_output_embeddings()
         self._head = deepcopy(head).float() if self._float32_head else head
         self._body = bind_parameters(self.model.model, self.cache.limit) if self.fast else None
+        self._pictures.clear()
 
     def put_away(self) -> None:
         """Frees keys and values, and what was made from parameters, until `weights_changed` is called."""
         self.cache.free_memory()
+        self._pictures.clear()
         self._head = self._body = None
 
     @torch.no_grad()
@@ -94,13 +101,14 @@ class FlatModel:
         prefill: Mapping[int, Ints] = NO_PREFILL,
         held: Mapping[int, int] = NONE_HELD,
         slots: Ints | None = None,
+        pictures: Mapping[int, PromptPictures] = NO_PICTURES,
     ) -> Tensor:
         """Returns the logits [rows, vocabulary] of the next token of each sequence, in float32 or the model's dtype.
 
         tokens, positions: [decoding], one new token of each of `slots`, None for the first slots. prefill: tokens of
         sequences without cached keys, by slot. held: positions of a slot that the cache has already; its sequence in
         `prefill` begins after them, and stands behind those without. Rows have this order. Slots get the blocks that
-        they lack.
+        they lack. pictures: of the prompts of these slots.
         """
         decoding = np.arange(len(positions)) if slots is None else slots
         lengths = [len(sequence) for sequence in prefill.values()]
@@ -118,7 +126,8 @@ class FlatModel:
         flat = FlatTokens(self.cache, (at, offsets), self.tensor(steps), blocks, lengths[:fresh], beginnings)
         ids = self.tensor(np.concatenate([tokens, *prefill.values()]))
         last = np.concatenate([np.arange(len(tokens)), len(tokens) + np.cumsum(lengths, dtype=np.int64) - 1])
-        logits = self._logits(ids, flat, self.tensor(last))
+        layout = self._pictures.layout(ids, rows, steps, pictures) if pictures else _layout(ids, flat)
+        logits = self._logits(layout, flat, self.tensor(last))
         if self._chosen is not None:
             self.cache.remember((at, offsets), self._chosen.taken())
         logits[:, self._vocabulary :] = -torch.inf
@@ -170,20 +179,18 @@ class FlatModel:
         """Copies an array to the device of the model."""
         return torch.from_numpy(values).to(self.device)
 
-    def _logits(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+    def _logits(self, layout: Mapping[str, Tensor], flat: FlatTokens, last: Tensor) -> Tensor:
         if self.fast or self._float32_head:
-            states = self._states(ids, flat, last).to(self._head.weight.dtype)
+            states = self._states(layout, flat, last).to(self._head.weight.dtype)
             logits = self._scaling.apply(self._head(states))
         else:
-            inputs = {"input_ids": ids[None], "position_ids": flat.positions[None], "logits_to_keep": last}
-            logits = self.model(**inputs, use_cache=False, flat=flat).logits[0]
+            logits = self.model(**layout, logits_to_keep=last, use_cache=False, flat=flat).logits[0]
         return logits
 
-    def _states(self, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
+    def _states(self, layout: Mapping[str, Tensor], flat: FlatTokens, last: Tensor) -> Tensor:
         if self.fast:
-            return llama_states(self._body, ids, flat, last)
-        inputs = {"input_ids": ids[None], "position_ids": flat.positions[None]}
-        states: Tensor = self.model.base_model(**inputs, use_cache=False, flat=flat).last_hidden_state
+            return llama_states(self._body, layout["input_ids"][0], flat, last)
+        states: Tensor = self.model.base_model(**layout, use_cache=False, flat=flat).last_hidden_state
         return states[0, last]
 
     def _largest_difference(self, ids: Ints, expected: Tensor) -> float:
@@ -197,6 +204,11 @@ class FlatModel:
         difference = (torch.cat(found).float()[:, real] - expected[:, real]).float()
         spread = (difference - difference.mean(-1, keepdim=True)).abs()
         return float(spread.max() if self.model.dtype == torch.float32 else spread.mean())
+
+
+def _layout(ids: Tensor, flat: FlatTokens) -> dict[str, Tensor]:
+    """Returns what the model gets of tokens: ids and positions, [1, tokens]."""
+    return {"input_ids": ids[None], "position_ids": flat.positions[None]}
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> Any:

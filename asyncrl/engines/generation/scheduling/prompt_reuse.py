@@ -9,7 +9,7 @@ from collections import Counter
 
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables, KeptBlocks, blocks_for
 
-PromptKey = bytes  # the tokens themselves: equal prompts of different groups are shared too
+PromptKey = bytes  # the tokens themselves and pictures: equal prompts of different groups are shared too
 
 
 class SharedPrompts:

@@ -18,7 +18,7 @@ class RunningBatch:
     """Holds one array per column, each with one entry per slot. sampled: number of sampled tokens. drawn: of earlier
     turns. cached: whether the KV cache holds all tokens of the row but the newest. held: of a row that is not cached,
     the first tokens that the KV cache holds. interrupted: how often new weights discarded these before the row was
-    cached. age: rows are numbered as they start. prompts: tokens of each prompt, by which rows share it.
+    cached. age: rows are numbered as they start. prompts: key of each prompt, by which rows share it.
 
     The deadline of a row runs from its start on, but not while the row waits for blocks after it lost its own. ends_at:
     when it is over, in seconds of `clock`; inf while it stands still. left: the seconds that were left then.
@@ -73,7 +73,7 @@ class RunningBatch:
         self.age[row] = self._started
         self._started += 1
         self.requests.append(request)
-        self.prompts.append(request.prompt.tobytes())
+        self.prompts.append(request.prompt_key)
 
     def remove(self, row: int) -> None:
         """Removes a row; the last row takes its place."""

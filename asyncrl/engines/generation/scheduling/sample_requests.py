@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import longest_row
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import ConfigError
 
 Key = tuple[int, int, int]  # group, member, attempt
@@ -26,6 +27,7 @@ class SampleRequest:
     likeliest token. not_before: oldest weight version that may start the turn. deadline: seconds in a slot after which
     the turn ends as `length`; waiting for a slot is free, and so is waiting for KV blocks after a preemption. drawn:
     tokens sampled in earlier turns. may_go_on: whether another turn may follow, for which keys and values are kept.
+    pictures: of the prompt.
     """
 
     key: Key
@@ -37,6 +39,13 @@ class SampleRequest:
     deadline: float = math.inf
     drawn: int = 0
     may_go_on: bool = False
+    pictures: PromptPictures | None = None
+
+    @property
+    def prompt_key(self) -> bytes:
+        """Returns what requests with the same keys and values of their prompts have in common: the tokens, and the
+        pictures, because all pictures of one size have the same tokens."""
+        return self.prompt.tobytes() + (b"" if self.pictures is None else self.pictures.pictures.digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.pictures.model_input import PictureInput
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.batch.contexts import (
     ALL_SAMPLED,
     Sampled,
@@ -90,7 +92,7 @@ class ModelInput:
     ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
     indices into the flattened [rows * length] states that predict sampled tokens. position_ids [rows, length], mask
     [rows, 1, length, length]: only where samples share prompts. experts: [rows * length, numbers of a token], only
-    where they are replayed.
+    where they are replayed. pictures: of the prompts, if any has one.
     """
 
     ids: Tensor
@@ -98,6 +100,7 @@ class ModelInput:
     position_ids: Tensor | None
     mask: Tensor | None
     experts: Tensor | None = None
+    pictures: PictureInput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +126,14 @@ def pad_rows(
     spans: Sequence[Spans] | None = None,
     budget: float = math.inf,
     experts: Sequence[Experts] = (),
+    pictures: Sequence[PromptPictures | None] = (),
 ) -> PaddedRows:
     """Pads rows of prompt and response for the prediction of the sampled tokens. sharing_width: of the model, whose
     rows share prompts where that costs less; 0 where they may not. spans: of each response, by default all tokens were
     sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the model.
     budget: tokens of one pass, with padding; contexts over it take several, and a longer one a pass of its own.
-    experts: of each row, by default none is replayed."""
-    contexts, counts = _all_contexts(prompts, responses, _spans(spans, len(prompts)), experts)
+    experts: of each row, by default none is replayed. pictures: of each prompt; episodes have none."""
+    contexts, counts = _all_contexts(prompts, responses, _spans(spans, len(prompts)), experts, pictures)
     per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), counts)
     targets = [response[own] for response, own in zip(contexts.responses, contexts.sampled, strict=True)]
     sizes = [*map(add, map(len, contexts.prompts), map(len, contexts.responses))]
@@ -157,25 +161,31 @@ class _Contexts:
     responses: Sequence[Ids]
     sampled: Sequence[Sampled]
     experts: Sequence[NDArray[Any]] = ()
+    pictures: Sequence[PromptPictures | None] = ()
 
     def of(self, part: Sequence[int]) -> "_Contexts":
         prompts, responses = [self.prompts[index] for index in part], [self.responses[index] for index in part]
-        sampled, experts = (
-            [self.sampled[index] for index in part],
-            [self.experts[index] for index in part if self.experts],
+        sampled = [self.sampled[index] for index in part]
+        experts = [self.experts[index] for index in part if self.experts]
+        return _Contexts(
+            prompts, responses, sampled, experts, [self.pictures[index] for index in part if self.pictures]
         )
-        return _Contexts(prompts, responses, sampled, experts)
 
 
 def _all_contexts(
-    prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans], experts: Sequence[Experts]
+    prompts: Sequence[Ids],
+    responses: Sequence[Ids],
+    spans: Sequence[Spans],
+    experts: Sequence[Experts],
+    pictures: Sequence[PromptPictures | None],
 ) -> tuple[_Contexts, list[int]]:
     """Returns the contexts of all rows, and the number of sampled tokens of each row."""
     lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     recorded = [each.reshape(length, -1) for each, length in zip(experts, lengths, strict=False) if each is not None]
     assert len(recorded) in (0, len(prompts)), "experts are replayed in all rows or in none"
     if are_plain(spans):
-        return _Contexts(prompts, responses, [ALL_SAMPLED] * len(prompts), recorded), [*map(len, responses)]
+        return _Contexts(prompts, responses, [ALL_SAMPLED] * len(prompts), recorded, pictures), [*map(len, responses)]
+    assert not any(pictures), "episodes have no pictures"
     rows = [contexts_of(*row) for row in zip(prompts, responses, spans, strict=True)]
     found = [each for row in rows for each in row]
     ends = np.cumsum([len(each.prompt) + len(each.response) for each in found])[:-1]
@@ -190,12 +200,15 @@ def _model_input(contexts: _Contexts, device: torch.device, sharing_width: int) 
     shared = share_prompts(prompts, responses, sharing_width) if sharing_width and not contexts.experts else None
     ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
     positions = [state[own] for state, own in zip(states, contexts.sampled, strict=True)]
+    seen = PictureInput.of(contexts.pictures, ids.shape[1], device)
+    assert seen is None or shared is None, "families that read pictures share no prompts"
     return ModelInput(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(np.concatenate(positions)).to(device),
         None if shared is None else torch.from_numpy(shared.position_ids).to(device),
         None if shared is None else shared.mask(device),
         _padded_experts(contexts, ids.shape[1], device) if contexts.experts else None,
+        seen,
     )
 
 
@@ -289,8 +302,8 @@ def live_rows(
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    experts = [row.experts for row in rows]
-    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans, budget, experts)
+    experts, pictures = [row.experts for row in rows], [row.pictures for row in rows]
+    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans, budget, experts, pictures)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     passes, order = padded.passes, padded.order
     if order is None:

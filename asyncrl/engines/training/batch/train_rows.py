@@ -1,7 +1,7 @@
 """Training rows: the columns that an algorithm reads, the rows made of them, and the targets of critics in each row."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, RowRef, SampleName
 from asyncrl.protocols.row_columns import EXPERTS, SPANS, TOKEN_REWARDS
 from asyncrl.rewards.execution.token_rewards import stores_token_rewards, turn_sums
@@ -31,7 +32,8 @@ class TrainRow:
     the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came. values
     [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken by
     then. cost, cost_values, cost_valued_at: the same for the cost. is_shown: the step reports what each token has.
-    experts: that generation chose for all tokens, flat, as record_shape.py has them; None: routers choose.
+    experts: that generation chose for all tokens, flat, as record_shape.py has them; None: routers choose. pictures: of
+    the prompt.
     """
 
     group: int
@@ -53,6 +55,7 @@ class TrainRow:
     cost: float | None = None
     cost_values: NDArray[np.float32] | None = None
     cost_valued_at: int = 0
+    pictures: PromptPictures | None = None
     is_shown: bool = False
     experts: NDArray[Any] | None = None
 
@@ -119,9 +122,14 @@ def columns_of(config: Config) -> list[str]:
 
 
 def train_rows(
-    refs: BatchRef, batch: Batch, temperature: float, shown: Collection[tuple[int, int]] = ()
+    refs: BatchRef,
+    batch: Batch,
+    temperature: float,
+    shown: Collection[tuple[int, int]] = (),
+    pictures: Sequence[PromptPictures | None] = (),
 ) -> list[TrainRow]:
-    """Joins the references of samples with their rows in `batch`, which has the same order. shown: see Cuts."""
+    """Joins the references of samples with their rows in `batch`, which has the same order, as `pictures` has; without
+    any, no prompt has pictures. shown: see Cuts."""
     rows = []
     for index, ref in enumerate(refs):
         assert ref.advantage is not None, f"sample {ref.key} reached the trainer without an advantage"
@@ -141,6 +149,7 @@ def train_rows(
                 temperature=temperature,
                 truncated=ref.truncated,
                 cost=ref.cost,
+                pictures=pictures[index] if pictures else None,
                 is_shown=ref.key in shown,
                 **others,
             )

@@ -12,7 +12,7 @@ import torch
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.engines.pictures.processing import PictureProcessor
-from asyncrl.engines.pictures.prompt_pictures import Pictures
+from asyncrl.engines.pictures.prompt_pictures import Pictures, PromptPictures
 from asyncrl.errors import ConfigError, TaskError
 
 
@@ -42,11 +42,18 @@ def test_positions_are_those_of_transformers(folder: Path, tokenizer: TokenizerW
 
 
 def test_a_row_of_pictures_gives_back_what_was_stored(tokenizer: TokenizerWithStops, asked: Any, png: Any) -> None:
-    pictures = tokenizer.prompt_and_pictures(asked(png(32, 16), "a", png()))[1].pictures
-    again = Pictures.of_columns(pictures.columns())
-    assert np.array_equal(again.pixels, pictures.pixels)
-    assert again.grid.tolist() == pictures.grid.tolist()
-    assert again.digest == pictures.digest != Pictures(pictures.pixels + 1, pictures.grid).digest
+    ids, found = tokenizer.prompt_and_pictures(asked(png(32, 16), "a", png()))
+    assert found is not None
+    columns = found.columns()
+    again, pictures = PromptPictures.of_columns(columns, len(ids)), found.pictures
+    assert np.array_equal(again.positions, found.positions)
+    assert again.places.tolist() == found.places.tolist()
+    assert again.pictures.digest == pictures.digest != Pictures(pictures.pixels + 1, pictures.grid).digest
+    most = tokenizer.picture_columns(len(ids))
+    assert list(most) == list(columns)
+    for name, (dtype, length) in most.items():
+        assert columns[name].dtype == dtype
+        assert len(columns[name]) <= length
 
 
 def test_what_is_no_picture_is_refused(tokenizer: TokenizerWithStops, asked: Any, png: Any) -> None:

@@ -1,0 +1,43 @@
+"""Trains a language model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
+from asyncrl.engines.training.batch.train_rows import columns_of, train_rows
+from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.protocols.batch import Batch, BatchRef, Cuts
+from asyncrl.services.picture_rows import read_pictures
+from asyncrl.services.training import TrainerService
+
+
+class TrainingService(TrainerService[PolicyTrainer]):
+    """Trains a language model. options: `pretrain`: file of texts."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._pictures: list[PromptPictures | None] = []
+        """Of the batch that was read last, in its order."""
+
+    async def read_rows(self, samples: BatchRef) -> Batch:
+        self._pictures = await read_pictures(self.context.reader, samples)
+        return await super().read_rows(samples)
+
+    def columns_read(self) -> Sequence[str]:
+        return columns_of(self.context.config)
+
+    def begin_step(self, cuts: Cuts, columns: Batch) -> PolicyStep:
+        temperature, shown = self.context.config.generation.temperature, set(cuts.shown)
+        rows = train_rows(cuts.batch, columns, temperature, shown, self._pictures)
+        return self._engine.begin(rows, cuts.incarnation, cuts.version)
+
+    def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
+        context = self.context
+        texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
+        if context.facts.checkpoint_dir is None:
+            return PolicyTrainer(context.config, context.facts.model_dir, mesh, texts), {}
+        base = context.facts.model_dir
+        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, mesh, texts, base)

@@ -1,0 +1,129 @@
+"""Pixels of a group are stored once and travel once, whichever of its samples are trained or compared."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer, save
+from asyncrl.engines.pictures.prompt_pictures import PIXELS
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.protocols.batch import Batch, BatchRef
+from asyncrl.protocols.messages import PromptGroup
+from asyncrl.services.picture_rows import read_pictures
+from asyncrl.services.reference import ReferenceService
+from asyncrl.tasks.builtin import colours
+from tests.unit.services.running_generation import running_generation
+
+SAMPLES = 4
+PIXELS_BYTES = 16 * 96 * 4
+"""Bytes of the pixels of a picture of 16 x 16: 16 patches of 4 x 4 x 3 x 2 numbers."""
+
+
+@pytest.fixture(scope="module")
+def eyes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("PIL")
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("eyes")
+    tokenizer = build_picture_tokenizer(colours.DEMONSTRATIONS.words)
+    save(build_picture_model(tokenizer), tokenizer, folder)
+    return folder
+
+
+def config() -> Config:
+    task = {"prompts": "none", "prompts_per_step": 2, "samples_per_prompt": SAMPLES, "max_prompt_tokens": 32}
+    generation = {"slots": 6, "max_new_tokens": 4}
+    return Config.model_validate(
+        {"model": {"name": "tiny"}, "task": task, "generation": generation, "algorithm": {"kl": 0.1}}
+    )
+
+
+def group(number: int, members: int = SAMPLES, attempt: int = 0) -> PromptGroup:
+    prompt: Any = colours.training(9)[number]["prompt"]
+    asked = [{**prompt[0], "content": [uri(part) for part in prompt[0]["content"]]}]
+    return PromptGroup(number, attempt, 1, asked, tuple(range(members)), number, -1, 1.0, 4, 60.0)
+
+
+def uri(part: dict[str, Any]) -> dict[str, Any]:
+    from asyncrl.tasks.reading.pictures import checked_picture, is_picture
+
+    return checked_picture(part, Path(), "a test") if is_picture(part) else part
+
+
+class CountedReader:
+    """Reads rows of one service, and counts the bytes of pixels and the rows that have them."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self.rows = self.bytes = 0
+
+    async def read(self, refs: BatchRef, columns: Any) -> Batch:
+        from asyncrl.protocols.batch import Column
+
+        cells = [self._rows.read(ref.place_of(columns[0]), columns) for ref in refs]
+        if PIXELS in columns:
+            self.rows += len(cells)
+            self.bytes += sum(cell[list(columns).index(PIXELS)].nbytes for cell in cells)
+        return Batch({name: Column.of([cell[i] for cell in cells]) for i, name in enumerate(columns)})
+
+
+async def test_pixels_are_stored_and_read_once_a_group(eyes: Path, worker_context: Callable[..., Any]) -> None:
+    here = {"model_dir": eyes, "options": {"own_version": 0}, "make_compute": ThreadCompute}
+    async with running_generation(lambda tasks: worker_context("generation", config(), tasks, **here)) as service:
+        found = [row for number in (3, 4) async for part in service.generate(group(number)) for row in part]
+        rows = service.rows
+        assert rows is not None
+        refs = BatchRef(tuple(sorted(found, key=lambda row: row.name)))
+        assert len(refs) == 2 * SAMPLES
+        assert len({row.place_of(PIXELS) for row in refs}) == 2
+        assert rows.used == 2 * SAMPLES + 2
+        reader: Any = CountedReader(rows)
+        pictures = await read_pictures(reader, refs)
+        assert (reader.rows, reader.bytes) == (2, 2 * PIXELS_BYTES)
+        assert all(each is pictures[number // SAMPLES * SAMPLES] for number, each in enumerate(pictures))
+        assert pictures[0] is not None
+        assert pictures[0].positions.shape == (3, refs.rows[0].prompt_tokens)
+
+        logprobs = await reference_logprobs(eyes, worker_context, refs, reader)
+        assert (reader.rows, reader.bytes) == (4, 4 * PIXELS_BYTES)
+        for row, own in zip(refs, logprobs, strict=True):
+            (recorded,) = rows.read(row.place_of("logprobs"), ["logprobs"])
+            assert np.abs(own - recorded).max() < 1e-4
+
+        again = [row async for part in service.generate(group(3, 2, attempt=1)) for row in part]
+        assert {row.place_of(PIXELS) for row in again} == {refs.rows[0].place_of(PIXELS)}
+        await service.release([(3, member, 0) for member in range(SAMPLES)], 0)
+        assert rows.used == 2 + 1 + SAMPLES + 1
+        await service.release([(3, member, 1) for member in range(2)], 0)
+        assert rows.used == SAMPLES + 1
+        await service.release([], oldest=5)
+        assert rows.used == 0
+
+
+async def reference_logprobs(
+    folder: Path, worker_context: Callable[..., Any], refs: BatchRef, reader: Any
+) -> list[np.ndarray]:
+    import asyncio
+
+    async with asyncio.TaskGroup() as tasks:
+        context = worker_context("reference", config(), tasks, model_dir=folder)
+        service = ReferenceService(replace(context, reader=reader))
+        await service.start()
+        places = await service.logprobs(refs)
+        assert service.rows is not None
+        name = "reference_logprobs"
+        found = [service.rows.read(row.place_of(name), [name])[0] for row in places]
+        await service.stop()
+    return found
+
+
+async def test_an_evaluation_stores_no_pixels(eyes: Path, worker_context: Callable[..., Any]) -> None:
+    here = {"model_dir": eyes, "options": {"own_version": 0}, "make_compute": ThreadCompute}
+    async with running_generation(lambda tasks: worker_context("evaluation", config(), tasks, **here)) as service:
+        found = [row async for part in service.generate(group(3)) for row in part]
+        assert [len(row.places) for row in found] == [1] * SAMPLES
