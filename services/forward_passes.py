@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from asyncrl.engines.pictures.picture_rows import read_pictures
 from asyncrl.engines.training.batch.micro_batches import forward_passes
 from asyncrl.engines.training.batch.train_rows import token_columns
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.services.picture_rows import read_pictures
 
 T = TypeVar("T")
 

@@ -29,6 +29,7 @@ from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.trajectory import ROW, Trajectory
 from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
+from asyncrl.engines.pictures.picture_rows import GroupPictures
 from asyncrl.environments.loading import answer_role
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -38,7 +39,6 @@ from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.row_columns import EXPERTS, SPANS, restored_columns, sampled_places, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.services.picture_rows import GroupPictures
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.engines.pictures.picture_rows import read_pictures
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.batch.train_rows import columns_of, train_rows
 from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
-from asyncrl.services.picture_rows import read_pictures
 from asyncrl.services.training import TrainerService
 
 
@@ -20,7 +20,7 @@ class TrainingService(TrainerService[PolicyTrainer]):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._pictures: list[PromptPictures | None] = []
-        """Of the batch that was read last, in its order."""
+        """Pictures of the batch that was read last, in its order."""
 
     async def read_rows(self, samples: BatchRef) -> Batch:
         self._pictures = await read_pictures(self.context.reader, samples)

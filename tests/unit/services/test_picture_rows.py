@@ -11,11 +11,11 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer, save
+from asyncrl.engines.pictures.picture_rows import read_pictures
 from asyncrl.engines.pictures.prompt_pictures import PIXELS
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.services.picture_rows import read_pictures
 from asyncrl.services.reference import ReferenceService
 from asyncrl.tasks.builtin import colours
 from tests.unit.services.running_generation import running_generation
