@@ -88,7 +88,7 @@ CHATS: dict[str, tuple[list[Any], tuple[str, ...], Trains | Refused]] = {
     "an image": (
         [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": "x.png"}]}],
         (),
-        Refused(["line 1: message 1 (user): a part of its content is image", "trains on text only"]),
+        Refused(["line 1: message 1 (user): the picture x.png cannot be read: No such file"]),
     ),
     "a result of a tool that is a table": (
         [USER, {"role": "tool", "content": {"sum": 3}}],

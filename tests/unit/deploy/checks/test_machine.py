@@ -140,7 +140,12 @@ def test_doctor_advertises_no_extra_that_no_code_uses() -> None:
                     used.update(module.split("."))
                 case ast.Constant(value=str(text)):
                     used.add(text)
-    named = {"opentelemetry-proto": "opentelemetry", "cupy-cuda12x": "cupy", "cupy-cuda13x": "cupy"}
+    named = {
+        "opentelemetry-proto": "opentelemetry",
+        "cupy-cuda12x": "cupy",
+        "cupy-cuda13x": "cupy",
+        "pillow": "PIL.Image",
+    }
     for extra, packages in requirements().items():
         modules = {named.get(name, name.replace("-", "_")) for name in packages}
         assert modules & used, f"no code uses the extra {extra}"

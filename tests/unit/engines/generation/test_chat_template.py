@@ -104,7 +104,7 @@ def test_white_space_around_a_message_and_parts_of_other_kinds_are_no_history(
     assert len(texts.prompt_ids([{"role": "user", "content": "  hi \n"}]))
     assert len(texts.prompt_ids([ASKS, {"role": "assistant", "content": None}, ASKS]))
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
-    parts = [{"type": "text", "text": "first"}, {"type": "image", "url": "x.png"}]
+    parts = [{"type": "text", "text": "first"}, {"type": "audio", "url": "x.wav"}]
     assert len(texts.prompt_ids([{"role": "user", "content": parts}]))
     with pytest.raises(TaskError, match="'second'"):
         texts.prompt_ids([{"role": "user", "content": [*parts, {"type": "text", "text": "second"}]}])
