@@ -105,6 +105,8 @@ NETWORK = "acting"
 LEARNING_RATE = 3e-4
 """Default of training.learning_rate there."""
 
+LANGUAGE_GUARDS = ("guards.no_signal", "guards.no_variance", "guards.no_movement", "guards.truncation")
+"""Guards that are off there: they tell of prompts, answers and log-probs of tokens."""
 SAC_DEFAULTS: Mapping[str, Any] = {
     "acting.transitions": 8,
     "acting.hidden_size": (256, 256),
@@ -130,6 +132,7 @@ def acting_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **own,
         **learner,
+        **dict.fromkeys(LANGUAGE_GUARDS, "off"),
         "task.prompts_per_step": 1,
         "algorithm.preset": "ppo",
         "training.learning_rate": LEARNING_RATE,

@@ -49,6 +49,11 @@ def trainer_values(given: Mapping[str, Any]) -> dict[str, Any]:
             problems += _unknown(f"{table}.", inner, keys)
         else:
             problems.append(Problem(table, "", f"must be a table with {' and '.join(keys)}, not {inner!r:.100}"))
+    problems += [
+        Problem(name, "", f"must be a table of its keys, not {given[name]!r:.100}")
+        for name in SECTIONS
+        if name in given and not isinstance(given[name], Mapping)
+    ]
     problems += [Problem("env", "", "write the name of an environment")] if not given.get("env") else []
     if not problems:
         problems += _placement_problems(given.get("distributed", {}))

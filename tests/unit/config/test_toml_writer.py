@@ -39,7 +39,7 @@ configs = st.fixed_dictionaries(
                 "functions": st.lists(
                     st.fixed_dictionaries({"use": texts, "options": st.dictionaries(names, plain, max_size=3)}),
                     max_size=3,
-                    unique_by=lambda function: str(function["use"]),
+                    unique_by=lambda function: str(function["use"]).rpartition(":")[2],  # The name of its term.
                 )
             }
         ),

@@ -20,6 +20,7 @@ from asyncrl.errors import ConfigError, EnvironmentFailed
 
 Vector = NDArray[np.float32]
 MAKE = "acting.env"
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 TOLERANCE = 1e-4
 """Share of a bound by which rounding may carry an observation beyond it."""
 
@@ -71,9 +72,9 @@ class OneEnvironment:
         try:
             observed, reward, terminated, truncated, _ = self._environment.step(self._native(action))
             observation, gained = self._checked(observed, "step"), float(reward)
-            if not math.isfinite(gained):
+            if not abs(gained) <= LARGEST_REWARD:
                 raise EnvironmentFailed(f"`step` gave the reward {reward!r:.100}, which is no finite number")
-        except Exception as error:  # the user's code: its errors end an episode
+        except (Exception, SystemExit) as error:  # the user's code: its errors end an episode
             why, where = _described(error)
             return Stepped(before, 0.0, False, True, self._begin_anew(episode + 1), why, where)
         self._last = following = observation
@@ -85,7 +86,7 @@ class OneEnvironment:
     def _next_episode(self, episode: int) -> tuple[Vector, str, str]:
         try:
             return self.begin(episode), "", ""
-        except Exception as error:  # the user's code: a new instance may begin where this one cannot
+        except (Exception, SystemExit) as error:  # the user's code: a new instance may begin where this one cannot
             why, where = _described(error)
             return self._begin_anew(episode), why, where
 
@@ -97,7 +98,7 @@ class OneEnvironment:
             self._environment = self._make()
             self._refuse_other_spaces()
             return self.begin(episode)
-        except Exception as error:  # the user's code: nothing is left to try
+        except (Exception, SystemExit) as error:  # the user's code: nothing is left to try
             why, where = _described(error)
             raise EnvironmentFailed(
                 f"environment {self._index} cannot begin an episode: {why}\n{where}".rstrip()
@@ -135,10 +136,10 @@ class OneEnvironment:
             )
         vector = vector.reshape(-1)
         low, high = self._bounds
-        if not (inside := (vector >= low) & (vector <= high)).all():
+        if not (inside := (vector >= low) & (vector <= high) & np.isfinite(vector)).all():
             wrong = int(np.flatnonzero(~inside)[0])
-            told = f"`{method}` gave {vector[wrong]} as number {wrong} of an observation"
-            raise EnvironmentFailed(f"{told}, outside of its space")
+            why = "outside of its space" if np.isfinite(vector[wrong]) else "which is no finite number"
+            raise EnvironmentFailed(f"`{method}` gave {vector[wrong]} as number {wrong} of an observation, {why}")
         return vector
 
     def _one_hot(self, observed: Any, size: int, start: int, method: str) -> Vector:
@@ -157,7 +158,7 @@ class OneEnvironment:
             raise EnvironmentFailed(f"it has the spaces {found.name}, and the policy was made for {self.spaces.name}")
 
 
-def _described(error: Exception) -> tuple[str, str]:
+def _described(error: Exception | SystemExit) -> tuple[str, str]:
     """Returns the text of an error and its traceback, which a message of ours does not need."""
     if isinstance(error, EnvironmentFailed):
         return str(error), ""

@@ -79,6 +79,7 @@ class SteppedEnvironments:
         self._episodes = [EpisodeSoFar() for _ in range(settings.environments)]
         self._children: dict[int, SteppingChild] = {}
         self._ready: set[int] = set()  # Children whose environments are where their episodes are.
+        self._ended_silently: set[int] = set()  # Children that ended since the last answer to an action.
         self._answers: asyncio.Queue[Answers | AsyncrlError] = asyncio.Queue()  # At most one for each environment.
         self._opened: dict[int, asyncio.Future[tuple[Floats, list[int]]]] = {}
         self._stopped = False
@@ -239,6 +240,7 @@ class SteppedEnvironments:
             return
         if silent := [place for place in answers.places.tolist() if not self._episodes[place].waiting]:
             raise WireError(f"environments {silent} answered what they were not asked")
+        self._ended_silently.discard(number)
         for index, place in enumerate(answers.places.tolist()):
             episode = self._episodes[place]
             episode.waiting = False
@@ -264,11 +266,15 @@ class SteppedEnvironments:
             self._answers.put_nowait(EnvironmentFailed(f"{text}. The last, of environment {place}: {why}"))
 
     def _ended(self, number: int, ended: ChildEnded, running: Sequence[int]) -> None:
-        """Takes the end of a child: the environments at fault lose their episode, and a new child goes on."""
+        """Takes the end of a child: the environments at fault lose their episode, and a new child goes on. Where it
+        ends again before an answer, those that wait lose theirs, whoever is at fault."""
         if self._stopped:
             return
         self._ready.discard(number)
         owned = self._ranges[number]
+        if number in self._ended_silently and not running:
+            running = [place for place, each in enumerate(owned) if self._episodes[each].waiting]
+        self._ended_silently.add(number)
         among = f" (one of the environments {[owned[place] for place in running]})" if len(running) > 1 else ""
         for place in running:
             episode = self._episodes[owned[place]]

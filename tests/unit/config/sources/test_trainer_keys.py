@@ -42,6 +42,7 @@ def test_sac_takes_gradients_of_the_critics_as_they_are_unless_a_bound_is_writte
     assert config_of().training.max_grad_norm >= 1e6
     assert config_of(training={"max_grad_norm": 10.0}).training.max_grad_norm == 10.0
     assert config_of(algorithm="PPO").training.max_grad_norm == 1.0
+    assert {config_of(algorithm="PPO").guards.no_variance, config_of().guards.no_signal} == {"off"}
     assert (config_of().guards.collapse, config_of(algorithm="PPO").guards.collapse) == ("off", "warn")
 
 
@@ -58,6 +59,7 @@ def test_packed_workers_are_children_of_one() -> None:
             {"policy": {"hidden_sizes": [4]}},
             r"policy\.hidden_sizes: there is no such key; did you mean policy\.hidden_size\?",
         ),
+        ({"acting": None}, "acting: must be a table of its keys, not None"),
         ({"policy": [4]}, r"policy: must be a table with hidden_size and activation, not \[4\]"),
         ({"distributed": {"workers": 2}}, r"distributed\.workers: .*did you mean distributed\.num_workers\?"),
         ({"distributed": {"placement_strategy": "spraed"}}, "there is no 'spraed'; did you mean spread"),

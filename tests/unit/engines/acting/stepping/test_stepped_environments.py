@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from asyncrl.config.sections.environment_config import ActingConfig
-from asyncrl.engines.acting.stepping.answers import Answers
+from asyncrl.engines.acting.stepping import stepped_environments
+from asyncrl.engines.acting.stepping.answers import Answers, read_answers
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
-from asyncrl.errors import ConfigError, EnvironmentFailed
+from asyncrl.errors import ConfigError, EnvironmentFailed, WireError
 from tests.unit.children.running import running
 from tests.unit.engines.acting.scene import ENVIRONMENTS, until
 
@@ -89,6 +90,8 @@ async def test_environments_step_and_begin_their_next_episode(opened: Open) -> N
         ("outside", "`step` gave 99.0 as number 0 of an observation, outside of its space"),
         ("nan", "`step` gave nan as number 0"),
         ("reward", "`step` gave the reward inf, which is no finite number"),
+        ("overflow", r"`step` gave the reward 1e\+300, which is no finite number"),
+        ("exit", "SystemExit: 0"),
     ],
 )
 async def test_an_environment_that_raises_or_lies_loses_its_episode_alone(
@@ -146,6 +149,27 @@ async def test_a_child_that_is_killed_from_outside_costs_no_episode(opened: Open
         (answers,) = await stepped(environments, {0: RIGHT, 1: RIGHT})
         np.testing.assert_array_equal(answers.observations[:, 0], before[:, 0] + 1)
         assert environments.lost == 0
+
+
+async def test_answers_that_nobody_can_read_cost_the_episodes_that_wait(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first end of a child may be an accident; the second one after the same actions is none."""
+    async with opened("Walk", {"goal": 9}, children=1) as environments:
+        read, refused = read_answers, iter(["refused", "refused"])
+
+        def read_later(message: dict[str, Any], *more: Any) -> Answers:
+            if message["rewards"].strip(bytes(1)) and next(refused, ""):  # A first state has the reward 0.
+                raise WireError("nobody can read this")
+            return read(message, *more)
+
+        monkeypatch.setattr(stepped_environments, "read_answers", read_later)
+        found = await stepped(environments, {0: RIGHT, 1: STAY})
+        assert sorted(place for each in found for place in each.errors) == [0, 1]
+        assert all("nobody can read this" in why for each in found for why in each.errors.values())
+        assert environments.lost == 2
+        (answers,) = await stepped(environments, {0: STAY, 1: STAY})
+        assert not answers.errors
 
 
 async def test_a_deadline_is_that_of_one_step_when_a_long_episode_is_played_again(opened: Open) -> None:
