@@ -1,6 +1,7 @@
 """No secret key of a run is where others may read it: in its files, its output, a command line or an environment."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -42,7 +43,11 @@ def about_processes(pids: Iterable[int]) -> Iterator[tuple[str, bytes]]:
 
 
 def files_below(folder: Path) -> Iterator[tuple[str, bytes]]:
-    return ((str(path), path.read_bytes()) for path in folder.rglob("*") if path.is_file() and path.name not in KEPT)
+    """Yields the files of a run, which may rename or remove folders meanwhile."""
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names if name not in KEPT):
+            with suppress(FileNotFoundError):
+                yield str(path), path.read_bytes()
 
 
 @pytest.mark.fleet

@@ -56,7 +56,8 @@ def trained(arguments: list[str], run_dir: Path, cwd: Path | None = None) -> lis
     assert audit(run_dir).ok
     lines: list[dict[str, float]] = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     distances = [line["mismatch/canary"] for line in lines if "mismatch/canary" in line]
-    assert len(distances) >= len(lines) - 1, "the engines report each version"
+    # An engine passes over a version that is published while the engine loads the one before.
+    assert len(distances) >= 0.8 * len(lines) - 1, "the engines report the versions that they load"
     assert max(distances) < 1e-4
     return lines
 

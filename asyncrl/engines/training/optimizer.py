@@ -123,10 +123,13 @@ class Optimizer:
         self, part: torch.optim.Optimizer, state: Mapping[str, Any], change: Callable[[Any, Tensor], Tensor]
     ) -> dict[str, Any]:
         """Returns the state with tensors changed; `change` is also given the parameter of the model. That of weights of
-        other pipeline stages is left out."""
+        other pipeline stages is left out. Plain values, as bitsandbytes' number of steps, stay as they are."""
         parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
         changed = {
-            number: {key: change(value, parameters[number]) for key, value in values.items()}
+            number: {
+                key: change(value, parameters[number]) if isinstance(value, Tensor | StoredTensor) else value
+                for key, value in values.items()
+            }
             for number, values in state["state"].items()
             if not parameters[number].is_meta
         }

@@ -174,6 +174,15 @@ def test_a_state_goes_on_bit_for_bit_and_only_with_its_optimizer(name: str) -> N
         Optimizer(Model(), settings(other), 3).load(optimizer.saved(optimizer.states()))
 
 
+def test_plain_values_of_a_state_go_on_too() -> None:
+    _, optimizer = trained("adamw")
+    states = optimizer.states()
+    states[0]["state"][0]["step_as_number"] = 3
+    restored = Optimizer(Model(), settings("adamw"), 3)
+    restored.load(optimizer.saved(states))
+    assert restored.states()[0]["state"][0]["step_as_number"] == 3
+
+
 def test_the_state_of_an_older_checkpoint_is_adamw() -> None:
     _, optimizer = trained("adamw")
     Optimizer(Model(), settings("adamw"), 3).load({"adamw": optimizer.parts[0].state_dict(), "updates": 3})
