@@ -10,12 +10,11 @@ from functools import partial
 
 from safetensors.torch import load_file
 
-from asyncrl.children.guarded_process import ChildEnded
 from asyncrl.engines.acting.acting_trainer import WEIGHTS
 from asyncrl.engines.acting.episodes.episode_player import LOST, EpisodePlayer, PlayedEpisode
 from asyncrl.engines.acting.stepping.answers import Floats
 from asyncrl.engines.acting.stepping.picture_child import EpisodePictures
-from asyncrl.errors import ConfigError, EnvironmentFailed, PeerLost
+from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
@@ -116,10 +115,7 @@ class ActingEvaluationService(PolicyWorker, Generation):
             return
         await self._pool.stop()
         self._pool.environments = self._new_environments()
-        try:
-            await self._pool.start()
-        except ChildEnded as ended:
-            raise EnvironmentFailed(f"{self._settings.env}: no episode can begin: {ended}") from ended
+        await self._pool.start()
 
     async def _likeliest(self, states: Floats) -> Floats:
         _, _, actions = await self.context.compute.run(partial(self._policy.act, greedy=True), states)

@@ -56,21 +56,33 @@ def trainer_values(given: Mapping[str, Any]) -> dict[str, Any]:
     ]
     problems += [Problem("env", "", "write the name of an environment")] if not given.get("env") else []
     if not problems:
-        problems += _placement_problems(given.get("distributed", {}))
+        problems += _placement_problems(given.get("distributed", {})) + _repeated(given)
     refuse(problems)
-    return _values(given)
+    sections: dict[str, Any] = {name: dict(given[name]) for name in SECTIONS if name in given}
+    return sections | {key: value for key, (_, value) in _meanings(given).items()}
 
 
-def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {name: dict(given[name]) for name in SECTIONS if name in given}
-    values |= {key: given[name] for name, key in PLAIN.items() if name in given}
-    if isinstance(values.get("acting.algorithm"), str):
-        values["acting.algorithm"] = values["acting.algorithm"].lower()
-    values |= {f"acting.{key}": value for key, value in given.get("policy", {}).items()}
+def _meanings(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Returns by key of the config what was written for it outside of sections: where, and the value."""
+    found = {key: (name, given[name]) for name, key in PLAIN.items() if name in given}
+    if isinstance(algorithm := given.get("algorithm"), str):
+        found["acting.algorithm"] = ("algorithm", algorithm.lower())
+    found |= {f"acting.{key}": (f"policy.{key}", value) for key, value in given.get("policy", {}).items()}
     if (workers := given.get("distributed", {}).get("num_workers")) is not None:
         is_packed = given["distributed"].get("placement_strategy", PLACEMENTS[0]) == "pack"
-        values["acting.children" if is_packed else "generation.replicas"] = workers
-    return values
+        key = "acting.children" if is_packed else "generation.replicas"
+        found[key] = ("distributed.num_workers", workers)
+    return found
+
+
+def _repeated(given: Mapping[str, Any]) -> list[Problem]:
+    """Returns a problem for each key of a section that was written outside of it too."""
+    keys = ((key, where, *key.rpartition(".")[::2]) for key, (where, _) in _meanings(given).items())
+    return [
+        Problem(where, "", f"{key} says the same and is written too: write one of them")
+        for key, where, section, name in keys
+        if section and name in given.get(section, {})
+    ]
 
 
 def _placement_problems(distributed: Mapping[str, Any]) -> list[Problem]:

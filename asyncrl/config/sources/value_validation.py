@@ -165,7 +165,7 @@ def _instead_of(last: ErrorDetails) -> str:
         return ""
     given = last["input"]
     if last["type"] in ("tuple_type", "list_type"):
-        return f", not {_shown(given)}" + (f"; write [{_shown(given)}]" if isinstance(given, str | dict) else "")
+        return f", not {_shown(given)}" + (f"; write [{_shown(given)}]" if given is not None else "")
     if last["type"] in ("int_parsing", "float_parsing") and (number := _NUMBER.fullmatch(str(given))):
         return f", not {given!r}; write a number without {number[2] or 'an exponent'}"
     expected = str(last.get("ctx", {}).get("expected", ""))

@@ -50,6 +50,7 @@ SHOWN_OF_ACTING: tuple[tuple[str, str, str], ...] = (
     ("perf/tokens_per_s", "transitions/s", ",.0f"),
     ("staleness/mean", "staleness", ".2f"),
     ("staleness/max", "oldest", ".0f"),
+    ("environment/lost_episodes", "lost episodes", ".0f"),
     ("mask/stale_fraction", "left out", ".1%"),
     ("replay/transitions", "replay", ",.0f"),
     ("replay/age_mean", "replay age", ".1f"),

@@ -71,7 +71,8 @@ class OneEnvironment:
         before = self._last
         try:
             observed, reward, terminated, truncated, _ = self._environment.step(self._native(action))
-            observation, gained = self._checked(observed, "step"), float(reward)
+            observation = self._checked(observed, "step")
+            gained = math.nan if isinstance(reward, str | bytes) else float(reward)
             if not abs(gained) <= LARGEST_REWARD:
                 raise EnvironmentFailed(f"`step` gave the reward {reward!r:.100}, which is no finite number")
         except (Exception, SystemExit) as error:  # the user's code: its errors end an episode

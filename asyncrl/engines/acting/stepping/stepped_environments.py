@@ -99,8 +99,15 @@ class SteppedEnvironments:
         with ExitStack() as unless_started:
             unless_started.callback(self._output.close)
             self._output.open()
-            for number in range(len(self._ranges)):
-                await self._open(number)
+            for number, owned in enumerate(self._ranges):
+                try:
+                    await self._open(number)
+                except ChildEnded as ended:
+                    at_fault = [place for place in owned if self._episodes[place].fault] or [*owned]
+                    raise EnvironmentFailed(
+                        f"{self._settings.env}: environment {', '.join(map(str, at_fault))} cannot begin an episode: "
+                        f"{ended}"
+                    ) from None
             unless_started.pop_all()
 
     async def begin_again(self) -> bool:

@@ -66,6 +66,9 @@ def test_packed_workers_are_children_of_one() -> None:
         ({"env": ""}, "env: write the name of an environment"),
         ({"algorithm": "sca"}, r"acting\.algorithm.*not 'sca'; did you mean sac\?"),
         ({"policy": {"activation": "gello"}}, r"acting\.activation.*did you mean gelu\?"),
+        ({"acting": {"env": "CartPole-v1"}}, r"env: acting\.env says the same and is written too: write one of them"),
+        ({"generation": {"replicas": 2}}, r"distributed\.num_workers: generation\.replicas says the same"),
+        ({"policy": {"hidden_size": 64}}, r"acting\.hidden_size: must be a list, .* not 64; write \[64\]"),
         ({"acting": {"transitons": 3}}, r"acting\.transitons.*did you mean acting\.transitions"),
     ],
 )

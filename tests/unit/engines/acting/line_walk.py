@@ -112,6 +112,8 @@ class Troubled(Walk):
                     observed = np.array([float("nan"), 1.0], np.float32)
                 case "reward":
                     reward = float("inf")
+                case "text":
+                    reward = "1.0"  # type: ignore[assignment]
                 case "overflow":
                     reward = 1e300
                 case "exit":
@@ -132,6 +134,12 @@ class Troubled(Walk):
 class NoStart(Walk):
     def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         raise ValueError("no start")
+
+
+class HangingStart(Walk):
+    def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        time.sleep(60)
+        return super().reset(seed)
 
 
 class Slow(Walk):

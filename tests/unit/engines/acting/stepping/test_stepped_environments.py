@@ -91,6 +91,7 @@ async def test_environments_step_and_begin_their_next_episode(opened: Open) -> N
         ("nan", "`step` gave nan as number 0"),
         ("reward", "`step` gave the reward inf, which is no finite number"),
         ("overflow", r"`step` gave the reward 1e\+300, which is no finite number"),
+        ("text", "`step` gave the reward '1.0', which is no finite number"),
         ("exit", "SystemExit: 0"),
     ],
 )
@@ -205,6 +206,13 @@ async def test_asynchronous_environments_answer_one_by_one_and_at_the_same_time(
 async def test_an_environment_that_cannot_begin_is_refused(opened: Open) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(EnvironmentFailed, match="0 cannot begin an episode: no start")):
         async with opened("NoStart"):
+            pass
+
+
+async def test_an_environment_whose_reset_hangs_at_the_start_is_named(opened: Open) -> None:
+    said = "HangingStart: environment 0 cannot begin an episode: it hung: no answer within 0.5 s"
+    with pytest.RaisesGroup(pytest.RaisesExc(EnvironmentFailed, match=said)):
+        async with opened("HangingStart", deadline=0.5):
             pass
 
 
