@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.config.schema import Config, Scorer
+from asyncrl.config.schema import Config, CriticConfig, Scorer
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
+from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.service_placement import assignment
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
@@ -27,10 +28,8 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
     if config.acting.env:
         return _acting_specs(config)
-    chosen = config.training.layout
     is_inside = config.generation.colocate == "training"
-    whole = 1 if is_inside else None
-    layout = Layout(chosen.pp, chosen.tp, chosen.dp, whole, whole, chosen.shard, chosen.sp)
+    layout = rank_layout(config.training.layout, 1 if is_inside else None)
     inside = {"inside": "training", "scales": False} if is_inside else {}
     specs = [
         generation_spec(config, "generation", replicas=config.generation_workers, **inside),
@@ -45,9 +44,9 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         implementation, replicas = "asyncrl.services.reference:ReferenceService", config.reference.replicas
         specs.append(ServiceSpec("reference", Reference, implementation, replicas=replicas, origin="torch"))
     if config.algorithm.advantage == "gae":
-        specs.append(_critic_spec("critic"))
+        specs.append(_critic_spec("critic", config.critic))
     if config.algorithm.constraint == "lagrangian":
-        specs += [reward_spec(config, "cost"), _critic_spec("cost_critic")]
+        specs += [reward_spec(config, "cost"), _critic_spec("cost_critic", config.cost_critic)]
     if config.evaluate.is_on:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
     places = assignment(config)
@@ -117,8 +116,14 @@ def _feedback_spec(config: Config, contract: type[Reward]) -> ServiceSpec:
     return ServiceSpec("reward", contract, "asyncrl.services.feedback:FeedbackService", scales=False)
 
 
-def _critic_spec(name: str) -> ServiceSpec:
-    return ServiceSpec(name, Critic, "asyncrl.services.critic:CriticService", origin="torch")
+def _critic_spec(name: str, critic: CriticConfig) -> ServiceSpec:
+    implementation = "asyncrl.services.critic:CriticService"
+    return ServiceSpec(name, Critic, implementation, layout=rank_layout(critic.layout), origin="torch")
+
+
+def rank_layout(chosen: LayoutConfig, generation: int | None = None) -> Layout:
+    """Returns the layout that a table of the config describes. generation: pp and tp of the model in generation."""
+    return Layout(chosen.pp, chosen.tp, chosen.dp, generation, generation, chosen.shard, chosen.sp)
 
 
 def worker_count(config: Config) -> int:

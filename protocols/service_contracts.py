@@ -235,7 +235,7 @@ class Reference(Contract):
 
 
 class Critic(Contract):
-    """Values of tokens, by a model that learns from the batches which train the policy. There is one worker of it."""
+    """Values of tokens, by a model that learns from the batches which train the policy. There is one replica of it."""
 
     @endpoint(ONE_OF, idempotent=Idempotent.PURE, stores=True)
     async def values(self, samples: BatchRef) -> BatchRef:
@@ -250,12 +250,12 @@ class Critic(Contract):
         says so."""
         raise NotImplementedError
 
-    @endpoint(ONE_OF, idempotent=Idempotent.BY_VERSION)
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
     async def copy_state(self, incarnation: int, version: int) -> None:
         """Copies model and optimizer into the memory of the host, for a checkpoint of `version`."""
         raise NotImplementedError
 
-    @endpoint(ONE_OF, idempotent=Idempotent.BY_VERSION)
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         """Writes what `copy_state` copied below `directory`/critic, fsynced, while updates go on; answers with file
         digests."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +14,21 @@ from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.batch.train_rows import COST, REWARD, batch_digest, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
 from asyncrl.errors import LostRows, Refused
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
+from asyncrl.protocols.distribute_collect import balanced_parts
 from asyncrl.protocols.messages import Checkpointed, ValueReport
 from asyncrl.protocols.row_columns import value_columns
 from asyncrl.protocols.service_contracts import Critic
-from asyncrl.services.forward_passes import results_of_forward_passes
+from asyncrl.services.ranks.forward_passes import read_share, results_of_forward_passes
+from asyncrl.services.ranks.led_ranks import LedRanks, Work
+from asyncrl.services.ranks.meeting import find_meeting, open_mesh
 
 
 class CriticService(Service, Critic):
@@ -32,11 +38,15 @@ class CriticService(Service, Critic):
 
     A sample enters the loss of the critic once, even if the step of the policy is lost and a batch of this version or a
     later one, or of a resumed run, holds the sample again. A batch with lost rows is skipped.
+
+    Of several ranks the first one answers, keeps the rows and knows which samples were learnt; the others follow it.
     """
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: CriticTrainer
+        self._ranks = LedRanks(context, RankMesh(), {})
+        self._run: CriticStep
         self._target = COST if context.spec.service == "cost_critic" else REWARD
         self._lock = asyncio.Lock()
         self._last_digest = ""
@@ -48,17 +58,31 @@ class CriticService(Service, Critic):
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and opens rows for every sample in flight."""
         config = self.context.config
-        columns = value_columns(self._target.values, self._target.valued_at, config.response_tokens)
-        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
-        self._engine = await self.context.compute.run(self._load)
+        if self.context.spec.rank == 0:
+            columns = value_columns(self._target.values, self._target.valued_at, config.response_tokens)
+            self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
+        self._engine = await self.context.compute.run(self._load, await find_meeting(self.context))
         self._engine.lane = self.context.tracer.lane
+        work: Mapping[str, Work] = {
+            "values": self._values,
+            "begin": self._begin,
+            "advance": self._advance,
+            "copy": self._copy_engine,
+        }
+        self._ranks = LedRanks(self.context, self._engine.mesh, work)
+
+    async def stop(self) -> None:
+        await self._ranks.stop()
+        await super().stop()
 
     async def tensor_digests(self) -> Mapping[str, tuple[str, float]]:
         return await self.context.compute.run(tensor_digests, self._engine.model.whole.state_dict())
 
     async def values(self, samples: BatchRef) -> BatchRef:
+        if self._ranks.follows:
+            return samples
         target, places = self._target, []
-        results = await results_of_forward_passes(self.context, samples, self._forward)
+        results = await self._ranks.run("values", samples)
         for row, (values, updates) in zip(samples, results, strict=True):
             columns: dict[str, Array] = {target.values: values, target.valued_at: np.array([updates], np.int64)}
             places.append(self.keep(row.name, columns))
@@ -72,6 +96,8 @@ class CriticService(Service, Critic):
         self._used = dict.fromkeys(in_flight)
 
     async def update(self, cuts: Cuts) -> ValueReport:
+        if self._ranks.follows:
+            return self._skipped(cuts, "rank 0 answers")
         digest = await run_for_rows(cuts.batch, batch_digest, cuts)
         async with self._lock:
             if self._last_update is None or self._last_digest != digest:
@@ -84,14 +110,16 @@ class CriticService(Service, Critic):
             return await asyncio.shield(self._last_update)
 
     async def copy_state(self, incarnation: int, version: int) -> None:
+        if self._ranks.follows:
+            return
         async with self._lock:
             await self._finish_update()
             self._refuse_earlier("save", incarnation, version)
-            extra = {"version": version, "learnt": [list(name) for name in self._used]}
-            copied = await self.context.compute.run(self._engine.copy_state, extra)
-            self._copy = HeldCopy(incarnation, version, "", copied)
+            learnt = [list(name) for name in self._used]
+            await self._ranks.run("copy", incarnation, version, {"version": version, "learnt": learnt})
 
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
+        await self._ranks.idle()
         held = copy_of(self._copy, incarnation, version)
         return await held.write(Path(directory), self.context.tasks, self._target.critic)
 
@@ -114,39 +142,60 @@ class CriticService(Service, Critic):
         if not fresh.rows:
             return self._skipped(cuts, "learnt before")
         try:
-            rows = await self.context.reader.read(fresh, columns_of(self.context.config))
+            await self._ranks.run("begin", cuts, fresh)
         except LostRows as lost:
             self.context.log.warning("update skipped", reason=str(lost))
             return self._skipped(cuts, "rows lost")
         self._used |= dict.fromkeys(row.name for row in fresh)
-        run = await self.context.compute.run(self._begin, cuts, fresh, rows)
-        while await self.context.compute.run(run.advance):
+        while await self._ranks.run("advance"):
             pass
-        outcome = run.outcome
+        outcome = self._run.outcome
         return ValueReport(cuts.incarnation, cuts.version, outcome.updates, outcome.skipped, outcome.metrics)
 
-    def _begin(self, cuts: Cuts, fresh: BatchRef, rows: Batch) -> CriticStep:
-        joined = train_rows(fresh, rows, self.context.config.generation.temperature)
+    # ---- work of all ranks -------------------------------------------------------------------------------
+
+    async def _values(self, samples: BatchRef) -> list[tuple[NDArray[np.float32], int]]:
+        return await results_of_forward_passes(self.context, samples, self._forward, mesh=self._engine.mesh)
+
+    async def _begin(self, cuts: Cuts, fresh: BatchRef) -> None:
+        """Reads this rank's share of a batch, and starts the step on it. Raises LostRows."""
+        config, mesh = self.context.config, self._engine.mesh
+        share = fresh.take(balanced_parts(fresh.row_weights(), mesh.rows.size)[mesh.rows.rank])
+        rows = await read_share(self.context, share, columns_of(config), mesh)
+        self._run = await self.context.compute.run(self._step, cuts, share, rows)
+
+    def _step(self, cuts: Cuts, share: BatchRef, rows: Batch) -> CriticStep:
+        joined = train_rows(share, rows, self.context.config.generation.temperature)
         return self._engine.begin(joined, cuts.incarnation, cuts.version)
+
+    async def _advance(self) -> bool:
+        return await self.context.compute.run(self._run.advance)
+
+    async def _copy_engine(self, incarnation: int, version: int, extra: dict[str, Any]) -> None:
+        """Copies the state; returns at rank 0 once the others have begun to."""
+        copied = await self.context.compute.run(self._engine.copy_state, extra)
+        self._copy = HeldCopy(incarnation, version, "", copied)
 
     def _skipped(self, cuts: Cuts, reason: str) -> ValueReport:
         return ValueReport(cuts.incarnation, cuts.version, 0, reason, {f"{self._target.critic}/updates": 0.0})
 
-    def _load(self) -> CriticTrainer:
+    def _load(self, meeting: MeetingPlace | None) -> CriticTrainer:
         context, target = self.context, self._target
         refuse_unusable(f"{target.critic}.device", target.settings(context.config).device)
+        mesh = open_mesh(context, meeting, is_led=True)
         if context.facts.checkpoint_dir is None:
-            engine = CriticTrainer(
-                context.config, Path(context.spec.options.get("model", context.facts.model_dir)), target
-            )
+            folder = Path(context.spec.options.get("model", context.facts.model_dir))
+            engine = CriticTrainer(context.config, folder, target, mesh)
             refuse_another_tokenizer(engine.model, context.facts.model_dir, f"{target.critic}.model")
         else:
-            engine, extra = CriticTrainer.resume(context.config, context.facts.checkpoint_dir / target.critic, target)
+            folder = context.facts.checkpoint_dir / target.critic
+            engine, extra = CriticTrainer.resume(context.config, folder, target, mesh)
             self._version = extra["version"]
             self._used = dict.fromkeys((group, member, attempt) for group, member, attempt in extra.get("learnt", ()))
         return engine
 
     def _forward(self, rows: Batch) -> list[tuple[NDArray[np.float32], int]]:
         """Returns for each row its values and the updates taken before them."""
-        values = self._engine.values(*token_ids(rows), spans_of(rows))
+        prompts, responses = token_ids(rows) if len(rows) else ([], [])
+        values = self._engine.values(prompts, responses, spans_of(rows))
         return [(own, self._engine.optimizer.updates) for own in values]

@@ -18,7 +18,7 @@ from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.row_columns import EXPERTS, reference_columns
 from asyncrl.protocols.service_contracts import Reference
-from asyncrl.services.forward_passes import results_of_forward_passes
+from asyncrl.services.ranks.forward_passes import results_of_forward_passes
 
 COLUMN = "reference_logprobs"
 

@@ -22,7 +22,7 @@ from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.rewards.execution.function_call import result_of
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
-from asyncrl.services.forward_passes import results_of_forward_passes
+from asyncrl.services.ranks.forward_passes import results_of_forward_passes
 from asyncrl.services.reward import RewardService
 from asyncrl.tasks.prompt_rows import with_system
 

@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
@@ -36,6 +36,7 @@ from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
+from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
 
@@ -180,9 +181,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         except LostRows as lost:
             step.lost = lost
         try:
-            found = await context.compute.run(self._mesh.everyone.largest, torch.tensor([float(step.lost is not None)]))
-            if found.item():
-                step.lost = await context.compute.run(self._lost_on_any_rank, step.lost)
+            step.lost = await context.compute.run(agree_on_lost_rows, self._mesh, step.lost)
+            if step.lost is not None:
                 return None
             step.rows_checked.set()
             if context.handover is not None:
@@ -198,15 +198,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             raise
         finally:
             step.rows_checked.set()
-
-    def _lost_on_any_rank(self, own: LostRows | None) -> LostRows:
-        """Returns an error that names what all ranks lost, because the caller sees that of one rank."""
-        text = "".join(f"\n{owner} {slot}" for owner, slot in (own.places if own is not None else ()))
-        letters = torch.tensor(list((text or "\n").encode()), dtype=torch.uint8).reshape(-1, 1)
-        lines = bytes(self._mesh.everyone.gather(letters).flatten().tolist()).decode().split("\n")
-        unique = dict.fromkeys(line for line in lines if line)  # Ranks with the same rows lost the same.
-        places = [(owner, int(slot)) for owner, _, slot in (line.rpartition(" ") for line in unique)]
-        return LostRows(str(own or "another rank of the trainer lost rows of its share"), places)
 
     async def _complete(self, step: StepInProgress) -> StepReport:
         """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows."""
@@ -293,27 +284,11 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             ) from full
 
     async def find_meeting(self) -> MeetingPlace | None:
-        """Waits until the controller has said where the ranks meet; returns None where there is one alone."""
-        context = self.context
-        if context.spec.layout.size == 1:
-            return None
-        return await context.rank_meeting.place(context.config.fleet.start_deadline)
+        """Returns where the ranks meet; None where there is one alone."""
+        return await find_meeting(self.context)
 
     def open_mesh(self, meeting: MeetingPlace | None) -> RankMesh:
-        """Connects the ranks, where there are several."""
-        context, fleet = self.context, self.context.config.fleet
-        if meeting is None:
-            return RankMesh()
-        place = RankPlace(
-            context.spec.rank,
-            context.spec.layout,
-            context.config.training.device,
-            waiting=context.occupancy.exchanging,
-            start=fleet.start_deadline,
-            exchange=fleet.call_deadline,
-            has_own_gpu=bool(context.spec.devices),
-        )
-        return connect_mesh(meeting, place)
+        return open_mesh(self.context, meeting)
 
     async def read_rows(self, samples: BatchRef) -> Batch:
         """Reads what the engine trains on. Raises LostRows."""

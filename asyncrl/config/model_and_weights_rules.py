@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, SHARDED, option_mistakes
+from asyncrl.config.service_placement import layouts
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -73,11 +74,11 @@ def optimizer_problems(config: "Config") -> Iterator[Problem]:
         if not is_read and getattr(training, key) != type(training).model_fields[key].default:
             text = f'nothing reads it with optimizer = "{name}": remove it'
             yield Problem(f"training.{key}", "", text, ("training.optimizer",), is_warning=True)
-    layout = training.layout
-    if max(layout.shard, layout.tp, layout.pp) > 1 and name not in SHARDED:
-        axis = "shard" if layout.shard > 1 else "tp" if layout.tp > 1 else "pp"
-        text = f"{name} is not supported with training.layout.{axis}: write {' or '.join(SHARDED)}, or layout.dp"
-        yield Problem("training.optimizer", "", text, ("training.layout",))
+    for service, layout in layouts(config).items():
+        if max(layout.shard, layout.tp, layout.pp) > 1 and name not in SHARDED:
+            axis = "shard" if layout.shard > 1 else "tp" if layout.tp > 1 else "pp"
+            text = f"{name} is not supported with {service}.layout.{axis}: write {' or '.join(SHARDED)}, or layout.dp"
+            yield Problem("training.optimizer", "", text, (f"{service}.layout",))
     rate, reaction = training.learning_rate, config.guards.learning_rate
     if rate > HIGHEST_LEARNING_RATE and kind.is_adaptive and reaction != "off":
         text = (

@@ -21,6 +21,7 @@ from asyncrl.config.sections.reward_function import RewardFunction as RewardFunc
 from asyncrl.config.sections.task_config import IN_MEMORY as IN_MEMORY
 from asyncrl.config.sections.task_config import TaskConfig as TaskConfig
 from asyncrl.config.sections.telemetry_config import TelemetryConfig
+from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.sections.training.training_config import TrainingConfig as TrainingConfig
 from asyncrl.config.service_placement import place_services
 
@@ -153,6 +154,8 @@ class CriticConfig(Section):
     """Device of the critic."""
     pool: str = ""
     """Pool of the critic, a table of `pools`; `device` is then not read."""
+    layout: LayoutConfig = LayoutConfig()
+    """Ranks of the critic, one process each, as in training.layout: { dp = 1, shard = 1, tp = 1 }."""
 
 
 class StalenessConfig(Section):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.device_pools import Assignment, Demand, DevicePool, assign
+from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,14 +58,47 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("fleet.joined", "", text, ("feedback.ask",))
 
 
+def layouts(config: "Config") -> dict[str, LayoutConfig]:
+    """Returns the layouts of the services of the experiment that can have several ranks, by their names."""
+    found = {"training": config.training.layout}
+    if config.algorithm.advantage == "gae":
+        found["critic"] = config.critic.layout
+    if config.algorithm.constraint == "lagrangian":
+        found["cost_critic"] = config.cost_critic.layout
+    return found
+
+
 def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
-    """Yields what is wrong about the ranks of the trainer. batch: samples of a step."""
+    """Yields what is wrong about the ranks of services. batch: samples of a step."""
+    for service, layout in layouts(config).items():
+        key = f"{service}.layout"
+        if min(layout.tp, layout.dp, layout.shard) > 1:
+            text = "tp, dp and shard above one at the same time were never tried; write dp = 1 and a larger shard"
+            yield Problem(key, "", text)
+        if layout.data > batch:
+            text = f"a step has {batch} samples, and some of {layout.data} ranks get none; write {batch} or fewer"
+            yield Problem(key, "", text, ("task.prompts_per_step", "task.samples_per_prompt"))
+        if layout.size > 1 and config.fleet.wire == "inproc":
+            text = f'ranks of {service} are processes, and "inproc" has only one; write layout = {{}} or wire = "ipc"'
+            yield Problem(key, "", text, ("fleet.wire",))
+        yield from _trainer_problems(config) if service == "training" else _led_problems(config, service, layout)
+
+
+def _led_problems(config: "Config", service: str, layout: LayoutConfig) -> Iterator[Problem]:
+    """Yields what a service other than the trainer cannot have in its layout."""
+    for axis in ("pp", "sp"):
+        if (size := getattr(layout, axis)) > 1:
+            text = f"{axis} = {size} is not supported: write tp, dp or shard"
+            yield Problem(f"{service}.layout", "", text)
+    if layout.size > 1 and service in config.fleet.joined:
+        text = f"several ranks that join are not supported: leave {service} out of fleet.joined, or write layout = {{}}"
+        yield Problem(f"{service}.layout", "", text, ("fleet.joined",))
+
+
+def _trainer_problems(config: "Config") -> Iterator[Problem]:
     layout = config.training.layout
     if layout.pp > 1 and (layout.shard > 1 or min(layout.tp, layout.dp) > 1):
         text = f"pp = {layout.pp} is supported alone, beside tp and beside dp: write shard = 1, and tp = 1 or dp = 1"
-        yield Problem("training.layout", "", text)
-    if min(layout.tp, layout.dp, layout.shard) > 1:
-        text = "tp, dp and shard above one at the same time were never tried; write dp = 1 and a larger shard"
         yield Problem("training.layout", "", text)
     if layout.sp > 1 and max(layout.pp, layout.tp, layout.shard) > 1:
         text = f"sp = {layout.sp} is supported alone and beside dp: write pp = 1, tp = 1 and shard = 1"
@@ -75,13 +109,6 @@ def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
     if layout.tp > 1 and config.model.lora is not None:
         text = "tp does not split layers with adapters yet; write tp = 1, and dp or shard for ranks"
         yield Problem("training.layout", "", text, ("model.lora",))
-    if layout.data > batch:
-        text = f"a step has {batch} samples, and some of {layout.data} ranks get none; write {batch} or fewer"
-        keys = ("task.prompts_per_step", "task.samples_per_prompt")
-        yield Problem("training.layout", "", text, keys)
-    if layout.size > 1 and config.fleet.wire == "inproc":
-        text = 'ranks of the trainer are processes, and "inproc" has only one; write layout = {} or wire = "ipc"'
-        yield Problem("training.layout", "", text, ("fleet.wire",))
 
 
 def colocation_problems(config: "Config") -> Iterator[Problem]:
@@ -170,7 +197,7 @@ def pool_names(config: "Config") -> dict[str, str]:
 
 def demands(config: "Config") -> list[Demand]:
     """Returns what each service with a pool asks of it."""
-    workers = {name: 1 for name in ("critic", "cost_critic")} | {"training": config.training.layout.size}
+    workers = {name: layout.size for name, layout in layouts(config).items()}
     workers["evaluation"] = config.evaluate.replicas
     found = []
     for name, pool in pool_names(config).items():

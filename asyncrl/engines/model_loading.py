@@ -66,10 +66,11 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
     return _in_private_memory(model)
 
 
-def unfilled_model(**options: Any) -> Any:
-    """Makes a causal model of a config, whose weights are filled later; safe in several threads."""
+def unfilled_model(kind: Any, **options: Any) -> Any:
+    """Makes a model of an automatic class of transformers from a config. Its weights are filled later. Safe in several
+    threads."""
     with _exclusive_and_quiet():
-        return AutoModelForCausalLM.from_config(**options)
+        return kind.from_config(**options)
 
 
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:

@@ -37,7 +37,6 @@ BYTES_PER_SAMPLED = 12
 ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
-ONE_RANK = LayoutConfig()
 STATE = ("weights", "gradients", "optimizer", "gathered")
 """Parts of a trainer that are there however little is sampled."""
 SMALLER = "take a smaller model (model.name)"
@@ -196,7 +195,7 @@ class TrainedModel:
     shape: Shape
     lengths: RowLengths
     device: str
-    layout: LayoutConfig = ONE_RANK
+    layout: LayoutConfig
     adapters: int | None = None
 
     def need(self) -> MemoryNeed:
@@ -256,7 +255,7 @@ class TrainedModel:
 
 def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape, lengths: RowLengths) -> MemoryNeed:
     shape = shape_of(critic.model) if critic.model else None
-    return TrainedModel(name, config, shape or policy, lengths, critic.device).need()
+    return TrainedModel(name, config, shape or policy, lengths, critic.device, critic.layout).need()
 
 
 def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:

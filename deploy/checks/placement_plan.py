@@ -7,7 +7,7 @@ from operator import attrgetter
 from asyncrl.config.install_hints import program
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import assignment, pool_key, pool_names, pools_of, process_of
+from asyncrl.config.service_placement import assignment, layouts, pool_key, pool_names, pools_of, process_of
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.memory_needs import MemoryNeed, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
@@ -68,8 +68,8 @@ def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = N
 
 def _size(config: Config, name: str) -> tuple[int, int]:
     """Returns the workers of a service, and how many of them are one replica."""
-    if name == "training":
-        return config.training.layout.size, config.training.layout.size
+    if (layout := layouts(config).get(name)) is not None:
+        return layout.size, layout.size
     if name == "generation":
         return config.generation_workers, 1
     section = "evaluate" if name == "evaluation" else name

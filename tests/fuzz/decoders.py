@@ -94,6 +94,7 @@ UNFUZZED: dict[str, str] = {
     "engines/models/tensor_parts.py": RUN,
     "engines/models/weights_digest.py": MODEL,
     "engines/training/batch/pretraining_batch.py": USER,
+    "engines/training/ranks/rank_group.py": VIEW,
     "engines/training/trainer_checkpoint.py": RUN,
     "engines/pictures/processing.py": MODEL,
     "environments/agents/verifiers_rollout.py": OWN,

@@ -40,6 +40,7 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
 
 
 PPO = ["--algorithm.preset", "ppo", "--algorithm.kl", "0.01"]
+SHARDED = ["--critic.layout.shard", "2", "--training.layout.shard", "2"]
 SAFE = ["--algorithm.preset", "safe_rlhf", "--cost.functions", "exact_match", "--cost.limit", "0.5"]
 SAFE += ["--evaluate.prompts="]
 
@@ -65,6 +66,7 @@ def test_run_continues_after_a_worker_is_killed(service: str, quickstart_model: 
         ("training", 0, [], signal.SIGKILL),
         ("training", 1, ["--training.layout.shard", "2"], signal.SIGKILL),
         ("critic", 0, PPO, signal.SIGKILL),
+        ("critic", 1, [*PPO, *SHARDED], signal.SIGKILL),
         ("critic", 0, [*PPO, "--fleet.watchdog", "5"], signal.SIGSTOP),
         ("cost_critic", 0, SAFE, signal.SIGKILL),
     ],

@@ -37,7 +37,8 @@ MAY_CHANGE = (
     *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),
     *("training.checkpoint_every", "training.keep_checkpoints", "training.keep_best", "training.layout"),
     *("acting.children", "acting.feedback", "acting.deadline", "acting.failures"),
-    *("critic.device", "cost_critic.device", "staleness.publish_deadline", "weights.transport", "weights.folder"),
+    *("critic.device", "critic.layout", "cost_critic.device", "cost_critic.layout"),
+    *("staleness.publish_deadline", "weights.transport", "weights.folder"),
 )
 """Keys (sections end with a dot) that change place, speed, length or output of a run, but not what a step learns."""
 EXACT_CODECS = {"dense", "sparse"}

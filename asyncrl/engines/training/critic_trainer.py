@@ -13,17 +13,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.model_folder import is_in_parts
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
+from asyncrl.engines.models.tensor_parts import stored_tensors
 from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizer import Optimizer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import gather_state
+from asyncrl.engines.training.ranks.gradients import check_same
+from asyncrl.engines.training.ranks.held_parts import HeldModel
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.engines.training.token_advantages import token_advantages
-from asyncrl.engines.training.trainer_checkpoint import MODEL, TRAINER, StateCopy, read_state, whole_state, write_model
+from asyncrl.engines.training.trainer_checkpoint import (
+    MODEL,
+    TRAINER,
+    StateCopy,
+    own_state,
+    read_state,
+    whole_state,
+    write_model,
+)
 from asyncrl.engines.training.training_step import Backward, Trainer, TrainingStep
 from asyncrl.errors import ConfigError
 from asyncrl.objectives.value_loss import explained_variance, value_loss
@@ -38,21 +49,26 @@ SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error
 class CriticTrainer(Trainer):
     """Trains float32 master weights with the optimizer of the trainer, its settings and a learning rate of its own."""
 
-    def __init__(self, config: Config, folder: Path, target: ValueTarget = REWARD) -> None:
+    def __init__(
+        self, config: Config, folder: Path, target: ValueTarget = REWARD, mesh: RankMesh | None = None
+    ) -> None:
         """Loads the model from `folder`, in the layout of `save_pretrained`, with a value head or without."""
         own = target.settings(config)
         refuse_rotation_by_longest_row(folder, config, f"{target.critic}.model" if own.model else "model.name")
         rate = CRITIC_RATE * config.training.learning_rate if own.learning_rate is None else own.learning_rate
         settings = config.training.model_copy(update={"learning_rate": rate})
         self.config = config
-        self.mesh = RankMesh()
+        self.mesh = mesh or RankMesh()
         self.target = target
-        self.model = load_value_model(folder, own.device, settings.precision)
+        device = own_device(own.device, self.mesh.rank, self.mesh.size)
+        self.model = load_value_model(folder, device, settings.precision, is_filled=not is_in_parts(folder))
+        self.model.share_out(self.mesh)
+        self._held = HeldModel(self.model.whole, self.model.stage_weights, self.mesh)
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
 
     @classmethod
     def resume(
-        cls, config: Config, directory: Path, target: ValueTarget = REWARD
+        cls, config: Config, directory: Path, target: ValueTarget = REWARD, mesh: RankMesh | None = None
     ) -> tuple["CriticTrainer", dict[str, Any]]:
         """Restores the critic that was copied and written to `directory`, bit for bit; returns its `extra` with it.
         Raises ConfigError for the checkpoint of an algorithm without this critic."""
@@ -61,16 +77,22 @@ class CriticTrainer(Trainer):
                 f"checkpoint {directory.parent} holds no {target.critic}: the run began with an algorithm that has "
                 "none; start anew with another --run-dir"
             )
-        critic = cls(config, directory / MODEL, target)
+        critic = cls(config, directory / MODEL, target, mesh)
+        if is_in_parts(directory / MODEL):
+            critic._held.load(stored_tensors(directory, "weights"))
         return critic, read_state(directory, critic.optimizer, critic.mesh)["extra"]
 
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
-        """Copies model and state, with the plain values `extra`, for model/ and trainer.pt."""
-        copies = self.config.training.background_checkpoints
-        weights = gather_state(self.model.whole.state_dict(keep_vars=True), copy=copies)
-        states = gather_state(self.optimizer.states(), copy=copies)
-        state = whole_state(self.optimizer, self.mesh.size, states, extra=extra)
-        return StateCopy(state, partial(write_model, self.model, weights, None))
+        """Copies model and state, with the plain values `extra`, as that of a policy is: ranks that share out the
+        weights copy their parts. Raises WeightsError when ranks that should hold the same weights do not."""
+        copy, mesh = self.config.training.background_checkpoints, self.mesh
+        with mesh.failing():
+            check_same(mesh, self.optimizer.parameters)
+            parts, weights, states = self._held.copied(self.optimizer, None, copy=copy)
+        if mesh.rank > 0:
+            return StateCopy(own_state(), None, mesh.rank, parts, mesh.size)
+        state = whole_state(self.optimizer, mesh.size, states, extra=extra)
+        return StateCopy(state, partial(write_model, self.model, weights, None), 0, parts, mesh.size)
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)
@@ -80,10 +102,14 @@ class CriticTrainer(Trainer):
         self, prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans] | None = None
     ) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, together, so that their bits depend
-        on all these rows. spans: see `pad_rows`."""
-        model, budget = self.model, self.config.training.micro_batch_tokens
-        rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, spans, budget)
-        return split_by_row(model.values(rows), responses, spans)
+        on all these rows. Without rows it takes part in the pass of ranks that have some. spans: see `pad_rows`."""
+        model, budget = self.model, self.mesh.pass_budget(self.config.training.micro_batch_tokens)
+        with self.mesh.failing():
+            if not prompts:
+                model.idle_pass(backward=False)
+                return []
+            rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, spans, budget)
+            return split_by_row(model.values(rows), responses, spans)
 
 
 class CriticStep(TrainingStep):
@@ -114,18 +140,20 @@ class CriticStep(TrainingStep):
     def _value_pass(self, rows: Sequence[MaskedRow], weight: float) -> bool:
         """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
         model, target = self._trainer.model, self._trainer.target
+        if not rows:
+            model.idle_pass(backward=True)
+            return True
         samples = [target.of(item.row) for item in rows]
         old = live_values(rows, [values for _, values, _ in samples], model.device)
         returns = live_values(rows, [item.returns for item in rows], model.device)
-        budget = self._config.training.micro_batch_tokens
         with self._lane("forward"):
-            values = model.values(live_rows(rows, model.device, model.sharing_width, budget))
+            values = model.values(live_rows(rows, model.device, model.sharing_width, self._pass_budget))
         terms, clipped = value_loss(values, old, returns, target.settings(self._config).value_clip)
         loss = weight * terms.sum()
+        with self._lane("backward"):  # Also of a loss that is not finite: ranks with shards of the weights take part.
+            torch.autograd.backward(loss)
         if not math.isfinite(loss.item()):
             return False
-        with self._lane("backward"):
-            torch.autograd.backward(loss)
         for item in rows:
             item.in_loss = item.live_tokens
         ages = [float(self._optimizer.updates - valued_at) for _, _, valued_at in samples]

@@ -8,7 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.experts.router_replay import RouterReplay
@@ -86,9 +92,9 @@ class LoadedModel:
             self.stage_weights = keep_stage(self.whole, mesh)
         if mesh.splitting is not None:
             with mesh.failing():
-                split_layers(self.whole, mesh.splitting)
+                split_layers(self.whole, mesh.splitting, mesh.key)
         if mesh.sharding is not None:
-            self._root = shard_model(self.whole, mesh.sharding)
+            self._root = shard_model(self.whole, mesh.sharding, mesh.key)
 
     def in_pass(self, compute: Callable[[], Found]) -> Found:
         """Runs a computation with body and head. Sharded weights need it to be one, and all ranks to run it."""
@@ -195,8 +201,20 @@ class ValueModel(LoadedModel):
     def values(self, rows: PaddedRows) -> Tensor:
         """Returns the value of the state before each response token, float32 [tokens]. The head computes in float32,
         because bfloat16 would round close scores to the same number."""
-        values: Tensor = self.head(self.states(rows).float())
+
+        values: Tensor = self.in_pass(lambda: self.head(self.states(rows).float()))
         return values.squeeze(-1)
+
+    def idle_pass(self, *, backward: bool) -> None:
+        """Computes one value that counts for nothing, while other ranks have rows: ranks that share out the weights
+        gather them together in every pass."""
+        if self._root is None:
+            return
+        token = np.zeros(1, np.int64)
+        with torch.set_grad_enabled(backward):
+            values = self.values(pad_rows([token], [token], 1.0, self.device))
+        if backward:
+            torch.autograd.backward(0.0 * values.sum())
 
     def scores(self, prompts: Sequence[Ids], responses: Sequence[Ids]) -> Tensor:
         """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
@@ -218,17 +236,22 @@ def load_causal_model(
     are random. replay: routers choose the experts that rows have recorded. Raises ConfigError as CausalModel and
     RouterReplay do."""
     options = _options(folder)
-    whole = (load_pretrained(folder, **options) if is_filled else unfilled_model(**options)).to(device)
-    model = CausalModel(whole, folder, precision, float32_head=float32_head)
+    whole = load_pretrained(folder, **options) if is_filled else unfilled_model(AutoModelForCausalLM, **options)
+    model = CausalModel(whole.to(device), folder, precision, float32_head=float32_head)
     model.replay = RouterReplay(whole, RecordShape.of(whole.config.to_dict())) if replay else None
     return model
 
 
-def load_value_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
+def load_value_model(
+    folder: Path, device: str, precision: Precision = "float32", *, is_filled: bool = True
+) -> ValueModel:
     """Loads a critic with transformers' token classification head and one label. Head parameters that the folder lacks
-    are set to 0, so that a new head outputs 0 until it is trained. Raises ConfigError."""
-    options = _options(folder, num_labels=1)
-    whole, missing = load_pretrained_classifier(folder, AutoModelForTokenClassification, "critic", **options)
+    are set to 0, so that a new head outputs 0 until it is trained. is_filled: see `load_causal_model`. Raises
+    ConfigError."""
+    options, kind = _options(folder, num_labels=1), AutoModelForTokenClassification
+    if not is_filled:
+        return ValueModel(unfilled_model(kind, **options).eval().to(device), folder, precision)
+    whole, missing = load_pretrained_classifier(folder, kind, "critic", **options)
     for name in missing:
         nn.init.zeros_(whole.get_parameter(name))
     return ValueModel(whole.to(device), folder, precision)

@@ -30,7 +30,7 @@ from asyncrl.engines.training.optimizer import Optimizer
 from asyncrl.engines.training.policy_loss_terms import LossTerms, broken_rows, policy_loss_terms, second_moment_of
 from asyncrl.engines.training.policy_metrics import PolicyTotals
 from asyncrl.engines.training.ranks.gradients import check_same
-from asyncrl.engines.training.ranks.held_parts import NO_PARTS, HeldModel
+from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
@@ -150,16 +150,11 @@ class PolicyTrainer(Trainer):
         else, and of adapters, rank 0 copies the whole. Raises WeightsError when ranks that should hold the same weights
         do not."""
         lora, copy = self.config.model.lora, self.config.training.background_checkpoints
-        parts, weights, states = NO_PARTS, None, self.optimizer.settings_of_states()
         with self.mesh.failing():
             check_same(self.mesh, self.optimizer.parameters)
             canary = None if lora is None else self.canary()
-            if self.mesh.is_parted and lora is None:
-                parts = self._held.parts(self.optimizer.state_tensors(), copy=copy)
-            else:
-                whole = self.model.whole
-                named = whole.state_dict(keep_vars=True) if lora is None else published_tensors(whole)
-                weights, states = self._held.gathered(named, self.optimizer.states(), copy=copy)
+            named = None if lora is None else published_tensors(self.model.whole)
+            parts, weights, states = self._held.copied(self.optimizer, named, copy=copy)
         if self.mesh.rank > 0:
             return StateCopy(own_state(), None, self.mesh.rank, parts, self.mesh.size)
         state = {"kl": self.kl.value, "extra": extra}

@@ -66,7 +66,7 @@ def write_model(
     if adapted is None:
         if weights is not None:
             model.whole.save_pretrained(folder, state_dict=weights)
-        else:
+        elif model.whole.can_generate():
             model.whole.generation_config.save_pretrained(folder)
         model.source_config.save_pretrained(folder)
     else:
@@ -191,7 +191,7 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
     random = [each["rng"] for each in (state, *others)]
     if len(random) != mesh.size and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(
-            f"{len(random)} ranks with different random states wrote checkpoint {directory}, and training.layout has "
+            f"{len(random)} ranks with different random states wrote checkpoint {directory}, and {mesh.key} has "
             f"{mesh.size}; write one of {len(random)}"
         )
     torch.set_rng_state(random[mesh.rank if len(random) == mesh.size else 0])

@@ -1,6 +1,5 @@
 """The part that training steps of policy and critic share: masks, the split into updates, one pass at a time."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -147,9 +146,7 @@ class TrainingStep(StepInParts):
         self._lane = trainer.lane
         staleness, truncated = config.staleness, config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
-        # Passes of sharded weights and of stages are not split further: each is an exchange, and all need as many.
-        exchanging = self._mesh.sharding is not None or self._mesh.stages.size > 1
-        self._pass_budget = math.inf if exchanging else config.training.micro_batch_tokens
+        self._pass_budget = self._mesh.pass_budget(config.training.micro_batch_tokens)
         self._norms: list[float] = []  # gradient norms of the updates taken
         self._not_taken: set[str] = set()  # why updates with a live token were not taken, the same on all ranks
         self._culprits: list[SampleName] = []

@@ -123,13 +123,13 @@ def _containment_checks(config: "Config") -> Iterator[Check]:
 
 
 def _workers_check(config: "Config") -> Check:
-    from asyncrl.deploy.checks.memory_needs import critic_count
+    from asyncrl.config.service_placement import layouts
     from asyncrl.deploy.service_specs import worker_count
 
     workers, threads = worker_count(config), config.fleet.threads
     is_apart = config.generation.colocate == "none"  # Ranks of the trainer that sample do not train meanwhile.
     generating = is_apart * config.generation.replicas * config.generation.layout_tp
-    busiest = (generating + config.training.layout.size + critic_count(config)) * threads
+    busiest = (generating + sum(layout.size for layout in layouts(config).values())) * threads
     found = f"{workers} with {threads} torch threads each, {usable_cores():g} cores"
     remedy = "the workers will slow each other down: lower fleet.threads or generation.replicas"
     return check("workers", busiest <= usable_cores() or threads == 1, found, remedy, "note")

@@ -22,6 +22,14 @@ def test_new_weights_reach_generation_that_joins_over_a_network() -> None:
     assert transport_of(config({"reward": 1}, **LISTENS)).name == "shm"
 
 
+def test_several_ranks_of_a_critic_do_not_join() -> None:
+    base = load("quickstart").config.model_dump()
+    base |= {"algorithm": {"preset": "ppo"}, "fleet": FleetConfig(joined={"critic": 1}, **LISTENS).model_dump()}
+    assert Config.model_validate(base)
+    with pytest.raises(ValidationError, match="several ranks that join are not supported: leave critic out of"):
+        Config.model_validate(base | {"critic": {"layout": {"shard": 2}}})
+
+
 @pytest.mark.parametrize(
     ("joined", "fleet", "why"),
     [

@@ -87,6 +87,6 @@ def check_same(mesh: RankMesh, tensors: Iterable[Tensor]) -> None:
     highest, lowest = mesh.copies.largest(torch.tensor([digest, -digest])).tolist()
     if mesh.everyone.largest(torch.tensor([int(highest != -lowest)])).item():
         raise WeightsError(
-            f"the {mesh.size} training ranks no longer hold the same weights (rank {mesh.rank}: {digest:08x}); "
+            f"the {mesh.size} {mesh.service} ranks no longer hold the same weights (rank {mesh.rank}: {digest:08x}); "
             "resume from an earlier checkpoint"
         )

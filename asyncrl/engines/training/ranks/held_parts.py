@@ -6,7 +6,7 @@ dp has copies, an embedding that is the head of the last pipeline stage too.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ Parts = Mapping[Kind, Mapping[str, TensorPart]]
 NO_PARTS: Parts = {}
 
 
+class OptimizerStates(Protocol):
+    """The states of an optimizer: whole or as parts, tensor by tensor, or without tensors."""
+
+    def states(self) -> list[dict[str, Any]]: ...
+
+    def state_tensors(self) -> Iterable[tuple[str, Tensor, Tensor]]: ...
+
+    def settings_of_states(self) -> list[dict[str, Any]]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class HeldModel:
     """Holds the parts of a transformers model that one rank has. stage: where it has some of the layers alone."""
@@ -28,6 +38,17 @@ class HeldModel:
     whole: Any
     stage: StageWeights | None
     mesh: RankMesh
+
+    def copied(
+        self, optimizer: OptimizerStates, named: Mapping[str, Tensor] | None, *, copy: bool
+    ) -> tuple[Parts, Mapping[str, Tensor] | None, list[dict[str, Any]]]:
+        """Returns the parts that this rank writes, with states that hold no moments; or, where no rank has parts, no
+        parts, and weights and states of the optimizer. named: weights that are gathered in any case; None: all. All
+        ranks call it together."""
+        if named is None and self.mesh.is_parted:
+            return self.parts(optimizer.state_tensors(), copy=copy), None, optimizer.settings_of_states()
+        whole = self.whole.state_dict(keep_vars=True) if named is None else named
+        return NO_PARTS, *self.gathered(whole, optimizer.states(), copy=copy)
 
     def parts(self, states: Iterable[tuple[str, Tensor, Tensor]], *, copy: bool) -> Parts:
         """Returns the parts that this rank writes. states: of the optimizer, each with name and weight. copy: in the

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -50,9 +51,19 @@ class Ranks:
 
     def told(self, value: Any, source: int) -> Any:
         """Returns on all ranks the value of rank `source`, a message or plain values."""
-        frames = encode(value) if self.rank == source else []
-        letters = torch.tensor([letter for frame in frames for letter in bytes(frame)], dtype=torch.uint8)
-        return decode([bytes(self.gather(letters.reshape(-1, 1)).flatten().tolist())])
+        return self.told_by_each(value if self.rank == source else None)[source]
+
+    def told_by_each(self, value: Any) -> list[Any]:
+        """Returns on all ranks the values of each, messages, arrays or plain values, in rank order."""
+        frames = [bytes(frame) for frame in encode(value)]
+        counts = [int(count) for count in self.gather(torch.tensor([[len(frames)]])).flatten()]
+        sizes = self.gather(torch.tensor([len(frame) for frame in frames]).reshape(-1, 1)).flatten().tolist()
+        letters = torch.frombuffer(bytearray().join(frames), dtype=torch.uint8)
+        stream = self.gather(letters.reshape(-1, 1)).flatten().numpy().tobytes()
+        ends = list(accumulate(sizes, initial=0))
+        parts = [stream[start:end] for start, end in pairwise(ends)]
+        firsts = list(accumulate(counts, initial=0))
+        return [decode(parts[first:end]) for first, end in pairwise(firsts)]
 
     def moved(self, values: Tensor, source: int) -> Tensor:
         """Returns at rank 0 the values of rank `source`; it gives a tensor like them. Other ranks need not call."""

@@ -14,6 +14,7 @@ Ranks that hold the same rows (tensor ranks, pipeline stages, slices) never meet
 counts once; slices meet in `copies`, because each has the gradient of its own tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,16 +23,20 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.engines.training.ranks.announcements import Announcements
 from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Exchange, Ranks
-from asyncrl.engines.training.ranks.rank_store import open_store
+from asyncrl.engines.training.ranks.rank_store import open_line, open_store
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.protocols.rank_layout import AXES, Axis, Layout
 
 Waiting = Callable[[], AbstractContextManager[None]]
 Part = TypeVar("Part")
+ANNOUNCED = "announced"
+"""Prefix of the keys of announcements in the store."""
 GLOO = "gloo/"
 """Stands in every error of gloo, which torch raises as a plain RuntimeError: a path of its source."""
 
@@ -40,7 +45,9 @@ GLOO = "gloo/"
 class RankMesh:
     """The groups of one rank; this class with its defaults is one rank alone. sharding: the mesh on which weights are
     sharded by FSDP2, splitting: the mesh on which layers are split, piping: the group of the stages; None where there
-    is none. failing: scope in which torch may fail because a rank is gone."""
+    is none. failing: scope in which torch may fail because a rank is gone. announcements: of rank 0, where the ranks
+    take their work from it; they then take the parts of a step together. service: whose ranks they are.
+    """
 
     everyone: Ranks = field(default_factory=Ranks)
     rows: Ranks = field(default_factory=Ranks)
@@ -55,6 +62,13 @@ class RankMesh:
     splitting: DeviceMesh | None = None
     piping: dist.ProcessGroup | None = None
     failing: Exchange = nullcontext
+    announcements: Announcements | None = None
+    service: str = "training"
+
+    @property
+    def key(self) -> str:
+        """Returns the config key of the layout."""
+        return f"{self.service}.layout"
 
     @property
     def rank(self) -> int:
@@ -79,9 +93,15 @@ class RankMesh:
         """Returns a mesh of data ranks that hold whole weights."""
         return cls(ranks, ranks, ranks)
 
+    def pass_budget(self, tokens: int) -> float:
+        """Returns the most tokens of one pass, of at most so many in a micro-batch. Passes of sharded weights and of
+        stages are not split further: each is an exchange, and all ranks need as many."""
+        return math.inf if self.sharding is not None or self.stages.size > 1 else tokens
+
     def in_step(self, parts: Sequence[list[Part]]) -> list[list[Part]]:
-        """Adds empty parts, so that each rank computes as many where all gather weights in every pass."""
-        if self.sharding is None:
+        """Adds empty parts, so that each rank computes as many where all gather weights in every pass, or take each
+        part together."""
+        if self.sharding is None and self.announcements is None:
             return list(parts)
         most = int(self.everyone.largest(torch.tensor([len(parts)])).item())
         return [*parts, *([] for _ in range(most - len(parts)))]
@@ -91,7 +111,8 @@ class RankMesh:
 class RankPlace:
     """Tells a rank its place. device: of the config. start: seconds until all ranks must have joined. exchange: seconds
     that one exchange may take, waiting for the slowest rank included. waiting: books the time of every exchange.
-    has_own_gpu: `device` is a GPU that no other rank has."""
+    has_own_gpu: `device` is a GPU that no other rank has. service: whose ranks they are. is_led: rank 0 announces what
+    all ranks compute."""
 
     rank: int
     layout: Layout
@@ -100,6 +121,8 @@ class RankPlace:
     start: float
     exchange: float
     has_own_gpu: bool = False
+    service: str = "training"
+    is_led: bool = False
 
 
 def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
@@ -117,6 +140,7 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         timeout = timedelta(seconds=place.exchange)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, timeout=timeout)
         groups = {axis: _own_group(layout.groups(axis), place.rank, timeout) for axis in AXES}
+        led = _announcements(meeting, place, store) if place.is_led else None
     late = f"could not exchange within {place.exchange:g} s, or one of them is gone"
     exchange = _scope(place, late, place.waiting)
 
@@ -133,7 +157,14 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         splitting=mesh["tp"] if mesh is not None and layout.tp > 1 else None,
         piping=groups["stages"] if layout.pp > 1 else None,
         failing=_scope(place, late, nullcontext, only_exchanges=True),
+        announcements=led,
+        service=place.service,
     )
+
+
+def _announcements(meeting: MeetingPlace, place: RankPlace, store: Store) -> Announcements:
+    line = PrefixStore(ANNOUNCED, open_line(meeting, place.start))
+    return Announcements(line, PrefixStore(ANNOUNCED, store), place.rank, place.layout.size, place.exchange)
 
 
 def _own_group(groups: list[list[int]], own: int, timeout: timedelta) -> dist.ProcessGroup | None:
@@ -173,7 +204,7 @@ def _scope(place: RankPlace, failed: str, waiting: Waiting, *, only_exchanges: b
         except RuntimeError as error:
             if only_exchanges and not _is_of_backend(error):
                 raise
-            ranks = f"the {place.layout.size} training ranks"
+            ranks = f"the {place.layout.size} {place.service} ranks"
             raise PeerLost(f"{ranks} {failed} (seen by rank {place.rank}: {error})") from error
 
     return scope

@@ -35,6 +35,12 @@ def open_store(place: MeetingPlace, seconds: float) -> Store:
     return PrefixStore(place.name, store)
 
 
+def open_line(place: MeetingPlace, seconds: float) -> Store:
+    """Connects to the store once more. Raises RuntimeError when it cannot be reached."""
+    wait = timedelta(seconds=seconds)
+    return PrefixStore(place.name, TCPStore(place.host, place.port, None, False, wait, wait_for_workers=False))
+
+
 def use_network_of(host: str) -> None:
     """Has gloo and NCCL use the interface with this address, unless the user chose one. Workers start with loopback
     alone, because torch.distributed would listen where the host's name leads."""

@@ -39,17 +39,17 @@ class PassRoot(nn.Module):
         return compute()
 
 
-def shard_model(whole: Any, mesh: DeviceMesh) -> PassRoot:
-    """Shares out the weights of a transformers model over the mesh. Raises ConfigError when torch is too old, or a
-    weight is on another kind of device than the ranks exchange on."""
+def shard_model(whole: Any, mesh: DeviceMesh, key: str) -> PassRoot:
+    """Shares out the weights of a transformers model over the mesh. key: of the layout in the config. Raises
+    ConfigError when torch is too old, or a weight is on another kind of device than the ranks exchange on."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise ConfigError(f"training.layout: shard needs torch 2.9 or newer, and {torch.__version__} is installed")
+        raise ConfigError(f"{key}: shard needs torch 2.9 or newer, and {torch.__version__} is installed")
     if whole.device.type != mesh.device_type:
         raise ConfigError(
-            f"training.layout: sharded ranks on {whole.device.type} need a GPU of their own each: lower shard, or "
-            "give training a pool with as many devices"
+            f"{key}: sharded ranks on {whole.device.type} need a GPU of their own each: lower shard, or give "
+            f"{key.partition('.')[0]} a pool with as many devices"
         )
     root = PassRoot(whole)
     layers = [each for each in whole.modules() if type(each).__name__ in (whole._no_split_modules or ())]

@@ -17,22 +17,20 @@ from asyncrl.errors import ConfigError
 STYLES = ("colwise", "rowwise")
 
 
-def split_layers(whole: Any, mesh: DeviceMesh) -> None:
-    """Splits the linear layers of a transformers model over the ranks of a mesh. Raises ConfigError when the model has
-    no plan, one of another kind, or heads that cannot be split so."""
+def split_layers(whole: Any, mesh: DeviceMesh, key: str) -> None:
+    """Splits the linear layers of a transformers model over the ranks of a mesh. key: of the layout in the config.
+    Raises ConfigError when the model has no plan, one of another kind, or heads that cannot be split so."""
     config, size = whole.config, mesh.size()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or set(plan.values()) - set(STYLES):
         others = ", ".join(sorted(set((plan or {}).values()) - set(STYLES))) or "none"
         raise ConfigError(
-            f"training.layout: tp splits {' and '.join(STYLES)} layers alone, and the plan of {type(whole).__name__} "
+            f"{key}: tp splits {' and '.join(STYLES)} layers alone, and the plan of {type(whole).__name__} "
             f"has {others}; take a Llama or Qwen2 model, or shard instead of tp"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
-            raise ConfigError(
-                f"training.layout: tp = {size} does not divide the model's {name}, {getattr(config, name)}"
-            )
+            raise ConfigError(f"{key}: tp = {size} does not divide the model's {name}, {getattr(config, name)}")
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

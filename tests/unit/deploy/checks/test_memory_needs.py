@@ -20,6 +20,7 @@ from asyncrl.deploy.checks.memory_needs import (
     MemoryNeed,
     needs,
 )
+from asyncrl.deploy.checks.placement_plan import planned_workers
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import (
     TEXT_BYTES_PER_TOKEN,
@@ -79,6 +80,16 @@ def test_ranks_that_share_out_the_weights_hold_a_part_each_and_gather_a_layer_at
     assert "gathered" not in parts["whole"]
     assert parts["shards"]["gathered"] == 4 * 2 * (outside + 2 * layer)
     assert _training_parts(1, tp=2)["weights"] == 4 * (outside + 30 * ((layer - 2 * 576) // 2 + 2 * 576))
+
+
+def test_ranks_of_a_critic_count_like_those_of_the_trainer() -> None:
+    wanted = config(algorithm={"preset": "ppo"}, critic={"layout": {"shard": 2, "dp": 2}})
+    found = next(each for each in needs(wanted, SMOLLM2) if each.name == "critic")
+    assert found.parts["weights"] == _training_parts(2)["weights"]
+    assert found.bytes == 4 * sum(found.parts.values())
+    workers = [each for each in planned_workers(wanted, SMOLLM2) if each.need.name == "critic"]
+    assert [each.name for each in workers] == ["critic0.0", "critic0.1", "critic0.2", "critic0.3"]
+    assert [each.bytes for each in workers] == 4 * [sum(found.parts.values())]
 
 
 def test_pipeline_stages_hold_some_of_the_layers_and_buffers_for_what_they_pass_on() -> None:

@@ -1,0 +1,1 @@
+"""Services whose replicas have several ranks: where they meet, and what they compute together."""

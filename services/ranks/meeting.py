@@ -1,0 +1,44 @@
+"""Connects the ranks of a replica."""
+
+import torch
+
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.errors import LostRows
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
+from asyncrl.fleet.worker.service import WorkerContext
+
+
+async def find_meeting(context: WorkerContext) -> MeetingPlace | None:
+    """Waits until the controller has said where the ranks meet; returns None where there is one alone."""
+    if context.spec.layout.size == 1:
+        return None
+    return await context.rank_meeting.place(context.config.fleet.start_deadline)
+
+
+def open_mesh(context: WorkerContext, meeting: MeetingPlace | None, *, is_led: bool = False) -> RankMesh:
+    """Connects the ranks, where there are several. is_led: rank 0 announces what all ranks compute."""
+    if meeting is None:
+        return RankMesh(service=context.spec.service)
+    fleet = context.config.fleet
+    place = RankPlace(
+        context.spec.rank,
+        context.spec.layout,
+        context.spec.device,
+        waiting=context.occupancy.exchanging,
+        start=fleet.start_deadline,
+        exchange=fleet.call_deadline,
+        has_own_gpu=bool(context.spec.devices),
+        service=context.spec.service,
+        is_led=is_led,
+    )
+    return connect_mesh(meeting, place)
+
+
+def agree_on_lost_rows(mesh: RankMesh, own: LostRows | None) -> LostRows | None:
+    """Returns on all ranks an error that names what any of them lost, because the caller sees that of one rank; None
+    where none lost rows. own: what this rank lost."""
+    if not mesh.everyone.largest(torch.tensor([float(own is not None)])).item():
+        return None
+    named = mesh.everyone.told_by_each([] if own is None else [[owner, slot] for owner, slot in own.places])
+    unique = dict.fromkeys((owner, slot) for places in named for owner, slot in places)
+    return LostRows(str(own or f"another rank of the {mesh.service} lost rows of its share"), unique)
