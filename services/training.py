@@ -248,7 +248,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             ) from None
 
     def _report(self, outcome: StepOutcome) -> StepReport:
-        announces = self._published.arena or (self.context.handover is not None and self.context.spec.rank == 0)
+        announces = self._published.arena or self.context.handover is not None
         published = self._published if announces and not outcome.skipped else None
         chain_hex, metrics, samples = self._chain.hex(), outcome.metrics, outcome.samples
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)

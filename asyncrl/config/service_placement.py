@@ -130,11 +130,6 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
             f'ranks sample on the device that they train on: write device = "{device}"',
         ),
         ("training.pool", spread, "ranks need a GPU each that is theirs by name: write a pool with as many devices"),
-        (
-            "training.layout",
-            max(training.layout.shard, training.layout.pp, training.layout.sp) > 1,
-            "shards, stages and slices of rows are not gathered for sampling yet: write dp or tp",
-        ),
         ("fleet.wire", fleet.wire == "inproc", 'the trainer needs a process of its own: write wire = "ipc"'),
         ("fleet.joined", "training" in fleet.joined, "a trainer that joins does not sample: remove training"),
         ("acting.env", bool(config.acting.env), "policies that act sample in workers of their own: remove one of them"),

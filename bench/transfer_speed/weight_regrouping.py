@@ -18,6 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from fractions import Fraction
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import get_args
@@ -48,8 +49,10 @@ class MeasuredTransition:
     """Holds what one rank measured, of the larger model minus that of the smaller one: all bytes that training cuts,
     those that the rank received, and those of its training slices that it does not generate with."""
 
+    pp: int
     tp: int
     dp: int
+    generation_pp: int
     generation_tp: int
     grouping: Grouping
     rank: int
@@ -69,7 +72,7 @@ class MeasuredTransition:
 
     @property
     def _expected(self) -> Transition:
-        layout = Layout(1, self.tp, self.dp, 1, self.generation_tp)
+        layout = Layout(self.pp, self.tp, self.dp, self.generation_pp, self.generation_tp)
         return Regrouping(layout, self.grouping).cost(self.rank)
 
 
@@ -77,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench regroup", description=__doc__)
     parser.add_argument("--ranks", type=at_least(2), default=8, help="processes, and ranks of the largest layout")
     found = measure(parser.parse_args(arguments).ranks)
-    head = ("tp-dp", "to tp", "grouping", "received", "of M", "unused", "of M")
+    head = ("pp-tp-dp", "to pp-tp", "grouping", "received", "of M", "unused", "of M")
     print(table(head, [_row(each) for each in _worst(found)]))
     excess = max(abs(each.excess) for each in found)
     print(goal_line("bytes received beyond Table 2, of any rank", float(excess), 0, at_most=True))
@@ -104,17 +107,22 @@ def measure(ranks: int) -> list[MeasuredTransition]:
 
 
 def layouts(ranks: int) -> Iterator[Layout]:
-    """Yields the layouts of at most so many ranks that train slices and generate with fewer or as many."""
-    for tp in range(2, ranks + 1):
-        for dp in range(1, ranks // tp + 1):
-            yield from (Layout(1, tp, dp, 1, wide) for wide in range(1, tp + 1) if tp % wide == 0)
+    """Yields the layouts of at most so many ranks that train stages or slices and generate with fewer or as many."""
+    for pp, tp in product(range(1, ranks + 1), repeat=2):
+        for dp in range(1, ranks // (pp * tp) + 1):
+            sizes = [(deep, wide) for deep in _divisors(pp) for wide in _divisors(tp)]
+            yield from (Layout(pp, tp, dp, deep, wide) for deep, wide in sizes if pp * tp > 1)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _worst(found: Sequence[MeasuredTransition]) -> Iterator[MeasuredTransition]:
     """Yields the rank with the most unused bytes of each layout and grouping."""
-    worst: dict[tuple[int, int, int, str], MeasuredTransition] = {}
+    worst: dict[tuple[tuple[int, ...], str], MeasuredTransition] = {}
     for each in found:
-        key = each.tp, each.dp, each.generation_tp, each.grouping
+        key = (each.pp, each.tp, each.dp, each.generation_pp, each.generation_tp), each.grouping
         if key not in worst or worst[key].unused < each.unused:
             worst[key] = each
     yield from worst.values()
@@ -122,7 +130,7 @@ def _worst(found: Sequence[MeasuredTransition]) -> Iterator[MeasuredTransition]:
 
 def _row(each: MeasuredTransition) -> tuple[str, ...]:
     shares = [str(Fraction(number, each.model)) for number in (each.received, each.unused)]
-    sizes = f"{each.tp}-{each.dp}", str(each.generation_tp), each.grouping
+    sizes = f"{each.pp}-{each.tp}-{each.dp}", f"{each.generation_pp}-{each.generation_tp}", each.grouping
     return (*sizes, str(each.received), shares[0], str(each.unused), shares[1])
 
 
@@ -153,24 +161,27 @@ def _run_rank(path: Path, rank: int, ranks: int) -> Iterator[MeasuredTransition]
     meeting = _MeetingFile(path, rank, ranks)
     wait = timedelta(seconds=DEADLINE)
     dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=ranks, timeout=wait)
+    connected: dict[tuple[int, ...], Ranks] = {}
     for layout in layouts(ranks):
         for grouping in get_args(Grouping):
             regrouping = Regrouping(layout, grouping)
-            group = _own_group(regrouping.gathering(), rank)
+            group = _own_group(regrouping.gathering(), rank, connected)
             found = [_transition(regrouping, rank, group, width, meeting) for width in WIDTHS]
             if rank < layout.size:
                 model, received, unused = (large - small for small, large in zip(*found, strict=True))
-                sizes = layout.tp, layout.dp, layout.gtp
+                sizes = layout.pp, layout.tp, layout.dp, layout.gpp, layout.gtp
                 yield MeasuredTransition(*sizes, grouping, rank, model, received, unused)
     dist.destroy_process_group()
 
 
-def _own_group(groups: Sequence[Sequence[int]], rank: int) -> Ranks:
+def _own_group(groups: Sequence[Sequence[int]], rank: int, connected: dict[tuple[int, ...], Ranks]) -> Ranks:
+    """Returns the group of a rank. connected: groups that were used before, which all ranks connect in one order."""
     found = Ranks()
-    for members in groups:
-        made = dist.new_group(list(members))
-        if rank in members and len(members) > 1:
-            found = DistributedRanks(made, torch.device("cpu"), nullcontext)
+    for members in (tuple(each) for each in groups if len(each) > 1):
+        if members not in connected:
+            made = dist.new_group(list(members))
+            connected[members] = DistributedRanks(made, torch.device("cpu"), nullcontext) if rank in members else found
+        found = connected[members] if rank in members else found
     return found
 
 
@@ -180,22 +191,37 @@ def _transition(
     """Returns bytes of the model, bytes received, and bytes of this rank's slices that are in nothing it gathered.
     Raises AssertionError unless what it gathered is what it is to generate with."""
     layout = regrouping.layout
-    whole = {f"{layer}.{dim}": (_tensor(width, dim), dim) for layer in range(LAYERS) for dim in (0, 1)}
-    model = sum(tensor.nbytes for tensor, _ in whole.values())
+    stages = [range(stage * LAYERS, (stage + 1) * LAYERS) for stage in range(layout.pp)]
+    whole = {
+        f"{layer}.{dim}": (_tensor(width, dim), dim, stage)
+        for stage, layers in enumerate(stages)
+        for layer in layers
+        for dim in (0, 1)
+    }
+    model = sum(tensor.nbytes for tensor, _, _ in whole.values())
     meeting.meet()
     before = _received()
     meeting.meet()  # No rank sends before all have read their counters.
     if rank >= layout.size:
         return model, 0, 0
-    number = layout.place(rank).tp
-    slices = {name: OwnSlice(tensor.chunk(layout.tp, dim)[number], dim) for name, (tensor, dim) in whole.items()}
+    at, gathered = layout.place(rank), {stage for stage, _ in regrouping.gathered(rank)}
+    slices = {
+        name: OwnSlice(tensor.chunk(layout.tp, dim)[at.tp].to("cpu" if stage == at.pp else "meta"), dim, stage)
+        for name, (tensor, dim, stage) in whole.items()
+        if stage in gathered
+    }
     gathering = WeightGathering(regrouping, rank, group)
     made = gathering.gather(slices, torch.float32)
     received = _received() - before
-    for name, (tensor, dim) in whole.items():
+    stages_needed = {stage for stage, _ in regrouping.needed(rank)}
+    assert made.keys() == {name for name, (_, _, stage) in whole.items() if stage in stages_needed}
+    for name, each in made.items():
+        tensor, dim, _ = whole[name]
         expected = tensor.chunk(layout.gtp, dim)[regrouping.place(rank).tp]
-        torch.testing.assert_close(made[name], expected, rtol=0, atol=0)
-    unused = sum(int((~torch.isin(part, made[name])).sum()) * 4 for name, (part, _) in slices.items())
+        torch.testing.assert_close(each, expected, rtol=0, atol=0)
+    own = {name: part for name, (part, _, stage) in slices.items() if stage == at.pp}
+    used = {name: made.get(name, torch.empty(0)) for name in own}
+    unused = sum(int((~torch.isin(part, used[name])).sum()) * 4 for name, part in own.items())
     assert 0 <= received - gathering.received < 4096, "headers of gloo take less"
     return model, received, unused
 

@@ -28,8 +28,9 @@ UNEQUAL = ("time", "perf/", "incarnation", "wall", "staleness/redone/")
 """Beginnings of metrics that tell how fast a run was, which start of it, or what a death cost."""
 
 
-def command(model: Path, run_dir: Path, *flags: str) -> list[str]:
-    keys = ["--model.name", str(model), "--steps", str(STEPS), "--staleness.limit", "0", "--training.layout.tp", "2"]
+def command(model: Path, run_dir: Path, *flags: str, axis: str = "tp", steps: int = STEPS) -> list[str]:
+    keys = ["--model.name", str(model), "--steps", str(steps), "--staleness.limit", "0"]
+    keys += [f"--training.layout.{axis}", "2"]
     keys += ["--generation.deterministic", "true", "--training.checkpoint_every", "2", "--evaluate.prompts="]
     keys += ["--task.samples_per_prompt", "4", "--task.prompts_per_step", "4", "--fleet.start_deadline", str(START)]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
@@ -46,6 +47,10 @@ def cut_bytes(model: Path) -> int:
     """Bytes of the layers' matrices in float32, which two ranks hold halves of."""
     tensors = load_file(model / "model.safetensors").items()
     return sum(4 * each.size for name, each in tensors if re.search(r"(q|k|v|o|gate|up|down)_proj\.weight$", name))
+
+
+def whole_bytes(model: Path) -> int:
+    return sum(4 * each.size for each in load_file(model / "model.safetensors").values())
 
 
 def gathered(run_dir: Path) -> dict[str, set[int]]:
@@ -96,6 +101,20 @@ def test_ranks_sample_what_separate_processes_would_and_resume_after_a_death(
     received = gathered(together)
     assert len(received) == 4, "two ranks, started twice"
     assert set.union(*received.values()) == {cut_bytes(quickstart_model) // 2}
+
+
+@pytest.mark.parametrize("axis", ["shard", "pp"])
+def test_shards_and_stages_sample_what_separate_processes_would(
+    axis: str, quickstart_model: Path, tmp_path: Path
+) -> None:
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    finished(command(quickstart_model, apart, axis=axis, steps=3))
+    finished(command(quickstart_model, together, "--generation.colocate", "training", axis=axis, steps=3))
+    assert audit(together).ok
+    assert curve(together) == curve(apart)
+    received = gathered(together)
+    assert len(received) == 2
+    assert all(0 < size < whole_bytes(quickstart_model) for sizes in received.values() for size in sizes)
 
 
 def _run_of(run_dir: Path) -> str:

@@ -75,20 +75,19 @@ def inside(**generation: Any) -> dict[str, Any]:
         (inside(stored_samples="file.parquet"), "nothing is sampled: remove one of them"),
         (inside(device="cuda:0"), 'ranks sample on the device that they train on: write device = "cpu"'),
         (inside(pool="p") | {"pools": {"p": {"devices": ["cuda:0"]}}}, "ranks sample on their own devices"),
-        (
-            INSIDE | {"training": {"layout": {"shard": 2}}},
-            "shards, stages and slices of rows are not gathered for sampling yet",
-        ),
         (INSIDE | {"fleet": {"wire": "inproc"}}, "the trainer needs a process of its own: write wire"),
         (INSIDE | JOINING, "a trainer that joins does not sample: remove training"),
         (inside(device="cuda") | {"training": {"device": "cuda", "layout": {"dp": 2}}}, "ranks need a GPU each that"),
-        (
-            INSIDE | {"training": {"layout": {"pp": 2}}},
-            "shards, stages and slices of rows are not gathered for sampling yet",
-        ),
     ],
 )
 def test_what_ranks_that_sample_cannot_do_is_refused(sections: dict[str, Any], says: str) -> None:
     """Names what to write instead."""
     with pytest.raises(ValidationError, match=re.escape(says)):
         Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "none"}, **sections})
+
+
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"pp": 2}, {"sp": 2}, {"tp": 2, "shard": 2}, {"pp": 2, "tp": 2}])
+def test_ranks_of_every_layout_may_sample(layout: dict[str, int]) -> None:
+    Config.model_validate(
+        {"model": {"name": "m"}, "task": {"prompts": "none"}, **INSIDE, "training": {"layout": layout}}
+    )

@@ -46,8 +46,8 @@ class Ranks:
         return parts
 
     def shared(self, values: Tensor, source: int) -> Tensor:
-        """Returns the values of rank `source` on all ranks, which give values of the same shape; made for few bytes."""
-        return self.sum(values if self.rank == source else torch.zeros_like(values))
+        """Returns the values of rank `source` on all ranks, which give tensors like it."""
+        return values
 
     def told(self, value: Any, source: int) -> Any:
         """Returns on all ranks the value of rank `source`, a message or plain values."""
@@ -111,6 +111,12 @@ class DistributedRanks(Ranks):
             elif self.rank == 0:
                 dist.recv(flat, dist.get_global_rank(self._group, source), self._group)
         return flat.reshape(values.shape).to(values.device)
+
+    def shared(self, values: Tensor, source: int) -> Tensor:
+        moved = values.detach().to(self._device, copy=self.rank != source).contiguous()
+        with self._exchange():  # As bytes, because gloo does not send every dtype.
+            dist.broadcast(moved.reshape(-1).view(torch.uint8), dist.get_global_rank(self._group, source), self._group)
+        return moved.to(values.device)
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         moved = values.to(self._device)

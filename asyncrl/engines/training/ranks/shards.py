@@ -105,7 +105,16 @@ def is_split(tensor: Tensor) -> bool:
 def cut_dim(tensor: Tensor) -> int:
     """Returns the dimension along which tensor ranks cut a tensor that is split."""
     assert is_part(tensor), "it is split"
-    return next(dim for place in tensor.placements if (dim := _cut(place)) is not None)
+    dim = _cut(tensor.placements[_axis_of_layers(tensor)])
+    assert dim is not None, "it is split"
+    return dim
+
+
+def _axis_of_layers(tensor: "DTensor") -> int:
+    """Returns the axis of the mesh of a tensor along which layers are split."""
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None, "every mesh has names"
+    return names.index("tp")
 
 
 def share_out(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
@@ -113,6 +122,15 @@ def share_out(value: Tensor | StoredTensor, like: Tensor) -> Tensor:
     has_parts = is_part(like) and value.dim() == like.dim()
     part = value[own_ranges(like) if has_parts else tuple(slice(0, size) for size in value.shape)]
     return part.clone() if isinstance(value, Tensor) else part
+
+
+def rows_of_shards(tensor: Tensor) -> int:
+    """Returns the rows that shards of a tensor hold together: those of this tensor rank."""
+    if not (is_part(tensor) and is_split(tensor) and cut_dim(tensor) == 0):
+        return len(tensor)
+    mesh, axis = tensor.device_mesh, _axis_of_layers(tensor)
+    part = -(-len(tensor) // mesh.size(axis))
+    return min(part, len(tensor) - part * mesh.get_local_rank(axis))
 
 
 def own_ranges(tensor: Tensor) -> tuple[slice, ...]:

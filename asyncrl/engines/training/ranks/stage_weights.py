@@ -28,30 +28,36 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 class StageTensor:
     """Stands for a tensor that another stage than the first holds, like one that is sharded over ranks: all stages call
-    `full_tensor`, which returns it at the first one. moves: whether it does, or only gathers shards at its owner."""
+    `full_tensor`, which returns it at the first one. owner: the stage. moves: whether it does, or only gathers shards
+    at its owner."""
 
     def __init__(self, own: Tensor, owner: int, stages: Ranks, *, moves: bool) -> None:
         self.own = own
         self.shape = own.shape
-        self._owner = owner
+        self.owner = owner
         self._stages = stages
         self._moves = moves
 
     def to(self, dtype: torch.dtype) -> "StageTensor":
-        return StageTensor(self.own.to(dtype), self._owner, self._stages, moves=self._moves)
+        return StageTensor(self.own.to(dtype), self.owner, self._stages, moves=self._moves)
 
     def full_tensor(self) -> Tensor:
         whole = whole_tensor(self.own)
         if not self._moves:
             return whole
         at_first = torch.empty(self.shape, dtype=self.own.dtype) if self._stages.rank == 0 else whole
-        return self._stages.moved(at_first, self._owner)
+        return self._stages.moved(at_first, self.owner)
 
 
 def held_tensors(published: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns those of the tensors of a version that this rank holds, or holds parts of."""
     own = {name: each.own if isinstance(each, StageTensor) else each for name, each in published.items()}
     return {name: each for name, each in own.items() if not each.is_meta}
+
+
+def owner_of(published: Any) -> int:
+    """Returns the stage that gives a tensor of a version to others."""
+    return published.owner if isinstance(published, StageTensor) else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,21 +1,24 @@
-"""Gathers the weights that a rank generates with from ranks that train other slices of the same layers.
+"""Gathers the weights that a rank generates with from ranks that train other parts of the same model.
 
-    rank 0    q[0:8]   o[:, 0:8] ──┐              ┌── q[0:16]  o[:, 0:16]
-    rank 1    q[8:16]  o[:, 8:16] ─┴─ all-gather ─┴── the same
+    shards    parts of each tensor      ──┐
+    tensor    slices of a layer         ──┼── all-gathers ──> what this rank generates with
+    stages    some of the layers        ──┘
 
-One all-gather in each group of `Regrouping.gathering`, in buckets, so that memory holds what is generated with and one
-bucket, but no second copy of it. What ranks hold whole is not gathered. Pipeline stages are not gathered here.
+Everything moves in buckets, so that memory holds what is generated with and one bucket, but no second copy of it.
+What ranks hold whole is not gathered from those that hold the same.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import cut_dim, is_split, own_part
+from asyncrl.engines.training.ranks.shards import cut_dim, is_split, own_part, rows_of_shards
+from asyncrl.engines.training.ranks.stage_weights import held_tensors, owner_of
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.rank_layout import Layout
@@ -25,68 +28,148 @@ BUCKET_BYTES = 32 << 20
 
 
 class OwnSlice(NamedTuple):
-    """A rank's slice of a tensor that is cut along `dim`."""
+    """A rank's slice of a tensor that is cut along `dim`. stage: that has the tensor; of other stages than this rank's
+    the slice is on the meta device."""
 
     part: Tensor
     dim: int
+    stage: int = 0
 
 
 class WeightGathering:
-    """Gathers for one rank. group: the ranks that it gathers from, itself among them. received: bytes that came from
-    other ranks."""
+    """Gathers slices for one rank. group: the ranks that it gathers from, itself among them. received: bytes that came
+    from other ranks."""
 
     def __init__(self, regrouping: Regrouping, rank: int, group: Ranks) -> None:
-        if regrouping.layout.pp > 1:
-            raise ValueError("weights of pipeline stages are not gathered: use pp = 1")
         members = next(ranks for ranks in regrouping.gathering() if rank in ranks)
         assert group.size == len(members), f"{group.size} ranks connected where {len(members)} gather"
-        slices = [regrouping.layout.place(member).tp for member in members]
-        self._sources = [slices.index(number) for _, number in sorted(regrouping.needed(rank))]
+        self._cells = [(at.pp, at.tp) for at in map(regrouping.layout.place, members)]
+        self._needed = sorted(regrouping.needed(rank))
         self._group = group
         self.received = 0
 
     def gather(self, slices: Mapping[str, OwnSlice], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns what this rank generates with, in this dtype. All ranks of the group call it with the slices of the
-        same tensors in the same order. Raises PeerLost when one of them is gone."""
+        """Returns what this rank generates with, in this dtype. All ranks of the group call it with slices of the same
+        tensors in the same order. Raises PeerLost when one of them is gone."""
         made: dict[str, Tensor] = {}
         for bucket in _buckets(slices, dtype.itemsize):
-            flat = torch.cat([each.part.detach().to(dtype).flatten() for each in bucket.values()])
-            gathered = [each.view(dtype) for each in self._group.gather_equal(flat.view(torch.uint8))]
-            self.received += (self._group.size - 1) * flat.numel() * dtype.itemsize
+            parts = self._exchanged(bucket, dtype)
+            stage = next(iter(bucket.values())).stage
+            sources = [cell for cell in self._needed if cell[0] == stage]
             start = 0
-            for name, (part, dim) in bucket.items():
+            for name, (part, dim, _) in bucket.items():
                 stop = start + part.numel()
-                pieces = [gathered[source][start:stop].view(part.shape) for source in self._sources]
-                made[name] = torch.cat(pieces, dim)
+                if sources:
+                    made[name] = torch.cat([parts[cell][start:stop].view(part.shape) for cell in sources], dim)
                 start = stop
         return made
 
+    def _exchanged(self, bucket: Mapping[str, OwnSlice], dtype: torch.dtype) -> dict[tuple[int, int], Tensor]:
+        """Returns the slices of each member with the stage of a bucket, one after the other, by stage and slice."""
+        stage, own = next(iter(bucket.values())).stage, self._cells[self._group.rank]
+        givers = [place for place, cell in enumerate(self._cells) if cell[0] == stage]
+        flat = _flat([each.part for each in bucket.values()], dtype)
+        self.received += (len(givers) - (own[0] == stage)) * flat.numel() * dtype.itemsize
+        if len(givers) == self._group.size:
+            gathered = self._group.gather_equal(flat.view(torch.uint8))
+        else:
+            gathered = [self._group.shared(flat.view(torch.uint8), place) for place in givers]
+        return {self._cells[place]: each.view(dtype) for place, each in zip(givers, gathered, strict=True)}
+
 
 def gather_for_generation(
-    tensors: Mapping[str, Tensor], spec: WeightsSpec, layout: Layout, mesh: RankMesh
+    tensors: Mapping[str, Any], spec: WeightsSpec, layout: Layout, mesh: RankMesh
 ) -> tuple[dict[str, Tensor], int]:
     """Returns the tensors of a specification in its dtype, and the bytes received for them. What this rank holds whole
     is no copy where it has that dtype. Raises PeerLost when another rank is gone."""
-    dtype = DTYPES[spec.dtype]
-    own = {each.name: tensors[each.name] for each in spec.tensors}
-    cut = {name: OwnSlice(own_part(each), cut_dim(each)) for name, each in own.items() if is_split(each)}
+    dtype, named = DTYPES[spec.dtype], {each.name: tensors[each.name] for each in spec.tensors}
+    held = held_tensors(named)
+    own, received = _joined_shards(held, dtype, mesh.shards)
+    cut = {name: cut_dim(each) for name, each in held.items() if is_split(each)}
+    if mesh.stages.size > 1:
+        owned = {name: each for name, each in own.items() if owner_of(named[name]) == mesh.stages.rank}
+        made, received_slices = _of_all_stages(owned, cut, layout, mesh)
+        return made, received + received_slices
     if not cut:
-        return {name: each.detach().to(dtype) for name, each in own.items()}, 0
-    gathering = WeightGathering(Regrouping(layout), mesh.rank, mesh.gathering)
-    gathered = gathering.gather(cut, dtype)
-    made = {name: gathered[name] if name in cut else own_part(each).detach().to(dtype) for name, each in own.items()}
-    return made, gathering.received
+        return own, received
+    gathering = _gathering_of_slices(layout, mesh)
+    gathered = gathering.gather({name: OwnSlice(own[name], dim) for name, dim in cut.items()}, dtype)
+    return {**own, **gathered}, received + gathering.received
+
+
+def _gathering_of_slices(layout: Layout, mesh: RankMesh) -> WeightGathering:
+    """Shards are data ranks here: each has joined its slices."""
+    return WeightGathering(Regrouping(replace(layout, dp=layout.data, shard=1)), mesh.rank, mesh.gathering)
+
+
+def _joined_shards(held: Mapping[str, Tensor], dtype: torch.dtype, shards: Ranks) -> tuple[dict[str, Tensor], int]:
+    """Returns what ranks hold together that share out each tensor, cut at most by tensor ranks, and the bytes
+    received."""
+    if shards.size == 1:
+        return {name: own_part(each).detach().to(dtype) for name, each in held.items()}, 0
+    made: dict[str, Tensor] = {}
+    received = 0
+    padded = {name: OwnSlice(_padded(each, shards.size), 0) for name, each in held.items()}
+    for bucket in _buckets(padded, dtype.itemsize):
+        flat = _flat([part for part, _, _ in bucket.values()], dtype)
+        gathered = [each.view(dtype) for each in shards.gather_equal(flat.view(torch.uint8))]
+        received += (shards.size - 1) * flat.numel() * dtype.itemsize
+        start = 0
+        for name, (part, _, _) in bucket.items():
+            stop = start + part.numel()
+            whole = torch.cat([each[start:stop].view(part.shape) for each in gathered])
+            made[name] = whole[: rows_of_shards(held[name])]
+            start = stop
+    return made, received
+
+
+def _padded(tensor: Tensor, shards: int) -> Tensor:
+    """Returns this rank's part with as many rows as the first shard has; the last ones may have fewer."""
+    part = own_part(tensor).detach()
+    missing = -(-rows_of_shards(tensor) // shards) - len(part)
+    return part if missing == 0 else torch.cat([part, part.new_zeros((missing, *part.shape[1:]))])
+
+
+def _of_all_stages(
+    owned: Mapping[str, Tensor], cut: Mapping[str, int], layout: Layout, mesh: RankMesh
+) -> tuple[dict[str, Tensor], int]:
+    """Returns the tensors of all stages, and the bytes received. owned: those of this stage; cut: dimension of each
+    that tensor ranks hold slices of. Slices come from all ranks that hold them, others from the same tensor rank of
+    each stage."""
+    described = [[name, cut.get(name), list(each.shape)] for name, each in owned.items()]
+    slices: dict[str, OwnSlice] = {}
+    wholes: dict[str, OwnSlice] = {}
+    for stage in range(mesh.stages.size):
+        for name, dim, shape in mesh.stages.told(described, stage):
+            part = owned[name] if stage == mesh.stages.rank else torch.empty(shape, device="meta")
+            (wholes if dim is None else slices)[name] = OwnSlice(part, dim or 0, stage)
+    dtype = next(iter(owned.values())).dtype
+    along = Regrouping(Layout(pp=layout.pp, generation_pp=1))
+    gatherings = [(WeightGathering(along, mesh.stages.rank, mesh.stages), wholes)]
+    gatherings += [(_gathering_of_slices(layout, mesh), slices)] if slices else []
+    made: dict[str, Tensor] = {}
+    for gathering, parts in gatherings:
+        made |= gathering.gather(parts, dtype)
+    return made, sum(gathering.received for gathering, _ in gatherings)
+
+
+def _flat(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns all elements one after the other; of parts that this rank does not have, memory for them."""
+    flat = [each.detach().flatten() for each in parts]
+    if any(each.is_meta for each in flat):
+        return torch.empty(sum(each.numel() for each in flat), dtype=dtype)
+    return torch.cat([each.to(dtype) for each in flat])
 
 
 def _buckets(slices: Mapping[str, OwnSlice], item_bytes: int) -> Iterator[dict[str, OwnSlice]]:
-    """Groups slices in order into buckets of at most BUCKET_BYTES, or of one larger slice."""
+    """Groups slices of a stage in order into buckets of at most BUCKET_BYTES, or of one larger slice."""
     bucket: dict[str, OwnSlice] = {}
-    size = 0
+    size, stage = 0, 0
     for name, each in slices.items():
         own = each.part.numel() * item_bytes
-        if bucket and size + own > BUCKET_BYTES:
+        if bucket and (size + own > BUCKET_BYTES or each.stage != stage):
             yield bucket
             bucket, size = {}, 0
-        bucket[name], size = each, size + own
+        bucket[name], size, stage = each, size + own, each.stage
     if bucket:
         yield bucket

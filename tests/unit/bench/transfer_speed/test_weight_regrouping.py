@@ -4,11 +4,15 @@ import subprocess
 import sys
 
 ROWS = {
-    ("2-2", "1", "zero-redundancy"): ("1/2", "0"),
-    ("4-1", "1", "zero-redundancy"): ("3/4", "0"),
-    ("4-1", "2", "zero-redundancy"): ("1/4", "0"),
-    ("4-1", "4", "zero-redundancy"): ("0", "0"),
-    ("4-1", "2", "vanilla"): ("3/4", "1/4"),
+    ("1-2-2", "1-1", "zero-redundancy"): ("1/2", "0"),
+    ("1-4-1", "1-1", "zero-redundancy"): ("3/4", "0"),
+    ("1-4-1", "1-2", "zero-redundancy"): ("1/4", "0"),
+    ("1-4-1", "1-4", "zero-redundancy"): ("0", "0"),
+    ("2-2-1", "1-1", "zero-redundancy"): ("3/4", "0"),
+    ("2-2-1", "1-2", "zero-redundancy"): ("1/4", "0"),
+    ("2-2-1", "2-1", "zero-redundancy"): ("1/4", "0"),
+    ("1-4-1", "1-2", "vanilla"): ("3/4", "1/4"),
+    ("2-2-1", "2-1", "vanilla"): ("3/4", "1/4"),
 }
 """Shares of the model that the worst rank receives, and does not use: (d_g - 1) / (t p), and with vanilla groups
 (t p - 1) / (t p) and 1 / (t p)."""

@@ -1,9 +1,10 @@
 """Gathering of slices by ranks that are threads here; tests/unit/bench/transfer_speed/test_weight_regrouping.py has
 processes, and counts their bytes."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import get_args
+from typing import TypeAlias, get_args
 
 import pytest
 import torch
@@ -38,23 +39,36 @@ class ThreadRanks(Ranks):
         self._barrier.wait(SECONDS)
         return found
 
+    def shared(self, values: Tensor, source: int) -> Tensor:
+        return self.gather_equal(values)[source]
 
-def gathered(grouping: Grouping, dtype: torch.dtype) -> list[tuple[dict[str, Tensor], WeightGathering, ThreadRanks]]:
+
+Gathered: TypeAlias = tuple[dict[str, Tensor], WeightGathering, ThreadRanks]
+
+
+def gathered(grouping: Grouping, dtype: torch.dtype) -> list[Gathered]:
     """Gathers at every rank of LAYOUT; returns what each made, and how."""
-    regrouping = Regrouping(LAYOUT, grouping)
+
+    def slices(rank: int) -> dict[str, OwnSlice]:
+        return {name: OwnSlice(whole.chunk(4, dim)[rank % 4], dim) for name, (whole, dim) in WHOLE.items()}
+
+    return run(Regrouping(LAYOUT, grouping), slices, dtype)
+
+
+def run(regrouping: Regrouping, slices: Callable[[int], dict[str, OwnSlice]], dtype: torch.dtype) -> list[Gathered]:
     groups: dict[int, ThreadRanks] = {}
     for members in regrouping.gathering():
         boxes: list[Tensor | None] = [None] * len(members)
         barrier = Barrier(len(members))
         groups |= {rank: ThreadRanks(place, boxes, barrier) for place, rank in enumerate(members)}
 
-    def run(rank: int) -> tuple[dict[str, Tensor], WeightGathering, ThreadRanks]:
-        slices = {name: OwnSlice(whole.chunk(4, dim)[rank % 4], dim) for name, (whole, dim) in WHOLE.items()}
+    def gather(rank: int) -> Gathered:
         gathering = WeightGathering(regrouping, rank, groups[rank])
-        return gathering.gather(slices, dtype), gathering, groups[rank]
+        return gathering.gather(slices(rank), dtype), gathering, groups[rank]
 
-    with ThreadPoolExecutor(LAYOUT.size) as pool:
-        return list(pool.map(run, range(LAYOUT.size), timeout=SECONDS))
+    size = regrouping.layout.size
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(gather, range(size), timeout=SECONDS))
 
 
 @pytest.mark.parametrize("grouping", get_args(Grouping))
@@ -79,6 +93,29 @@ def test_buckets_bound_the_memory_and_change_nothing(monkeypatch: pytest.MonkeyP
         assert (group.exchanges, gathering.received) == (3, in_one.received)
 
 
-def test_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^weights of pipeline stages are not gathered: use pp = 1$"):
-        WeightGathering(Regrouping(Layout(pp=2, tp=2)), 0, Ranks())
+def test_slices_of_each_stage_come_from_its_ranks_alone() -> None:
+    """A pipeline of two stages with a tensor each: every rank gathers both, and those that generate by stages one."""
+    wholes = [("q", torch.randn(8, 6), 0), ("o", torch.randn(6, 12), 1)]
+    _gathers_stages(wholes, 1, exchanges=4)
+    _gathers_stages(wholes, 2, exchanges=1)
+
+
+def _gathers_stages(wholes: list[tuple[str, Tensor, int]], generation_pp: int, exchanges: int) -> None:
+    regrouping = Regrouping(Layout(pp=2, tp=2, generation_pp=generation_pp, generation_tp=1))
+
+    def slices(rank: int) -> dict[str, OwnSlice]:
+        at = Layout(pp=2, tp=2).place(rank)
+        found = {}
+        for stage, (name, whole, dim) in enumerate(wholes):
+            part = whole.chunk(2, dim)[at.tp]
+            if stage == at.pp or generation_pp == 1:
+                found[name] = OwnSlice(part if stage == at.pp else part.to("meta"), dim, stage)
+        return found
+
+    for rank, (made, gathering, group) in enumerate(run(regrouping, slices, torch.float32)):
+        names = [name for stage, _ in regrouping.needed(rank) for name in (wholes[stage][0],)]
+        assert made.keys() == {*names}
+        assert all(torch.equal(made[name], whole) for name, whole, _ in wholes if name in made)
+        own = sum(part.nbytes for part, _, _ in slices(rank).values() if not part.is_meta)
+        assert gathering.received == sum(each.nbytes for each in made.values()) - own
+        assert group.exchanges == exchanges

@@ -23,7 +23,8 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.rank_mesh import RankPlace, connect_mesh
 from asyncrl.engines.training.ranks.shards import own_part
-from asyncrl.engines.training.ranks.stage_weights import held_tensors
+from asyncrl.engines.training.ranks.stage_weights import held_tensors, owner_of
+from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import fill
@@ -104,6 +105,16 @@ def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
     }
 
 
+def sampling(trainer: PolicyTrainer, layout: Layout) -> dict[str, Any]:
+    """Gathers what this rank samples with; also returns the bytes of it that this rank gives to others."""
+    named, spec = trainer.named_tensors(), trainer.weights_spec
+    gathered, received = gather_for_generation(named, spec, layout, trainer.mesh)
+    held = held_tensors({each.name: named[each.name] for each in spec.tensors}).items()
+    own = [each for name, each in held if owner_of(named[name]) == trainer.mesh.stages.rank]
+    size = DTYPES[spec.dtype].itemsize
+    return {"gathered": gathered, "received": received, "own": sum(own_part(each).numel() * size for each in own)}
+
+
 def run_layout(place: RankPlace, address: str, told: list[int], folder: Path, number: int) -> None:
     """Saves, or resumes what another layout has saved. told: pipes of the other ranks, which rank 0 tells where they
     meet."""
@@ -122,7 +133,7 @@ def run_layout(place: RankPlace, address: str, told: list[int], folder: Path, nu
         trainer = PolicyTrainer(config, Path(trial["model"]), mesh)
         for version in range(2):
             run_step(trainer, rows_of(version), 0, version)
-        found = {"whole": whole(trainer), "bytes": saved(trainer, folder)}
+        found = {"sampling": sampling(trainer, place.layout), "whole": whole(trainer), "bytes": saved(trainer, folder)}
         torch.save(found, folder.with_name(f"{folder.name}-0-{place.rank}.pt"))
     dist.barrier()
 
@@ -149,4 +160,4 @@ if __name__ == "__main__":
     for name, layouts in json.loads((root / "trial.json").read_text())["layouts"].items():
         for number, sizes in enumerate(layouts):
             if sizes:
-                run_ranks(Layout(**sizes), root / name, number)
+                run_ranks(Layout(generation_pp=1, generation_tp=1, **sizes), root / name, number)

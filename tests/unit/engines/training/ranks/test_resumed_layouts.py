@@ -85,6 +85,20 @@ def test_no_rank_holds_more_than_its_share_and_a_tensor(name: str, folder: Path)
         assert 0 < found["publish"] <= 3 * found["largest"]
 
 
+@pytest.mark.parametrize("name", PARTED)
+def test_each_rank_gathers_the_whole_model_to_sample_with_and_nothing_twice(name: str, folder: Path) -> None:
+    """Three shards of numbers of rows that they do not divide send rows to fill up, which are at most two a tensor."""
+    ranks = [torch.load(folder / f"{name}-0-{rank}.pt") for rank in range(Layout(**TRIALS[name][0]).size)]
+    model = ranks[0]["whole"]["model"]
+    for each in ranks:
+        gathered = each["sampling"]["gathered"]
+        _same(gathered, {name: model[name].to(torch.bfloat16) for name in gathered})
+        assert gathered.keys() | {"lm_head.weight"} == model.keys(), "the head is the embedding"
+        missing = sum(tensor.nbytes for tensor in gathered.values()) - each["sampling"]["own"]
+        fill = sum(2 * tensor[0].nbytes for tensor in gathered.values()) if TRIALS[name][0].get("shard") == 3 else 0
+        assert 0 < missing <= each["sampling"]["received"] <= missing + fill
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_whole_model_is_gathered_tensor_by_tensor(folder: Path, tmp_path: Path) -> None:
     """transformers loads it, and torch.distributed.checkpoint reads the parts too."""
