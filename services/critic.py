@@ -28,7 +28,7 @@ from asyncrl.protocols.row_columns import value_columns
 from asyncrl.protocols.service_contracts import Critic
 from asyncrl.services.ranks.forward_passes import read_share, results_of_forward_passes
 from asyncrl.services.ranks.led_ranks import LedRanks, Work
-from asyncrl.services.ranks.meeting import find_meeting, open_mesh
+from asyncrl.services.ranks.meeting import find_meeting, open_mesh, warn_of_whole_load
 
 
 class CriticService(Service, Critic):
@@ -192,6 +192,7 @@ class CriticService(Service, Critic):
             engine, extra = CriticTrainer.resume(context.config, folder, target, mesh)
             self._version = extra["version"]
             self._used = dict.fromkeys((group, member, attempt) for group, member, attempt in extra.get("learnt", ()))
+        warn_of_whole_load(context, engine.model.loaded_whole)
         return engine
 
     def _forward(self, rows: Batch) -> list[tuple[NDArray[np.float32], int]]:

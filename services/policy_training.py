@@ -11,6 +11,7 @@ from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
+from asyncrl.services.ranks.meeting import warn_of_whole_load
 from asyncrl.services.training import TrainerService
 
 
@@ -37,7 +38,11 @@ class TrainingService(TrainerService[PolicyTrainer]):
     def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
         context = self.context
         texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
-        if context.facts.checkpoint_dir is None:
-            return PolicyTrainer(context.config, context.facts.model_dir, mesh, texts), {}
-        base = context.facts.model_dir
-        return PolicyTrainer.resume(context.config, context.facts.checkpoint_dir, mesh, texts, base)
+        base, checkpoint = context.facts.model_dir, context.facts.checkpoint_dir
+        extra: dict[str, Any] = {}
+        if checkpoint is None:
+            engine = PolicyTrainer(context.config, base, mesh, texts)
+        else:
+            engine, extra = PolicyTrainer.resume(context.config, checkpoint, mesh, texts, base)
+        warn_of_whole_load(context, engine.model.loaded_whole)
+        return engine, extra

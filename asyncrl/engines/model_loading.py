@@ -8,7 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging
 
 from asyncrl.engines.models.model_folder import refuse_damaged
@@ -16,6 +17,7 @@ from asyncrl.engines.models.scoring_models import HEADS
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.errors import ConfigError
 
+GENERATION = "generation_config.json"
 NAMED = 3
 """Tensors that a message names."""
 
@@ -66,11 +68,19 @@ def load_pretrained(folder: Path, **options: Any) -> Any:
     return _in_private_memory(model)
 
 
-def unfilled_model(kind: Any, **options: Any) -> Any:
-    """Makes a model of an automatic class of transformers from a config. Its weights are filled later. Safe in several
-    threads."""
+def unfilled_model(folder: Path, kind: Any, **options: Any) -> Any:
+    """Makes a model of an automatic class of transformers from a config. Its parameters are on the meta device, without
+    memory, until ranks fill their parts; its buffers are as a loaded model has them. Safe in several threads."""
     with _exclusive_and_quiet():
-        return kind.from_config(**options)
+        with torch.device("meta"):
+            model = kind.from_config(**options).eval()
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(name, torch.empty_like(buffer, device="cpu"), name in module.state_dict())
+        model.initialize_weights()  # Computes buffers; to draw parameters without memory changes no random state.
+        if model.can_generate() and (folder / GENERATION).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def load_pretrained_classifier(folder: Path, kind: Any, role: str, **options: Any) -> tuple[Any, list[str]]:

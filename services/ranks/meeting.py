@@ -34,6 +34,12 @@ def open_mesh(context: WorkerContext, meeting: MeetingPlace | None, *, is_led: b
     return connect_mesh(meeting, place)
 
 
+def warn_of_whole_load(context: WorkerContext, reason: str) -> None:
+    """Logs at rank 0 why ranks that take parts of a model loaded all of it, if they did."""
+    if reason and context.spec.rank == 0:
+        context.log.warning("each rank loaded the whole model to take its part", reason=reason)
+
+
 def agree_on_lost_rows(mesh: RankMesh, own: LostRows | None) -> LostRows | None:
     """Returns on all ranks an error that names what any of them lost, because the caller sees that of one rank; None
     where none lost rows. own: what this rank lost."""

@@ -25,7 +25,8 @@ something; it is about that of the weights of new models."""
 class LowRankLinear(nn.Module):
     """A frozen linear layer with an adapter. scale: alpha / rank. applied: whether the adapter is added now.
 
-    lora_A is drawn as nn.Linear draws its weight, and lora_B is 0, so that a new adapter changes nothing.
+    lora_A is drawn as nn.Linear draws its weight, and lora_B is 0, so that a new adapter changes nothing. Both have
+    memory on the host where the weight has none yet.
     """
 
     def __init__(self, base: nn.Linear, lora: LoraConfig, random: torch.Generator) -> None:
@@ -39,8 +40,9 @@ class LowRankLinear(nn.Module):
         self.applied = True
         down = torch.empty(lora.rank, base.in_features)
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=random)
-        self.lora_A = nn.Parameter(down.to(base.weight))
-        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, lora.rank))
+        where = down.device if base.weight.is_meta else base.weight.device
+        self.lora_A = nn.Parameter(down.to(where, base.weight.dtype))
+        self.lora_B = nn.Parameter(base.weight.new_zeros(base.out_features, lora.rank, device=where))
         self.train(base.training)
 
     def forward(self, states: Tensor) -> Tensor:

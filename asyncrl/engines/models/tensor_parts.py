@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +35,7 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 """Names of safetensors, the largest elements first: in this order all tensors of a file are aligned."""
+STORED_TYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class TensorPart(NamedTuple):
@@ -59,6 +60,22 @@ def write_parts(file: BinaryIO, parts: Mapping[str, TensorPart], ranks: int) -> 
     _write(file, described, (part.values for part in ordered.values()), metadata)
 
 
+class _Part(NamedTuple):
+    """A part in an opened file under a key there. sizes: in the dimensions of the whole, of which those that the part
+    lacks are first, and of size 1."""
+
+    file: Any
+    key: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def read(self, ranges: tuple[slice, ...]) -> Tensor:
+        if not ranges:
+            return cast(Tensor, self.file.get_tensor(self.key))
+        stored = self.file.get_slice(self.key)
+        return cast(Tensor, stored[ranges[-len(stored.get_shape()) :]])
+
+
 class StoredTensor:
     """A tensor whose parts are in files. shape: of the whole."""
 
@@ -66,13 +83,19 @@ class StoredTensor:
         self.name = name
         self.dtype = dtype
         self.shape: tuple[int, ...] = ()
-        self._parts: list[tuple[Any, tuple[int, ...], tuple[int, ...]]] = []
+        self._parts: list[_Part] = []
 
-    def add(self, file: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Takes a part that lies in an opened file."""
+    def add(self, file: Any, offsets: tuple[int, ...], sizes: tuple[int, ...], key: str | None = None) -> None:
+        """Takes a part that lies in an opened file. key: its name there, where that is another one. sizes: may begin
+        with sizes of 1 that the part in the file does not have."""
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         self.shape = tuple(max(*each) for each in zip(self.shape or ends, ends, strict=True))
-        self._parts.append((file, offsets, sizes))
+        self._parts.append(_Part(file, key or self.name, offsets, sizes))
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether the parts hold as many numbers as the whole."""
+        return sum(math.prod(each.sizes) for each in self._parts) == math.prod(self.shape)
 
     def dim(self) -> int:
         return len(self.shape)
@@ -82,15 +105,15 @@ class StoredTensor:
         asked = [each.indices(size)[:2] for each, size in zip(ranges, self.shape, strict=True)]
         found = torch.empty([stop - start for start, stop in asked], dtype=self.dtype)
         read = 0
-        for file, offsets, sizes in self._parts:
-            ends = map(sum, zip(offsets, sizes, strict=True))
+        for part in self._parts:
+            ends = map(sum, zip(part.offsets, part.sizes, strict=True))
             common = [
                 (max(start, offset), min(stop, end))
-                for (start, stop), offset, end in zip(asked, offsets, ends, strict=True)
+                for (start, stop), offset, end in zip(asked, part.offsets, ends, strict=True)
             ]
             if all(start < stop for start, stop in common):
-                source, target = _moved(common, offsets), _moved(common, [start for start, _ in asked])
-                found[target] = file.get_slice(self.name)[source] if common else file.get_tensor(self.name)
+                source, target = _moved(common, part.offsets), _moved(common, [start for start, _ in asked])
+                found[target] = part.read(source)
                 read += math.prod(stop - start for start, stop in common)
         if read != found.numel():
             raise JournalError(f"{self.name}: the parts of the checkpoint hold {read} of {found.numel()} numbers")
@@ -125,12 +148,11 @@ def stored_tensors(checkpoint: Path, kind: Kind) -> dict[str, StoredTensor]:
 
 def _add_parts(found: dict[str, StoredTensor], file: Any) -> int:
     """Adds the parts in a file; returns the number of ranks that wrote one."""
-    names = {name: dtype for dtype, name in DTYPES.items()}
     metadata = file.metadata()
     places = json.loads(metadata[PLACES])
     for name, place in places.items():
         described = file.get_slice(name)
-        stored = found.setdefault(name, StoredTensor(name, names[described.get_dtype()]))
+        stored = found.setdefault(name, StoredTensor(name, STORED_TYPES[described.get_dtype()]))
         stored.add(file, tuple(place[OFFSETS]), tuple(described.get_shape()))
     return int(metadata["ranks"])
 

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.model_folder import is_in_parts
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.models.tensor_parts import stored_tensors
 from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
@@ -61,7 +59,7 @@ class CriticTrainer(Trainer):
         self.mesh = mesh or RankMesh()
         self.target = target
         device = own_device(own.device, self.mesh.rank, self.mesh.size)
-        self.model = load_value_model(folder, device, settings.precision, is_filled=not is_in_parts(folder))
+        self.model = load_value_model(folder, device, settings.precision, in_parts=self.mesh.is_parted)
         self.model.share_out(self.mesh)
         self._held = HeldModel(self.model.whole, self.model.stage_weights, self.mesh)
         self.optimizer = Optimizer(self.model.whole, settings, config.steps)
@@ -78,8 +76,6 @@ class CriticTrainer(Trainer):
                 "none; start anew with another --run-dir"
             )
         critic = cls(config, directory / MODEL, target, mesh)
-        if is_in_parts(directory / MODEL):
-            critic._held.load(stored_tensors(directory, "weights"))
         return critic, read_state(directory, critic.optimizer, critic.mesh)["extra"]
 
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:

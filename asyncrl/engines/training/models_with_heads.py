@@ -1,8 +1,8 @@
 """Models with their heads, for trainer, reference, critic and reward model: logits, or one number per token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +24,18 @@ from asyncrl.engines.model_loading import (
     unfilled_model,
     vocabulary_size,
 )
-from asyncrl.engines.models.model_families import OTHERS
-from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER
+from asyncrl.engines.models.model_families import OTHERS, TRAINED
+from asyncrl.engines.models.model_folder import is_in_parts, refuse_damaged
+from asyncrl.engines.models.scoring_models import ANOTHER_TOKENIZER, HEADS
+from asyncrl.engines.models.tensor_parts import StoredTensor, stored_tensors
+from asyncrl.engines.models.weight_slices import NotInSlices, sliced_weights
 from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.pictures.model_input import PictureInput, picture_layout
 from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -47,6 +51,14 @@ Precision = Literal["float32", "bfloat16"]
 HEAD_TOLERANCE = 1e-3
 
 
+class Unfilled(NamedTuple):
+    """Describes where the weights of a model without memory are, and where they go. zeros: those of a new head."""
+
+    device: str
+    weights: Mapping[str, StoredTensor]
+    zeros: frozenset[str] = frozenset()
+
+
 class LoadedModel:
     """Holds a transformers model. Its body maps ids to hidden states, its head maps these to the output.
 
@@ -55,12 +67,21 @@ class LoadedModel:
     computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
     must draw the same numbers. replay: of experts that generation chose, else None. pipeline, stage_weights: where this
-    rank is one stage of several. sequence: the ranks that compute slices of the same rows. Raises ConfigError when its
-    own forward has another output than head and body.
+    rank is one stage of several. sequence: the ranks that compute slices of the same rows. unfilled: the weights of a
+    model without memory, which `share_out` gives each rank its parts of. loaded_whole: why a rank that takes parts
+    loaded all weights; "" where it did not. Raises ConfigError when its own forward has another output than head and
+    body.
     """
 
     def __init__(
-        self, whole: Any, head: Any, source_config: Any, folder: Path, precision: Precision, scored: slice = slice(None)
+        self,
+        whole: Any,
+        head: Any,
+        source_config: Any,
+        folder: Path,
+        precision: Precision,
+        scored: slice = slice(None),
+        unfilled: Unfilled | None = None,
     ) -> None:
         self.whole = whole
         self.head = head
@@ -68,7 +89,7 @@ class LoadedModel:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         processor = folder / PROCESSOR
         self.processor = processor.read_bytes() if processor.is_file() else None
-        self.device: torch.device = whole.device
+        self.device: torch.device = whole.device if unfilled is None else torch.empty(0, device=unfilled.device).device
         self.sharing_width = sharing_width(whole.config)
         self.is_random = False
         self.replay: RouterReplay | None = None
@@ -77,12 +98,17 @@ class LoadedModel:
         self.pipeline: PipelineRank | None = None
         self.stage_weights: StageWeights | None = None
         self.sequence: Ranks | None = None
-        self._check_head(folder, scored)
+        self._folder = folder
+        self._scored = scored
+        self._unfilled = unfilled
+        self.loaded_whole = ""
+        if unfilled is None:
+            self._check_head()
 
     def share_out(self, mesh: RankMesh) -> None:
-        """Keeps the layers of a stage, splits layers, and shares out weights, over the ranks where the mesh says so.
-        Raises ConfigError as `PipelineRank.of`, `keep_stage`, `split_layers`, `shard_model` and
-        `attend_in_slices`."""
+        """Keeps the layers of a stage, splits layers, and shares out weights, over the ranks where the mesh says so; a
+        model without memory gets the parts of this rank. Raises ConfigError as `PipelineRank.of`, `keep_stage`,
+        `split_layers`, `shard_model` and `attend_in_slices`, and JournalError as `HeldModel.fill`."""
         if mesh.sequence.size > 1:
             attend_in_slices(self.whole, mesh.sequence.size)
             self.sequence = mesh.sequence
@@ -92,9 +118,21 @@ class LoadedModel:
             self.stage_weights = keep_stage(self.whole, mesh)
         if mesh.splitting is not None:
             with mesh.failing():
-                split_layers(self.whole, mesh.splitting, mesh.key)
+                split_layers(self.whole, mesh.splitting, mesh.key, self.stage_weights)
         if mesh.sharding is not None:
-            self._root = shard_model(self.whole, mesh.sharding, mesh.key)
+            self._root = shard_model(self.whole, mesh.sharding, self.device, mesh.key)
+        if self._unfilled is not None:
+            held = HeldModel(self.whole, self.stage_weights, mesh)
+            held.fill(self._unfilled.weights, self.device, zeros=self._unfilled.zeros)
+            self._unfilled = None
+            if not self._has_known_output():
+                with mesh.failing():
+                    self.in_pass(self._check_head)
+
+    def _has_known_output(self) -> bool:
+        """Returns whether head and body are known to compute what the model's own forward does, which a pass of ranks
+        with shards would gather weights to find out."""
+        return False
 
     def in_pass(self, compute: Callable[[], Found]) -> Found:
         """Runs a computation with body and head. Sharded weights need it to be one, and all ranks to run it."""
@@ -151,15 +189,15 @@ class LoadedModel:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self._precision == "bfloat16")
 
     @torch.no_grad()
-    def _check_head(self, folder: Path, scored: slice) -> None:
+    def _check_head(self) -> None:
         ids = torch.zeros((1, 2), dtype=torch.long, device=self.device)
         logits = self.whole(input_ids=ids, use_cache=False).logits
         states = self.whole.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        found = self._output(states)[:, scored].reshape(logits.shape)
+        found = self._output(states)[:, self._scored].reshape(logits.shape)
         if not torch.allclose(logits, found, atol=HEAD_TOLERANCE):
             raise ConfigError(
-                f"model {folder}: {type(self.whole).__name__} changes its output around the last layer, in a way that "
-                f"the trainer does not compute; {OTHERS}"
+                f"model {self._folder}: {type(self.whole).__name__} changes its output around the last layer, in a way "
+                f"that the trainer does not compute; {OTHERS}"
             )
 
     def _output(self, states: Tensor) -> Tensor:
@@ -172,12 +210,17 @@ class CausalModel(LoadedModel):
     """A language model. vocabulary: 1 + the largest id of the tokenizer; head rows beyond it get probability 0.
     float32_head: the head computes in float32 even where the body computes in bfloat16."""
 
-    def __init__(self, whole: Any, folder: Path, precision: Precision, *, float32_head: bool) -> None:
+    def __init__(
+        self, whole: Any, folder: Path, precision: Precision, *, float32_head: bool, unfilled: Unfilled | None = None
+    ) -> None:
         head = whole.get_output_embeddings()
         self._scaling = OutputScaling.of(whole.config)
-        super().__init__(whole, head, AutoConfig.from_pretrained(folder), folder, precision)
+        super().__init__(whole, head, AutoConfig.from_pretrained(folder), folder, precision, unfilled=unfilled)
         self.vocabulary = min(vocabulary_size(self.tokenizer), head.weight.shape[0])
         self.float32_head = float32_head
+
+    def _has_known_output(self) -> bool:
+        return self.whole.config.model_type in TRAINED  # Tests hold it of these.
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Maps hidden states [tokens, width] to logits, float32 [tokens, vocabulary]."""
@@ -192,11 +235,18 @@ class CausalModel(LoadedModel):
 class ValueModel(LoadedModel):
     """A model with one output number per token: a critic or a reward model."""
 
-    def __init__(self, whole: Any, folder: Path, precision: Precision, scored: slice = slice(None)) -> None:
+    def __init__(
+        self,
+        whole: Any,
+        folder: Path,
+        precision: Precision,
+        scored: slice = slice(None),
+        unfilled: Unfilled | None = None,
+    ) -> None:
         config = AutoConfig.from_pretrained(folder, num_labels=1)
         config.architectures = [type(whole).__name__]
         head = whole.score if hasattr(whole, "score") else whole.classifier
-        super().__init__(whole, head, config, folder, precision, scored)
+        super().__init__(whole, head, config, folder, precision, scored, unfilled)
 
     def values(self, rows: PaddedRows) -> Tensor:
         """Returns the value of the state before each response token, float32 [tokens]. The head computes in float32,
@@ -229,32 +279,52 @@ def load_causal_model(
     precision: Precision = "float32",
     *,
     float32_head: bool = False,
-    is_filled: bool = True,
+    in_parts: bool = False,
     replay: bool = False,
 ) -> CausalModel:
-    """Loads a language model in float32 and without dropout. is_filled: whether the folder has the weights; else they
-    are random. replay: routers choose the experts that rows have recorded. Raises ConfigError as CausalModel and
-    RouterReplay do."""
+    """Loads a language model in float32 and without dropout. in_parts: it has no memory until `share_out` gives this
+    rank its parts, unless its files must be loaded whole. replay: routers choose the experts that rows have recorded.
+    Raises ConfigError as CausalModel and RouterReplay do, and JournalError when a checkpoint is damaged."""
     options = _options(folder)
-    whole = load_pretrained(folder, **options) if is_filled else unfilled_model(AutoModelForCausalLM, **options)
-    model = CausalModel(whole.to(device), folder, precision, float32_head=float32_head)
+    made = _unfilled(folder, device, AutoModelForCausalLM, options) if in_parts or is_in_parts(folder) else ""
+    whole, unfilled = (load_pretrained(folder, **options).to(device), None) if isinstance(made, str) else made
+    model = CausalModel(whole, folder, precision, float32_head=float32_head, unfilled=unfilled)
+    model.loaded_whole = made if isinstance(made, str) else ""
     model.replay = RouterReplay(whole, RecordShape.of(whole.config.to_dict())) if replay else None
     return model
 
 
+def _unfilled(folder: Path, device: str, kind: Any, options: dict[str, Any]) -> tuple[Any, Unfilled] | str:
+    """Returns a model without memory and its weights, in parts of a checkpoint or in files that are read by slices; or
+    the reason why transformers has to load it."""
+    refuse_damaged(folder)
+    whole = unfilled_model(folder, kind, **options)
+    if is_in_parts(folder):
+        return whole, Unfilled(device, stored_tensors(folder.parent, "weights"))
+    heads = frozenset(name for name, _ in whole.named_parameters() if name.split(".")[0] in HEADS)
+    try:
+        found = sliced_weights(folder, whole, missing=heads)
+    except NotInSlices as error:
+        return str(error)
+    return whole, Unfilled(device, found, heads - found.keys())
+
+
 def load_value_model(
-    folder: Path, device: str, precision: Precision = "float32", *, is_filled: bool = True
+    folder: Path, device: str, precision: Precision = "float32", *, in_parts: bool = False
 ) -> ValueModel:
     """Loads a critic with transformers' token classification head and one label. Head parameters that the folder lacks
-    are set to 0, so that a new head outputs 0 until it is trained. is_filled: see `load_causal_model`. Raises
+    are set to 0, so that a new head outputs 0 until it is trained. in_parts: see `load_causal_model`. Raises
     ConfigError."""
     options, kind = _options(folder, num_labels=1), AutoModelForTokenClassification
-    if not is_filled:
-        return ValueModel(unfilled_model(kind, **options).eval().to(device), folder, precision)
+    made = _unfilled(folder, device, kind, options) if in_parts or is_in_parts(folder) else ""
+    if not isinstance(made, str):
+        return ValueModel(made[0], folder, precision, unfilled=made[1])
     whole, missing = load_pretrained_classifier(folder, kind, "critic", **options)
     for name in missing:
         nn.init.zeros_(whole.get_parameter(name))
-    return ValueModel(whole.to(device), folder, precision)
+    model = ValueModel(whole.to(device), folder, precision)
+    model.loaded_whole = made
+    return model
 
 
 def load_score_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:

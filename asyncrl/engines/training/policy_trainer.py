@@ -17,9 +17,8 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.canary_logprobs import canary_distance, canary_of, probe_tokens
 from asyncrl.engines.lora.low_rank import attach, base_model, published_spec, published_tensors
 from asyncrl.engines.lora.peft_folder import load_adapters
-from asyncrl.engines.models.model_folder import is_in_parts, longest_row
+from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
-from asyncrl.engines.models.tensor_parts import stored_tensors
 from asyncrl.engines.models.weights_digest import weights_digest
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_metrics
 from asyncrl.engines.training.batch.micro_batches import MicroBatch, micro_batch, micro_batches
@@ -87,7 +86,7 @@ class PolicyTrainer(Trainer):
         self._folder = folder
         refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.mesh.rank, self.mesh.size)
-        options = {"float32_head": config.model.float32_head, "is_filled": not is_in_parts(folder)}
+        options = {"float32_head": config.model.float32_head, "in_parts": self.mesh.is_parted}
         options["replay"] = settings.router_replay
         self.model = load_causal_model(folder, device, settings.precision, **options)
         self._adapted: AdaptedModel | None = None
@@ -132,8 +131,6 @@ class PolicyTrainer(Trainer):
             trainer = cls(config, folder, mesh, texts)
         else:
             trainer = cls(config, base, mesh, texts, folder)
-        if is_in_parts(folder):
-            trainer._held.load(stored_tensors(directory, "weights"))
         state = read_state(directory, trainer.optimizer, trainer.mesh)
         if lora is not None:
             canary = Canary(*map(tuple, state["canary"]))

@@ -199,7 +199,8 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
 
 
 def _load(path: Path) -> dict[str, Any]:
-    return dict(torch.load(path, map_location="cpu", weights_only=True))
+    # Mapped, so that a rank that takes parts of moments never holds the whole ones.
+    return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
 
 
 class _CheckpointFile(io.BufferedWriter):

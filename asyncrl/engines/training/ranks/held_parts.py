@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.engines.models.tensor_parts import Kind, StoredTensor, TensorPart
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -85,11 +85,17 @@ class HeldModel:
         return found
 
     @torch.no_grad()
-    def load(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Fills the parts of the weights that this rank holds. Raises JournalError when one is missing or does not
-        fit."""
+    def fill(
+        self, stored: Mapping[str, StoredTensor], device: torch.device, zeros: frozenset[str] = frozenset()
+    ) -> None:
+        """Gives the parts of this rank memory on a device, and the values of `stored`, or 0. Parameters that have
+        memory, those of adapters, keep their values. Raises JournalError when one is missing or does not fit."""
+        had_memory = self._allocate(device)
         for name, tensor in _weights(self.whole):
-            if tensor.is_meta:  # Another stage has it.
+            if tensor.is_meta or id(tensor) in had_memory:  # Another stage has what has no memory now.
+                continue
+            if name in zeros:
+                own_part(tensor.detach()).zero_()
                 continue
             if name not in stored or stored[name].shape != tuple(tensor.shape):
                 found = stored[name].shape if name in stored else "nothing"
@@ -97,6 +103,28 @@ class HeldModel:
                     f"{name} has shape {tuple(tensor.shape)}, and the parts of the checkpoint hold {found}"
                 )
             own_part(tensor.detach()).copy_(share_out(stored[name], tensor))
+
+    def _allocate(self, device: torch.device) -> set[int]:
+        """Gives the parts of this rank memory on the device, or moves them there; a tensor of two modules stays one.
+        Returns the ids of parameters that had memory."""
+        made: dict[int, nn.Parameter] = {}
+        had_memory: set[int] = set()
+        for prefix, module in self.whole.named_modules():
+            for name, each in list(module.named_parameters(recurse=False)):
+                if self.stage is not None and f"{prefix}.{name}" not in self.stage.held:
+                    continue
+                if id(each) not in made:
+                    made[id(each)] = each if each.device == device else _moved(each, device)
+                setattr(module, name, made[id(each)])
+                had_memory |= set() if each.is_meta else {id(made[id(each)])}
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        return had_memory
+
+
+def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    values = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+    return nn.Parameter(values, parameter.requires_grad)
 
 
 def _weights(whole: Any) -> Iterable[tuple[str, Tensor]]:

@@ -39,16 +39,16 @@ class PassRoot(nn.Module):
         return compute()
 
 
-def shard_model(whole: Any, mesh: DeviceMesh, key: str) -> PassRoot:
-    """Shares out the weights of a transformers model over the mesh. key: of the layout in the config. Raises
-    ConfigError when torch is too old, or a weight is on another kind of device than the ranks exchange on."""
+def shard_model(whole: Any, mesh: DeviceMesh, device: torch.device, key: str) -> PassRoot:
+    """Shares out the weights of a transformers model on a device, or without memory yet, over the mesh. key: of the
+    layout in the config. Raises ConfigError when torch is too old, or ranks exchange on another kind of device."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise ConfigError(f"{key}: shard needs torch 2.9 or newer, and {torch.__version__} is installed")
-    if whole.device.type != mesh.device_type:
+    if device.type != mesh.device_type:
         raise ConfigError(
-            f"{key}: sharded ranks on {whole.device.type} need a GPU of their own each: lower shard, or give "
+            f"{key}: sharded ranks on {device.type} need a GPU of their own each: lower shard, or give "
             f"{key.partition('.')[0]} a pool with as many devices"
         )
     root = PassRoot(whole)

@@ -63,11 +63,13 @@ def owner_of(published: Any) -> int:
 @dataclass(frozen=True, eq=False)
 class StageWeights:
     """Tells which stage holds each weight. owners: by name; of an embedding that is the head too, the first stage.
-    moves: whether this rank gives its weights to rank 0, which ranks with copies of them do not."""
+    moves: whether this rank gives its weights to rank 0, which ranks with copies of them do not. held: names of those
+    that this stage holds."""
 
     owners: Mapping[str, int]
     stages: Ranks
     moves: bool
+    held: frozenset[str]
 
     def published(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
         """Returns what stands for the tensors of all stages, the same for all names of a tensor."""
@@ -121,13 +123,15 @@ def keep_stage(whole: Any, mesh: RankMesh) -> StageWeights:
     for stage, modules in enumerate(held):
         for parameter in nn.ModuleList(modules).parameters():
             owners.setdefault(id(parameter), stage)
-    named = whole.named_parameters(remove_duplicate=False)
+    named = list(whole.named_parameters(remove_duplicate=False))
     by_name = {name: owners[id(parameter)] for name, parameter in named}
-    _give_up(whole, {id(parameter) for parameter in nn.ModuleList(held[mesh.stages.rank]).parameters()})
+    kept = {id(parameter) for parameter in nn.ModuleList(held[mesh.stages.rank]).parameters()}
+    names = frozenset(name for name, parameter in named if id(parameter) in kept)
+    _give_up(whole, kept)
     for stage, modules in enumerate(held):
         for module in modules if stage != mesh.stages.rank else ():
             module.forward = _passed_on
-    return StageWeights(by_name, mesh.stages, mesh.gathers)
+    return StageWeights(by_name, mesh.stages, mesh.gathers, names)
 
 
 def _modules_of_stages(whole: Any, stages: int) -> list[list[Any]]:

@@ -12,14 +12,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.engines.training.ranks.stage_weights import StageWeights
 from asyncrl.errors import ConfigError
 
 STYLES = ("colwise", "rowwise")
 
 
-def split_layers(whole: Any, mesh: DeviceMesh, key: str) -> None:
-    """Splits the linear layers of a transformers model over the ranks of a mesh. key: of the layout in the config.
-    Raises ConfigError when the model has no plan, one of another kind, or heads that cannot be split so."""
+def split_layers(whole: Any, mesh: DeviceMesh, key: str, stage: StageWeights | None = None) -> None:
+    """Splits the linear layers of a transformers model, or of a stage of it, over the ranks of a mesh. key: of the
+    layout in the config. Raises ConfigError when the model has no plan, one of another kind, or heads that cannot be
+    split so."""
     config, size = whole.config, mesh.size()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or set(plan.values()) - set(STYLES):
@@ -34,7 +36,8 @@ def split_layers(whole: Any, mesh: DeviceMesh, key: str) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    modules = whole.base_model.named_modules()
-    linear = [name for name, each in modules if isinstance(each, nn.Linear) and not each.weight.is_meta]
+    own = None if stage is None else {id(whole.get_parameter(name)) for name in stage.held}
+    modules = [(name, each) for name, each in whole.base_model.named_modules() if isinstance(each, nn.Linear)]
+    linear = [name for name, each in modules if own is None or id(each.weight) in own]
     found = {name: styles[plan[pattern]]() for name in linear for pattern in plan if fnmatchcase(name, pattern)}
     parallelize_module(whole.base_model, mesh, found)

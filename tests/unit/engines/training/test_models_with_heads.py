@@ -1,16 +1,19 @@
 """What the trainer computes with: no dropout, float32 masters, and no more of the head than the tokenizer knows."""
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncrl.engines.training.batch.micro_batches import pad_rows
 from asyncrl.engines.training.models_with_heads import load_causal_model, load_value_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step
 
@@ -133,3 +136,19 @@ def test_padding_ids_of_the_head_get_no_gradient(tiny: Path, make_rows: Callable
     after = weights(engine)["lm_head.weight"]
     assert torch.equal(before[50:], after[50:])
     assert not torch.equal(before[:50], after[:50])
+
+
+@pytest.mark.parametrize("load", [load_causal_model, load_value_model])
+def test_a_model_without_memory_is_filled_or_loaded_whole(load: Callable, tiny: Path, tmp_path: Path) -> None:
+    expected, filled = load(tiny, "cpu"), load(tiny, "cpu", in_parts=True)
+    assert filled.whole.device.type == "meta"
+    filled.share_out(RankMesh())
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    whole = load(tmp_path, "cpu", in_parts=True)
+    whole.share_out(RankMesh())
+    assert (filled.loaded_whole, whole.loaded_whole) == ("", "its weights are not in safetensors")
+    for model in (filled, whole):
+        found = model.whole.state_dict()
+        assert all(torch.equal(found[name], each) for name, each in expected.whole.state_dict().items())

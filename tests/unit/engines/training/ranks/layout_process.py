@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.held_parts import HeldModel
-from asyncrl.engines.training.ranks.rank_mesh import RankPlace, connect_mesh
-from asyncrl.engines.training.ranks.shards import own_part
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.shards import own_part, own_ranges
 from asyncrl.engines.training.ranks.stage_weights import held_tensors, owner_of
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
 from asyncrl.engines.training.training_step import run_step
@@ -83,6 +84,32 @@ def whole(trainer: PolicyTrainer) -> dict[str, Any]:
     return {"model": model, "states": [each["state"] for each in states or []], "updates": updates}
 
 
+def held_bytes(trainer: PolicyTrainer) -> dict[str, int]:
+    """Returns bytes of the weights and buffers that this rank holds, and of the largest one as a whole."""
+    whole = trainer.model.whole
+    held = {id(each): each for each in (*whole.parameters(), *whole.buffers()) if not each.is_meta}
+    largest = max(each.numel() * each.element_size() for each in whole.parameters())
+    return {"share": sum(own_part(each.detach()).nbytes for each in held.values()), "largest": largest}
+
+
+def loaded(config: Config, model: Path, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
+    """Loads a model. Returns bytes: of this rank's share of the weights, of the largest tensor, and that loading took;
+    and the names of weights and buffers that are not those of the model as transformers loads it."""
+    with TensorBytes() as loading:
+        trainer = PolicyTrainer(config, model, mesh)
+    expected, found = (
+        dict(each.named_parameters(remove_duplicate=False)) | dict(each.named_buffers())
+        for each in (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), trainer.model.whole)
+    )
+    own = {name: each for name, each in found.items() if not each.is_meta}
+    different = [
+        name
+        for name, each in own.items()
+        if not torch.equal(own_part(each.detach()), expected[name].detach()[own_ranges(each)])
+    ]
+    return trainer, {"load": loading.peak, **held_bytes(trainer), "different": different, "compared": len(own)}
+
+
 def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
     """Writes a checkpoint of the state before a further step, and publishes. Returns bytes: of this rank's share of the
     weights, of the largest tensor as it is published, and that copying, writing and publishing took."""
@@ -127,14 +154,16 @@ def run_layout(place: RankPlace, address: str, told: list[int], folder: Path, nu
     trial = json.loads((folder.parent / "trial.json").read_text())
     config = Config.model_validate(trial["config"])
     if number == 1:
-        trainer, extra = PolicyTrainer.resume(config, folder, mesh)
-        torch.save({"whole": whole(trainer), "extra": extra}, folder.with_name(f"{folder.name}-1-{place.rank}.pt"))
+        with TensorBytes() as resuming:
+            trainer, extra = PolicyTrainer.resume(config, folder, mesh)
+        found = {"whole": whole(trainer), "extra": extra, "bytes": {"load": resuming.peak, **held_bytes(trainer)}}
     else:
-        trainer = PolicyTrainer(config, Path(trial["model"]), mesh)
+        trainer, loading = loaded(config, Path(trial["model"]), mesh)
         for version in range(2):
             run_step(trainer, rows_of(version), 0, version)
         found = {"sampling": sampling(trainer, place.layout), "whole": whole(trainer), "bytes": saved(trainer, folder)}
-        torch.save(found, folder.with_name(f"{folder.name}-0-{place.rank}.pt"))
+        found["loading"] = loading
+    torch.save(found, folder.with_name(f"{folder.name}-{number}-{place.rank}.pt"))
     dist.barrier()
 
 

@@ -99,6 +99,24 @@ def test_each_rank_gathers_the_whole_model_to_sample_with_and_nothing_twice(name
         assert 0 < missing <= each["sampling"]["received"] <= missing + fill
 
 
+@pytest.mark.parametrize("name", PARTED)
+def test_a_rank_loads_its_share_alone_and_that_bit_for_bit(name: str, folder: Path) -> None:
+    """Counts tensor bytes: while a model is loaded its parts have memory, and one tensor that is read."""
+    for rank in range(Layout(**TRIALS[name][0]).size):
+        found = torch.load(folder / f"{name}-0-{rank}.pt")["loading"]
+        assert found["compared"]
+        assert found["different"] == []
+        assert 0 < found["load"] <= found["share"] + found["largest"]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, second) in TRIALS.items() if Layout(**second).size > 1])
+def test_a_rank_resumes_its_share_alone(name: str, folder: Path) -> None:
+    """Weights and two moments, also from the checkpoint of one rank, which has whole moments."""
+    for rank in range(Layout(**TRIALS[name][1]).size):
+        found = torch.load(folder / f"{name}-1-{rank}.pt")["bytes"]
+        assert 0 < found["load"] <= 3 * found["share"] + found["largest"] + COUNTERS
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_whole_model_is_gathered_tensor_by_tensor(folder: Path, tmp_path: Path) -> None:
     """transformers loads it, and torch.distributed.checkpoint reads the parts too."""
