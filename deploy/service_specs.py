@@ -42,7 +42,10 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         specs.append(environment_spec(config))
     if config.reference_by_service:
         implementation, replicas = "asyncrl.services.reference:ReferenceService", config.reference.replicas
-        specs.append(ServiceSpec("reference", Reference, implementation, replicas=replicas, origin="torch"))
+        ranks = rank_layout(config.reference.layout)
+        specs.append(
+            ServiceSpec("reference", Reference, implementation, replicas=replicas, layout=ranks, origin="torch")
+        )
     if config.algorithm.advantage == "gae":
         specs.append(_critic_spec("critic", config.critic))
     if config.algorithm.constraint == "lagrangian":
@@ -104,7 +107,8 @@ def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
         return _feedback_spec(config, contract)
     if section.model:
         implementation = "asyncrl.services.reward_model:RewardModelService"
-        return ServiceSpec(service, contract, implementation, replicas=section.replicas, origin="torch")
+        ranks = rank_layout(section.layout)
+        return ServiceSpec(service, contract, implementation, replicas=section.replicas, layout=ranks, origin="torch")
     return ServiceSpec(service, contract, "asyncrl.services.reward:RewardService", replicas=section.replicas)
 
 

@@ -26,9 +26,9 @@ from asyncrl.protocols.distribute_collect import balanced_parts
 from asyncrl.protocols.messages import Checkpointed, ValueReport
 from asyncrl.protocols.row_columns import value_columns
 from asyncrl.protocols.service_contracts import Critic
-from asyncrl.services.ranks.forward_passes import read_share, results_of_forward_passes
+from asyncrl.services.ranks.forward_passes import results_of_forward_passes
 from asyncrl.services.ranks.led_ranks import LedRanks, Work
-from asyncrl.services.ranks.meeting import find_meeting, open_mesh, warn_of_whole_load
+from asyncrl.services.ranks.meeting import agreed, find_meeting, open_mesh, warn_of_whole_load
 
 
 class CriticService(Service, Critic):
@@ -161,7 +161,7 @@ class CriticService(Service, Critic):
         """Reads this rank's share of a batch, and starts the step on it. Raises LostRows."""
         config, mesh = self.context.config, self._engine.mesh
         share = fresh.take(balanced_parts(fresh.row_weights(), mesh.rows.size)[mesh.rows.rank])
-        rows = await read_share(self.context, share, columns_of(config), mesh)
+        rows = await agreed(self.context, mesh, self.context.reader.read(share, columns_of(config)))
         self._run = await self.context.compute.run(self._step, cuts, share, rows)
 
     def _step(self, cuts: Cuts, share: BatchRef, rows: Batch) -> CriticStep:

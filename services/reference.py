@@ -12,53 +12,86 @@ from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.batch.micro_batches import experts_of, spans_of, token_ids
 from asyncrl.engines.training.batch.train_rows import token_columns
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
-from asyncrl.engines.training.token_logprobs import frozen_logprobs
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
+from asyncrl.engines.training.token_logprobs import frozen_logprobs, idle_pass
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import Batch, BatchRef
 from asyncrl.protocols.row_columns import EXPERTS, reference_columns
 from asyncrl.protocols.service_contracts import Reference
 from asyncrl.services.ranks.forward_passes import results_of_forward_passes
+from asyncrl.services.ranks.led_ranks import LedRanks
+from asyncrl.services.ranks.meeting import find_meeting, open_mesh
 
 COLUMN = "reference_logprobs"
 
 
 class ReferenceService(Service, Reference):
-    """Stores one row per sample: `reference_logprobs` float32 [sampled tokens]."""
+    """Stores one row per sample: `reference_logprobs` float32 [sampled tokens]. Of several ranks the first one answers
+    and keeps the rows; the others follow it."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._model: CausalModel
+        self._mesh = RankMesh()
+        self._ranks = LedRanks(context, self._mesh, {})
 
     async def start(self) -> None:
         """Loads the initial model of the run, and opens rows for every sample that can be in flight."""
         config = self.context.config
-        row_bytes = bytes_of_row(reference_columns(config.response_tokens))
-        self.rows = self.context.open_rows(GateConfig.of(config).row_slots, row_bytes)
-        self._model = await self.context.compute.run(self._load)
+        if self.context.spec.rank == 0:
+            row_bytes = bytes_of_row(reference_columns(config.response_tokens))
+            self.rows = self.context.open_rows(GateConfig.of(config).row_slots, row_bytes)
+        self._model = await self.context.compute.run(self._load, await find_meeting(self.context))
+        self._ranks = LedRanks(self.context, self._mesh, {"logprobs": self._logprobs})
+
+    async def stop(self) -> None:
+        await self._ranks.stop()
+        await super().stop()
 
     async def logprobs(self, samples: BatchRef) -> BatchRef:
-        logprobs = await results_of_forward_passes(self.context, samples, self._forward, self._columns(), see=True)
+        if self._ranks.follows:
+            return samples
+        logprobs = await self._ranks.run("logprobs", samples)
         places = [self.keep(row.name, {COLUMN: own}) for row, own in zip(samples, logprobs, strict=True)]
         self.add_to_counters(samples=len(places), tokens=sum(map(len, logprobs)))
         return samples.with_places(places)
+
+    async def _logprobs(self, samples: BatchRef) -> list[NDArray[np.float32]]:
+        """Computes the log-probs of these samples on all ranks."""
+        columns, mesh = self._columns(), self._mesh
+        return await results_of_forward_passes(self.context, samples, self._forward, columns, see=True, mesh=mesh)
 
     def _columns(self) -> list[str]:
         """Returns the columns that log-probs are computed from."""
         config = self.context.config
         return [*token_columns(config), *([EXPERTS] if config.reference.router_replay else [])]
 
-    def _load(self) -> CausalModel:
-        config, device = self.context.config, self.context.config.reference.device
-        refuse_unusable("reference.device", device)
+    def _load(self, meeting: MeetingPlace | None) -> CausalModel:
+        config = self.context.config
+        refuse_unusable("reference.device", config.reference.device)
+        self._mesh = mesh = open_mesh(self.context, meeting, is_led=True)
+        device = own_device(config.reference.device, mesh.rank, mesh.size)
         refuse_rotation_by_longest_row(self.context.facts.model_dir, config)
         precision, exact = config.training.precision, config.model.float32_head
         replay = config.reference.router_replay
-        return load_causal_model(self.context.facts.model_dir, device, precision, float32_head=exact, replay=replay)
+        folder = self.context.facts.model_dir
+        model = load_causal_model(folder, device, precision, float32_head=exact, replay=replay)
+        model.share_out(mesh)
+        return model
 
     def _forward(self, rows: Batch, pictures: Sequence[PromptPictures | None]) -> list[NDArray[np.float32]]:
+        with self._mesh.failing():
+            if not len(rows):
+                if self._mesh.sharding is not None:
+                    idle_pass(self._model, backward=False)
+                return []
+            return self._logprobs_of(rows, pictures)
+
+    def _logprobs_of(self, rows: Batch, pictures: Sequence[PromptPictures | None]) -> list[NDArray[np.float32]]:
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
-        chunk, budget = config.training.logits_chunk, config.training.micro_batch_tokens
+        chunk, budget = config.training.logits_chunk, self._mesh.pass_budget(config.training.micro_batch_tokens)
         spans, experts = spans_of(rows), experts_of(rows)
         return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans, budget, experts, pictures)

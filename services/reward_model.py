@@ -1,7 +1,8 @@
 """Scores samples with a reward model, in addition to the functions of the user."""
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,19 @@ from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.contexts import contexts_of
 from asyncrl.engines.training.batch.micro_batches import spans_of, token_ids
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model, refuse_another_tokenizer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.errors import RewardError, TaskError
+from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import Batch, BatchRef
+from asyncrl.protocols.messages import Score
+from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.rewards.execution.function_call import result_of
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
-from asyncrl.services.ranks.forward_passes import results_of_forward_passes
+from asyncrl.services.ranks.forward_passes import in_passes, on_all_ranks, results_of_forward_passes
+from asyncrl.services.ranks.led_ranks import LedRanks
+from asyncrl.services.ranks.meeting import find_meeting, open_mesh
 from asyncrl.services.reward import RewardService
 from asyncrl.tasks.prompt_rows import with_system
 
@@ -32,11 +39,16 @@ NOTHING = np.zeros(0, np.int64)
 class RewardModelService(RewardService):
     """Scores a sample by the model state at its last sampled token, which may belong to a stop string; a model that
     reads text, by the state at the end of the conversation as its own chat template writes it. A score that is not
-    finite is handled like that of a function. options: `model`: the folder of the reward model."""
+    finite is handled like that of a function. options: `model`: the folder of the reward model.
+
+    Of several ranks the first one answers and runs the functions; the others compute with it.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._model: ValueModel
+        self._mesh = RankMesh()
+        self._ranks = LedRanks(context, self._mesh, {})
         self._positions: int | None
         key = f"{context.spec.service}.model"
         self._specs = (*self._specs, FunctionSpec(MODEL_TERM, MODEL_TERM, self._section.weight, key=key))
@@ -44,8 +56,17 @@ class RewardModelService(RewardService):
     async def start(self) -> None:
         """Loads the model and starts the functions. Raises ConfigError when torch lacks the device or the folder holds
         no reward model with the policy's tokenizer."""
-        self._model = await self.context.compute.run(self._load)
-        await super().start()
+        self._model = await self.context.compute.run(self._load, await find_meeting(self.context))
+        self._ranks = LedRanks(self.context, self._mesh, {"samples": self._score_samples, "texts": self._score_texts})
+        if not self._ranks.follows:
+            await super().start()
+
+    async def stop(self) -> None:
+        await self._ranks.stop()
+        await super().stop()
+
+    async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:
+        return [] if self._ranks.follows else await super().score(samples, row)
 
     async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
         by_model = self._scored_as_text(samples) if self._reads_text else self._scored(refs)
@@ -57,42 +78,67 @@ class RewardModelService(RewardService):
         return self._section.reads == "text"
 
     async def _scored(self, refs: BatchRef) -> list[FunctionResult]:
-        return [result_of(score) for score in await results_of_forward_passes(self.context, refs, self._scores)]
+        return [result_of(score) for score in await self._ranks.run("samples", refs)]
 
     async def _scored_as_text(self, samples: list[Sample]) -> list[FunctionResult]:
-        return await self.context.compute.run(self._of_texts, samples)
+        """Scores prompts and answers; a conversation that the model cannot read has a reason in place of a score."""
+        results, rows = await self.context.compute.run(self._conversations, samples)
+        scores = await self._ranks.run("texts", list(rows.values()))
+        results.update(zip(rows, map(result_of, scores), strict=True))
+        return [results[number] for number in range(len(samples))]
 
-    def _load(self) -> ValueModel:
-        context, device, key = self.context, self._section.device, f"{self.context.spec.service}.model"
-        refuse_unusable(f"{context.spec.service}.device", device)
+    # ---- work of all ranks -------------------------------------------------------------------------------
+
+    async def _score_samples(self, refs: BatchRef) -> list[float]:
+        return await results_of_forward_passes(self.context, refs, self._scores, mesh=self._mesh)
+
+    async def _score_texts(self, rows: list[list[int]]) -> list[float]:
+        """Scores conversations, within the tokens that one pass may have."""
+        lengths = list(map(len, rows))
+
+        async def compute(own: Sequence[int]) -> list[float]:
+            left, passes = {number: lengths[row] for number, row in enumerate(own)}, []
+            while left:
+                passes.append(_within(left, self.context.config.training.micro_batch_tokens))
+                left = {number: length for number, length in left.items() if number not in passes[-1]}
+
+            def run(part: list[int]) -> list[float]:
+                return self._forward([np.array(rows[own[number]], np.int64) for number in part])
+
+            return await in_passes(self.context, self._mesh, passes, run)
+
+        return await on_all_ranks(self.context, self._mesh, lengths, compute)
+
+    def _load(self, meeting: MeetingPlace | None) -> ValueModel:
+        context, key = self.context, f"{self.context.spec.service}.model"
+        refuse_unusable(f"{context.spec.service}.device", self._section.device)
+        self._mesh = mesh = open_mesh(context, meeting, is_led=True)
+        device = own_device(self._section.device, mesh.rank, mesh.size)
         folder = Path(context.spec.options["model"])
         refuse_rotation_by_longest_row(folder, context.config, key)
         model = load_score_model(folder, device, context.config.training.precision)
         if not self._reads_text:
             refuse_another_tokenizer(model, context.facts.model_dir, key)
+        model.share_out(mesh)
         self._positions = context_of_folder(folder)
         return model
 
-    @torch.no_grad()
     def _scores(self, rows: Batch) -> list[float]:
         """Returns the score of each row's newest context."""
+        if not len(rows):
+            return self._forward([])
         newest = [contexts_of(*row)[-1] for row in zip(*token_ids(rows), spans_of(rows), strict=True)]
         return self._forward([np.concatenate([each.prompt, each.response]) for each in newest])
 
-    @torch.no_grad()
-    def _of_texts(self, samples: list[Sample]) -> list[FunctionResult]:
-        """Scores prompts and answers, within the tokens that one pass may have."""
-        results, rows = dict[int, FunctionResult](), dict[int, NDArray[np.int64]]()
+    def _conversations(self, samples: list[Sample]) -> tuple[dict[int, FunctionResult], dict[int, list[int]]]:
+        """Returns the tokens of conversations, and the results of those that have none."""
+        results, rows = dict[int, FunctionResult](), dict[int, list[int]]()
         for number, sample in enumerate(samples):
             try:
-                rows[number] = self._conversation(sample)
+                rows[number] = self._conversation(sample).tolist()
             except (TaskError, RewardError) as error:
                 results[number] = FunctionResult(reason=str(error))
-        while rows:
-            part = _within(rows, self.context.config.training.micro_batch_tokens)
-            scores = self._forward([rows.pop(number) for number in part])
-            results.update(zip(part, map(result_of, scores), strict=True))
-        return [results[number] for number in range(len(samples))]
+        return results, rows
 
     def _conversation(self, sample: Sample) -> NDArray[np.int64]:
         """Returns the tokens of prompt and answer by the chat template of the model. Raises RewardError where it has
@@ -107,16 +153,21 @@ class RewardModelService(RewardService):
             )
         return ids
 
+    @torch.no_grad()
     def _forward(self, rows: list[NDArray[np.int64]]) -> list[float]:
-        scores: list[float] = self._model.scores(rows, [NOTHING] * len(rows)).cpu().tolist()
-        return scores
+        with self._mesh.failing():
+            if not rows:
+                self._model.idle_pass(backward=False)
+                return []
+            scores: list[float] = self._model.scores(rows, [NOTHING] * len(rows)).cpu().tolist()
+            return scores
 
 
-def _within(rows: Mapping[int, Sized], tokens: int) -> list[int]:
+def _within(lengths: Mapping[int, int], tokens: int) -> list[int]:
     """Returns the first of these rows, and those after it that have room in one padded batch of so many tokens."""
     part, longest = list[int](), 0
-    for number, ids in rows.items():
-        longest = max(longest, len(ids))
+    for number, length in lengths.items():
+        longest = max(longest, length)
         if part and longest * (len(part) + 1) > tokens:
             break
         part.append(number)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, SHARDED, option_mistakes
-from asyncrl.config.service_placement import layouts
+from asyncrl.config.service_placement import ONE_REPLICA, layouts
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -75,7 +75,7 @@ def optimizer_problems(config: "Config") -> Iterator[Problem]:
             text = f'nothing reads it with optimizer = "{name}": remove it'
             yield Problem(f"training.{key}", "", text, ("training.optimizer",), is_warning=True)
     for service, layout in layouts(config).items():
-        if max(layout.shard, layout.tp, layout.pp) > 1 and name not in SHARDED:
+        if service in ONE_REPLICA and max(layout.shard, layout.tp, layout.pp) > 1 and name not in SHARDED:
             axis = "shard" if layout.shard > 1 else "tp" if layout.tp > 1 else "pp"
             text = f"{name} is not supported with {service}.layout.{axis}: write {' or '.join(SHARDED)}, or layout.dp"
             yield Problem("training.optimizer", "", text, (f"{service}.layout",))

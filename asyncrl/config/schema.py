@@ -100,6 +100,9 @@ class RewardConfig(Section):
     """Pool of the workers that score, a table of `pools`; `device` is then not read."""
     replicas: Positive = 1
     """Number of workers that score, each with its own copy of the model and its own child processes."""
+    layout: LayoutConfig = LayoutConfig()
+    """Ranks of each replica of the model, one process each, as in training.layout: { dp = 1, shard = 1, tp = 1 }. The
+    first of them runs the functions."""
     workers: Positive = 1
     """Number of child processes of each replica that run the functions in parallel."""
     deadline: PositiveFloat = 10.0
@@ -136,6 +139,8 @@ class ReferenceConfig(Section):
     """Pool of the reference workers, a table of `pools`; `device` is then not read."""
     replicas: Positive = 1
     """Number of reference workers, each with its own copy of the model."""
+    layout: LayoutConfig = LayoutConfig()
+    """Ranks of each replica, one process each, as in training.layout: { dp = 1, shard = 1, tp = 1 }."""
     router_replay: bool = False
     """Uses the experts that generation chose, as training.router_replay does, which must be on. False: the reference
     model's routers choose."""

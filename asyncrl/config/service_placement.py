@@ -65,7 +65,9 @@ def layouts(config: "Config") -> dict[str, LayoutConfig]:
         found["critic"] = config.critic.layout
     if config.algorithm.constraint == "lagrangian":
         found["cost_critic"] = config.cost_critic.layout
-    return found
+    if config.reference_by_service:
+        found["reference"] = config.reference.layout
+    return found | {name: section.layout for name, section in config.scorers.items()}
 
 
 def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
@@ -75,7 +77,7 @@ def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
         if min(layout.tp, layout.dp, layout.shard) > 1:
             text = "tp, dp and shard above one at the same time were never tried; write dp = 1 and a larger shard"
             yield Problem(key, "", text)
-        if layout.data > batch:
+        if layout.data > batch and service in ONE_REPLICA:
             text = f"a step has {batch} samples, and some of {layout.data} ranks get none; write {batch} or fewer"
             yield Problem(key, "", text, ("task.prompts_per_step", "task.samples_per_prompt"))
         if layout.size > 1 and config.fleet.wire == "inproc":
@@ -90,6 +92,12 @@ def _led_problems(config: "Config", service: str, layout: LayoutConfig) -> Itera
         if (size := getattr(layout, axis)) > 1:
             text = f"{axis} = {size} is not supported: write tp, dp or shard"
             yield Problem(f"{service}.layout", "", text)
+    if layout.size > 1 and service in config.scorers and not config.scorers[service].model:
+        text = f"the ranks share a model, and there is no {service}.model: write that, or layout = {{}}"
+        yield Problem(f"{service}.layout", "", text, (f"{service}.model",))
+    if layout.size > 1 and service == "reward" and config.feedback.asks:
+        text = "several ranks are not supported with people who rate: write layout = {}"
+        yield Problem("reward.layout", "", text, ("feedback.ask",))
     if layout.size > 1 and service in config.fleet.joined:
         text = f"several ranks that join are not supported: leave {service} out of fleet.joined, or write layout = {{}}"
         yield Problem(f"{service}.layout", "", text, ("fleet.joined",))
@@ -144,6 +152,7 @@ def joinable(config: "Config") -> dict[str, int]:
     stay = set(ONE_REPLICA) - config.fleet.joined.keys()
     stay |= {"generation", "evaluation"} if config.generation.engine == "vllm" else set()
     stay |= {"reward"} if config.feedback.asks else set()
+    stay |= {service for service, layout in layouts(config).items() if service not in ONE_REPLICA and layout.size > 1}
     return {service: count for service, count in _replicas(config).items() if service not in stay}
 
 
@@ -192,11 +201,11 @@ def pool_names(config: "Config") -> dict[str, str]:
 
 def demands(config: "Config") -> list[Demand]:
     """Returns what each service with a pool asks of it."""
-    workers = {name: layout.size for name, layout in layouts(config).items()}
-    workers["evaluation"] = config.evaluate.replicas
+    ranks = {name: layout.size for name, layout in layouts(config).items()}
+    replicas = {"evaluation": config.evaluate.replicas} | dict.fromkeys(ONE_REPLICA, 1)
     found = []
     for name, pool in pool_names(config).items():
-        count = workers[name] if name in workers else getattr(config, name).replicas
+        count = (replicas[name] if name in replicas else getattr(config, name).replicas) * ranks.get(name, 1)
         each = config.generation.layout_tp if name in ("generation", "evaluation") else 1
         found.append(Demand(name, pool, count, each))
     return found

@@ -116,8 +116,8 @@ class ServiceSpec:
     @property
     def restart(self) -> bool:
         """Returns whether a dead worker is restarted. Trainer and critic are not: what they have learnt dies with
-        them, and with it what is in their processes."""
-        return not (self.inside or issubclass(self.contract, Training | Critic))
+        them, and with it what is in their processes. Nor is one of several ranks, which the others know."""
+        return not (self.inside or self.layout.size > 1 or issubclass(self.contract, Training | Critic))
 
 
 @dataclass(frozen=True, slots=True)

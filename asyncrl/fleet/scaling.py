@@ -49,8 +49,8 @@ def scalable(specs: Mapping[str, ServiceSpec], service: str, count: int) -> Serv
     spec = specs[service]
     if not spec.restart:
         raise Refused(
-            f"the number of {service} workers does not change while a run goes on, because each has a part of what is "
-            f"learnt. Stop the run, and resume it with another training.layout. {listed}"
+            f"the number of {service} workers does not change while a run goes on, because each has a part of a model "
+            f"or of what is learnt. Stop the run, and resume it with another {service}.layout. {listed}"
         )
     if not _may_scale(spec):
         raise Refused(f"{service} has one worker in this run, which no other one can stand in for. {listed}")

@@ -92,10 +92,19 @@ def _process_bytes(device: str) -> int:
 
 
 def _reference(config: Config, shape: Shape) -> MemoryNeed:
-    replicas, weights, device = config.reference.replicas, shape.parameters * FLOAT, config.reference.device
-    parts = {"process": _process_bytes(device), "weights": weights}
-    size = replicas * sum(parts.values())
-    return MemoryNeed("reference", size, replicas * weights, "frozen weights", device, parts=parts)
+    reference = config.reference
+    device, ranks = reference.device, reference.replicas * reference.layout.size
+    frozen = _frozen(shape, reference.layout)
+    parts = {"process": _process_bytes(device), **frozen}
+    least = ranks * sum(frozen.values())
+    return MemoryNeed("reference", ranks * sum(parts.values()), least, "frozen weights", device, parts=parts)
+
+
+def _frozen(shape: Shape, layout: LayoutConfig) -> dict[str, int]:
+    """Returns the bytes of frozen weights that a rank holds, and of those that it gathers for a pass."""
+    held = shape.outside + shape.layers * shape.layer_parameters(layout.tp)
+    weights = {"weights": -(-FLOAT * held // layout.shard)}
+    return weights if layout.shard == 1 else weights | {"gathered": gathered_bytes(shape, layout.tp, frozen=True)}
 
 
 def version_bytes(config: Config, shape: Shape) -> int:
@@ -261,13 +270,13 @@ def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape, leng
 def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:
     """Estimates a scoring service. policy: shape that a model counts as when its own is unknown."""
     doc = "without the memory of your functions, which run in processes of their own"
-    replicas = scorer.replicas
+    ranks = scorer.replicas * scorer.layout.size
     if not scorer.model:
-        return MemoryNeed(name, replicas * PLAIN_BYTES, 0, doc)
-    weights = (shape_of(scorer.model) or policy).parameters * FLOAT
-    doc = f"frozen weights {size_text(weights)} a replica, {doc}"
-    size = replicas * (_process_bytes(scorer.device) + weights)
-    return MemoryNeed(name, size, replicas * weights, doc, scorer.device)
+        return MemoryNeed(name, ranks * PLAIN_BYTES, 0, doc)
+    weights = sum(_frozen(shape_of(scorer.model) or policy, scorer.layout).values())
+    doc = f"frozen weights {size_text(weights)} a worker, {doc}"
+    size = ranks * (_process_bytes(scorer.device) + weights)
+    return MemoryNeed(name, size, ranks * weights, doc, scorer.device)
 
 
 def critic_count(config: Config) -> int:

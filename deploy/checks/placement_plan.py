@@ -68,12 +68,11 @@ def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = N
 
 def _size(config: Config, name: str) -> tuple[int, int]:
     """Returns the workers of a service, and how many of them are one replica."""
-    if (layout := layouts(config).get(name)) is not None:
-        return layout.size, layout.size
     if name == "generation":
         return config.generation_workers, 1
+    ranks = layouts(config)[name].size if name in layouts(config) else 1
     section = "evaluate" if name == "evaluation" else name
-    return getattr(getattr(config, section, None), "replicas", 1), 1
+    return getattr(getattr(config, section, None), "replicas", 1) * ranks, ranks
 
 
 def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:

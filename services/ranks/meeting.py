@@ -1,4 +1,7 @@
-"""Connects the ranks of a replica."""
+"""Connects the ranks of a replica, which agree on whether they have their rows."""
+
+from collections.abc import Awaitable
+from typing import TypeVar
 
 import torch
 
@@ -6,6 +9,8 @@ from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connec
 from asyncrl.errors import LostRows
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import WorkerContext
+
+Rows = TypeVar("Rows")
 
 
 async def find_meeting(context: WorkerContext) -> MeetingPlace | None:
@@ -48,3 +53,17 @@ def agree_on_lost_rows(mesh: RankMesh, own: LostRows | None) -> LostRows | None:
     named = mesh.everyone.told_by_each([] if own is None else [[owner, slot] for owner, slot in own.places])
     unique = dict.fromkeys((owner, slot) for places in named for owner, slot in places)
     return LostRows(str(own or f"another rank of the {mesh.service} lost rows of its share"), unique)
+
+
+async def agreed(context: WorkerContext, mesh: RankMesh, reading: Awaitable[Rows]) -> Rows:
+    """Returns what this rank reads. Raises LostRows, on all ranks, when one of them lost rows."""
+    if mesh.size == 1:
+        return await reading
+    lost: LostRows | None = None
+    try:
+        found = await reading
+    except LostRows as own:
+        lost = own
+    if (lost := await context.compute.run(agree_on_lost_rows, mesh, lost)) is not None:
+        raise lost
+    return found

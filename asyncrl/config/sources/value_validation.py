@@ -131,8 +131,8 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig, "evaluate": EvaluationSet}
-        tables |= {"task": MixedSource, **dict.fromkeys(("training", "critic", "cost_critic"), LayoutConfig)}
-        table = tables.get(str(detail["loc"][0]), RewardFunction)
+        tables |= {"task": MixedSource}
+        table = LayoutConfig if "layout" in detail["loc"] else tables.get(str(detail["loc"][0]), RewardFunction)
         return f"there is no such key; {_meant(str(detail['loc'][-1]), table)}"
     if text := FORMS.get(detail["type"]):
         return text

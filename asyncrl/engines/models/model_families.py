@@ -117,7 +117,6 @@ def _reason(config: Config, name: str, shape: Mapping[str, Any]) -> str:
 
 def _unable_with_pictures(config: Config) -> str:
     """Returns what of a config has no way for a model that reads pictures; "" where all has."""
-    layout = config.training.layout
     reasons = {
         'generation.engine = "vllm" samples without pictures; write "torch"': config.generation.engine == "vllm",
         "an environment speaks in text; leave out environment.use": bool(config.environment.use),
@@ -125,7 +124,7 @@ def _unable_with_pictures(config: Config) -> str:
         "reward models read text only; take reward functions": bool(config.reward.model or config.cost.model),
         "adapters for its layers are not made; leave out model.lora": config.model.lora is not None,
         "its layers are neither split nor put on stages, nor its weights shared out; write a layout with dp only": (
-            layout.pp * layout.tp * layout.shard > 1
+            max(max(each.pp, each.tp, each.shard) for each in (config.training.layout, config.reference.layout)) > 1
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

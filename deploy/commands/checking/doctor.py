@@ -123,13 +123,14 @@ def _containment_checks(config: "Config") -> Iterator[Check]:
 
 
 def _workers_check(config: "Config") -> Check:
-    from asyncrl.config.service_placement import layouts
+    from asyncrl.config.service_placement import ONE_REPLICA, layouts
     from asyncrl.deploy.service_specs import worker_count
 
     workers, threads = worker_count(config), config.fleet.threads
     is_apart = config.generation.colocate == "none"  # Ranks of the trainer that sample do not train meanwhile.
     generating = is_apart * config.generation.replicas * config.generation.layout_tp
-    busiest = (generating + sum(layout.size for layout in layouts(config).values())) * threads
+    learning = [layout.size for service, layout in layouts(config).items() if service in ONE_REPLICA]
+    busiest = (generating + sum(learning)) * threads
     found = f"{workers} with {threads} torch threads each, {usable_cores():g} cores"
     remedy = "the workers will slow each other down: lower fleet.threads or generation.replicas"
     return check("workers", busiest <= usable_cores() or threads == 1, found, remedy, "note")

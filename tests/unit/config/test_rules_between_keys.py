@@ -15,9 +15,6 @@ def config(**sections: Any) -> Config:
     return Config.model_validate({"model": {"name": "m"}, "task": task, **sections})
 
 
-CRITIC = {"algorithm": {"preset": "ppo"}}
-
-
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
@@ -209,12 +206,6 @@ CRITIC = {"algorithm": {"preset": "ppo"}}
         ({"training": {"layout": {"pp": 2, "shard": 2}}}, "pp = 2 is supported alone, beside tp and beside dp: write"),
         ({"training": {"layout": {"pp": 2, "tp": 2, "dp": 2}}}, "write shard = 1, and tp = 1 or dp = 1"),
         ({"training": {"layout": {"pp": 2}, "optimizer": "muon"}}, "muon is not supported with training.layout.pp"),
-        (CRITIC | {"critic": {"layout": {"pp": 2}}}, "critic.layout.* pp = 2 is not supported: write tp, dp or shard"),
-        (CRITIC | {"critic": {"layout": {"sp": 2}}}, "critic.layout.* sp = 2 is not supported"),
-        (CRITIC | {"critic": {"layout": {"dp": 65}}}, "critic.layout.* a step has 64 samples, and some of 65 ranks"),
-        (CRITIC | {"critic": {"layout": {"tp": 2, "dp": 2, "shard": 2}}}, "critic.layout.* tp, dp and shard above one"),
-        (CRITIC | {"critic": {"layout": {"dp": 2}}, "fleet": {"wire": "inproc"}}, "ranks of critic are processes"),
-        (CRITIC | {"critic": {"layout": {"tp": 2}}, "training": {"optimizer": "muon"}}, "with critic.layout.tp"),
         ({"evaluate": {"samples": 4}}, "temperature 0"),
         ({"reward": {"deadline": 900}}, "never reached"),
         ({"algorithm": {"preset": "safe_rlhf"}, "cost": {"model": "m", "limit": 1, "deadline": 900}}, "never reached"),

@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.config.schema import Config, FleetConfig
+from asyncrl.config.service_placement import joinable
 from asyncrl.config.sources import load
 from asyncrl.fleet.weight_transport import transport_of
 
@@ -20,6 +21,16 @@ def test_new_weights_reach_generation_that_joins_over_a_network() -> None:
     assert transport_of(config({"generation": 1}, **LISTENS)).name == "tcp"
     assert transport_of(config({"training": 1}, **LISTENS)).name == "tcp"
     assert transport_of(config({"reward": 1}, **LISTENS)).name == "shm"
+
+
+def test_several_ranks_of_a_reference_do_not_join_either() -> None:
+    base = load("quickstart").config.model_dump()
+    base |= {"algorithm": {"kl": 0.1}, "fleet": FleetConfig(joined={"reference": 1}, **LISTENS).model_dump()}
+    assert "reference" in joinable(Config.model_validate(base))
+    several = base | {"reference": {"layout": {"tp": 2}}}
+    with pytest.raises(ValidationError, match="several ranks that join are not supported: leave reference out of"):
+        Config.model_validate(several)
+    assert "reference" not in joinable(Config.model_validate(several | {"fleet": {}}))
 
 
 def test_several_ranks_of_a_critic_do_not_join() -> None:

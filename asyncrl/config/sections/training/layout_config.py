@@ -1,10 +1,11 @@
-"""The table `training.layout`: how the ranks of the trainer share rows and weights."""
+"""The tables `training.layout`, `critic.layout` and others: how ranks share rows and weights."""
 
 from asyncrl.config.sections.algorithm_config import Positive, Section
 
 
 class LayoutConfig(Section):
-    """Sizes of the axes; the trainer has pp x tp x sp x dp x shard ranks, one process each."""
+    """Sizes of the axes; the trainer, or a replica of another service, has pp x tp x sp x dp x shard ranks, one process
+    each. pp and sp are of the trainer alone."""
 
     pp: Positive = 1
     """Pipeline stages, each of which holds some of the layers; all stages train the same rows."""

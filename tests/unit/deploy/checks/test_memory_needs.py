@@ -84,12 +84,28 @@ def test_ranks_that_share_out_the_weights_hold_a_part_each_and_gather_a_layer_at
 
 def test_ranks_of_a_critic_count_like_those_of_the_trainer() -> None:
     wanted = config(algorithm={"preset": "ppo"}, critic={"layout": {"shard": 2, "dp": 2}})
-    found = next(each for each in needs(wanted, SMOLLM2) if each.name == "critic")
+    found = need_of(wanted, "critic")
     assert found.parts["weights"] == _training_parts(2)["weights"]
     assert found.bytes == 4 * sum(found.parts.values())
     workers = [each for each in planned_workers(wanted, SMOLLM2) if each.need.name == "critic"]
     assert [each.name for each in workers] == ["critic0.0", "critic0.1", "critic0.2", "critic0.3"]
     assert [each.bytes for each in workers] == 4 * [sum(found.parts.values())]
+
+
+def test_ranks_of_frozen_models_hold_their_parts_and_gather_without_gradients() -> None:
+    sections = {"algorithm": {"kl": 0.1}, "reference": {"replicas": 2, "layout": {"shard": 2}}}
+    wanted = config(**sections, reward={"model": "m", "layout": {"tp": 2}})
+    reference, reward = (need_of(wanted, name) for name in ("reference", "reward"))
+    assert reference.parts["weights"] == _training_parts(2)["weights"]
+    assert reference.parts["gathered"] == _training_parts(2)["gathered"] // 2
+    assert reference.bytes == 4 * sum(reference.parts.values())
+    assert reward.least == 2 * _training_parts(1, tp=2)["weights"]
+    names = [each.name for each in planned_workers(wanted, SMOLLM2)]
+    assert {"reference0.0", "reference0.1", "reference1.0", "reference1.1", "reward0.0", "reward0.1"} <= set(names)
+
+
+def need_of(wanted: Config, name: str) -> MemoryNeed:
+    return next(each for each in needs(wanted, SMOLLM2) if each.name == name)
 
 
 def test_pipeline_stages_hold_some_of_the_layers_and_buffers_for_what_they_pass_on() -> None:

@@ -20,7 +20,7 @@ from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.services.ranks.led_ranks import LedRanks
-from asyncrl.services.ranks.meeting import agree_on_lost_rows
+from asyncrl.services.ranks.meeting import agreed
 
 PATIENCE, RANKS = 20.0, 3
 Stores = list[TCPStore]
@@ -75,7 +75,7 @@ class SecondRank(Ranks):
 
 
 class Group:
-    """Ranks whose work is noted, and exchanges once, so that ranks in different orders would wait for each other."""
+    """Ranks whose work is noted, and exchanges twice, so that ranks in different orders would wait for each other."""
 
     def __init__(self, contexts: list[WorkerContext], meshes: list[RankMesh]) -> None:
         self.done: list[list[str]] = [[] for _ in meshes]
@@ -91,8 +91,9 @@ class Group:
 
         async def note(text: str) -> str:
             self.begun.set()
-            found = await context.compute.run(mesh.everyone.told_by_each, text)
-            self.done[rank].append("".join(found))
+            for _ in range(2):
+                found = await context.compute.run(mesh.everyone.told_by_each, text)
+                self.done[rank].append("".join(found))
             return text
 
         return note
@@ -100,10 +101,12 @@ class Group:
     def _losing(self, rank: int, ends: tuple[WorkerContext, RankMesh]) -> Any:
         context, mesh = ends
 
+        async def read(losers: list[int]) -> None:
+            if rank in losers:
+                raise LostRows("mine", [("shm://rows", rank)])
+
         async def lose(losers: list[int]) -> None:
-            own = LostRows("mine", [("shm://rows", rank)]) if rank in losers else None
-            if (lost := await context.compute.run(agree_on_lost_rows, mesh, own)) is not None:
-                raise lost
+            await agreed(context, mesh, read(losers))
 
         return lose
 
@@ -147,7 +150,7 @@ async def test_all_ranks_do_the_same_in_one_order(serving: Serving) -> None:
         assert await asyncio.gather(*(first.run("note", text) for text in texts)) == texts
         for each in others:
             await each.idle()
-        assert group.done[0] == [3 * text for text in texts]
+        assert group.done[0] == [3 * text for text in texts for _ in range(2)]
         assert group.done == [group.done[0]] * RANKS
 
 
@@ -157,7 +160,7 @@ async def test_work_that_has_begun_goes_on_without_its_caller(serving: Serving) 
         await group.begun.wait()
         caller.cancel()
         assert await group.ranks[0].run("note", "b") == "b"
-        assert group.done[0] == ["aaa", "bbb"]
+        assert group.done[0] == ["aaa", "aaa", "bbb", "bbb"]
 
 
 async def test_rows_that_any_rank_lost_are_named_and_the_ranks_go_on(serving: Serving) -> None:
