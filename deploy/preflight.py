@@ -30,7 +30,7 @@ from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.environments.loading import environment_problems
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.scaling import MOST_WORKERS
+from asyncrl.fleet.changes.scaling import MOST_WORKERS
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
 from asyncrl.tasks.source_problems import prompt_problems

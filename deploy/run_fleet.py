@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, is_read_by, source_files
+from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import ONE_REPLICA, pool_names, pools_of
 from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.observers.worker_profile import WorkerProfiles
+from asyncrl.controller.training_run import RunState
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
+from asyncrl.deploy.preflight import rows_fit
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
 from asyncrl.deploy.process.run_commands import RunCommands
 from asyncrl.deploy.process.scaled_services import scaled_specs
@@ -28,10 +31,12 @@ from asyncrl.fleet.launching.command_socket import open_commands
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.launching.joining import REQUEST_BYTES
+from asyncrl.fleet.launching.leftover_cleanup import new_start
 from asyncrl.fleet.launching.run_watch import RunWatch
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.weight_transport import transport_of
-from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.fleet.worker.worker_spec import RunFacts, weights_arena
+from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
@@ -48,6 +53,27 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 """Endings of files of a model that workers do not read who need its tokenizer only."""
 PRETRAIN = "pretrain.jsonl"
 """File in the run's logs with the texts that the trainer learns besides its samples."""
+
+HEARTBEAT = 10.0
+"""Seconds between heartbeats. Three missing ones mean that a worker's host is gone; loading a model takes less."""
+
+
+def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:
+    """Names a new start of the run and returns what its workers share."""
+    folder = config.weights.folder if transport_of(config).name == "file" else None
+    start, keys = new_start(directory, folder), CurveKeys.fresh()
+    return RunFacts(
+        run=start,
+        run_dir=directory.path,
+        model_dir=model.absolute(),
+        incarnation=state.incarnation,
+        weights_arena=weights_arena(start, state.incarnation),
+        config=config,
+        checkpoint_dir=Path(state.plan.directory) if state.plan else None,
+        curve=(keys.public, keys.secret),
+        heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
+        shared_rows=rows_fit(config, model),
+    )
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from asyncrl.algorithms.algorithm_by_name import advantages_of, algorithm_of
@@ -33,19 +34,20 @@ from asyncrl.controller.journal.checkpoints import (
     versions,
 )
 from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.returns import train_with_returns
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
-from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, rows_fit
+from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight
 from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.process.step_callback import step_callback
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
-from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, run_fleet
+from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import is_complete
@@ -53,11 +55,7 @@ from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
 from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.fleet.launching.leftover_cleanup import new_start
-from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
-from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.tasks.prompt_sources import write_texts
 from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.telemetry.jsonl import read_lines
@@ -71,8 +69,6 @@ from asyncrl.telemetry.trace import merge_traces
 
 CONTROLLER_LOG = "controller.jsonl"
 """File in the run's logs with starts, losses and restarts of workers, and all that was said."""
-HEARTBEAT = 10.0
-"""Seconds between heartbeats. Three missing ones mean that a worker's host is gone; loading a model takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,26 +228,37 @@ async def _train(
         scorers = await asyncio.to_thread(scoring_model_folders, config, model)
         state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
-        algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
         progress.begin("starting the workers")
         fleet = run_fleet(replace(request, forks=forks), facts, signals, scorers, state.pauses)
         async with _spans_sent(config, directory, display), fleet as running:
             rollback.begun = True
             display.say(f"run directory: {directory.path}")
             with gc_frozen(YOUNG_OF_CALLER) as frozen:
-                await TrainingRun(
-                    state,
-                    questions,
-                    algorithm,
-                    advantages,
-                    running,
-                    display,
-                    signals.ending_in_order,
-                    signals.abandon,
-                    progress,
-                    frozen,
-                    request.on_step or step_callback(config),
-                ).run()
+                on_end = (signals.ending_in_order, signals.abandon)
+                observers = (*on_end, progress, frozen, request.on_step or step_callback(config))
+
+                async def train(now: RunState) -> None:
+                    algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
+                    await TrainingRun(now, questions, algorithm, advantages, running, display, *observers).run()
+
+                await train_with_returns(
+                    *(running, state, train, partial(_resumed, request, directory, store), store),
+                    most=config.fleet.trainer_restarts,
+                    may_return=lambda: not signals.is_ending,
+                    say=display.say,
+                )
+
+
+async def _resumed(request: RunRequest, directory: RunDirectory, store: FileStore, before: RunState) -> RunState:
+    """Resumes a run whose controller has ended, in this process."""
+    plan = await asyncio.to_thread(plan_resume, store)
+    assert plan is not None, "it has checkpoints"
+    for line in plan.said:
+        request.display.say(line)
+    restored = plan.restorable(whole_groups=_scores_groups(request.config))
+    before.pauses.subscribers.clear()
+    resumed = (request.config, directory, store, plan, restored, before.on_commit)
+    return replace(await asyncio.to_thread(restore_run, *resumed), pauses=before.pauses)
 
 
 async def _read_texts_and_model(
@@ -377,21 +384,3 @@ def restore_run(
     for group in journal.ledger.groups.values():
         gate.restore(group)
     return RunState(directory, journal, gate, plan, restored, on_commit=on_commit)
-
-
-def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:
-    """Names a new start of the run and returns what its workers share."""
-    folder = config.weights.folder if transport_of(config).name == "file" else None
-    start, keys = new_start(directory, folder), CurveKeys.fresh()
-    return RunFacts(
-        run=start,
-        run_dir=directory.path,
-        model_dir=model.absolute(),
-        incarnation=state.incarnation,
-        weights_arena=f"asyncrl-{start}-{state.incarnation}-weights",
-        config=config,
-        checkpoint_dir=Path(state.plan.directory) if state.plan else None,
-        curve=(keys.public, keys.secret),
-        heartbeat=HEARTBEAT if config.fleet.wire == "tcp" else None,
-        shared_rows=rows_fit(config, model),
-    )

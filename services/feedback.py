@@ -28,6 +28,8 @@ class FeedbackService(RewardService):
     """Adds the term `person` to a score. A sample waits for its rating in `score`, at most `feedback.deadline`.
     options: `host`, `port` and `key` of the page. Samples of the evaluation are shown to nobody."""
 
+    renews = False
+
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._feedback = section = context.config.feedback

@@ -31,8 +31,9 @@ from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.engines.pictures.picture_rows import GroupPictures
 from asyncrl.environments.loading import answer_role
-from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, TaskError
+from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
 from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
@@ -61,6 +62,8 @@ class GenerationService(Service, Generation):
     which the engine then uses at once. `adapters`: folder of the adapters of that version, in a run with `model.lora`.
     `longest_prompts`: prompts that are checked at the start (see prompt_lengths).
     """
+
+    renews = True
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -107,6 +110,16 @@ class GenerationService(Service, Generation):
     async def stop(self) -> None:
         self._closing.close()
         await super().stop()
+
+    async def renew(self, facts: RunFacts) -> None:
+        """Keeps the engine, and has it wait for the weights of a new trainer."""
+        if not isinstance(self._engine, TorchGeneration) or self.context.config.environment.use:
+            raise Refused(f"{self.context.spec.instance} keeps more of its samples than it can forget")
+        await super().renew(facts)
+        async with self._weights_lock:
+            await self._engine.begin_again()
+            self._published = self._canary_distance = None
+            self._pictures = GroupPictures()
 
     async def generate(self, prompts: PromptGroup) -> AsyncIterator[BatchRef]:
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs

@@ -31,6 +31,8 @@ class ReferenceService(Service, Reference):
     """Stores one row per sample: `reference_logprobs` float32 [sampled tokens]. Of several ranks the first one answers
     and keeps the rows; the others follow it."""
 
+    renews = True
+
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._model: CausalModel

@@ -50,6 +50,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
     """Scores each sample with all functions of `reward.functions`; the score is their weighted sum. The service `cost`
     uses the functions of `cost.functions`. functions: replace those of the config; they exist only in this process."""
 
+    renews = True
+
     def __init__(self, context: WorkerContext, functions: Sequence[Function] = ()) -> None:
         super().__init__(context)
         config = context.config

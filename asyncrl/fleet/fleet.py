@@ -173,26 +173,45 @@ class RunningFleet:
         self.specs = {spec.name: spec for spec in specs}
         self._shared = SharedProcesses({spec.name: spec.inside for spec in specs if spec.inside})
         slots = [self._slot(spec, worker) for spec in specs for worker in self.workers[spec.name]]
-        hello = facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}")
         self.introductions = Introductions()
+        self.meetings = RankMeetings()
         connect = partial(
             WorkerConnection,
             wire=platform.wire,
-            hello=hello,
+            hello=facts.hello("controller", 0, f"controller-{facts.incarnation}-{platform.unique_id()}"),
             start_deadline=config.start_deadline,
             introductions=self.introductions,
-            meetings=RankMeetings(),
+            meetings=self.meetings,
         )
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
 
     def _slot(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSlot:
-        make_spec = partial(_next_instance, spec, worker, self.facts, self._platform)
         if spec.restart:
             worker.on_stuck = partial(self._stuck, spec.name)
         is_awaited = not spec.joined or worker.replica < spec.joined
         replicas, number = self.workers[spec.name], (worker.replica, worker.rank)
         launcher = self._shared.launcher_of(spec.name, *number, self._platform.launcher(spec))
+        make_spec = partial(self._next_instance, spec, worker)
         return WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, bool(spec.inside), is_awaited)
+
+    def _next_instance(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSpec:
+        """Specifies the next instance of a worker, of the incarnation that runs now."""
+        instance = f"{worker.name}-{self.facts.incarnation}-{self._platform.unique_id()}"
+        number = worker.replica * spec.layout.size + worker.rank
+        return WorkerSpec(
+            service=spec.name,
+            replica=worker.replica,
+            rank=worker.rank,
+            layout=spec.layout,
+            instance=instance,
+            implementation=spec.implementation,
+            addresses=NOT_BOUND,
+            facts=self.facts,
+            options=dict(spec.options),
+            origin=spec.origin,
+            devices=spec.devices[number] if spec.devices else (),
+            curve=None if spec.here else pair_of_instance(self.facts),
+        )
 
     def add_replica(self, service: str) -> None:
         """Starts one more replica of a service, for which nothing waits."""
@@ -237,7 +256,8 @@ class RunningFleet:
             case WorkerLost(service, instance, reason) if service in self.restarted:
                 self._report(f"lost {instance}: {reason}; it is started again")
             case WorkerHung(service, instance, seconds):
-                effect = "it is killed and started again" if service in self.restarted else "it is killed: the run ends"
+                ends = service not in self.restarted and self.supervisor.learners is None
+                effect = "it is killed: the run ends" if ends else "it is killed and started again"
                 self._report(f"{instance} has answered no call for {seconds:.0f} s, not even for its health; {effect}")
                 self.supervisor.kill(instance)
             case WorkerStuck(service, instance, reason):
@@ -376,22 +396,3 @@ def _cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(failed, BaseExceptionGroup):
         failed = failed.exceptions[0]
     return failed or root_cause(errors)
-
-
-def _next_instance(spec: ServiceSpec, worker: RemoteWorker, facts: RunFacts, platform: Platform) -> WorkerSpec:
-    instance = f"{worker.name}-{facts.incarnation}-{platform.unique_id()}"
-    number = worker.replica * spec.layout.size + worker.rank
-    return WorkerSpec(
-        service=spec.name,
-        replica=worker.replica,
-        rank=worker.rank,
-        layout=spec.layout,
-        instance=instance,
-        implementation=spec.implementation,
-        addresses=NOT_BOUND,
-        facts=facts,
-        options=dict(spec.options),
-        origin=spec.origin,
-        devices=spec.devices[number] if spec.devices else (),
-        curve=None if spec.here else pair_of_instance(facts),
-    )

@@ -91,6 +91,9 @@ class RowHolders(Generic[R]):
             else:
                 self._held.pop(group, None)
 
+    def clear(self) -> None:
+        self._held.clear()
+
     def __len__(self) -> int:
         """Returns the number of groups of which some replica may hold rows."""
         return len(self._held)

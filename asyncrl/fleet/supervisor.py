@@ -1,7 +1,8 @@
 """Keeps workers alive: starts them, notices a death at once, restarts the worker or ends the fleet.
 
     spawn ──> connect ──> `started` ──> takes calls ──> dead ──> outstanding calls fail ──> pause ──> spawn
-                                                         └──> trainer or critic, or MAX_DEATHS deaths: FleetFailed
+                                                         │└──> MAX_DEATHS deaths: FleetFailed
+                                                         └──> trainer or critic: FleetFailed, or Learners ──> spawn
 
 An instance that is asked to leave drains: it takes no new work, and ends once it holds nothing, or at a deadline. A
 worker that is not wanted any more is parked then, until it is wanted again.
@@ -125,6 +126,38 @@ class WorkerSlot:
         return self.replicas.is_idle(self.worker.replica)
 
 
+class Learners:
+    """The workers that learn, in a run that goes back to a checkpoint when one of them dies: each dead one waits here
+    until all of them start again, or the run ends. lost: why the first one died since the last start."""
+
+    def __init__(self) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.waiting: dict[str, asyncio.Future[bool]] = {}
+
+    async def watch(self) -> None:
+        """Raises FleetFailed once a worker that learns died."""
+        raise FleetFailed(await asyncio.shield(self.lost))
+
+    async def may_start_again(self, name: str, reason: str) -> bool:
+        """Waits, after a death, for what the run does; returns whether the worker starts again."""
+        if not self.lost.done():
+            self.lost.set_result(f"{name} died: {reason}")
+        decided: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.waiting[name] = decided
+        return await decided
+
+    def start_again(self) -> None:
+        self.lost = asyncio.get_running_loop().create_future()
+        waiting, self.waiting = self.waiting, {}
+        for decided in waiting.values():
+            decided.set_result(True)
+
+    def give_up(self) -> None:
+        """Ends the fleet with the death of the first one."""
+        for decided in (*self.waiting.values(),)[:1]:
+            decided.set_result(False)
+
+
 @dataclass(frozen=True, slots=True)
 class RunningInstance:
     """An instance that was spawned and is not cleaned up yet. leave: gets the seconds in which it is to drain."""
@@ -149,7 +182,7 @@ class Supervisor:
     connect: makes the connection to an instance. emit: takes the events of workers; must not block. resume: the command
     that resumes the run, for error messages. isolated: the groups that run alone now. instances: what is running now,
     by the worker's name. all_started: set when every awaited worker has taken calls once, each within its own
-    start deadline.
+    start deadline. learners: None while the death of one ends the fleet.
     """
 
     def __init__(
@@ -161,6 +194,7 @@ class Supervisor:
         isolated: Collection[int] = (),
     ) -> None:
         self.instances: dict[str, RunningInstance] = {}
+        self.learners: Learners | None = None
         self.all_started = asyncio.Event()
         self._slots = slots
         self._tasks: asyncio.TaskGroup
@@ -195,6 +229,20 @@ class Supervisor:
 
     def slots_of(self, service: str) -> list[WorkerSlot]:
         return [slot for slot in self._slots if slot.worker.service == service]
+
+    def slots(self, *, learning: bool) -> list[WorkerSlot]:
+        """Returns the workers that learn, which are not restarted one by one, or all others."""
+        return [slot for slot in self._slots if slot.restart != learning]
+
+    async def end_learners(self) -> None:
+        """Kills all workers that learn; returns once their processes are gone and they wait for the next start."""
+        assert self.learners is not None, "the run goes back to a checkpoint"
+        slots = self.slots(learning=True)
+        while len(self.learners.waiting) < len(slots):
+            for slot in slots:  # One may be started only now.
+                if (running := self.instances.get(slot.worker.name)) is not None:
+                    running.launched.kill()
+            await asyncio.sleep(DRAIN_CHECK)
 
     def add(self, slot: WorkerSlot) -> None:
         """Keeps one more worker alive, while `run` goes on. Raises Refused when it ends already."""
@@ -237,6 +285,9 @@ class Supervisor:
             reason = await self._run_instance(slot, launched)
             if slot.is_guest:
                 return  # Its host says why.
+            if not slot.restart and self.learners and await self.learners.may_start_again(slot.worker.name, reason):
+                slot.worker.restarting = True
+                continue
             if not slot.restart or slot.deaths.pause is None:
                 times = (
                     f" {slot.deaths.since_progress} times without a finished group in between" if slot.restart else ""

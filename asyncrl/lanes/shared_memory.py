@@ -169,6 +169,11 @@ def copy_in_two_threads(target: NDArray[Any], source: NDArray[Any]) -> None:
         other.result(COPY_DEADLINE)
 
 
+def unlink_segment(name: str, directory: Path = SHARED_MEMORY) -> None:
+    """Unlinks the segment of a dead process, if there is one."""
+    (directory / _checked(name)).unlink(missing_ok=True)
+
+
 def unlink_run_segments(run: str, directory: Path = SHARED_MEMORY) -> list[str]:
     """Unlinks the segments of this start of a run; returns their names."""
     return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-\d+-.*"))

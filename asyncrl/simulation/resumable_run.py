@@ -90,6 +90,16 @@ class ResumableRun:
         thorough: bool = True,
         gate_class: type[Gate] = Gate,
     ) -> None:
+        self._shape = shape
+        self._store = store
+        self._check_trainer = check_trainer
+        self._thorough = thorough
+        self._gate_class = gate_class
+        self.take_up()
+
+    def take_up(self) -> None:
+        """Begins, or goes on from the newest checkpoint; a controller that was made before has ended."""
+        shape, store, gate_class = self._shape, self._store, self._gate_class
         self.plan = plan = plan_resume(store)
         self.incarnation = plan.incarnation if plan else 0
         saved = plan.restorable(whole_groups=False) if plan else NOTHING_SAVED
@@ -106,8 +116,7 @@ class ResumableRun:
         self.commits = BackgroundCommits(
             self.journal, TrainingConfig(background_checkpoints=shape.background_checkpoints)
         )
-        self.invariants = Invariants(self.gate, self.journal, check_trainer, thorough=thorough)
-        self._shape = shape
+        self.invariants = Invariants(self.gate, self.journal, self._check_trainer, thorough=self._thorough)
 
     def make_controller(
         self,

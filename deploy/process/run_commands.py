@@ -9,8 +9,8 @@ from asyncrl.controller.observers.worker_profile import WorkerProfiles
 from asyncrl.deploy.process.scaled_services import Scaled, keep
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.errors import Refused
+from asyncrl.fleet.changes.scaling import scale
 from asyncrl.fleet.fleet import RunningFleet
-from asyncrl.fleet.scaling import scale
 from asyncrl.protocols.messages import Call
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.telemetry.run_directory import RunDirectory

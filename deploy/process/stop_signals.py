@@ -32,7 +32,7 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         self._end_in_order: Callable[[], None] | None = None
         self._first_at: float | None = None
-        self._is_ending = False
+        self._ends_in_order = False
         self.hurry: Callable[[], None] | None = None
         self.abandoned = ""
 
@@ -51,6 +51,11 @@ class StopSignals:
             for number in handled:
                 _ignore_echoes(number)
 
+    @property
+    def is_ending(self) -> bool:
+        """Returns whether the work was told to end."""
+        return self._ends_in_order or self._first_at is not None
+
     @contextmanager
     def ending_in_order(self, end: Callable[[], None]) -> Iterator[None]:
         """Lets the first signal inside the block call `end` instead of abandoning the work."""
@@ -65,7 +70,7 @@ class StopSignals:
         still the first one, which then changes nothing."""
         if self._end_in_order is None:
             return False
-        self._is_ending = True
+        self._ends_in_order = True
         self._end_in_order()
         return True
 
@@ -73,7 +78,7 @@ class StopSignals:
         """Acts on a signal; runs on the loop of the work."""
         if self._first_at is None:
             self._first_at = self._loop.time()
-            if self._is_ending:
+            if self._ends_in_order:
                 return
             if self._end_in_order is not None:
                 self._end_in_order()

@@ -8,7 +8,6 @@ import pytest
 
 import asyncrl.controller.gate.gate
 import asyncrl.controller.journal.journal
-import asyncrl.fleet.fleet
 import asyncrl.fleet.supervisor
 import asyncrl.simulation.fakes.training
 from asyncrl.algorithms import grpo
@@ -24,6 +23,7 @@ from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import PeerLost
+from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import WorkerStarted
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.service_calls import Handle
@@ -100,16 +100,15 @@ def a_call_that_may_not_be_repeated_is(patch: Patch) -> None:
 
 
 def a_restarted_worker_has_the_name_of_the_dead_one(patch: Patch) -> None:
-    whole = asyncrl.fleet.fleet._next_instance
-
+    whole = RunningFleet._next_instance
     first: dict[RemoteWorker, WorkerSpec] = {}
 
-    def next_instance(spec: Any, worker: RemoteWorker, *others: Any) -> WorkerSpec:
+    def next_instance(fleet: RunningFleet, spec: Any, worker: RemoteWorker) -> WorkerSpec:
         if worker not in first:
-            first[worker] = whole(spec, worker, *others)
+            first[worker] = whole(fleet, spec, worker)
         return first[worker]
 
-    patch.setattr(asyncrl.fleet.fleet, "_next_instance", next_instance)
+    patch.setattr(RunningFleet, "_next_instance", next_instance)
 
 
 def a_dead_reader_keeps_its_lease(patch: Patch) -> None:

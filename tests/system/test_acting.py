@@ -87,8 +87,8 @@ def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm
         shown = until_step(process, 16)
         assert shown.count("lost generation") == 2
         kill(run_dir, "training")
-        code, shown = ended(process)
-    assert code == 75, shown
+        assert "training0.0 died: killed by SIGKILL; the run goes on" in until_step(process, 30)
+        process.kill()
     assert audit(run_dir).ok, str(audit(run_dir))
     with running(command) as process:
         code, shown = ended(process)
@@ -97,7 +97,7 @@ def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm
     assert audit(run_dir).ok, str(audit(run_dir))
 
     lines = metrics_of(run_dir)
-    assert (lines[-1]["step"], lines[-1]["incarnation"]) == (60, 1)
+    assert (lines[-1]["step"], lines[-1]["incarnation"]) == (60, 2)
     if algorithm == "ppo":  # SAC learns from transitions of any age.
         assert max(line.get("staleness/max", 0.0) for line in lines) <= 1
     # Each step has one group of 4 environments and 16 transitions, or a part of it; none was counted twice.

@@ -71,11 +71,11 @@ def test_run_continues_after_a_worker_is_killed(service: str, quickstart_model: 
         ("cost_critic", 0, SAFE, signal.SIGKILL),
     ],
 )
-def test_printed_command_resumes_after_a_trainer_or_critic_died_or_hung(
+def test_without_restarts_of_the_trainer_the_printed_command_resumes_after_a_trainer_or_critic_died_or_hung(
     service: str, rank: int, flags: list[str], end: signal.Signals, quickstart_model: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with running(command(quickstart_model, run_dir, *flags)) as process:
+    with running(command(quickstart_model, run_dir, *flags, "--fleet.trainer_restarts", "0")) as process:
         until_step(process, 7)
         os.kill(pid_of(run_dir, service, rank), end)
         code, shown = ended(process)

@@ -50,7 +50,9 @@ def test_no_rating_is_lost_when_workers_and_the_command_are_killed(quickstart_mo
             for service in ("reward", "generation", "training"):
                 run.until_step(process, run.version + 1)
                 os.kill(run.pid_of(service), signal.SIGKILL)
-            assert process.wait(PATIENCE) == 75, run.shown
+            run.until_step(process, run.version + 2)
+            process.send_signal(signal.SIGKILL)
+            process.wait(PATIENCE)
         address = (run.directory / "feedback.json").read_text()
         with run.running() as process:
             run.until_step(process, run.version + 2)

@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.leases import slot_of
 from asyncrl.protocols.batch import Array, Batch, Cuts
@@ -45,6 +46,12 @@ class TorchlessGeneration(FakeGeneration):
         if self._arena is not None:
             self._arena.close()
         await super().stop()
+
+    async def renew(self, facts: RunFacts) -> None:
+        await super().renew(facts)
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     async def load_weights(self, published: Published) -> None:
         if self._arena is None:

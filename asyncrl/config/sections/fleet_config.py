@@ -36,9 +36,13 @@ class FleetConfig(Section):
     watchdog: PositiveFloat = 120.0
     """Seconds without progress after which the state of the whole fleet is printed. A worker that does not even answer
     about its health for as long (at least 5 s) is killed: generation, reward and reference workers start again, the
-    death of a critic ends the run. The trainer is never killed for it."""
+    death of a critic is that of the trainer. The trainer is never killed for it."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """Number of times that the command restarts itself after the trainer or the controller died."""
+    trainer_restarts: Annotated[int, Field(ge=0)] = 3
+    """Number of times that trainer and critics start again from one checkpoint, while the other workers stay, after one
+    of them died. The next death without a newer checkpoint ends the run with exit status 75. Always 0 where workers
+    join, or generation is in the processes of the trainer."""
     threads: Positive = 1
     """Number of torch threads of each worker."""
     start: Literal["fork", "spawn"] = "fork"

@@ -50,11 +50,18 @@ class BackgroundCommits:
             return
         if isinstance(error, asyncio.CancelledError):
             running.cancel()
-        await asyncio.wait({running})
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as cancelled:
+            error = cancelled
+            running.cancel()
+            await asyncio.wait({running})  # Nobody else may write to the journal or the checkpoints meanwhile.
+            raise
+        finally:
+            if error is not None and not running.cancelled() and (own := running.exception()) is not None:
+                error.add_note(f"besides, a checkpoint was not committed: {own}")
         if error is None:
             running.result()
-        elif not running.cancelled() and (own := running.exception()) is not None:
-            error.add_note(f"besides, a checkpoint was not committed: {own}")
 
     async def begin(self, version: int, copy: CopyState, write: WriteCopies) -> None:
         """Commits the checkpoint of the journal's version, while no iteration runs, and returns once its state is

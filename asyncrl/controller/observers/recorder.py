@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
+from asyncrl.concurrency import to_its_end
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.evaluation.code_metrics import code_metrics
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation
@@ -157,7 +158,7 @@ class Recorder:
         self._metrics.append(metrics)
         self._samples.append(records)
         if self._samples.is_full:
-            await asyncio.to_thread(self._samples.thin_out)
+            await to_its_end(asyncio.to_thread(self._samples.thin_out))  # Another recorder may follow.
         self._forget(row.key for row in done.cuts.batch)
         if not done.report.skipped:  # Else the record of the next step includes these counts.
             self._dropped.clear()

@@ -61,6 +61,10 @@ class StoredSampleEngine(TorchEngine):
         self._asked = deque(request for request in self._asked if not self._may_start(request))
         return [self._completion(request) for request in ready]
 
+    def begin_again(self) -> None:
+        self._asked.clear()
+        super().begin_again()
+
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
         if wanted := set(keys):
             self._asked = deque(request for request in self._asked if request.key not in wanted)

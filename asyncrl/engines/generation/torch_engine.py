@@ -168,6 +168,13 @@ class TorchEngine:
         self.parked.forget(wanted)
         return [self._finish(row, finish) for row in reversed(rows)]
 
+    def begin_again(self) -> None:
+        """Forgets all requests, and with the version of the weights everything computed with them: nothing is sampled
+        before the next `load`."""
+        self.end([request.key for request in (*self._waiting, *self._batch.requests)], "abort")
+        self.version = NO_WEIGHTS
+        self._memory.weights_changed(recompute=True)
+
     @property
     def device(self) -> torch.device:
         return self._flat.device

@@ -24,9 +24,12 @@ from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.peft_folder import read_adapters
+from asyncrl.errors import Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
+from asyncrl.lanes.weights.arena import Reader
 from asyncrl.lanes.weights.selection.transport_opening import open_receiver
+from asyncrl.lanes.weights.transports.cuda.registered_arena import RegisteredArena
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
@@ -126,6 +129,19 @@ class TorchGeneration:
             self._worker.log.info("weights fetched", version=published.version, bytes=size, error=error)
         await self._worker.compute.run(self._load_weights, self._receiver, published)
         self._wakeup.set()
+
+    async def begin_again(self) -> None:
+        """Forgets all requests and the weights, whose next version comes from another trainer. Raises Refused where
+        weights do not come through memory of this host: what such a receiver has open ends with its process."""
+        if not isinstance(self._receiver, Reader | RegisteredArena | None):
+            raise Refused(f"{self._worker.spec.instance} receives weights from one trainer only")
+        self._aborted = []
+        self._released = []
+        self._oldest = 0
+        self._set_paused(False)
+        await self._worker.compute.run(self.core.begin_again)
+        self.close()
+        self._receiver = None
 
     async def load_own(self, version: int) -> None:
         """Loads weights that the trainer's rank in this process has gathered. Raises Refused when it holds none."""

@@ -8,6 +8,7 @@ import asyncio
 import re
 import secrets
 import socket
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,6 +57,10 @@ class RankMeetings:
             text = f"{first} has not started within {deadline:g} s, and the other ranks meet where it listens"
             raise DeadlineExceeded(text) from None
         await control.call(MEET, (address,), deadline)
+
+    def forget(self, services: Collection[str]) -> None:
+        """Forgets where ranks of these services met that are gone, before others are started in their place."""
+        self._addresses = {key: place for key, place in self._addresses.items() if key[0] not in services}
 
     def _announced(self, key: tuple[str, int]) -> asyncio.Future[str]:
         return self._addresses.setdefault(key, asyncio.get_running_loop().create_future())

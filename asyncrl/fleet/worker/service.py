@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -68,15 +68,24 @@ class WorkerContext:
         return self.spec.facts.config
 
 
+RENEW = "renew"
+"""Call of the controller on the work lane, which takes the next incarnation of the run and its checkpoint folder."""
+
+CALLS_CHECK = 0.01
+"""Seconds between two looks at whether calls still run."""
+
+
 class Service:
     """Base of all services: `class GenerationService(Service, Generation)`.
 
     Endpoints run as tasks on the event loop; work of more than a few milliseconds goes through `context.compute.run`.
     rows: to be set in `start`, with `context.open_rows`, by a service that makes rows. counters: numbers for health.
-    running: label and start, in loop time, of each call being served.
+    running: label and start, in loop time, of each call being served. renews: whether the service can go on in the next
+    incarnation of the run; a subclass whose state of samples `renew` does not forget says no, and is started again.
     """
 
     endpoints: ClassVar[dict[str, EndpointSpec]]
+    renews: ClassVar[bool] = False
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
@@ -108,6 +117,21 @@ class Service:
         """Frees everything. No call runs any more; `start` may have been cancelled."""
         if self.rows is not None:
             self.rows.close()
+
+    async def renew(self, facts: RunFacts) -> None:
+        """Goes on in another incarnation of the run: waits for the calls of the one before, of which no more come, and
+        forgets its samples. Raises Refused where the service has to be started again instead."""
+        if not self.renews or self.context.recorder is not None:
+            raise Refused(f"{self.context.spec.instance} goes on in no other incarnation")
+        while True:  # Calls that end notify nobody.
+            if not self.running:
+                break
+            await asyncio.sleep(CALLS_CHECK)
+        if self.rows is not None:
+            self.rows.clear()
+        self._retention = RowRetention()
+        log = self.context.log.bind(incarnation=facts.incarnation)
+        self.context = replace(self.context, spec=replace(self.context.spec, facts=facts), log=log)
 
     @property
     def weights_version(self) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from structlog.typing import FilteringBoundLogger
@@ -16,7 +17,7 @@ from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.lane_access import ADMIT
 from asyncrl.fleet.worker.rank_meeting import MEET, RankMeeting
 from asyncrl.fleet.worker.run_keys import Admit
-from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.service import RENEW, Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.server import Dispatch, Server
 from asyncrl.lanes.control.wire import Wire
@@ -122,7 +123,7 @@ async def _serve(service: Service, wire: Wire, tasks: asyncio.TaskGroup, stop: a
     control = Server(listeners[Lane.CONTROL], control_calls, spec.hello, queued=False, heartbeat=beat)
     work = Server(
         listeners[Lane.WORK],
-        _dispatch(service, Lane.WORK),
+        _with_renewal(_dispatch(service, Lane.WORK), service),
         spec.hello,
         finished=lambda: service.finished,
         heartbeat=beat,
@@ -160,6 +161,19 @@ def _with_own_calls(dispatch: Dispatch, admit: Admit, meeting: RankMeeting) -> D
 
     own: Mapping[str, Callable[[object], Awaitable[Any]]] = {ADMIT: take_callers, MEET: take_address}
     return lambda call: own[call.method](*call.args[:1] or (None,)) if call.method in own else dispatch(call)
+
+
+def _with_renewal(dispatch: Dispatch, service: Service) -> Dispatch:
+    """Returns what runs the calls of the work lane: those of the service, and the call that takes it into the next
+    incarnation of the run, behind all calls and cancellations that were sent before."""
+
+    async def renew(incarnation: object, checkpoint: object) -> None:
+        if type(incarnation) is not int or not isinstance(checkpoint, str):
+            raise Refused(f"{RENEW} takes a number and a folder, not {incarnation!r:.100} and {checkpoint!r:.100}")
+        await service.started()
+        await service.renew(service.context.facts.renewed(incarnation, Path(checkpoint)))
+
+    return lambda call: renew(*call.args) if call.method == RENEW else dispatch(call)
 
 
 def _open_rows(spec: WorkerSpec, wire: Wire, tasks: asyncio.TaskGroup, slots: int, row_bytes: int) -> RowStore:

@@ -39,7 +39,8 @@ class RunFacts:
     published weights. curve: public and secret key that all processes share, None on TCP. caller: public key of the
     controller on TCP, where each worker has a pair of its own; "": they share that one. heartbeat: seconds between
     heartbeats on every connection, for peers on other hosts, whose death no local kernel reports. shared_rows: whether
-    there is enough shared memory for rows, which are sent as frames otherwise.
+    there is enough shared memory for rows, which are sent as frames otherwise. linked_as: incarnation that all hellos
+    of this start name, because connections outlive a return to a checkpoint; None: `incarnation`, before the first one.
     """
 
     run: str
@@ -53,10 +54,26 @@ class RunFacts:
     caller: str = ""
     heartbeat: float | None = None
     shared_rows: bool = True
+    linked_as: int | None = None
+
+    @property
+    def _link(self) -> int:
+        return self.incarnation if self.linked_as is None else self.linked_as
 
     def hello(self, service: str, rank: int, instance: str) -> Hello:
         """Returns the hello that a worker or the controller sends on a new connection."""
-        return Hello(self.run, self.incarnation, service, rank, instance, PROTOCOL, __version__)
+        return Hello(self.run, self._link, service, rank, instance, PROTOCOL, __version__)
+
+    def renewed(self, incarnation: int, checkpoint_dir: Path) -> "RunFacts":
+        """Returns the facts of a later incarnation, which goes on from a checkpoint in the same start of the run."""
+        arena = weights_arena(self.run, incarnation)
+        now = replace(self, incarnation=incarnation, linked_as=self._link)
+        return replace(now, weights_arena=arena, checkpoint_dir=checkpoint_dir)
+
+
+def weights_arena(run: str, incarnation: int) -> str:
+    """Returns the name of the shared memory for published weights."""
+    return f"asyncrl-{run}-{incarnation}-weights"
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,10 +231,17 @@ class RowStore(RowTable):
         """Frees these slots; ignores places of other owners and places that were freed before."""
         for place in places:
             if place.owner == self.address and self.holds(place):
-                slot = place.slot
-                self._words[_HEADER_WORDS + _SLOT_WORDS * slot] += 1  # Now it is even, and readers lose the row.
-                self._free.append(slot)
-                self._heap.free(*self._ranges.pop(slot))
+                self._free_slot(place.slot)
+
+    def clear(self) -> None:
+        """Frees all slots."""
+        for slot in tuple(self._ranges):
+            self._free_slot(slot)
+
+    def _free_slot(self, slot: int) -> None:
+        self._words[_HEADER_WORDS + _SLOT_WORDS * slot] += 1  # Now it is even, and readers lose the row.
+        self._free.append(slot)
+        self._heap.free(*self._ranges.pop(slot))
 
     def read(self, place: Place, columns: Sequence[str]) -> list[Array]:
         """Returns copies of these columns. Raises LostRows when the row was freed."""

@@ -20,6 +20,7 @@ class FakeEnvironment(FakeService, Environment):
     answered: turns that this instance answered, by sample. A repeated call gets the stored row.
     """
 
+    renews = False
     row_bytes = 65_536
 
     def __init__(

@@ -10,6 +10,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.journal.run_storage import Store
 from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.data.row_retention import RowRetention
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, SampleName
@@ -59,6 +60,7 @@ class FakeService(Service):
     files of checkpoints; None: they are real files.
     """
 
+    renews = True
     row_bytes = 0
     disk: Store | None = None
 
@@ -83,6 +85,11 @@ class FakeService(Service):
     async def start(self) -> None:
         if self.row_bytes:
             self.rows = self.context.open_rows(self.row_slots, self.row_bytes)
+
+    async def renew(self, facts: RunFacts) -> None:
+        await super().renew(facts)
+        self._places.clear()
+        self.incarnation = facts.incarnation
 
     async def read_checked(self, samples: BatchRef, columns: Sequence[str]) -> Batch:
         """Reads these columns and checks that every row is the one that its reference names."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl.errors import AsyncrlError, LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.wire import Wakeup
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again
 from asyncrl.lanes.weights.leases import must_flip
@@ -185,6 +186,10 @@ class FakeGeneration(FakeService, Generation):
                 continue
             found.append(SampleText(row.group, row.member, "", bytes(text).decode()))
         return found
+
+    async def renew(self, facts: RunFacts) -> None:
+        await super().renew(facts)
+        self._clear()
 
     async def stop(self) -> None:
         self._clear()

@@ -14,12 +14,13 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import AttemptStarted, Trained
+from asyncrl.controller.journal.returns import train_with_returns
 from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone, Warned
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused
+from asyncrl.fleet.changes.scaling import scale
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.launching.join_point import open_join_point
-from asyncrl.fleet.scaling import scale
 from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.service_contracts import Environment, Generation, Reference, Training
@@ -59,7 +60,8 @@ class TrialRun:
     poisoned: groups dropped as poison. restarted: attempts that failed. most_isolated: groups that ran alone at one
     time. truncated: samples that ended as `length`. preempted: how often a host was lost to a preemption. ends: how
     each life ended. warnings: for a person. alive: workers of each service that took calls when the last step
-    ended. wire: connects all processes. hosts: machines whose workers join; None without.
+    ended. returns: to checkpoints, without a new life. wire: connects all processes. hosts: machines whose workers
+    join; None without.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -77,6 +79,7 @@ class TrialRun:
         self.version = 0
         self.digest = ""
         self.lives = 0
+        self.returns = 0
         self.poisoned: list[int] = []
         self.restarted = 0
         self.preempted = 0
@@ -254,7 +257,14 @@ class ControllerLife(ResumableRun):
             fleet = await scope.enter_async_context(running)
             if point is not None:
                 point.retire = fleet.supervisor.retire
-            await self._train(fleet)
+            self._fleet = fleet
+            await train_with_returns(fleet, self, self._train, self._resumed, self.disk, most=run.trial.returns)
+
+    async def _resumed(self, _: "ControllerLife") -> "ControllerLife":
+        self.take_up()
+        self._run.returns += 1
+        self._run.truth.returned(self.gate.version)
+        return self
 
     def _specs(self) -> Iterator[ServiceSpec]:
         trial, truth = self._run.trial, self._run.truth
@@ -292,8 +302,9 @@ class ControllerLife(ResumableRun):
         elif fault.kind == "host":
             self.launcher.kill_host(fault.target)
 
-    async def _train(self, fleet: RunningFleet) -> None:
-        self._fleet = fleet
+    async def _train(self, _: "ControllerLife") -> None:
+        fleet = self._fleet
+        assert fleet is not None, "it has started"
         self._waits = WaitChecks(self._run.faults, self.gate.groups())
         self.make_controller(fleet.fleet, self._run.trial.deadline, self._observe, fleet.supervisor.kill)
         await self.run_controller(

@@ -76,7 +76,7 @@ class Trial(RunShape):
     sample, in seconds in a slot. judges: calls that one reward worker scores at a time; 0: all of them. preemptions:
     how often the first host is lost, once a minute. turns: most turns of an episode; 0: samples are single answers.
     joined: generators and scorers run on machines that join, one of each service on each of `hosts`; the others are
-    spares.
+    spares. returns: to one checkpoint, after deaths of the trainer, while the other workers stay.
     """
 
     generators: int = 1
@@ -98,6 +98,7 @@ class Trial(RunShape):
     preemptions: int = 0
     turns: int = 0
     joined: bool = False
+    returns: int = 0
 
     @property
     def joining(self) -> tuple[str, ...]:
@@ -174,6 +175,18 @@ def draw_episodes(seed: int) -> Trial:
         for _ in range(2)
     ]
     return replace(trial, turns=chance.randint(2, 4), faults=(*trial.faults, *more))
+
+
+def draw_returns(seed: int) -> Trial:
+    """Draws a trial in which the trainer dies again and again, while other faults meet all workers."""
+    chance = random.Random(f"returns {seed}")
+    trial = draw_episodes(seed) if chance.random() < 0.3 else draw_trial(seed)
+    deaths = [
+        Fault("kill", int(10 ** chance.uniform(1.0, 3.0)), "training", chance.choice((0, 1, 2, 3, 5, 8)))
+        for _ in range(chance.randint(1, 5))
+    ]
+    others = tuple(fault for fault in trial.faults if fault.kind != "controller")
+    return replace(trial, returns=chance.randint(1, 3), steps=chance.randint(3, 6), faults=(*others, *deaths))
 
 
 MEMBERSHIP: tuple[Kind, ...] = ("partition", "one-way", "leave", "join", "spot", "scale", "host")

@@ -69,9 +69,13 @@ class GroundTruth:
     continued: int = 0
 
     def resumed(self, version: int) -> None:
-        """A run goes on from this version: later steps are void, and no worker lives yet."""
-        self.steps = {made: keys for made, keys in self.steps.items() if made <= version}
+        """A run goes on from this version, and no worker lives yet."""
+        self.returned(version)
         self.services.clear()
+
+    def returned(self, version: int) -> None:
+        """Takes a run back to this version: later steps are void, and nobody reads weights any more."""
+        self.steps = {made: keys for made, keys in self.steps.items() if made <= version}
         self.reading.clear()
 
     def ended(self, instance: str) -> None:
@@ -113,6 +117,9 @@ class GroundTruth:
         limit = self.trial.enforced_limit
         if limit is not None and max(ages) > limit:
             self.report(f"a token {max(ages)} versions old is in the loss; the limit is {limit}")
+        newest = max(int(stamps.max()) for stamps in in_loss if len(stamps))
+        if newest > version:
+            self.report(f"a token of version {newest} is in the loss of a trainer at version {version}")
         for reader, reading in self.reading.items():
             if slot_of(reading) == slot_of(version + 1):
                 self.report(f"version {version + 1} overwrites version {reading}, which {reader} reads")

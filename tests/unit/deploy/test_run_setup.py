@@ -20,10 +20,9 @@ from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
 from asyncrl.deploy.process.exhausted_resources import exhausted
-from asyncrl.deploy.run_fleet import LONGEST
+from asyncrl.deploy.run_fleet import LONGEST, facts_of
 from asyncrl.deploy.run_setup import (
     RunRequest,
-    facts_of,
     nothing_left,
     restore_run,
     settle_config,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError, Refused
-from asyncrl.fleet import scaling
+from asyncrl.fleet.changes import scaling
+from asyncrl.fleet.changes.scaling import MOST_WORKERS, scale
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec
 from asyncrl.fleet.launching.command_socket import open_commands, send_command
-from asyncrl.fleet.scaling import MOST_WORKERS, scale
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.protocols.messages import Call

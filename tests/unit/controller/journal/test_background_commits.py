@@ -192,3 +192,26 @@ async def test_a_cancelled_run_gives_its_checkpoint_up(run: Any) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert versions(scene.store) == [0]
+
+
+async def test_a_run_that_is_cancelled_while_it_waits_writes_nothing_afterwards(run: Any) -> None:
+    """The next controller of this process may resume as soon as the scope has ended."""
+    scene, waiting = await Scene(run).with_the_first(), asyncio.Event()
+
+    async def body() -> None:
+        async with scene.commits:
+            await scene.begin()
+            waiting.set()
+            raise ValueError("the run failed")
+
+    task = asyncio.ensure_future(body())
+    await waiting.wait()
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    size = scene.store.size
+    scene.written.set()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert (scene.store.size, versions(scene.store)) == (size, [0])
