@@ -127,7 +127,7 @@ def _critic_spec(name: str, critic: CriticConfig) -> ServiceSpec:
 
 def rank_layout(chosen: LayoutConfig, generation: int | None = None) -> Layout:
     """Returns the layout that a table of the config describes. generation: pp and tp of the model in generation."""
-    return Layout(chosen.pp, chosen.tp, chosen.dp, generation, generation, chosen.shard, chosen.sp)
+    return Layout(chosen.pp, chosen.tp, chosen.dp, generation, generation, chosen.shard, chosen.sp, chosen.ep)
 
 
 def worker_count(config: Config) -> int:

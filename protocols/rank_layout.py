@@ -1,18 +1,24 @@
 """Rank arithmetic of 3D-parallel models: pp x tp x dp for training, and its regrouping for generation.
 
 Training groups follow HybridFlow (EuroSys 2025) section 5.3: pipeline and tensor groups lie on consecutive ranks, data
-groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`) are data ranks, side by side.
+groups at stride pp x tp. Ranks that share out the weights of a copy (`shard`), or its experts (`ep`), are data ranks,
+side by side.
 Ranks that share out the tokens of rows (`sp`) are consecutive, and count as one in all other indices.
 """
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-Axis: TypeAlias = Literal["everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends", "sequence"]
+AxisOfExperts: TypeAlias = Literal["experts", "expert_copies"]
+Axis: TypeAlias = (
+    Literal["everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends", "sequence"] | AxisOfExperts
+)
 """The axes along which ranks form groups, see `Layout.groups`."""
 AXES: tuple[Axis, ...] = (
     *("everyone", "rows", "copies", "shards", "tensor", "gathering", "stages", "ends", "sequence"),
 )
+AXES_OF_EXPERTS: tuple[AxisOfExperts, ...] = ("experts", "expert_copies")
+"""Axes of ranks that share out experts."""
 
 
 class Place3D(NamedTuple):
@@ -29,9 +35,10 @@ class Layout:
     with sp above one, rank = that * sp + sp_index.
 
     shard: ranks that hold a part of each weight of their stage and tensor rank, and train rows of their own, as FSDP
-    does; data_index = dp_index * shard + shard_index. sp: ranks with the same weights and rows, each of which computes
-    a slice of the tokens of every row. generation_pp, generation_tp: sizes of the model in generation,
-    divisors of pp and tp (None: as in training). Raises ValueError for sizes that do not fit.
+    does; data_index = (dp_index * shard + shard_index) * ep + ep_index. sp: ranks with the same weights and rows, each
+    of which computes a slice of the tokens of every row. ep: ranks that share out the experts of each layer, hold the
+    same of all other weights, and train rows of their own. generation_pp, generation_tp: sizes of the model in
+    generation, divisors of pp and tp (None: as in training). Raises ValueError for sizes that do not fit.
     """
 
     pp: int = 1
@@ -41,9 +48,10 @@ class Layout:
     generation_tp: int | None = None
     shard: int = 1
     sp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "shard": self.shard, "sp": self.sp}
+        sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "shard": self.shard, "sp": self.sp, "ep": self.ep}
         sizes |= {"generation pp": self.gpp, "generation tp": self.gtp}
         if min(sizes.values()) < 1:
             raise ValueError(f"every size of a layout is at least 1, not {sizes}")
@@ -59,7 +67,7 @@ class Layout:
     @property
     def data(self) -> int:
         """Returns the number of data ranks, each of which has rows of its own."""
-        return self.dp * self.shard
+        return self.dp * self.shard * self.ep
 
     @property
     def gpp(self) -> int:
@@ -95,10 +103,12 @@ class Layout:
         """Returns the groups of ranks along an axis, which cover every rank once.
 
         everyone: all ranks. rows: ranks with the same part of the model and different rows. copies: those of them with
-        the same weights. shards: those of them whose parts make up the same weights. tensor: ranks that compute
-        the same rows of the same stage together. gathering: ranks whose parts make up what each of them generates with
-        (the micro-data-parallel groups of HybridFlow). stages: ranks that a row passes through, one a stage. ends: the
-        first and the last of those; the others are alone. sequence: ranks that share out the tokens of the same rows.
+        the same weights, but for experts. shards: those of them whose parts make up the same weights. experts: those of
+        them that share out the experts of one copy. expert_copies: those of them with the same experts. tensor: ranks
+        that compute the same rows of the same stage together. gathering: ranks whose parts make up what each of them
+        generates with (the micro-data-parallel groups of HybridFlow). stages: ranks that a row passes through, one a
+        stage. ends: the first and the last of those; the others are alone. sequence: ranks that share out the tokens of
+        the same rows.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
@@ -113,9 +123,13 @@ class Layout:
             case "rows":
                 return (at.pp, at.tp, slice_)
             case "copies":
-                return (at.pp, at.tp, at.dp % self.shard)
+                return (at.pp, at.tp, at.dp // self.ep % self.shard)
             case "shards":
-                return (at.pp, at.tp, at.dp // self.shard, slice_)
+                return (at.pp, at.tp, at.dp // (self.ep * self.shard), at.dp % self.ep, slice_)
+            case "experts":
+                return (at.pp, at.tp, at.dp // self.ep, slice_)
+            case "expert_copies":
+                return (at.pp, at.tp, at.dp % (self.ep * self.shard))
             case "tensor":
                 return (at.pp, at.dp, slice_)
             case "gathering":

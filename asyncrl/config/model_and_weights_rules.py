@@ -75,8 +75,8 @@ def optimizer_problems(config: "Config") -> Iterator[Problem]:
             text = f'nothing reads it with optimizer = "{name}": remove it'
             yield Problem(f"training.{key}", "", text, ("training.optimizer",), is_warning=True)
     for service, layout in layouts(config).items():
-        if service in ONE_REPLICA and max(layout.shard, layout.tp, layout.pp) > 1 and name not in SHARDED:
-            axis = "shard" if layout.shard > 1 else "tp" if layout.tp > 1 else "pp"
+        axis = next((each for each in ("shard", "tp", "pp", "ep") if getattr(layout, each) > 1), "")
+        if service in ONE_REPLICA and axis and name not in SHARDED:
             text = f"{name} is not supported with {service}.layout.{axis}: write {' or '.join(SHARDED)}, or layout.dp"
             yield Problem("training.optimizer", "", text, (f"{service}.layout",))
     rate, reaction = training.learning_rate, config.guards.learning_rate

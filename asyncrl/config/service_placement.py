@@ -88,7 +88,7 @@ def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
 
 def _led_problems(config: "Config", service: str, layout: LayoutConfig) -> Iterator[Problem]:
     """Yields what a service other than the trainer cannot have in its layout."""
-    for axis in ("pp", "sp"):
+    for axis in ("pp", "sp", "ep"):
         if (size := getattr(layout, axis)) > 1:
             text = f"{axis} = {size} is not supported: write tp, dp or shard"
             yield Problem(f"{service}.layout", "", text)
@@ -114,6 +114,12 @@ def _trainer_problems(config: "Config") -> Iterator[Problem]:
     if layout.sp > 1 and config.model.lora is not None:
         text = "sp was never tried with adapters; write sp = 1, and dp or shard for ranks"
         yield Problem("training.layout", "", text, ("model.lora",))
+    if layout.ep > 1 and max(layout.pp, layout.tp, layout.sp, layout.shard) > 1:
+        text = f"ep = {layout.ep} is not supported beside pp, tp, sp or shard: write these as 1, and dp for more ranks"
+        yield Problem("training.layout", "", text)
+    if layout.ep > 1 and config.model.lora is not None:
+        text = "ep is not supported with adapters; write ep = 1, and dp or shard for ranks"
+        yield Problem("training.layout", "", text, ("model.lora",))
     if layout.tp > 1 and config.model.lora is not None:
         text = "tp does not split layers with adapters yet; write tp = 1, and dp or shard for ranks"
         yield Problem("training.layout", "", text, ("model.lora",))
@@ -138,6 +144,7 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
             f'ranks sample on the device that they train on: write device = "{device}"',
         ),
         ("training.pool", spread, "ranks need a GPU each that is theirs by name: write a pool with as many devices"),
+        ("training.layout", training.layout.ep > 1, "ep is not supported beside sampling: write ep = 1"),
         ("fleet.wire", fleet.wire == "inproc", 'the trainer needs a process of its own: write wire = "ipc"'),
         ("fleet.joined", "training" in fleet.joined, "a trainer that joins does not sample: remove training"),
         ("acting.env", bool(config.acting.env), "policies that act sample in workers of their own: remove one of them"),

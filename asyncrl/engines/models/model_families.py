@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.engines.experts.record_shape import KEY, REPLAYED
+from asyncrl.engines.experts.shared_out_experts import refusal_of_sharing
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 
 WINDOW = "sliding windows"
@@ -82,6 +83,8 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
     name = str(shape.get("model_type") or "")
     if name in WITH_PICTURES and (unable := _unable_with_pictures(config)):
         yield Problem("model.name", "", f"{folder}: the family {name!r} reads pictures, and {unable}")
+    if (ranks := config.training.layout.ep) > 1 and (refusal := refusal_of_sharing(shape, ranks)):
+        yield Problem("training.layout", "", f"{folder}: {refusal}")
     reason = _reason(config, name, shape)
     if reason:
         yield Problem("model.name", "", f"{folder}: {not_computed(name, reason)}")

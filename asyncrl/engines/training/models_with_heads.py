@@ -35,6 +35,7 @@ from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
 from asyncrl.engines.training.batch.sharing_cost import sharing_width
 from asyncrl.engines.training.batch.train_rows import Ids
+from asyncrl.engines.training.ranks.expert_parallel import share_out_experts
 from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_group import Ranks
@@ -106,9 +107,10 @@ class LoadedModel:
             self._check_head()
 
     def share_out(self, mesh: RankMesh) -> None:
-        """Keeps the layers of a stage, splits layers, and shares out weights, over the ranks where the mesh says so; a
-        model without memory gets the parts of this rank. Raises ConfigError as `PipelineRank.of`, `keep_stage`,
-        `split_layers`, `shard_model` and `attend_in_slices`, and JournalError as `HeldModel.fill`."""
+        """Keeps the layers of a stage, splits layers, and shares out experts and weights, over the ranks where the mesh
+        says so; a model without memory gets the parts of this rank. Raises ConfigError as `PipelineRank.of`,
+        `keep_stage`, `split_layers`, `share_out_experts`, `shard_model` and `attend_in_slices`, and JournalError as
+        `HeldModel.fill`."""
         if mesh.sequence.size > 1:
             attend_in_slices(self.whole, mesh.sequence.size)
             self.sequence = mesh.sequence
@@ -119,6 +121,8 @@ class LoadedModel:
         if mesh.splitting is not None:
             with mesh.failing():
                 split_layers(self.whole, mesh.splitting, mesh.key, self.stage_weights)
+        if mesh.routing is not None:
+            share_out_experts(self.whole, mesh, self.device)
         if mesh.sharding is not None:
             self._root = shard_model(self.whole, mesh.sharding, self.device, mesh.key)
         if self._unfilled is not None:

@@ -58,6 +58,17 @@ def test_ranks_with_slices_of_the_same_rows_are_copies_side_by_side() -> None:
     assert THREE_D_PROTO.collect(layout) == [0, 2]
 
 
+def test_ranks_that_share_out_experts_have_rows_of_their_own() -> None:
+    layout = Layout(dp=2, ep=2)
+    assert layout.groups("rows") == layout.groups("copies") == [[0, 1, 2, 3]]
+    assert layout.groups("experts") == [[0, 1], [2, 3]]
+    assert layout.groups("expert_copies") == [[0, 2], [1, 3]]
+    assert layout.groups("shards") == layout.groups("tensor") == layout.groups("sequence") == [[0], [1], [2], [3]]
+    assert [layout.place(rank).dp for rank in range(4)] == THREE_D_PROTO.collect(layout) == [0, 1, 2, 3]
+    assert Layout(shard=2, ep=2).groups("shards") == [[0, 2], [1, 3]]
+    assert Layout(shard=2, ep=2).groups("copies") == [[0, 1], [2, 3]]
+
+
 @pytest.mark.parametrize("sizes", list(product((1, 2), (1, 3), (1, 2), (1, 2))))
 def test_each_sum_over_rows_counts_every_row_once(sizes: tuple[int, int, int, int]) -> None:
     """Ranks of one group have all rows between them and no row twice; copies times shards are those ranks."""

@@ -4,8 +4,8 @@ from asyncrl.config.sections.algorithm_config import Positive, Section
 
 
 class LayoutConfig(Section):
-    """Sizes of the axes; the trainer, or a replica of another service, has pp x tp x sp x dp x shard ranks, one process
-    each. pp and sp are of the trainer alone."""
+    """Sizes of the axes; the trainer, or a replica of another service, has pp x tp x sp x dp x shard x ep ranks, one
+    process each. pp, sp and ep are of the trainer alone."""
 
     pp: Positive = 1
     """Pipeline stages, each of which holds some of the layers; all stages train the same rows."""
@@ -17,11 +17,13 @@ class LayoutConfig(Section):
     """Copies of the weights, each of which trains rows of its own."""
     shard: Positive = 1
     """Ranks that share out the weights of a copy, as FSDP does, and train rows of their own."""
+    ep: Positive = 1
+    """Ranks that share out the experts of each layer, hold all other weights, and train rows of their own."""
 
     @property
     def data(self) -> int:
         """Returns the number of ranks with rows of their own."""
-        return self.dp * self.shard
+        return self.dp * self.shard * self.ep
 
     @property
     def size(self) -> int:

@@ -72,5 +72,6 @@ class TrainingConfig(Section):
     layout: LayoutConfig = LayoutConfig()
     """Ranks of the trainer, one process each: a table with the keys `dp` (copies of the weights), `shard` (ranks that
     share out the weights of a copy, as FSDP does), `tp` (ranks that compute each layer together), `pp` (stages that
-    hold some of the layers each; alone, or beside tp or dp) and `sp` (ranks that compute a slice of the tokens of each
-    row; alone, or beside dp), such as {dp = 2}. A step's samples are divided over dp x shard by their tokens."""
+    hold some of the layers each; alone, or beside tp or dp), `sp` (ranks that compute a slice of the tokens of each
+    row; alone, or beside dp) and `ep` (ranks that share out the experts of each layer; alone, or beside dp), such as
+    {dp = 2}. A step's samples are divided over dp x shard x ep by their tokens."""

@@ -3,12 +3,14 @@ of the weights agree."""
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import is_split, own_part
+from asyncrl.engines.training.ranks.shards import axes_cut, is_of_experts, own_part
 from asyncrl.errors import WeightsError
 
 BUCKET = 8 << 20
@@ -26,10 +28,23 @@ def sum_gradients(mesh: RankMesh, parameters: Sequence[nn.Parameter], tied: Tens
         if parameter is tied and mesh.ends.size > 1:
             gradient = own_part(parameter.grad)
             gradient.copy_(mesh.ends.sum(gradient))
-    if mesh.copies.size == 1 or mesh.sharding is not None:
-        return
-    for bucket in _buckets(own_gradients(parameters)):
-        summed = mesh.copies.sum(torch.cat([gradient.flatten() for gradient in bucket]))
+    if mesh.sharding is None:
+        for copies, held in _by_copies(mesh, parameters):
+            _sum_in_buckets(copies, own_gradients(held))
+
+
+def _by_copies(mesh: RankMesh, tensors: Iterable[Tensor]) -> Iterator[tuple[Ranks, list[Any]]]:
+    """Yields tensors with the ranks that hold the same of them: of experts fewer ranks do than of other weights."""
+    found: tuple[list[Any], list[Any]] = ([], [])
+    for tensor in tensors:
+        found[is_of_experts(tensor)].append(tensor)
+    yield mesh.copies, found[False]
+    yield mesh.expert_copies, found[True]
+
+
+def _sum_in_buckets(copies: Ranks, gradients: Sequence[Tensor]) -> None:
+    for bucket in _buckets(gradients) if copies.size > 1 else ():
+        summed = copies.sum(torch.cat([gradient.flatten() for gradient in bucket]))
         parts = torch.split(summed, [gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -48,7 +63,8 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             yield bucket
             bucket = []
         bucket.append(gradient)
-    yield bucket
+    if bucket:
+        yield bucket
 
 
 def clip_gradients(
@@ -59,9 +75,9 @@ def clip_gradients(
     if not mesh.is_parted:
         return float(torch.nn.utils.clip_grad_norm_(parameters, largest))
     counted = [each for each in parameters if each is not tied or mesh.ends.rank == 0]
-    split = [parameter for parameter in counted if is_split(parameter)]
-    whole = [parameter for parameter in counted if not is_split(parameter)]
-    squares = _squares(whole) + mesh.tensor.sum(_squares(split))  # Tensor ranks hold the same of what is not split.
+    squares = _squares([each for each in counted if axes_cut(each).isdisjoint(("tp", "ep"))])
+    for axis, ranks in (("tp", mesh.tensor), ("ep", mesh.experts)):  # They hold the same of what they do not cut.
+        squares = squares + ranks.sum(_squares([each for each in counted if axis in axes_cut(each)]))
     norm = float(mesh.stages.sum(mesh.shards.sum(squares)).sqrt())
     scale = largest / (norm + 1e-6)  # The term is that of torch's clip_grad_norm_.
     for part in own_gradients(parameters) if scale < 1 else ():
@@ -80,13 +96,22 @@ def check_same(mesh: RankMesh, tensors: Iterable[Tensor]) -> None:
     one model."""
     if mesh.size == 1:
         return
+    differ, digests = False, []
+    for copies, held in _by_copies(mesh, tensors):
+        digests.append(digest := _digest(held))
+        highest, lowest = copies.largest(torch.tensor([digest, -digest])).tolist()
+        differ = differ or highest != -lowest
+    if mesh.everyone.largest(torch.tensor([int(differ)])).item():
+        own = ", ".join(f"{digest:08x}" for digest in digests if digest)
+        raise WeightsError(
+            f"the {mesh.size} {mesh.service} ranks no longer hold the same weights (rank {mesh.rank}: {own}); "
+            "resume from an earlier checkpoint"
+        )
+
+
+def _digest(tensors: Iterable[Tensor]) -> int:
     digest = 0
     for tensor in tensors:
         values = own_part(tensor).detach().cpu().contiguous()
         digest = zlib.crc32(values.numpy().data.cast("B"), digest) if values.numel() else digest
-    highest, lowest = mesh.copies.largest(torch.tensor([digest, -digest])).tolist()
-    if mesh.everyone.largest(torch.tensor([int(highest != -lowest)])).item():
-        raise WeightsError(
-            f"the {mesh.size} {mesh.service} ranks no longer hold the same weights (rank {mesh.rank}: {digest:08x}); "
-            "resume from an earlier checkpoint"
-        )
+    return digest

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from asyncrl.engines.models.tensor_parts import Kind, StoredTensor, TensorPart
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import axes_cut, gather_state, own_part, own_ranges, share_out
+from asyncrl.engines.training.ranks.shards import axes_cut, gather_state, is_of_experts, own_part, own_ranges, share_out
 from asyncrl.engines.training.ranks.stage_weights import StageWeights
 from asyncrl.errors import JournalError
 
@@ -74,8 +74,9 @@ class HeldModel:
     def _parts(self, named: Iterable[tuple[str, Tensor]], *, copy: bool) -> dict[str, TensorPart]:
         found: dict[str, TensorPart] = {}
         mesh = self.mesh
-        ranks = {"dp": mesh.copies.rank, "shard": mesh.shards.rank, "tp": mesh.tensor.rank}
         for name, tensor in named:
+            copies = mesh.expert_copies if is_of_experts(tensor) else mesh.copies
+            ranks = {"dp": copies.rank, "shard": mesh.shards.rank, "tp": mesh.tensor.rank}
             if any(rank for axis, rank in ranks.items() if axis not in axes_cut(tensor)):
                 continue
             part = own_part(tensor.detach())

@@ -45,6 +45,11 @@ class Ranks:
         """Gives part i of the tensor [ranks, ...] to rank i; returns what each rank gave to this one, in rank order."""
         return parts
 
+    def to_each_uneven(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Gives consecutive rows of [rows, width] to the ranks, sent[i] to rank i; returns those that each rank gave to
+        this one, received[i] of rank i, in rank order."""
+        return rows
+
     def shared(self, values: Tensor, source: int) -> Tensor:
         """Returns the values of rank `source` on all ranks, which give tensors like it."""
         return values
@@ -100,6 +105,14 @@ class DistributedRanks(Ranks):
         with self._exchange():  # As bytes, because gloo does not send every dtype.
             dist.all_to_all_single(found.view(torch.uint8), moved.view(torch.uint8), group=self._group)
         return found.to(parts.device)
+
+    def to_each_uneven(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        moved = rows.to(self._device).contiguous()
+        found = moved.new_empty((sum(received), *rows.shape[1:]))
+        with self._exchange():  # As bytes, as above.
+            parts = (found.view(torch.uint8), moved.view(torch.uint8))
+            dist.all_to_all_single(*parts, received, sent, group=self._group)
+        return found.to(rows.device)
 
     def moved(self, values: Tensor, source: int) -> Tensor:
         if source == 0 or self.rank not in (0, source):

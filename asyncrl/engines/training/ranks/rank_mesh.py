@@ -2,8 +2,10 @@
 
     everyone   all ranks                                      decide whether an update is taken, and rows are lost
     rows       same part of the model, different rows         sum denominators, counts, metrics
-    copies     of these, those with the same weights          sum gradients that no shard sums
+    copies     of these, those with the same weights          sum gradients that no shard sums, but for experts
     shards     of these, those that share out the weights     gather weights, sum the squares of the gradient norm
+    experts    of the rows, those that share out experts      give tokens to their experts, sum those squares too
+    expert_copies  of the rows, those with the same experts   sum gradients of experts
     tensor     same rows, each with a part of every layer     compute layers together, sum those squares too
     gathering  of these, those whose parts make up a layer    gather weights to generate with; alone in training only
     stages     same rows, each with some of the layers        pass states and gradients on, sum those squares too
@@ -31,7 +33,7 @@ from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Exchange
 from asyncrl.engines.training.ranks.rank_store import open_line, open_store
 from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
-from asyncrl.protocols.rank_layout import AXES, Axis, Layout
+from asyncrl.protocols.rank_layout import AXES, AXES_OF_EXPERTS, Axis, Layout
 
 Waiting = Callable[[], AbstractContextManager[None]]
 Part = TypeVar("Part")
@@ -44,15 +46,18 @@ GLOO = "gloo/"
 @dataclass(frozen=True, eq=False)
 class RankMesh:
     """The groups of one rank; this class with its defaults is one rank alone. sharding: the mesh on which weights are
-    sharded by FSDP2, splitting: the mesh on which layers are split, piping: the group of the stages; None where there
-    is none. failing: scope in which torch may fail because a rank is gone. announcements: of rank 0, where the ranks
-    take their work from it; they then take the parts of a step together. service: whose ranks they are.
+    sharded by FSDP2, splitting: the mesh on which layers are split, routing: the mesh on which experts are shared out,
+    piping: the group of the stages; None where there is none. failing: scope in which torch may fail because a rank is
+    gone. announcements: of rank 0, where the ranks take their work from it; they then take the parts of a step
+    together. service: whose ranks they are.
     """
 
     everyone: Ranks = field(default_factory=Ranks)
     rows: Ranks = field(default_factory=Ranks)
     copies: Ranks = field(default_factory=Ranks)
     shards: Ranks = field(default_factory=Ranks)
+    experts: Ranks = field(default_factory=Ranks)
+    expert_copies: Ranks = field(default_factory=Ranks)
     tensor: Ranks = field(default_factory=Ranks)
     gathering: Ranks = field(default_factory=Ranks)
     stages: Ranks = field(default_factory=Ranks)
@@ -60,6 +65,7 @@ class RankMesh:
     sequence: Ranks = field(default_factory=Ranks)
     sharding: DeviceMesh | None = None
     splitting: DeviceMesh | None = None
+    routing: DeviceMesh | None = None
     piping: dist.ProcessGroup | None = None
     failing: Exchange = nullcontext
     announcements: Announcements | None = None
@@ -81,7 +87,13 @@ class RankMesh:
     @property
     def is_parted(self) -> bool:
         """Returns whether this rank holds parts of the weights."""
-        return self.sharding is not None or self.splitting is not None or self.stages.size > 1
+        meshes = (self.sharding, self.splitting, self.routing)
+        return any(mesh is not None for mesh in meshes) or self.stages.size > 1
+
+    @property
+    def passes_together(self) -> Ranks:
+        """Returns the ranks that run as many passes as this one, or parts of a step."""
+        return self.experts if self.sharding is None and self.announcements is None else self.everyone
 
     @property
     def gathers(self) -> bool:
@@ -94,16 +106,16 @@ class RankMesh:
         return cls(ranks, ranks, ranks)
 
     def pass_budget(self, tokens: int) -> float:
-        """Returns the most tokens of one pass, of at most so many in a micro-batch. Passes of sharded weights and of
-        stages are not split further: each is an exchange, and all ranks need as many."""
-        return math.inf if self.sharding is not None or self.stages.size > 1 else tokens
+        """Returns the most tokens of one pass, of at most so many in a micro-batch. Passes of sharded weights, of
+        stages and of shared out experts are not split further: each is an exchange, and all ranks need as many."""
+        exchanging = self.sharding is not None or self.stages.size > 1 or self.experts.size > 1
+        return math.inf if exchanging else tokens
 
     def in_step(self, parts: Sequence[list[Part]]) -> list[list[Part]]:
-        """Adds empty parts, so that each rank computes as many where all gather weights in every pass, or take each
-        part together."""
-        if self.sharding is None and self.announcements is None:
+        """Adds empty parts, so that ranks that exchange in every pass, or take each part together, have as many."""
+        if self.passes_together.size == 1:
             return list(parts)
-        most = int(self.everyone.largest(torch.tensor([len(parts)])).item())
+        most = int(self.passes_together.largest(torch.tensor([len(parts)])).item())
         return [*parts, *([] for _ in range(most - len(parts)))]
 
 
@@ -139,7 +151,8 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         store.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=place.start))
         timeout = timedelta(seconds=place.exchange)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=size, timeout=timeout)
-        groups = {axis: _own_group(layout.groups(axis), place.rank, timeout) for axis in AXES}
+        chosen = AXES if layout.ep == 1 else AXES + AXES_OF_EXPERTS
+        groups = {axis: _own_group(layout.groups(axis), place.rank, timeout) for axis in chosen}
         led = _announcements(meeting, place, store) if place.is_led else None
     late = f"could not exchange within {place.exchange:g} s, or one of them is gone"
     exchange = _scope(place, late, place.waiting)
@@ -148,13 +161,14 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         group = groups[axis]
         return Ranks() if group is None else DistributedRanks(group, device, exchange)
 
-    axes = {axis: ranks(axis) for axis in AXES}
+    axes = {axis: ranks(axis) for axis in groups}
     mesh = _mesh_of_parts(layout, groups, device.type)
     data = [name for name, size in (("dp", layout.dp), ("shard", layout.shard)) if size > 1]
     return RankMesh(
         **axes,
         sharding=mesh[tuple(data)] if mesh is not None and layout.shard > 1 else None,
         splitting=mesh["tp"] if mesh is not None and layout.tp > 1 else None,
+        routing=_mesh_of_experts(groups.get("experts"), device.type),
         piping=groups["stages"] if layout.pp > 1 else None,
         failing=_scope(place, late, nullcontext, only_exchanges=True),
         announcements=led,
@@ -190,6 +204,10 @@ def _mesh_of_parts(layout: Layout, groups: Mapping[Axis, dist.ProcessGroup | Non
         return DeviceMesh.from_group(own[0], kind, mesh_dim_names=(names[0],))
     numbers = torch.arange(layout.size).reshape([sizes[name] for name in names])
     return DeviceMesh.from_group(own, kind, numbers, mesh_dim_names=tuple(names))
+
+
+def _mesh_of_experts(group: dist.ProcessGroup | None, kind: str) -> DeviceMesh | None:
+    return None if group is None else DeviceMesh.from_group(group, kind, mesh_dim_names=("ep",))
 
 
 def _scope(place: RankPlace, failed: str, waiting: Waiting, *, only_exchanges: bool = False) -> Exchange:

@@ -46,11 +46,7 @@ def shard_model(whole: Any, mesh: DeviceMesh, device: torch.device, key: str) ->
 
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise ConfigError(f"{key}: shard needs torch 2.9 or newer, and {torch.__version__} is installed")
-    if device.type != mesh.device_type:
-        raise ConfigError(
-            f"{key}: sharded ranks on {device.type} need a GPU of their own each: lower shard, or give "
-            f"{key.partition('.')[0]} a pool with as many devices"
-        )
+    refuse_shared_gpu(device, mesh, key, "shard")
     root = PassRoot(whole)
     layers = [each for each in whole.modules() if type(each).__name__ in (whole._no_split_modules or ())]
     for module in (*layers, root):
@@ -60,6 +56,15 @@ def shard_model(whole: Any, mesh: DeviceMesh, device: torch.device, key: str) ->
             module.set_gradient_divide_factor(1.0)  # Each rank has divided by the denominators of all.
             module.set_force_sum_reduction_for_comms(True)
     return root
+
+
+def refuse_shared_gpu(device: torch.device, mesh: DeviceMesh, key: str, axis: str) -> None:
+    """Raises ConfigError when weights belong on another kind of device than ranks exchange on. key: of the layout."""
+    if device.type != mesh.device_type:
+        raise ConfigError(
+            f"{key}: ranks of {axis} on {device.type} need a GPU of their own each: lower {axis}, or give "
+            f"{key.partition('.')[0]} a pool with as many devices"
+        )
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -100,6 +105,11 @@ def is_part(tensor: Any) -> TypeGuard["DTensor"]:
 def is_split(tensor: Tensor) -> bool:
     """Returns whether tensor ranks hold different parts of it."""
     return "tp" in axes_cut(tensor)
+
+
+def is_of_experts(tensor: Tensor) -> bool:
+    """Returns whether ranks hold different experts of it."""
+    return "ep" in axes_cut(tensor)
 
 
 def cut_dim(tensor: Tensor) -> int:
@@ -152,7 +162,7 @@ def own_ranges(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def axes_cut(tensor: Tensor) -> set[str]:
-    """Returns the axes of the mesh (dp, shard, tp) along which ranks hold different parts of a tensor."""
+    """Returns the axes of the mesh (dp, shard, ep, tp) along which ranks hold different parts of a tensor."""
     if not is_part(tensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()

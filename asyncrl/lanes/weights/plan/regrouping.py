@@ -44,14 +44,14 @@ class Transition:
 @dataclass(frozen=True, slots=True)
 class Regrouping:
     """Tells who generates with whom, and who gathers what. layout: of training, with the sizes of generation. Raises
-    ValueError for ranks that share out weights (`shard`), which Table 2 does not cover."""
+    ValueError for ranks that share out weights (`shard`) or experts (`ep`), which Table 2 does not cover."""
 
     layout: Layout
     grouping: Grouping = "zero-redundancy"
 
     def __post_init__(self) -> None:
-        if self.layout.shard > 1:
-            raise ValueError("ranks that share out weights (shard) do not regroup: use dp and tp")
+        if self.layout.shard * self.layout.ep > 1:
+            raise ValueError("ranks that share out weights (shard) or experts (ep) do not regroup: use dp and tp")
 
     def place(self, rank: int) -> GenerationPlace:
         layout, at = self.layout, self.layout.place(rank)

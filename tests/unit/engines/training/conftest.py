@@ -12,10 +12,14 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
+    GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from asyncrl.config.schema import Config
@@ -36,6 +40,13 @@ SHAPE = {
     "max_position_embeddings": 128,
 }
 FAMILIES = {"gemma": GemmaConfig, "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+WITH_EXPERTS = {
+    "gpt_oss": GptOssConfig,
+    "mixtral": MixtralConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +61,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(family: str = "llama", **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp(family)
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family](**{**SHAPE, **changes}))
+        kind, shape = (FAMILIES | WITH_EXPERTS)[family], SHAPE | (EXPERTS if family in WITH_EXPERTS else {})
+        model = AutoModelForCausalLM.from_config(kind(**{**shape, **changes}))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3 if parameter.ndim > 1 else 1)

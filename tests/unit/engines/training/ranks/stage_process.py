@@ -16,16 +16,18 @@ import numpy as np
 import torch
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.engines.training.trainer_checkpoint import tensor_digests
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.protocols.rank_layout import Layout
 
-VOCABULARY, PATIENCE = 50, 300.0
+VOCABULARY, PATIENCE = 50, 60.0
 
 
 def rows_of(version: int) -> list[TrainRow]:
@@ -56,9 +58,26 @@ def _row(draw: np.random.Generator, version: int, index: int) -> TrainRow:
     )
 
 
+def share_of(trainer: PolicyTrainer, version: int) -> list[TrainRow]:
+    """Returns the rows of this rank, with experts that were recorded where the trainer replays them."""
+    ranks, replay = trainer.mesh.rows, trainer.model.replay
+    return [
+        row if replay is None else _recorded(row, replay.shape) for row in rows_of(version)[ranks.rank :: ranks.size]
+    ]
+
+
+def _recorded(row: TrainRow, shape: RecordShape) -> TrainRow:
+    """Returns the row with two neighbouring experts for each token and router, and none for some tokens."""
+    tokens = len(row.prompt_ids) + len(row.response_ids)
+    first = np.arange(tokens)[:, None] * 7 + np.arange(shape.routers) + row.member
+    chosen = np.stack([first % shape.experts, (first + 1) % shape.experts], -1)
+    chosen[::5] = shape.none
+    return replace(row, experts=chosen.astype(shape.dtype).reshape(-1))
+
+
 def trained(trainer: PolicyTrainer, steps: int) -> list[tuple[Any, ...]]:
     """Trains, and returns what each step reported."""
-    found = [run_step(trainer, rows_of(version), 0, version) for version in range(steps)]
+    found = [run_step(trainer, share_of(trainer, version), 0, version) for version in range(steps)]
     return [(each.updates, each.skipped, each.trained, each.metrics, [*map(astuple, each.samples)]) for each in found]
 
 
@@ -80,12 +99,12 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
     steps, canary = trained(trainer, trial["steps"]), trainer.canary()
     named = trainer.named_tensors()
     weights = {each.name: whole_tensor(named[each.name]).clone() for each in trainer.weights_spec.tensors}
-    held = sum(each.numel() for each in trainer.model.whole.parameters() if not each.is_meta)
+    held = sum(own_part(each).numel() for each in trainer.model.whole.parameters() if not each.is_meta)
     folder.mkdir(exist_ok=True)
     trainer.save(folder, {"steps": len(steps)})
     mesh.everyone.sum(torch.zeros(1))  # Both have saved.
     resumed, _ = PolicyTrainer.resume(config, folder, mesh, texts, Path(trial["model"]))
-    again = run_step(resumed, rows_of(len(steps)), 0, len(steps)).metrics
+    again = run_step(resumed, share_of(resumed, len(steps)), 0, len(steps)).metrics
     return {
         "steps": steps,
         "canary": canary.logprobs,
@@ -93,7 +112,7 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
         "held": held,
         "digests": tensor_digests(named),
         "again": again,
-        "next": run_step(trainer, rows_of(len(steps)), 0, len(steps)).metrics,
+        "next": run_step(trainer, share_of(trainer, len(steps)), 0, len(steps)).metrics,
     }
 
 

@@ -28,10 +28,13 @@ NEXT = {
 
 
 @pytest.fixture
-def folder(make_model: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(layout: str, make_model: Callable[..., Path], tmp_path: Path) -> Path:
     training = {"micro_batch_tokens": 64, "logits_chunk": 16}
     config = Config.model_validate({"model": {"name": "tiny"}, "task": {"prompts": "none"}, "training": training})
-    trial = {"model": str(make_model("llama")), "config": config.model_dump(mode="json", exclude_unset=True)}
+    trial = {
+        "model": str(make_model("qwen3_moe" if layout == "ep" else "llama")),
+        "config": config.model_dump(mode="json", exclude_unset=True),
+    }
     (tmp_path / "trial.json").write_text(json.dumps(trial))
     return tmp_path
 

@@ -33,7 +33,15 @@ TRIALS: dict[str, list[dict[str, int]]] = {
     "layers and shards to copies": [{"tp": 2, "shard": 2}, {"dp": 2}],
     "uneven shards to stages": [{"shard": 3}, {"pp": 2, "tp": 2}],
 }
-PARTED = [name for name, (first, _) in TRIALS.items() if first]
+OF_EXPERTS: dict[str, list[dict[str, int]]] = {
+    "experts to one": [{"ep": 2}, {}],
+    "one to experts": [{}, {"dp": 2, "ep": 2}],
+    "experts to shards": [{"ep": 2}, {"shard": 2}],
+    "copies to experts": [{"dp": 2, "ep": 2}, {"ep": 4}],
+}
+"""Those of a model with layers of experts."""
+BOTH = TRIALS | OF_EXPERTS
+PARTED = [name for name, (first, _) in BOTH.items() if first]
 COUNTERS = 4096
 """Most bytes of what moments hold beside two numbers for each weight."""
 
@@ -49,23 +57,28 @@ def config() -> Config:
 def folder(config: Config, make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has checkpoints by the names of trials, and `NAME-0-RANK.pt` and `NAME-1-RANK.pt` of what ranks held."""
     folder = tmp_path_factory.mktemp("layouts")
-    model = make_model("llama", tie_word_embeddings=True)
-    trial = {"model": str(model), "config": config.model_dump(mode="json", exclude_unset=True), "layouts": TRIALS}
+    _run(folder, config, make_model("llama", tie_word_embeddings=True), TRIALS)
+    _run(folder, config, make_model("qwen3_moe"), OF_EXPERTS)
+    return folder
+
+
+def _run(folder: Path, config: Config, model: Path, layouts: dict[str, list[dict[str, int]]]) -> None:
+    trial = {"model": str(model), "config": config.model_dump(mode="json", exclude_unset=True), "layouts": layouts}
     (folder / "trial.json").write_text(json.dumps(trial))
     one = PolicyTrainer(config, model)
     for version in range(2):
         run_step(one, rows_of(version), 0, version)
-    one.save(folder / "one to layers", {"version": 2})
-    torch.save({"whole": whole(one)}, folder / "one to layers-0-0.pt")
+    for name in [name for name, (first, _) in layouts.items() if not first]:
+        one.save(folder / name, {"version": 2})
+        torch.save({"whole": whole(one)}, folder / f"{name}-0-0.pt")
     subprocess.run([sys.executable, layout_process.__file__, str(folder)], check=True, timeout=300)
-    return folder
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", BOTH)
 def test_another_layout_resumes_bit_for_bit(name: str, folder: Path, config: Config) -> None:
     expected = torch.load(folder / f"{name}-0-0.pt")["whole"]
-    if TRIALS[name][1]:
+    if BOTH[name][1]:
         found = torch.load(folder / f"{name}-1-0.pt")
     else:
         one, extra = PolicyTrainer.resume(config, folder / name)
@@ -78,9 +91,11 @@ def test_another_layout_resumes_bit_for_bit(name: str, folder: Path, config: Con
 def test_no_rank_holds_more_than_its_share_and_a_tensor(name: str, folder: Path) -> None:
     """Counts tensor bytes: weights and two moments are copied once, and a version is gathered tensor by tensor in the
     wire's type, which takes a tensor, its pieces and the part of this rank."""
-    for rank in range(Layout(**TRIALS[name][0]).size):
+    layout = Layout(**BOTH[name][0])
+    for rank in range(layout.size):
         found = torch.load(folder / f"{name}-0-{rank}.pt")["bytes"]
-        assert 0 < found["copy"] <= 3 * found["share"] + COUNTERS
+        assert found["copy"] <= 3 * found["share"] + COUNTERS
+        assert found["copy"] > 0 or layout.place(rank).dp >= layout.shard * layout.ep, "copies write nothing"
         assert found["write"] == 0
         assert 0 < found["publish"] <= 3 * found["largest"]
 
@@ -118,9 +133,10 @@ def test_a_rank_resumes_its_share_alone(name: str, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_whole_model_is_gathered_tensor_by_tensor(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["layers and shards to copies", "copies to experts"])
+def test_the_whole_model_is_gathered_tensor_by_tensor(name: str, folder: Path, tmp_path: Path) -> None:
     """transformers loads it, and torch.distributed.checkpoint reads the parts too."""
-    checkpoint = folder / "layers and shards to copies"
+    checkpoint = folder / name
     expected = torch.load(folder / f"{checkpoint.name}-0-0.pt")["whole"]["model"]
     with pytest.raises(ConfigError, match=r"are in parts, .* write the whole model with `asyncrl export RUN FOLDER`$"):
         existing_folder(str(checkpoint / "model"))
@@ -130,7 +146,8 @@ def test_the_whole_model_is_gathered_tensor_by_tensor(folder: Path, tmp_path: Pa
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
     _same(dict(model.state_dict()), expected)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "whole")) == 50
-    read = {name: torch.zeros_like(each) for name, each in expected.items() if name != "lm_head.weight"}
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    read = {name: torch.zeros_like(each) for name, each in expected.items() if name not in tied}
     reader = HuggingFaceStorageReader(str(checkpoint / "parts"))
     load(read, storage_reader=reader, no_dist=True)
     _same(read, {name: expected[name] for name in read})

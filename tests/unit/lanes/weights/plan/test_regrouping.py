@@ -83,5 +83,5 @@ def test_prompts_go_to_the_ranks_that_generate_together() -> None:
 
 
 def test_ranks_that_share_out_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^ranks that share out weights \(shard\) do not regroup: use dp and tp$"):
+    with pytest.raises(ValueError, match=r"^ranks that share out weights \(shard\) or experts \(ep\) do not regroup"):
         Regrouping(Layout(tp=2, shard=2))
