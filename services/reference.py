@@ -22,7 +22,7 @@ from asyncrl.protocols.row_columns import EXPERTS, reference_columns
 from asyncrl.protocols.service_contracts import Reference
 from asyncrl.services.ranks.forward_passes import results_of_forward_passes
 from asyncrl.services.ranks.led_ranks import LedRanks
-from asyncrl.services.ranks.meeting import find_meeting, open_mesh
+from asyncrl.services.ranks.meeting import find_meeting, open_mesh, warn_of_whole_load
 
 COLUMN = "reference_logprobs"
 
@@ -76,11 +76,11 @@ class ReferenceService(Service, Reference):
         self._mesh = mesh = open_mesh(self.context, meeting, is_led=True)
         device = own_device(config.reference.device, mesh.rank, mesh.size)
         refuse_rotation_by_longest_row(self.context.facts.model_dir, config)
-        precision, exact = config.training.precision, config.model.float32_head
-        replay = config.reference.router_replay
-        folder = self.context.facts.model_dir
-        model = load_causal_model(folder, device, precision, float32_head=exact, replay=replay)
+        options = {"float32_head": config.model.float32_head, "in_parts": mesh.is_parted}
+        options["replay"] = config.reference.router_replay
+        model = load_causal_model(self.context.facts.model_dir, device, config.training.precision, **options)
         model.share_out(mesh)
+        warn_of_whole_load(self.context, model.loaded_whole)
         return model
 
     def _forward(self, rows: Batch, pictures: Sequence[PromptPictures | None]) -> list[NDArray[np.float32]]:
