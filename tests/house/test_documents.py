@@ -92,3 +92,10 @@ def test_the_tests_of_transports_that_the_table_of_faults_names_exist() -> None:
     cells = set(re.findall(r"\b([CTP])(\d+)\b", page[page.index("| fault |") : page.index("C1 to C5,")]))
     explained = {(letter, number) for letter, names in lines for number in re.findall(r"\b(\d+) `", names)}
     assert cells == explained
+
+
+def test_no_page_has_marks_of_a_merge() -> None:
+    """Pages about the past too."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    marked = [page.name for page in pages if re.search(r"^(<{7} |={7}$|>{7} )", page.read_text(), re.MULTILINE)]
+    assert marked == []
