@@ -13,6 +13,8 @@ from asyncrl.engines.training.batch.sharing_cost import sharing_width
 
 FLOAT = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Families, by `model_type`, that normalize queries and keys."""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -21,7 +23,7 @@ class Shape:
     """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32.
     linear: inputs and outputs of each linear layer of one decoder layer, by name. sharing_width: width of a model whose
     samples of one prompt train in one row; 0 for any other. record: of the experts of a token, None where no router
-    is replayed."""
+    is replayed. head_norms: whether queries and keys are normalized."""
 
     vocabulary: int
     hidden: int
@@ -31,6 +33,7 @@ class Shape:
     linear: tuple[tuple[str, int, int], ...]
     sharing_width: int = 0
     record: RecordShape | None = None
+    head_norms: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -51,11 +54,40 @@ class Shape:
         parameters = embeddings + layers * layer + hidden
         shared = sharing_width(SimpleNamespace(**{"model_type": "", **config}))
         record = RecordShape.of(config) if config.get("model_type") in REPLAYED else None
-        return cls(vocabulary, hidden, layers, parameters, 2 * layers * keys * FLOAT, linear, shared, record)
+        return cls(
+            vocabulary,
+            hidden,
+            layers,
+            parameters,
+            2 * layers * keys * FLOAT,
+            linear,
+            shared,
+            record,
+            config.get("model_type") in HEAD_NORMS,
+        )
 
-    def layer_parameters(self, tp: int = 1) -> int:
-        """Returns the parameters of one decoder layer on each of so many tensor ranks, its two norms included."""
-        return sum(inputs * outputs for _, inputs, outputs in self.linear) // tp + 2 * self.hidden
+    @property
+    def experts(self) -> int:
+        """Returns the experts of a layer; 1 for a model without any, and for families whose routers are not replayed,
+        whose experts count as parameters outside of layers."""
+        return 1 if self.record is None else max(1, self.record.experts)
+
+    @property
+    def chosen(self) -> int:
+        """Returns the experts that a token has in a layer; 0 for a model without any."""
+        return 0 if self.experts == 1 or self.record is None else self.record.chosen
+
+    def layer_parameters(self, tp: int = 1, ep: int = 1) -> int:
+        """Returns the parameters of one decoder layer on each of so many tensor ranks and ranks that share out experts,
+        its two norms included."""
+        attention, inside = self._matrices
+        return (attention + self.experts // ep * inside) // tp + 2 * self.hidden
+
+    @property
+    def _matrices(self) -> tuple[int, int]:
+        """Returns the parameters of attention, and of one expert, or of the one feed-forward layer."""
+        sizes = [(inputs * outputs, name.endswith(ATTENTION)) for name, inputs, outputs in self.linear]
+        return sum(size for size, of_attention in sizes if of_attention), sum(size for size, of in sizes if not of)
 
     @property
     def outside(self) -> int:

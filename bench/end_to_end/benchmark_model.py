@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.engine_interface import GenerationEngine
@@ -28,15 +28,16 @@ LOGIT_FACTOR = 3.0
 """Factor on the usual initialisation, which would make all tokens about equally likely."""
 
 
-def write_model(folder: Path, **sizes: int) -> Path:
+def write_model(folder: Path, family: str = "llama", /, **sizes: int) -> Path:
     """Writes model and tokenizer into `folder` unless they exist. The weights are always the same. sizes: of the
-    LlamaConfig, in place of those of three million weights."""
+    config of the family, in place of those of three million weights."""
     if (folder / "config.json").exists():
         return folder
     torch.manual_seed(0)
     usual = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
     usual |= {"num_attention_heads": 6, "num_key_value_heads": 3}
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=VOCABULARY,
         **usual | sizes,
         max_position_embeddings=512,
@@ -45,7 +46,7 @@ def write_model(folder: Path, **sizes: int) -> Path:
         bos_token_id=SPECIAL.index("<bos>"),
         eos_token_id=SPECIAL.index("<eos>"),
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and "embed" not in name:

@@ -1,6 +1,7 @@
 """Compares the memory that `asyncrl plan` predicts of each rank of a trainer with what torch allocates in a step.
 
-For each layout a process for each rank trains two steps of a Llama with random weights on CPUs. What a rank took is its
+For each layout a process for each rank trains two steps of a Llama with random weights on CPUs, or of a Qwen3-MoE in
+layouts of experts. What a rank took is its
 weights and moments, and the most that torch had at one moment of the second step beside them. A process takes more: the
 interpreter, its libraries, and what malloc keeps.
 """
@@ -49,11 +50,13 @@ LAYOUTS: tuple[dict[str, int], ...] = (
     {"pp": 2, "tp": 2},
     {"pp": 2, "dp": 2},
 )
+LAYOUTS_OF_EXPERTS: tuple[dict[str, int], ...] = ({"dp": 1}, {"ep": 2}, {"shard": 2})
 ROWS = StepShape(64, 64, 32, 1)
 """Rows of a step, each with a prompt of its own."""
 MICRO_BATCH = 1024
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
 WITHIN = 0.1
 DEADLINE = 300
 """Seconds that the ranks of a layout may take."""
@@ -76,9 +79,11 @@ class PredictedRank:
 def main(arguments: Sequence[str]) -> None:
     argparse.ArgumentParser("asyncrl-bench rank-memory", description=__doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        model = Path(name) / "model"
+        model, of_experts = Path(name) / "llama", Path(name) / "qwen3_moe"
         write_in_child(model)
+        write_in_child(of_experts, **EXPERTS)
         found = [each for layout in LAYOUTS for each in measure(layout, model)]
+        found += [each for layout in LAYOUTS_OF_EXPERTS for each in measure(layout, of_experts)]
     head = ("layout", "rank", "predicted, MB", "measured, MB", "ratio")
     lines = [
         (each.layout, str(each.rank), f"{each.predicted / 1e6:.1f}", f"{each.measured / 1e6:.1f}", f"{each.ratio:.3f}")
@@ -89,10 +94,13 @@ def main(arguments: Sequence[str]) -> None:
     print(goal_line("predicted over measured bytes, farthest from 1", worst, WITHIN, at_most=True))
 
 
-def write_in_child(model: Path) -> None:
-    """Writes the model in a process of its own: ranks are forked from one that has run no operation of torch."""
+def write_in_child(model: Path, **sizes: int) -> None:
+    """Writes a model of the family that its folder is called by, in a process of its own: ranks are forked from one
+    that has run no operation of torch."""
     logging.disable_progress_bar()  # transformers shows one for each file of a model that it writes.
-    child = get_context("fork").Process(target=write_model, args=(model,), kwargs={**SIZES, **HEADS})
+    child = get_context("fork").Process(
+        target=write_model, args=(model, model.name), kwargs={**SIZES, **HEADS, **sizes}
+    )
     child.start()
     child.join(DEADLINE)
     if child.exitcode != 0:
@@ -114,7 +122,7 @@ def measure(layout: dict[str, int], model: Path) -> Iterator[PredictedRank]:
         for own, _ in pipes[1:]:
             own.send_bytes(address)
         for rank, (own, _) in enumerate(pipes):
-            text = ", ".join(f"{axis} {number}" for axis, number in layout.items())
+            text = ", ".join([model.name, *(f"{axis} {number}" for axis, number in layout.items())])
             yield PredictedRank(text, rank, *json.loads(_answer(own, until)))
     finally:
         for process in ranks:
@@ -152,7 +160,7 @@ def _run_rank(parent: Connection, rank: int, layout: dict[str, int], model: Path
 def predicted(config: Config, model: Path, rank: int) -> int:
     """Returns the bytes that are predicted of what torch allocates on this rank."""
     shape, layout = shape_of(str(model)), config.training.layout
-    assert shape is not None, "Llama is a family whose shape is known"
+    assert shape is not None, "Llama and Qwen3-MoE are families whose shape is known"
     lengths = RowLengths(ROWS.prompt, ROWS.prompt, 1)
     trained = TrainedModel("training", config, shape, lengths, "cpu", layout)
     stage = Layout(layout.pp, layout.tp, layout.dp, shard=layout.shard).place(rank).pp

@@ -237,7 +237,7 @@ class TrainedModel:
         config, layout, lora = self.config, self.layout, self.adapters is not None
         shape, buffers = self.shape.stage(stage, layout.pp), 0
         if layout.pp == 1:
-            batch = pass_bytes(config, shape, size, lora=lora, head=self.name == "training", tp=layout.tp)
+            batch = pass_bytes(config, shape, size, lora=lora, head=self.name == "training", tp=layout.tp, ep=layout.ep)
         else:
             passes = passes_of_update(config, self.lengths, size, layout.data)
             batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora, tp=layout.tp)
@@ -253,7 +253,7 @@ class TrainedModel:
         """Returns the bytes that a rank keeps from step to step, and those of weights that it gathers."""
         training, layout, adapters = self.config.training, self.layout, self.adapters
         own = 0 if adapters is None else adapters * shape.layers // self.shape.layers
-        held = shape.outside + shape.layers * shape.layer_parameters(layout.tp)
+        held = shape.outside + shape.layers * shape.layer_parameters(layout.tp, layout.ep)
         learnt = held if adapters is None else own
         moments = int(kept_numbers(training.optimizer, training.optimizer_options) * learnt)
         gathered = 0 if layout.shard == 1 else gathered_bytes(shape, layout.tp, frozen=adapters is not None)

@@ -4,9 +4,10 @@ Counted in the values that torch keeps of a decoder-only transformer with gated 
 layer, where `model`, `queries`, `keys` and `inner` are widths:
 
     two norms: input, normalized, output     6 model, 4 where the norm is frozen
-    attention: queries, keys, values, output 2 queries + 2 keys
+    attention: queries, keys, values, output 2 queries + 2 keys, twice as much where these are normalized
     feed-forward: gate, activation, up, product  4 inner
-    while a layer is computed backward       3 inner + model
+    k experts, in place of feed-forward      k (4 inner + 2 model)
+    while a layer is computed backward       3 inner + model, of k experts k times as many
     head, for each sampled token of a chunk  3 vocabulary
 """
 
@@ -95,26 +96,43 @@ def _samples(config: Config, ranks: int) -> int:
 
 
 def pass_bytes(
-    config: Config, shape: Shape, size: ForwardPass, *, lora: bool = False, head: bool = True, tp: int = 1
+    config: Config, shape: Shape, size: ForwardPass, *, lora: bool = False, head: bool = True, tp: int = 1, ep: int = 1
 ) -> int:
     """Returns the most bytes that the pass takes at one moment. lora: only adapters are trained. head: logits are
-    computed, as the policy does. tp: ranks that share out what is inside of attention and feed-forward layers."""
+    computed, as the policy does. tp: ranks that share out what is inside of attention and feed-forward layers. ep:
+    ranks that share out experts, to which the router gives as many tokens each."""
     training = config.training
     narrow, casts = BYTES[training.precision], 2 if training.precision == "bfloat16" else 0
-    hidden, inner, adapters = shape.hidden, shape.width("gate_proj") // tp, 0
+    hidden, adapters = shape.hidden, 0
     if lora and config.model.lora is not None:
         adapters = config.model.lora.rank * len(shape.adapted(config.model.lora))
     norms = FLOAT * (FROZEN_NORMS if lora else NORMS) * hidden
     heads = (shape.width("q_proj") + shape.width("k_proj")) // tp
-    inside = narrow * (2 * heads + 4 * inner + adapters)
+    kept, computed = _feed_forward(shape, narrow, tp)
+    inside = narrow * ((4 if shape.head_norms else 2) * heads + adapters) + kept
     layer = size.tokens * (norms + inside + casts * hidden) + size.mask
-    backward = size.tokens * FLOAT * (3 * inner + hidden)
+    backward = size.tokens * computed + _gradient_of_experts(shape, ep)
     output = size.tokens * FLOAT * OUTSIDE * hidden + (_head_bytes(config, shape, size, lora=lora) if head else 0)
     total = casts * shape.parameters  # Rounded weights are kept until the backward pass is over.
     if training.gradient_checkpointing:
         kept = size.tokens * FLOAT * hidden * shape.layers
         return total + kept + max(layer + backward, output)
     return total + shape.layers * layer + max(backward, output)
+
+
+def _feed_forward(shape: Shape, narrow: int, tp: int) -> tuple[int, int]:
+    """Returns the bytes for each token that the backward pass finds of what is inside of a feed-forward layer, and
+    those that it takes while the layer is computed backward. Experts are computed in float32."""
+    inner, hidden = shape.width("gate_proj") // tp, shape.hidden
+    if not shape.chosen:
+        return narrow * 4 * inner, FLOAT * (3 * inner + hidden)
+    return shape.chosen * FLOAT * (4 * inner + 2 * hidden), shape.chosen * FLOAT * (3 * inner + hidden)
+
+
+def _gradient_of_experts(shape: Shape, ep: int) -> int:
+    """Returns the bytes of the largest gradient of a pass that is not yet added to that of earlier ones: gate and up
+    projections of all experts of a layer on this rank."""
+    return FLOAT * shape.experts // ep * 2 * shape.width("gate_proj") * shape.hidden if shape.chosen else 0
 
 
 def gathered_bytes(shape: Shape, tp: int, *, frozen: bool) -> int:

@@ -42,8 +42,10 @@ def moe_model(folder: Path) -> Path:
     return folder
 
 
-def test_episodes_of_a_model_of_experts_train_with_their_record(tmp_path: Path) -> None:
-    """Records go from the engine over the environment's rows to trainer and reference, in turns that go on."""
+@pytest.mark.parametrize("layout", ["{}", "{ ep = 2 }"])
+def test_episodes_of_a_model_of_experts_train_with_their_record(layout: str, tmp_path: Path) -> None:
+    """Records go from the engine over the environment's rows to trainer and reference, in turns that go on; also where
+    two ranks share out the experts."""
     model = moe_model(tmp_path / "model")
     (tmp_path / "episodes.py").write_text(EPISODES)
     prompts = tmp_path / "prompts.jsonl"
@@ -57,7 +59,7 @@ task = {{ prompts = {json.dumps(str(prompts))}, samples_per_prompt = 4, prompts_
 environment = {{ use = "episodes.py:Counting", max_turns = 3, max_tokens = 48 }}
 generation = {{ max_new_tokens = 8, slots = 8 }}
 algorithm = {{ preset = "grpo", kl = 0.1 }}
-training = {{ learning_rate = 1e-4, router_replay = true }}
+training = {{ learning_rate = 1e-4, router_replay = true, layout = {layout} }}
 reference = {{ router_replay = true }}
 """)
     run_dir = tmp_path / "run"

@@ -56,6 +56,7 @@ TRIALS = {
     "slices": Trial(({"sp": 2}, {"sp": 2, "dp": 2}), {}, {"micro_batch_tokens": 64, "logits_chunk": 16}),
     "adapters": Trial(({"shard": 3}, {"shard": 2}), {"lora": {"rank": 2}}, {"gradient_checkpointing": True}, tied=True),
     "experts": Trial(({"shard": 2}, {"dp": 2}), {}, {"micro_batch_tokens": 64}, experts="qwen3_moe"),
+    "routed": Trial(({"ep": 2}, {"dp": 2, "ep": 2}), {}, {"micro_batch_tokens": 64}, experts="mixtral"),
     "fewer experts": Trial(({"shard": 3}, {"shard": 2}), {}, {"gradient_checkpointing": True}, experts="mixtral"),
 }
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

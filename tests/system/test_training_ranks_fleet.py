@@ -111,7 +111,7 @@ async def trainer(
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config, **facts_of_resume)
     with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
         layout, service = (
-            Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard, sp=chosen.sp),
+            Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard, sp=chosen.sp, ep=chosen.ep),
             "asyncrl.services.policy_training:TrainingService",
         )
         spec = ServiceSpec("training", Training, service, layout=layout, origin="torch")

@@ -52,7 +52,7 @@ def _forward(module: Any, ranks: Ranks, states: Tensor, chosen: Tensor, weights:
     here, weighed = _SentRows.apply(trip, states[tokens], weights[tokens])  # type: ignore[no-untyped-call]
     added = _added_here(module, own, here, weighed, trip.go(chosen[tokens]) - own * ranks.rank)
     (found,) = _SentRows.apply(trip.back(), added)  # type: ignore[no-untyped-call]
-    return torch.zeros_like(states).index_add(0, tokens, found)
+    return _added_up(found, tokens, states)
 
 
 def _added_here(module: Any, own: int, states: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -62,7 +62,12 @@ def _added_here(module: Any, own: int, states: Tensor, weights: Tensor, chosen: 
     token, place = ((chosen >= 0) & (chosen < own)).nonzero(as_tuple=True)
     experts = _ExpertsHere(module, own)
     pairs = type(module).forward(experts, states[token], chosen[token, place][:, None], weights[token, place][:, None])
-    return torch.zeros_like(states).index_add(0, token, pairs)
+    return _added_up(pairs, token, states)
+
+
+def _added_up(rows: Tensor, places: Tensor, like: Tensor) -> Tensor:
+    """Adds rows into zeros at these places; index_add would keep the rows for its backward pass, which needs none."""
+    return torch.zeros_like(like).index_put((places,), rows, accumulate=True)
 
 
 class _ExpertsHere:

@@ -140,6 +140,23 @@ def test_ranks_with_slices_of_rows_hold_all_weights_and_their_share_of_activatio
     assert 0.45 < found["activations"] / whole["activations"] < 0.6
 
 
+def test_ranks_share_out_experts_and_hold_all_other_weights() -> None:
+    """Qwen3-30B-A3B's numbers, with fewer layers and tokens: 128 experts of 768, of which a token has 8."""
+    sizes = {"vocab_size": 1000, "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128}
+    shape = Shape.of({**sizes, "intermediate_size": 6144, "num_experts_per_tok": 8, "model_type": "qwen3_moe"})
+    assert SMOLLM2.chosen == 0
+    experts, wanted = 4 * 128 * 3 * 2048 * 768, {"micro_batch_tokens": 4096}
+    parts = {}
+    for axis in ("dp", "ep"):
+        chosen = config(training={"layout": {axis: 4}, **wanted})
+        parts[axis] = next(dict(each.parts) for each in needs(chosen, shape) if each.name == "training")
+    for name, numbers in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
+        assert parts["dp"][name] - parts["ep"][name] == 4 * numbers * experts * 3 // 4
+    gradient = 4 * 128 * 2 * 768 * 2048
+    assert parts["dp"]["activations"] - parts["ep"]["activations"] == gradient * 3 // 4
+
+
 def _training_parts(shard: int, tp: int = 1, sp: int = 1, **training: int) -> dict[str, int]:
     wanted = config(training={"layout": {"shard": shard, "tp": tp, "sp": sp}, **training})
     return next(dict(each.parts) for each in needs(wanted, SMOLLM2) if each.name == "training")
