@@ -141,6 +141,8 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield ("environment.use", config.environment.use, module, install_extra("serve"))
     if config.acting.env and ("-v" in config.acting.env or ":" not in config.acting.env):
         yield ("acting.env", config.acting.env, "gymnasium", install_extra("acting"))
+    if config.training.engine == "deepspeed":
+        yield ("training.engine", "deepspeed", "deepspeed", install_extra("deepspeed"))
     yield from _of_training(config.training.optimizer, config.weights.transport)
     yield from _of_functions(config)
 

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.device_pools import Assignment, Demand, DevicePool, assign
+from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
 from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.optimizers import SHARDED
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ ONE_REPLICA = ("training", "critic", "cost_critic")
 
 JOINING_ROLES = ("generation", "evaluation", "reward", "reference", "cost", "environment", *ONE_REPLICA)
 """Services whose workers join some run."""
+
+DEEPSPEED = 'training.engine = "deepspeed"'
 
 
 def joining_problems(config: "Config") -> Iterator[Problem]:
@@ -123,6 +127,37 @@ def _trainer_problems(config: "Config") -> Iterator[Problem]:
     if layout.tp > 1 and config.model.lora is not None:
         text = "tp does not split layers with adapters yet; write tp = 1, and dp or shard for ranks"
         yield Problem("training.layout", "", text, ("model.lora",))
+    yield from deepspeed_problems(config)
+
+
+def deepspeed_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what DeepSpeed does not train, and a table that nothing reads."""
+    training, layout = config.training, config.training.layout
+    if training.engine == "torch":
+        if training.deepspeed != DeepspeedConfig():
+            text = 'nothing reads it with training.engine = "torch": remove it, or write engine = "deepspeed"'
+            yield Problem("training.deepspeed", "", text, ("training.engine",), is_warning=True)
+        return
+    axes = [axis for axis in ("pp", "tp", "sp", "ep", "shard") if getattr(layout, axis) > 1]
+    dp = "write layout = { dp = N }, over whose ranks training.deepspeed.stage shares out"
+    for key, is_wrong, text in (
+        ("training.layout", bool(axes), f"{' and '.join(axes)} is not supported with {DEEPSPEED}: {dp}"),
+        ("training.layout", layout.size == 1, f"one rank is not supported with {DEEPSPEED}: {dp}"),
+        (
+            "training.optimizer",
+            training.optimizer not in SHARDED,
+            f"{training.optimizer} is not supported with {DEEPSPEED}: write {' or '.join(SHARDED)}",
+        ),
+        ("model.lora", config.model.lora is not None, f"adapters are not supported with {DEEPSPEED}: remove it"),
+        ("training.router_replay", training.router_replay, f"it is not supported with {DEEPSPEED}: remove it"),
+        (
+            "generation.colocate",
+            config.generation.colocate != "none",
+            f'it is not supported with {DEEPSPEED}: write colocate = "none"',
+        ),
+    ):
+        if is_wrong:
+            yield Problem(key, "", f'{text}, or engine = "torch"', ("training.engine",))
 
 
 def colocation_problems(config: "Config") -> Iterator[Problem]:

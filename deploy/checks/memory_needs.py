@@ -258,8 +258,17 @@ class TrainedModel:
         moments = int(kept_numbers(training.optimizer, training.optimizer_options) * learnt)
         gathered = 0 if layout.shard == 1 else gathered_bytes(shape, layout.tp, frozen=adapters is not None)
         numbers = {"weights": held + own, "gradients": learnt, "optimizer": moments}
+        if self.name == "training" and training.zero_stage:
+            numbers |= _zero_numbers(training.zero_stage, layout.dp, learnt, moments)
         found = {key: -(-FLOAT * number // layout.shard) for key, number in numbers.items()}
         return found | ({"gathered": gathered} if gathered else {})
+
+
+def _zero_numbers(stage: int, ranks: int, learnt: int, moments: int) -> dict[str, int]:
+    """Returns the numbers that a rank has of ZeRO: of moments, and of the weights that they change, a share. Gradients
+    of stage 1 are whole beside the sum of its share."""
+    share = -(-learnt // ranks)
+    return {"gradients": share + (learnt if stage == 1 else 0), "optimizer": share + -(-moments // ranks)}
 
 
 def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape, lengths: RowLengths) -> MemoryNeed:

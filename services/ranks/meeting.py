@@ -33,6 +33,7 @@ def open_mesh(context: WorkerContext, meeting: MeetingPlace | None, *, is_led: b
         start=fleet.start_deadline,
         exchange=fleet.call_deadline,
         has_own_gpu=bool(context.spec.devices),
+        zero=context.config.training.zero_stage if context.spec.service == "training" else 0,
         service=context.spec.service,
         is_led=is_led,
     )

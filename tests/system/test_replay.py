@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240), pytest.mark.usefixtur
 CHANGED = """
 import sys
 from asyncrl.deploy import cli
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
 step, calls = Optimizer.step, []
 
 def changed(self, *args, **kwargs):

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     *("cost.replicas", "cost.workers", "cost.deadline", "cost.device", "cost.layout"),
     *("training.micro_batch_tokens", "training.gradient_checkpointing", "training.logits_chunk", "training.device"),
     *("training.checkpoint_every", "training.keep_checkpoints", "training.keep_best", "training.layout"),
+    *("training.engine", "training.deepspeed"),
     *("acting.children", "acting.feedback", "acting.deadline", "acting.failures"),
     *("critic.device", "critic.layout", "cost_critic.device", "cost_critic.layout"),
     *("staleness.publish_deadline", "weights.transport", "weights.folder"),

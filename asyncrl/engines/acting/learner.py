@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.acting.networks import Actor
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.transitions import TransitionRow
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 
 ALONE = RankMesh()

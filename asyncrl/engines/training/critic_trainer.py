@@ -19,7 +19,7 @@ from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
 from asyncrl.engines.training.models_with_heads import load_value_model
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
 from asyncrl.engines.training.ranks.gradients import check_same
 from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -41,12 +41,13 @@ from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.sequence_parallel import SEQUENCE, attend_in_slices
-from asyncrl.engines.training.ranks.shards import PassRoot, shard_model
+from asyncrl.engines.training.ranks.shards import shard_model
 from asyncrl.engines.training.ranks.stage_weights import StageWeights, keep_stage
 from asyncrl.engines.training.ranks.tensor_parallel import split_layers
 from asyncrl.errors import ConfigError
 
 Found = TypeVar("Found")
+PassRunner: TypeAlias = Callable[[Callable[[], Any]], Any]
 Precision = Literal["float32", "bfloat16"]
 
 HEAD_TOLERANCE = 1e-3
@@ -95,7 +96,8 @@ class LoadedModel:
         self.is_random = False
         self.replay: RouterReplay | None = None
         self._precision = precision
-        self._root: PassRoot | None = None
+        self._root: PassRunner | None = None
+        self._backward: Callable[[Tensor], None] | None = None
         self.pipeline: PipelineRank | None = None
         self.stage_weights: StageWeights | None = None
         self.sequence: Ranks | None = None
@@ -137,6 +139,18 @@ class LoadedModel:
         """Returns whether head and body are known to compute what the model's own forward does, which a pass of ranks
         with shards would gather weights to find out."""
         return False
+
+    def run_by(self, root: PassRunner, backward: Callable[[Tensor], None]) -> None:
+        """Has another engine run all passes from now on. root: runs a computation with body and head."""
+        self._root = root
+        self._backward = backward
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a loss, which is this rank's part of the sum over all ranks."""
+        if self._backward is None:
+            torch.autograd.backward(loss)
+        else:
+            self._backward(loss)
 
     def in_pass(self, compute: Callable[[], Found]) -> Found:
         """Runs a computation with body and head. Sharded weights need it to be one, and all ranks to run it."""

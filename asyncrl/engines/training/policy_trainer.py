@@ -25,11 +25,10 @@ from asyncrl.engines.training.batch.micro_batches import MicroBatch, micro_batch
 from asyncrl.engines.training.batch.pretraining_batch import load_pretraining, pad_texts, texts_of
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import load_causal_model
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer_opening import hold_model, open_optimizer
 from asyncrl.engines.training.policy_loss_terms import LossTerms, broken_rows, policy_loss_terms, second_moment_of
 from asyncrl.engines.training.policy_metrics import PolicyTotals
 from asyncrl.engines.training.ranks.gradients import check_same
-from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.pipeline import PipelineRank
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, own_device
 from asyncrl.engines.training.token_advantages import mean_cost, set_token_advantages
@@ -99,8 +98,8 @@ class PolicyTrainer(Trainer):
             load_adapters(adapters, self.model.whole)
         self._spec = published_spec(self.model.whole, config.model.dtype)
         self.model.share_out(self.mesh)
-        self._held = HeldModel(self.model.whole, self.model.stage_weights, self.mesh)
-        self.optimizer = Optimizer(self.model.whole, settings, config.steps)
+        self.optimizer = open_optimizer(self.model, settings, config.steps, self.mesh)
+        self._held = hold_model(self.model.whole, self.model.stage_weights, self.mesh)
         self.kl = KlCoefficient(algorithm.kl, algorithm.kl_target)
         self.multiplier: Multiplier | None = None
         if algorithm.constraint != "none":
@@ -287,7 +286,7 @@ class PolicyStep(TrainingStep):
             logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
         terms = self._terms(batch, logprobs, entropy, second_moment)
         with self._lane("backward"):  # Also of a loss that is not finite: ranks with shards of the weights take part.
-            torch.autograd.backward(terms.loss)
+            model.backward(terms.loss)
         return self._account_for(rows, batch, logprobs, entropy, terms)
 
     def _stage_passes(self, pipeline: PipelineRank, parts: Sequence[list[MaskedRow]], second_moment: float) -> bool:
@@ -356,7 +355,7 @@ class PolicyStep(TrainingStep):
                 idle_pass(model, backward=True)
             else:
                 logprobs, _ = token_logprobs(model, rows, training.logits_chunk)
-                torch.autograd.backward(self._text_loss(logprobs, tokens))
+                model.backward(self._text_loss(logprobs, tokens))
             yield True
 
     def _text_loss(self, logprobs: Tensor, tokens: int) -> Tensor:

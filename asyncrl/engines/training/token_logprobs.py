@@ -106,7 +106,7 @@ def idle_pass(model: CausalModel, *, backward: bool) -> None:
     with torch.set_grad_enabled(backward):
         logprobs, _ = token_logprobs(model, pad_rows([token], [token], 1.0, model.device), 1)
     if backward:
-        torch.autograd.backward(0.0 * logprobs.sum())
+        model.backward(0.0 * logprobs.sum())
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from asyncrl.engines.models.tensor_parts import Kind, part_file, stored_tensors,
 from asyncrl.engines.models.weights_digest import BASE, write_base
 from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
 from asyncrl.engines.training.models_with_heads import LoadedModel
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
 from asyncrl.engines.training.ranks.held_parts import Parts
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part

@@ -15,7 +15,7 @@ from asyncrl.engines.training.batch.contexts import padded_sizes
 from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_rows
 from asyncrl.engines.training.batch.micro_batches import micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import StateCopy

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from asyncrl.config.sections.algorithm_config import Decay, Positive, PositiveFloat, Section
+from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
 from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, UNSUPPORTED
 
@@ -69,9 +70,20 @@ class TrainingConfig(Section):
     """Device of the trainer. With several ranks, `cuda` gives each rank the GPU of its number."""
     pool: str = ""
     """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
+    engine: Literal["torch", "deepspeed"] = "torch"
+    """Program that computes steps: torch, or DeepSpeed (extra `deepspeed`), whose ZeRO shares out moments and gradients
+    over the ranks of layout.dp."""
+    deepspeed: DeepspeedConfig = DeepspeedConfig()
+    """Shares of DeepSpeed's ranks: a table with `stage` (1: moments, 2: gradients too) and `offload` (true: moments are
+    in the memory of the host). Read with engine = "deepspeed"."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of the trainer, one process each: a table with the keys `dp` (copies of the weights), `shard` (ranks that
     share out the weights of a copy, as FSDP does), `tp` (ranks that compute each layer together), `pp` (stages that
     hold some of the layers each; alone, or beside tp or dp), `sp` (ranks that compute a slice of the tokens of each
     row; alone, or beside dp) and `ep` (ranks that share out the experts of each layer; alone, or beside dp), such as
     {dp = 2}. A step's samples are divided over dp x shard x ep by their tokens."""
+
+    @property
+    def zero_stage(self) -> int:
+        """Returns the stage of DeepSpeed's ZeRO; 0 where torch trains."""
+        return self.deepspeed.stage if self.engine == "deepspeed" else 0

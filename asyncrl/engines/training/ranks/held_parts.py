@@ -98,12 +98,15 @@ class HeldModel:
             if name in zeros:
                 own_part(tensor.detach()).zero_()
                 continue
-            if name not in stored or stored[name].shape != tuple(tensor.shape):
+            shape = tuple(tensor.shape)
+            if name not in stored or stored[name].shape != shape:
                 found = stored[name].shape if name in stored else "nothing"
-                raise JournalError(
-                    f"{name} has shape {tuple(tensor.shape)}, and the parts of the checkpoint hold {found}"
-                )
-            own_part(tensor.detach()).copy_(share_out(stored[name], tensor))
+                raise JournalError(f"{name} has shape {shape}, and the parts of the checkpoint hold {found}")
+            self._fill(tensor, stored[name])
+
+    def _fill(self, tensor: Tensor, stored: StoredTensor) -> None:
+        """Takes this rank's part of a weight from the files."""
+        own_part(tensor.detach()).copy_(share_out(stored, tensor))
 
     def _allocate(self, device: torch.device) -> set[int]:
         """Gives the parts of this rank memory on the device, or moves them there; a tensor of two modules stays one.

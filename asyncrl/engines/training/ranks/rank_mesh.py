@@ -47,9 +47,10 @@ GLOO = "gloo/"
 class RankMesh:
     """The groups of one rank; this class with its defaults is one rank alone. sharding: the mesh on which weights are
     sharded by FSDP2, splitting: the mesh on which layers are split, routing: the mesh on which experts are shared out,
-    piping: the group of the stages; None where there is none. failing: scope in which torch may fail because a rank is
-    gone. announcements: of rank 0, where the ranks take their work from it; they then take the parts of a step
-    together. service: whose ranks they are.
+    piping: the group of the stages; None where there is none. zero: stage of DeepSpeed's ZeRO, by which ranks share out
+    moments and gradients; 0 where they do not. failing: scope in which torch may fail because a rank is gone.
+    announcements: of rank 0, where the ranks take their work from it; they then take the parts of a step together.
+    service: whose ranks they are.
     """
 
     everyone: Ranks = field(default_factory=Ranks)
@@ -67,6 +68,7 @@ class RankMesh:
     splitting: DeviceMesh | None = None
     routing: DeviceMesh | None = None
     piping: dist.ProcessGroup | None = None
+    zero: int = 0
     failing: Exchange = nullcontext
     announcements: Announcements | None = None
     service: str = "training"
@@ -86,14 +88,15 @@ class RankMesh:
 
     @property
     def is_parted(self) -> bool:
-        """Returns whether this rank holds parts of the weights."""
+        """Returns whether this rank holds parts of weights or moments."""
         meshes = (self.sharding, self.splitting, self.routing)
-        return any(mesh is not None for mesh in meshes) or self.stages.size > 1
+        return any(mesh is not None for mesh in meshes) or self.stages.size > 1 or self.zero > 0
 
     @property
     def passes_together(self) -> Ranks:
         """Returns the ranks that run as many passes as this one, or parts of a step."""
-        return self.experts if self.sharding is None and self.announcements is None else self.everyone
+        alone = self.sharding is None and self.announcements is None and not self.zero
+        return self.experts if alone else self.everyone
 
     @property
     def gathers(self) -> bool:
@@ -108,7 +111,7 @@ class RankMesh:
     def pass_budget(self, tokens: int) -> float:
         """Returns the most tokens of one pass, of at most so many in a micro-batch. Passes of sharded weights, of
         stages and of shared out experts are not split further: each is an exchange, and all ranks need as many."""
-        exchanging = self.sharding is not None or self.stages.size > 1 or self.experts.size > 1
+        exchanging = self.sharding is not None or self.zero > 0 or max(self.stages.size, self.experts.size) > 1
         return math.inf if exchanging else tokens
 
     def in_step(self, parts: Sequence[list[Part]]) -> list[list[Part]]:
@@ -124,7 +127,7 @@ class RankPlace:
     """Tells a rank its place. device: of the config. start: seconds until all ranks must have joined. exchange: seconds
     that one exchange may take, waiting for the slowest rank included. waiting: books the time of every exchange.
     has_own_gpu: `device` is a GPU that no other rank has. service: whose ranks they are. is_led: rank 0 announces what
-    all ranks compute."""
+    all ranks compute. zero: see RankMesh."""
 
     rank: int
     layout: Layout
@@ -135,6 +138,7 @@ class RankPlace:
     has_own_gpu: bool = False
     service: str = "training"
     is_led: bool = False
+    zero: int = 0
 
 
 def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
@@ -170,6 +174,7 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         splitting=mesh["tp"] if mesh is not None and layout.tp > 1 else None,
         routing=_mesh_of_experts(groups.get("experts"), device.type),
         piping=groups["stages"] if layout.pp > 1 else None,
+        zero=place.zero,
         failing=_scope(place, late, nullcontext, only_exchanges=True),
         announcements=led,
         service=place.service,

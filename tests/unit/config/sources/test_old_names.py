@@ -37,16 +37,6 @@ def test_the_old_key_of_an_own_algorithm_is_named_with_its_line(tmp_path: Path) 
     assert check_resume(write_run(tmp_path, dump(new)), new, accept=False) == []
 
 
-def test_a_key_that_had_one_value_is_passed_over_in_a_run_directory_and_refused_with_another_one(
-    tmp_path: Path,
-) -> None:
-    text = dump(config()).replace("[training]\n", '[training]\nengine = "torch"\n')
-    assert 'engine = "torch"' in text
-    assert check_resume(write_run(tmp_path, text), config(), accept=False) == []
-    with pytest.raises(ConfigError, match=r"config\.toml:\d+: training\.engine: there is no such key; there is one"):
-        check_resume(write_run(tmp_path, text.replace('"torch"', '"vllm"')), config(), accept=False)
-
-
 def test_the_old_number_of_ranks_is_passed_over_where_it_is_one_and_named_with_the_new_table_otherwise(
     tmp_path: Path,
 ) -> None:

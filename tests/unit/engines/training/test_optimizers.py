@@ -19,7 +19,7 @@ from asyncrl.config.sections.training.optimizers import (
     option_mistakes,
 )
 from asyncrl.config.sources import load
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import run_step

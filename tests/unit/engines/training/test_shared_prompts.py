@@ -16,7 +16,7 @@ from asyncrl.engines.training.batch.shared_prompts import share_prompts
 from asyncrl.engines.training.batch.sharing_cost import FAMILIES, sharing_width
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, load_value_model
-from asyncrl.engines.training.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs, token_logprobs
 
 WIDTH = 32

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.schema import Config, TrainingConfig
-from asyncrl.engines.training.optimizer import learning_rate
+from asyncrl.engines.training.optimizers.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import StateCopy, own_state

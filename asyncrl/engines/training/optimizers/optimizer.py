@@ -116,6 +116,10 @@ class Optimizer:
         for name, tensor in stored.items():
             number, index, key = name.split(".", 2)
             states[int(number)]["state"].setdefault(int(index), {})[key] = tensor
+        self._restore(states)
+
+    def _restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes this rank's parts of the whole states."""
         for part, state in zip(self.parts, states, strict=True):
             part.load_state_dict(self._with_tensors(part, state, share_out))
 

@@ -1,0 +1,1 @@
+"""Optimizers: of torch, and of DeepSpeed, whose ZeRO gives each rank a share of moments and gradients."""

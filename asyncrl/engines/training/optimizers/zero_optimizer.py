@@ -1,0 +1,126 @@
+"""The optimizer of ranks that share out moments and gradients by DeepSpeed."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import TrainingConfig
+from asyncrl.engines.models.tensor_parts import StoredTensor
+from asyncrl.engines.training.optimizers.deepspeed_engine import start_deepspeed
+from asyncrl.engines.training.optimizers.optimizer import Optimizer, learning_rate
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.shards import PassRoot
+
+Found = TypeVar("Found")
+
+
+class ModelInPasses(Protocol):
+    """A model whose passes another engine may run."""
+
+    whole: Any
+    device: torch.device
+
+    def run_by(self, root: Callable[[Callable[[], Any]], Any], backward: Callable[[Tensor], None]) -> None: ...
+
+    def in_pass(self, compute: Callable[[], Found]) -> Found: ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def hidden(self, ids: Tensor) -> Tensor: ...
+
+
+class ZeroOptimizer(Optimizer):
+    """Has DeepSpeed run the passes of a model, sum gradients in each backward pass, clip them and take steps. Weights
+    are numbered as by other optimizers, so that any layout resumes what it saved."""
+
+    def __init__(self, model: ModelInPasses, settings: TrainingConfig, steps: int, mesh: RankMesh) -> None:
+        super().__init__(model.whole, settings, steps)
+        self._model = model
+        self._mesh = mesh
+        self._inner = self.parts[0]
+        self._groups = self._inner.state_dict()["param_groups"]
+        self._numbered = [each for group in self._inner.param_groups for each in group["params"]]
+        self._engine = start_deepspeed(PassRoot(model.whole), self._inner, settings, model.device)
+        model.run_by(self._run, self._backward)
+
+    def _run(self, compute: Callable[[], Found]) -> Found:
+        found: Found = self._engine(compute)
+        return found
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss * self._mesh.size)  # DeepSpeed averages over ranks.
+
+    def step(self, mesh: RankMesh, *, finite: bool) -> float | None:
+        if not finite:
+            self.discard()
+            return None
+        rate = learning_rate(self.settings, self.updates, self._planned)
+        self._take(rate)
+        norm = float(self._engine.get_global_grad_norm())
+        if self._engine.optimizer.overflow or not math.isfinite(norm):
+            return None
+        self.rate = rate
+        self.updates += 1
+        return norm
+
+    def _take(self, rate: float) -> None:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = rate
+        self._engine.step()
+
+    def discard(self) -> None:
+        """Drops the accumulated gradients: DeepSpeed does where they are not finite, and has no other call for it."""
+        self._pass(math.nan)
+        self._engine.step()
+
+    def _pass(self, factor: float) -> None:
+        """Adds a gradient of zeros times the factor."""
+        model, ids = self._model, torch.zeros((1, 2), dtype=torch.long, device=self._model.device)
+        model.backward(factor * (0.0 * model.in_pass(lambda: model.hidden(ids).float().sum())))
+
+    def states(self) -> list[dict[str, Any]]:
+        raise NotImplementedError("ranks hold flat parts of states: `state_tensors` gathers one after the other")
+
+    def settings_of_states(self) -> list[dict[str, Any]]:
+        return [{"state": {}, "param_groups": [{**group, "lr": self.rate} for group in self._groups]}]
+
+    def state_tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yields whole tensors, each gathered as it is asked for: all ranks take all of them."""
+        utilities = importlib.import_module("deepspeed.utils")
+        own: dict[str, Tensor] = next(iter(self._inner.state.values()), {})
+        self._link_states()
+        for number, parameter in enumerate(self._numbered):
+            for key, value in own.items():
+                whole = value if not value.dim() else utilities.safe_get_full_optimizer_state(parameter, key)
+                yield f"0.{number}.{key}", whole, parameter
+
+    def _restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes this rank's parts of the whole states, which DeepSpeed makes in its first step: one that changes no
+        weight, as gradient and learning rate are 0."""
+        saved: Mapping[int, Mapping[str, Tensor | StoredTensor]] = states[0]["state"]
+        if not saved:
+            return
+        self._pass(0.0)
+        self._take(0.0)
+        self._link_states()
+        utilities = importlib.import_module("deepspeed.utils")
+        for number, parameter in enumerate(self._numbered):
+            for key, value in saved[number].items():
+                if value.dim():
+                    whole = value.whole() if isinstance(value, StoredTensor) else value
+                    utilities.safe_set_full_optimizer_state(parameter, whole, key)
+        step = saved[0]["step"]
+        for state in self._inner.state.values():
+            state["step"].copy_(step.whole() if isinstance(step, StoredTensor) else step)
+
+    def _link_states(self) -> None:
+        """Has DeepSpeed find the states of all groups of parameters: by itself (0.19.8) it looks once there are those
+        of the first one."""
+        zero = self._engine.optimizer
+        if self._inner.state:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()

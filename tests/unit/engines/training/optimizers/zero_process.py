@@ -1,0 +1,94 @@
+"""Two ranks that DeepSpeed shares a model out over, forked from this process: they train each trial, save, resume, and
+leave what they saw in files.
+
+python zero_process.py FOLDER
+"""
+
+import asyncio
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.training_step import run_step
+from asyncrl.fleet.worker.rank_meeting import RankMeeting
+from asyncrl.lanes.weights.slot_memory import whole_tensor
+from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.stage_process import rows_of
+
+PATIENCE = 120.0
+STEPS = 20
+
+
+def share(rank: int, version: int) -> list[TrainRow]:
+    """Returns an uneven share of the rows, none for a rank in turn."""
+    rows = rows_of(version)
+    first = (len(rows), 0, len(rows) // 3)[version % 3]
+    return [rows[:first], rows[first:]][rank]
+
+
+def step_of(trainer: PolicyTrainer, version: int) -> list[Any]:
+    """Trains a step, and returns what it reported of all ranks."""
+    outcome = run_step(trainer, share(trainer.mesh.rank, version), 0, version)
+    return [outcome.updates, outcome.skipped, outcome.trained, outcome.metrics]
+
+
+def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, Any]:
+    object.__setattr__(mesh, "zero", trial["config"]["training"]["deepspeed"]["stage"])
+    config = Config.model_validate(trial["config"])
+    trainer = PolicyTrainer(config, Path(trial["model"]), mesh)
+    steps = [step_of(trainer, version) for version in range(STEPS)]
+    named = trainer.named_tensors()
+    weights = {each.name: whole_tensor(named[each.name]).clone() for each in trainer.weights_spec.tensors}
+    canary = trainer.canary()
+    trainer.save(folder, {"steps": STEPS})
+    dist.barrier()
+    resumed, extra = PolicyTrainer.resume(config, folder, mesh)
+    again, following = step_of(resumed, STEPS), step_of(trainer, STEPS)
+    other, _ = PolicyTrainer.resume(config, Path(trial["of_one_rank"]), mesh)
+    return {
+        "steps": steps,
+        "weights": weights,
+        "canary": canary.logprobs,
+        "extra": extra,
+        "again": again,
+        "next": following,
+        "after_one_rank": step_of(other, STEPS),
+    }
+
+
+def run_rank(rank: int, address: str, told: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    meeting = RankMeeting()
+    address = meeting.take(address)
+    if rank == 0:
+        os.write(told, address.encode())
+    place = RankPlace(rank, Layout(dp=2), "cpu", nullcontext, PATIENCE, PATIENCE)
+    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+    for name, trial in json.loads((folder / "trials.json").read_text()).items():
+        torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.environ["DS_ACCELERATOR"] = "cpu"
+
+    root = Path(sys.argv[1])
+    read, write = os.pipe()
+    children = []
+    for number in range(2):
+        if (child := os.fork()) == 0:
+            run_rank(number, os.read(read, 1000).decode() if number else "", write, root)
+            os._exit(0)
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    assert codes == [0, 0], f"ranks ended with {codes}"
