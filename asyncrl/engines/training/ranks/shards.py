@@ -98,8 +98,8 @@ def gather_state(state: Any, *, keep: bool = True, copy: bool = True) -> Any:
 def is_part(tensor: Any) -> TypeGuard["DTensor"]:
     """Returns whether this rank may hold a part of the tensor only. A process that never imported DTensor, which takes
     a while, has no such tensor."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # Another thread may be importing it.
+    return kind is not None and isinstance(tensor, kind)
 
 
 def is_split(tensor: Tensor) -> bool:
