@@ -91,12 +91,12 @@ def test_a_trainer_that_joins_trains_and_its_death_ends_the_run_until_a_resume(
     run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
     key, again = run_dir / "join_keys" / "training.key", tmp_path / "again.out"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
-    flags += ["--listen", address, "--fleet.joined", "{training = 1}"]
+    flags += ["--listen", address, "--fleet.joined", "{training = 1}", "--training.checkpoint_every", "5"]
     serve = ["serve", "training", "--join", address, "--key", str(key)]
     with program("run", "quickstart", *flags, output=shown) as run:
         wait_until(lambda: key.with_suffix(".admitted").exists(), "the keys of the run")
         with program(*serve, output=tmp_path / "1.out") as trainer:
-            wait_until(lambda: steps_in(shown) >= 60, shown.read_text)
+            wait_until(lambda: steps_in(shown) >= 12, shown.read_text)
             trainer.kill()
             assert run.wait(PATIENCE) == 75, shown.read_text()
     saved = {int(path.name) for path in (run_dir / "checkpoints").iterdir()}
