@@ -14,7 +14,7 @@ from asyncrl.simulation.faults.trial_execution import ControllerLife, TrialRun, 
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_returns
 from tests.named_seed import named_seed
 
-SEEDS, PART = 120, 20
+SEEDS, PART = 40, 10
 MUTANT_SEEDS = 60
 Patch = pytest.MonkeyPatch
 
@@ -29,7 +29,7 @@ def test_random_deaths_of_the_trainer_hold_every_invariant(start: int) -> None:
         seen.update(end.partition("(")[0] for end in outcome.ends)
     assert returned >= PART // 2
     assert seen["finished"] == PART
-    assert seen["FleetFailed"] >= 3, "some trainers died more often than a run goes back"
+    assert seen["FleetFailed"] >= 1, "some trainers died more often than a run goes back"
 
 
 @pytest.mark.parametrize("seed", [1, 5, 9])
