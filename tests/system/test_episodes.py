@@ -25,7 +25,7 @@ from programs import finished
 from test_deaths import ended, running, until_step
 from watching import pid_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(640)]
 
 STEPS, WITHHELD_STEPS = 50, 15
 HELD = """
