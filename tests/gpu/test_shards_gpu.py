@@ -83,4 +83,5 @@ def test_shards_resume_a_checkpoint(
     for name, tensor in plain.named_tensors().items():
         assert torch.equal(whole_tensor(trainer.named_tensors()[name]), tensor)
         assert torch.equal(whole_tensor(resumed.named_tensors()[name]), tensor)
-    assert losses(resumed, rows, 1) == losses(trainer, rows, 1)
+    for one, other in zip(losses(resumed, rows, 1), losses(trainer, rows, 1), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5), "kernels of CUDA may add in another order"

@@ -76,8 +76,8 @@ def test_two_ranks_of_nccl_on_one_device_move_weights_and_give_up_a_dead_peer() 
     try:
         found = nccl_on_one_device(bench)
     except NotMeasured as refused:
-        if "Duplicate GPU" not in str(refused):
-            raise
+        if not any(text in str(refused) for text in ("Duplicate GPU", "NCCL_ERROR_INVALID_USAGE")):
+            raise  # The first is what nccl4py says, the second CuPy.
         pytest.skip("this NCCL refuses two ranks on one device; 2.28.9 does")
     assert found
     assert all(value < 5_000 for name, value in found.items() if name.startswith("abort"))
@@ -87,5 +87,9 @@ def test_all_measurements_of_a_device_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "asyncrl.bench.cli", "gpu", "--megabytes", "64", "--output", str(tmp_path)]
     done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=DEADLINE, check=True)
     (written,) = tmp_path.glob("gpu-*.json")
-    failed = [name for name, value in json.loads(written.read_text())["measurements"].items() if "failed" in str(value)]
+    failed = [
+        name
+        for name, value in json.loads(written.read_text())["measurements"].items()
+        if str(value).startswith("failed:")
+    ]
     assert not failed, done.stdout
