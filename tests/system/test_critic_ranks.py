@@ -33,7 +33,7 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.service_contracts import Critic
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.fleet
 
 STEPS = 20
 FILES = {

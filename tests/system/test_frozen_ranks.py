@@ -35,7 +35,7 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.service_contracts import Reference, Reward
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fleet
 
 MODEL = model
 BATCHES = (1, 7, 3, 11)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from programs import ended, running, until_step
 from watching import dead, pid_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS = 20
 PPO = ["--algorithm.preset", "ppo", "--algorithm.kl", "0.01"]
