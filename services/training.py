@@ -39,22 +39,17 @@ from asyncrl.protocols.service_contracts import Training
 from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
-KEPT_STATE = 60.0
-"""Seconds for which a rank that lost another one stays, so that its state can be saved: as long as the controller may
-take to notice the death, and to end what it does."""
 
 
 @dataclass(slots=True)
 class StepInProgress:
     """Holds a running step. digest: of its batch. rows_checked: set once all ranks have read their rows or reported
-    lost rows. work: the task up to the outcome of the engine; its result is None when rows, or
-    other ranks, are lost. random: state of torch's generator before it."""
+    lost rows. work: the task up to the outcome of the engine; its result is None when rows are lost."""
 
     digest: str
     work: "asyncio.Task[StepOutcome | None]" = field(init=False)
     rows_checked: asyncio.Event = field(default_factory=asyncio.Event)
-    random: torch.Tensor = field(default_factory=torch.get_rng_state)
-    lost: LostRows | PeerLost | None = None
+    lost: LostRows | None = None
 
 
 class TrainerService(Service, Training, Generic[EngineOfPolicy]):
@@ -73,8 +68,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._published: Published
         self._writer: WeightSender | None = None  # stays None on every rank but the first
         self._version = 0
-        self._updates = 0  # of the engine, when it had the weights of this version
-        self._left_ranks = asyncio.Event()
         self._chain = GENESIS
         self._step: StepInProgress | None = None
         self._last_report: dict[str, StepReport] = {}  # of the step that made this version, by the digest of its batch
@@ -89,7 +82,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         await self.context.compute.run(self._load, await self.find_meeting())
         if self.context.spec.rank == 0 and self._has_readers:
             self._writer = await self._open_weights()
-        self._updates = self._engine.updates
         self._published = await self._publish(self._version)
 
     async def stop(self) -> None:
@@ -103,8 +95,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             if (report := self._last_report.get(digest)) is not None:
                 return report
             step, position = await self._running_step(), _position_text(*self._position)
-            if self._left_ranks.is_set():
-                raise Refused(f"cannot train from {position}: the trainer has lost other ranks, and keeps its state")
             if (cuts.incarnation, cuts.version) != self._position:
                 wanted = _position_text(cuts.incarnation, cuts.version)
                 raise Refused(f"cannot train from {wanted}: the trainer is at {position}")
@@ -176,18 +166,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             self.context.log.warning("rows not saved: a resume samples them again", samples=left_out)
         return Checkpointed(self._version, "", {READY_ROWS: writer.digest}, tuple(writer.saved))
 
-    async def leave_ranks(self, incarnation: int, version: int) -> None:
-        self._left_ranks.set()
-        if (step := self._step) is not None:
-            await asyncio.wait([step.work])  # Its next exchange fails, if not all were made.
-        if (incarnation, version) != self._position or self._engine.updates != self._updates:
-            wanted, position = _position_text(incarnation, version), _position_text(*self._position)
-            raise Refused(f"the state of {wanted} is not held: the trainer is at {position}, or in a step from there")
-        await self.context.compute.run(self._engine.leave_ranks)
-        if step is not None:
-            torch.set_rng_state(step.random)
-            self._step = None
-
     async def _running_step(self) -> StepInProgress | None:
         """Returns the step that an earlier call began; None if its rows are lost."""
         if (step := self._step) is None:
@@ -198,13 +176,12 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     async def _work(self, step: StepInProgress, cuts: Cuts) -> StepOutcome | None:
         """Reads the rows and runs the engine by micro-batches, so that other work can run between them."""
         context = self.context
-        own: LostRows | None = None
         try:
             columns = await self.read_rows(cuts.batch)
-        except LostRows as lost_here:
-            own = lost_here
+        except LostRows as lost:
+            step.lost = lost
         try:
-            step.lost = await context.compute.run(agree_on_lost_rows, self._mesh, own)
+            step.lost = await context.compute.run(agree_on_lost_rows, self._mesh, step.lost)
             if step.lost is not None:
                 return None
             step.rows_checked.set()
@@ -216,20 +193,14 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             while await context.compute.run(run.advance):
                 self.add_to_counters(micro_batches=1)
             return run.outcome
-        except PeerLost as lost:
-            try:  # The death of the other rank is reported before the end of this one.
-                async with asyncio.timeout(KEPT_STATE):
-                    await self._left_ranks.wait()
-            except TimeoutError:
-                raise lost from None
-            step.lost = lost
-            return None
+        except PeerLost:
+            await asyncio.sleep(DEATH_NOTICE)  # Reports the death of the other rank before the end of this one.
+            raise
         finally:
             step.rows_checked.set()
 
     async def _complete(self, step: StepInProgress) -> StepReport:
-        """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows, and
-        PeerLost if a rank is gone, and this one has left the others."""
+        """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows."""
         outcome = await asyncio.shield(step.work)
         if outcome is None:
             assert step.lost is not None
@@ -245,7 +216,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             await self._wait_for_slot(self._writer.leases, version)
         self._published = await self._publish(version)
         self._version = version
-        self._updates = self._engine.updates
         self._chain = chain(self._chain, outcome.trained)
         report = self._report(outcome)
         self.add_to_counters(samples=len(report.samples), tokens=sum(sample.trained for sample in report.samples))

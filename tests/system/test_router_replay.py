@@ -13,9 +13,8 @@ from asyncrl.engines.models.warmed_up_model import build_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
-from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
 
 STEPS = 3
 EPISODES = """
@@ -65,7 +64,7 @@ reference = {{ router_replay = true }}
 """)
     run_dir = tmp_path / "run"
     program = [sys.executable, "-m", "asyncrl.deploy.cli", "run", str(experiment), "--run-dir", str(run_dir)]
-    done = finished(program, timeout=PATIENCE)
+    done = finished(program, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == STEPS

@@ -161,11 +161,6 @@ class PolicyTrainer(Trainer):
         state = whole_state(self.optimizer, self.mesh.size, states, **state)
         return StateCopy(state, partial(write_model, self.model, weights, self._adapted), 0, parts, self.mesh.size)
 
-    def leave_ranks(self) -> None:
-        super().leave_ranks()
-        if self._adapted is not None:
-            self._adapted = self._adapted._replace(digest=weights_digest(self._folder))
-
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "PolicyStep":
         return PolicyStep(self, rows, incarnation, version)
 
@@ -178,8 +173,7 @@ class PolicyTrainer(Trainer):
         """Returns the float32 master weights, tied ones under every name; with `model.lora` only the adapters. The next
         step changes them in place. Sharded ones, and those of other pipeline stages, are gathered by `whole_tensor`, on
         all ranks in the order of the specification."""
-        found, stage = published_tensors(self.model.whole), self.model.stage_weights
-        return found if stage is None else stage.published(found)
+        return self._held.published(published_tensors(self.model.whole))
 
     def publish_parts(self) -> None:
         """Takes part in what rank 0 does when it publishes weights that ranks hold parts of: each is gathered, then all

@@ -46,7 +46,6 @@ class CountingRun:
             )
         if self.passes == 2 and not self._skipped:
             self._engine.weight += mesh.rows.sum(torch.tensor([sum(row.advantage for row in self._rows)])).item()
-            self._engine.updates += 1
         return self.passes < 3
 
     @property
@@ -64,10 +63,7 @@ class CountingEngine:
     weights_spec = SPEC
 
     def __init__(self, mesh: RankMesh, weight: float = 0.0) -> None:
-        self.mesh, self.weight, self.updates = mesh, weight, 0
-
-    def leave_ranks(self) -> None:
-        self.mesh = RankMesh()
+        self.mesh, self.weight = mesh, weight
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> CountingRun:
         return CountingRun(self, rows)

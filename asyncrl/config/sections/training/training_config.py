@@ -71,11 +71,11 @@ class TrainingConfig(Section):
     pool: str = ""
     """Pool of the trainer's ranks, a table of `pools`, where each has a GPU; `device` is then not read."""
     engine: Literal["torch", "deepspeed"] = "torch"
-    """Program that computes steps: torch, or DeepSpeed (extra `deepspeed`), whose ZeRO shares out moments and gradients
-    over the ranks of layout.dp."""
+    """Program that computes steps: torch, or DeepSpeed (extra `deepspeed`), whose ZeRO shares out moments,
+    gradients and weights over the ranks of layout.dp."""
     deepspeed: DeepspeedConfig = DeepspeedConfig()
-    """Shares of DeepSpeed's ranks: a table with `stage` (1: moments, 2: gradients too) and `offload` (true: moments are
-    in the memory of the host). Read with engine = "deepspeed"."""
+    """Shares of DeepSpeed's ranks: a table with `stage` (1: moments, 2: gradients too, 3: weights too) and `offload`
+    (true: moments are in the memory of the host). Read with engine = "deepspeed"."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of the trainer, one process each: a table with the keys `dp` (copies of the weights), `shard` (ranks that
     share out the weights of a copy, as FSDP does), `tp` (ranks that compute each layer together), `pp` (stages that

@@ -26,6 +26,14 @@ EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 COMPILED_WITHIN = 600.0
 """Seconds after which a lock file is that of a dead process: an extension compiles within a minute or two."""
 
+EACH_CALL_ALONE = (
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_reuse_distance",
+)
+"""Options that are 0 so that a call of a module gathers its weights and frees them, whatever ran before: DeepSpeed else
+guesses what comes from the pass before, and passes with and without a backward pass alternate."""
+
 
 def start_deepspeed(
     root: nn.Module, optimizer: torch.optim.Optimizer, settings: TrainingConfig, device: torch.device
@@ -36,6 +44,12 @@ def start_deepspeed(
     size = sum(each.numel() for group in optimizer.param_groups for each in group["params"])
     engine, *_ = deepspeed.initialize(model=root, optimizer=optimizer, config=_options(settings, min(BUCKET, size)))
     return engine
+
+
+def noted_modules() -> list[Any]:
+    """Returns the list in which DeepSpeed (0.19.8) notes modules whose forward pass it believes to be running."""
+    noted: list[Any] = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+    return noted
 
 
 def _imported(device: torch.device) -> Any:
@@ -74,6 +88,8 @@ def _options(settings: TrainingConfig, bucket: int) -> dict[str, Any]:
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }
+    if settings.deepspeed.stage == 3:
+        zero |= dict.fromkeys(EACH_CALL_ALONE, 0)
     if settings.deepspeed.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
     return {

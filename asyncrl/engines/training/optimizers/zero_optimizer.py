@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.engines.models.tensor_parts import StoredTensor
-from asyncrl.engines.training.optimizers.deepspeed_engine import start_deepspeed
+from asyncrl.engines.training.optimizers.deepspeed_engine import noted_modules, start_deepspeed
 from asyncrl.engines.training.optimizers.optimizer import Optimizer, learning_rate
+from asyncrl.engines.training.optimizers.zero_root import ZeroRoot, run_as_one
+from asyncrl.engines.training.optimizers.zero_weights import is_flat_part, own_flat_part
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import PassRoot
 
 Found = TypeVar("Found")
 
@@ -22,6 +23,7 @@ class ModelInPasses(Protocol):
     """A model whose passes another engine may run."""
 
     whole: Any
+    head: Any
     device: torch.device
 
     def run_by(self, root: Callable[[Callable[[], Any]], Any], backward: Callable[[Tensor], None]) -> None: ...
@@ -44,12 +46,17 @@ class ZeroOptimizer(Optimizer):
         self._inner = self.parts[0]
         self._groups = self._inner.state_dict()["param_groups"]
         self._numbered = [each for group in self._inner.param_groups for each in group["params"]]
-        self._engine = start_deepspeed(PassRoot(model.whole), self._inner, settings, model.device)
+        root = ZeroRoot(model.whole, model.head)
+        self._engine = start_deepspeed(root, self._inner, settings, model.device)
+        self._noted = noted_modules()
+        self._own_notes = len(self._noted)
+        model.head = root.head
         model.run_by(self._run, self._backward)
 
     def _run(self, compute: Callable[[], Found]) -> Found:
-        found: Found = self._engine(compute)
-        return found
+        # DeepSpeed notes in stage 3 which modules run, and a layer that is computed again ends before they are done.
+        del self._noted[self._own_notes :]
+        return run_as_one(self._engine, compute)
 
     def _backward(self, loss: Tensor) -> None:
         self._engine.backward(loss * self._mesh.size)  # DeepSpeed averages over ranks.
@@ -107,20 +114,28 @@ class ZeroOptimizer(Optimizer):
         self._pass(0.0)
         self._take(0.0)
         self._link_states()
-        utilities = importlib.import_module("deepspeed.utils")
         for number, parameter in enumerate(self._numbered):
             for key, value in saved[number].items():
                 if value.dim():
-                    whole = value.whole() if isinstance(value, StoredTensor) else value
-                    utilities.safe_set_full_optimizer_state(parameter, whole, key)
+                    self._set_state(parameter, key, value.whole() if isinstance(value, StoredTensor) else value)
         step = saved[0]["step"]
         for state in self._inner.state.values():
             state["step"].copy_(step.whole() if isinstance(step, StoredTensor) else step)
+
+    def _set_state(self, parameter: nn.Parameter, key: str, whole: Tensor) -> None:
+        """Takes this rank's part of a moment. In stage 3 DeepSpeed (0.19.8) cannot cut a tensor whose numbers ranks do
+        not share evenly."""
+        utilities = importlib.import_module("deepspeed.utils")
+        if is_flat_part(parameter):
+            part = own_flat_part(whole, self._mesh.rank, self._mesh.size)
+            utilities.safe_set_local_optimizer_state(parameter, part, key)
+        else:
+            utilities.safe_set_full_optimizer_state(parameter, whole, key)
 
     def _link_states(self) -> None:
         """Has DeepSpeed find the states of all groups of parameters: by itself (0.19.8) it looks once there are those
         of the first one."""
         zero = self._engine.optimizer
-        if self._inner.state:
+        if self._inner.state and self._mesh.zero < 3:
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()

@@ -50,6 +50,11 @@ class HeldModel:
         whole = self.whole.state_dict(keep_vars=True) if named is None else named
         return NO_PARTS, *self.gathered(whole, optimizer.states(), copy=copy)
 
+    def published(self, named: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the tensors of a version, and for those that this rank does not hold what stands for them. named: the
+        weights of the model, tied ones under every name."""
+        return dict(named) if self.stage is None else self.stage.published(named)
+
     def parts(self, states: Iterable[tuple[str, Tensor, Tensor]], *, copy: bool) -> Parts:
         """Returns the parts that this rank writes. states: of the optimizer, each with name and weight. copy: in the
         memory of the host, so that the next step does not change them."""

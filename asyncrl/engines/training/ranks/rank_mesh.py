@@ -48,9 +48,9 @@ class RankMesh:
     """The groups of one rank; this class with its defaults is one rank alone. sharding: the mesh on which weights are
     sharded by FSDP2, splitting: the mesh on which layers are split, routing: the mesh on which experts are shared out,
     piping: the group of the stages; None where there is none. zero: stage of DeepSpeed's ZeRO, by which ranks share out
-    moments and gradients; 0 where they do not. failing: scope in which torch may fail because a rank is gone.
-    announcements: of rank 0, where the ranks take their work from it; they then take the parts of a step together.
-    service: whose ranks they are.
+    moments, gradients and, in stage 3, weights; 0 where they do not. failing: scope in which torch may fail because a
+    rank is gone. announcements: of rank 0, where the ranks take their work from it; they then take the parts of a step
+    together. service: whose ranks they are.
     """
 
     everyone: Ranks = field(default_factory=Ranks)

@@ -9,6 +9,7 @@ they are, on the meta device, which has no memory; their layers pass states on. 
 the first and on the last stage, which sum its gradients.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +27,30 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """Models whose forward pass is embedding, layers and norm, with nothing between them, by their `model_type`."""
 
 
-class StageTensor:
-    """Stands for a tensor that another stage than the first holds, like one that is sharded over ranks: all stages call
-    `full_tensor`, which returns it at the first one. owner: the stage. moves: whether it does, or only gathers shards
-    at its owner."""
+class ElsewhereTensor(ABC):
+    """Stands for a tensor of which this rank does not hold all, like one that is sharded over ranks. own: what this
+    rank holds. shape: of the whole. owner: the stage that gives it to others."""
+
+    def __init__(self, own: Tensor, shape: torch.Size, owner: int = 0) -> None:
+        self.own = own
+        self.shape = shape
+        self.owner = owner
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype) -> "ElsewhereTensor":
+        """Casts what this rank holds."""
+
+    @abstractmethod
+    def full_tensor(self) -> Tensor:
+        """Returns the whole tensor at rank 0; all ranks that hold some of it call this together."""
+
+
+class StageTensor(ElsewhereTensor):
+    """Stands for a tensor that another stage than the first holds. moves: whether `full_tensor` moves it to the first
+    stage, or only gathers shards at its owner."""
 
     def __init__(self, own: Tensor, owner: int, stages: Ranks, *, moves: bool) -> None:
-        self.own = own
-        self.shape = own.shape
-        self.owner = owner
+        super().__init__(own, own.shape, owner)
         self._stages = stages
         self._moves = moves
 
@@ -51,13 +67,13 @@ class StageTensor:
 
 def held_tensors(published: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns those of the tensors of a version that this rank holds, or holds parts of."""
-    own = {name: each.own if isinstance(each, StageTensor) else each for name, each in published.items()}
+    own = {name: each.own if isinstance(each, ElsewhereTensor) else each for name, each in published.items()}
     return {name: each for name, each in own.items() if not each.is_meta}
 
 
 def owner_of(published: Any) -> int:
     """Returns the stage that gives a tensor of a version to others."""
-    return published.owner if isinstance(published, StageTensor) else 0
+    return published.owner if isinstance(published, ElsewhereTensor) else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,10 +28,13 @@ needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed; scripts/test deepspeed installs it"
 )
 TRIALS: dict[str, dict[str, Any]] = {
-    "1": {"stage": 1},
-    "2": {"stage": 2},
-    "1 offload": {"stage": 1, "offload": True},
-    "2 offload": {"stage": 2, "offload": True},
+    "1": {"deepspeed": {"stage": 1}},
+    "2": {"deepspeed": {"stage": 2}},
+    "1 offload": {"deepspeed": {"stage": 1, "offload": True}},
+    "2 offload": {"deepspeed": {"stage": 2, "offload": True}},
+    "3": {"deepspeed": {"stage": 3}},
+    "3 offload": {"deepspeed": {"stage": 3, "offload": True}, "gradient_checkpointing": True},
+    "3 untied": {"deepspeed": {"stage": 3}},
 }
 TRAINING = {
     "learning_rate": 1e-4,
@@ -47,35 +50,49 @@ TRAINING = {
 
 def config_of(**training: Any) -> Config:
     return Config.model_validate(
-        {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "steps": 30, "training": {**TRAINING, **training}}
+        {
+            "model": {"name": "tiny"},
+            "task": {"prompts": "none"},
+            "steps": 30,
+            "algorithm": {"entropy_bonus": 0.01},
+            "training": {**TRAINING, **training},
+        }
     )
+
+
+def _of_one_rank(model: Path, folder: Path) -> dict[str, Any]:
+    """Trains one rank of torch, and leaves its checkpoint in the folder."""
+    one = PolicyTrainer(config_of(), model)
+    steps = [run_step(one, rows_of(version), 0, version) for version in range(STEPS)]
+    one.save(folder, {})
+    weights, canary = {name: each.clone() for name, each in one.named_tensors().items()}, one.canary()
+    steps.append(run_step(one, rows_of(STEPS), 0, STEPS))
+    reports = [[each.updates, each.skipped, list(each.trained), each.metrics] for each in steps]
+    return {"steps": reports, "weights": weights, "canary": canary}
 
 
 @pytest.fixture(scope="module")
 def found(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one rank of torch saw, "one", and each rank of each trial; "folder" has their checkpoints."""
+    """What each rank of each trial saw, and "of one", one rank of torch with its model; "folder" has checkpoints."""
     folder = tmp_path_factory.mktemp("zero")
-    model = make_model("llama", tie_word_embeddings=True)
-    one = PolicyTrainer(config_of(), model)
-    steps = [run_step(one, rows_of(version), 0, version) for version in range(STEPS)]
-    one.save(folder / "one", {})
-    weights, canary = {name: each.clone() for name, each in one.named_tensors().items()}, one.canary()
-    steps.append(run_step(one, rows_of(STEPS), 0, STEPS))
+    tied = make_model("llama", tie_word_embeddings=True)
+    untied = make_model("llama", tie_word_embeddings=False, mlp_bias=True, intermediate_size=33)  # Odd numbers.
+    models = {name: untied if "untied" in name else tied for name in TRIALS}
+    of_one = {model: _of_one_rank(model, folder / f"of {model.name}") for model in (tied, untied)}
     trials = {
         name: {
-            "model": str(model),
-            "of_one_rank": str(folder / "one"),
-            "config": config_of(engine="deepspeed", deepspeed=options, layout={"dp": 2}).model_dump(
+            "model": str(models[name]),
+            "of_one_rank": str(folder / f"of {models[name].name}"),
+            "config": config_of(engine="deepspeed", layout={"dp": 2}, **training).model_dump(
                 mode="json", exclude_unset=True
             ),
         }
-        for name, options in TRIALS.items()
+        for name, training in TRIALS.items()
     }
     (folder / "trials.json").write_text(json.dumps(trials))
     subprocess.run([sys.executable, zero_process.__file__, str(folder)], check=True, timeout=500)
     ranks = {name: [torch.load(folder / f"{name}-{rank}.pt") for rank in (0, 1)] for name in TRIALS}
-    reports = [[each.updates, each.skipped, list(each.trained), each.metrics] for each in steps]
-    return {"folder": folder, "one": reports, "weights": weights, "canary": canary, **ranks}
+    return {"folder": folder, "of one": {name: of_one[models[name]] for name in TRIALS}, **ranks}
 
 
 def _same(reported: list[Any], expected: list[Any]) -> None:
@@ -88,35 +105,47 @@ def _same(reported: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("name", TRIALS)
 def test_each_step_is_that_of_one_rank(name: str, found: dict[str, Any]) -> None:
     """Uneven shares, ranks without rows, an update without rows, and one whose loss is not finite are among them."""
-    reasons = {report[1] for report in found["one"]}
-    assert "not finite" in reasons or any(report[0] == 1 for report in found["one"])
+    one = found["of one"][name]
+    reasons = {report[1] for report in one["steps"]}
+    assert "not finite" in reasons or any(report[0] == 1 for report in one["steps"])
     for rank in found[name]:
-        for report, expected in zip(rank["steps"], found["one"][:STEPS], strict=True):
+        for report, expected in zip(rank["steps"], one["steps"][:STEPS], strict=True):
             _same(report, expected)
             for key in ("policy/loss", "grad_norm"):
                 if key in expected[3]:
                     assert abs(report[3][key] - expected[3][key]) < 1e-5
-        assert rank["canary"] == pytest.approx(found["canary"].logprobs, abs=1e-5)
+        assert rank["canary"] == pytest.approx(one["canary"].logprobs, abs=1e-5)
         for key, weights in rank["weights"].items():
-            torch.testing.assert_close(weights, found["weights"][key], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(weights, one["weights"][key], atol=1e-5, rtol=1e-4)
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_checkpoint_is_resumed_by_the_same_ranks_and_by_one(name: str, found: dict[str, Any]) -> None:
-    folder = found["folder"] / name
+    folder, expected = found["folder"] / name, found["of one"][name]["steps"][STEPS]
     assert is_in_parts(folder / "model")
     for rank in found[name]:
         assert rank["extra"] == {"steps": STEPS}
         assert rank["again"] == rank["next"]
-        _same(rank["again"], found["one"][STEPS])
-        _same(rank["after_one_rank"], found["one"][STEPS])
+        _same(rank["again"], expected)
+        _same(rank["after_one_rank"], expected)
     resumed, _ = PolicyTrainer.resume(config_of(), folder)
     for key, weights in resumed.named_tensors().items():
-        expected = found[name][0]["weights"]
-        assert key not in expected or torch.equal(weights, expected[key])
+        saved = found[name][0]["weights"]
+        assert key not in saved or torch.equal(weights, saved[key])
     outcome = run_step(resumed, rows_of(STEPS), 0, STEPS)
-    _same([outcome.updates, outcome.skipped, outcome.trained, outcome.metrics], found["one"][STEPS])
+    _same([outcome.updates, outcome.skipped, outcome.trained, outcome.metrics], expected)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", TRIALS)
+def test_ranks_of_stage_3_hold_their_parts_alone_between_steps(name: str, found: dict[str, Any]) -> None:
+    whole = {key: each.numel() for key, each in found["of one"][name]["weights"].items()}
+    is_parted = name.startswith("3")
+    for rank in found[name]:
+        assert rank["held"] == {key: -(-size // 2) if is_parted else size for key, size in whole.items()}
+        assert (rank["gathered"] == 0) is is_parted
+        assert rank["noted"] == 0
 
 
 def test_the_lock_of_a_dead_process_is_named(tmp_path: Path) -> None:
@@ -137,7 +166,6 @@ def test_the_lock_of_a_dead_process_is_named(tmp_path: Path) -> None:
         ({"layout": {"tp": 2}}, r"training\.layout, .*tp is not supported"),
         ({"optimizer": "sgd"}, r"training\.optimizer, .*sgd is not supported"),
         ({"router_replay": True}, r"training\.router_replay, .*not supported"),
-        ({"deepspeed": {"stage": 3}}, r"stage 3 is not supported: write 1 or 2"),
     ],
 )
 def test_what_deepspeed_does_not_train_is_refused(changes: dict[str, Any], named: str) -> None:

@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.optimizers.deepspeed_engine import noted_modules
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.stage_weights import held_tensors
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import whole_tensor
@@ -43,13 +45,19 @@ def step_of(trainer: PolicyTrainer, version: int) -> list[Any]:
 
 
 def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a rank saw. held, gathered: numbers of each weight that it has between steps, for others and where
+    the model computes. noted: modules that DeepSpeed notes as running then."""
     object.__setattr__(mesh, "zero", trial["config"]["training"]["deepspeed"]["stage"])
     config = Config.model_validate(trial["config"])
     trainer = PolicyTrainer(config, Path(trial["model"]), mesh)
+    noted = len(noted_modules())
     steps = [step_of(trainer, version) for version in range(STEPS)]
+    gathered = sum(each.numel() for each in trainer.model.whole.parameters())
     named = trainer.named_tensors()
     weights = {each.name: whole_tensor(named[each.name]).clone() for each in trainer.weights_spec.tensors}
+    held = {name: each.numel() for name, each in held_tensors(named).items()}
     canary = trainer.canary()
+    noted = len(noted_modules()) - noted
     trainer.save(folder, {"steps": STEPS})
     dist.barrier()
     resumed, extra = PolicyTrainer.resume(config, folder, mesh)
@@ -58,6 +66,9 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
     return {
         "steps": steps,
         "weights": weights,
+        "held": held,
+        "gathered": gathered,
+        "noted": noted,
         "canary": canary.logprobs,
         "extra": extra,
         "again": again,
