@@ -28,8 +28,9 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
     if config.acting.env:
         return _acting_specs(config)
-    is_inside = config.generation.colocate == "training"
+    is_inside = config.generation.colocate != "none"
     layout = rank_layout(config.training.layout, 1 if is_inside else None)
+    layout = replace(layout, takes_turns=config.generation.colocate == "halves")
     inside = {"inside": "training", "scales": False} if is_inside else {}
     specs = [
         generation_spec(config, "generation", replicas=config.generation_workers, **inside),

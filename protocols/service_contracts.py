@@ -271,6 +271,12 @@ class Training(Contract):
         cuts.version); raises Refused elsewhere, and LostRows, with nothing changed, when rows are gone."""
         raise NotImplementedError
 
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
+    async def allow_update(self, incarnation: int, version: int) -> None:
+        """Lets the step from a version change the weights. Only a step in lockstep waits for it: its passes are
+        computed before, while the next batch is sampled."""
+        raise NotImplementedError
+
     @endpoint(balanced(THREE_D_PROTO), idempotent=Idempotent.PURE)
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         """Reads the rows that the next `step` will probably train, while this step runs. Returns for each sample

@@ -75,6 +75,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._copy: HeldCopy | None = None
         self._row_prefetch = RowPrefetch(context.reader, self.columns_read())
         self._leases_changed = asyncio.Event()
+        self._allowed = (-1, -1)
+        """Incarnation and version from which an update may change the weights, in lockstep."""
+        self._update_allowed = asyncio.Event()
 
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
@@ -125,6 +128,10 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 raise Refused(f"the weights change: a step from {_position_text(*self._position)} runs")
             tensors = dict(await self.tensor_digests())
             return [HeldWeights(self.context.spec.instance, place.pp, *self._position, tensors)]
+
+    async def allow_update(self, incarnation: int, version: int) -> None:
+        self._allowed = (incarnation, version)
+        self._update_allowed.set()
 
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return await self._row_prefetch.prefetch(samples)
@@ -185,19 +192,35 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             if step.lost is not None:
                 return None
             step.rows_checked.set()
-            if context.handover is not None:
+            if context.handover is not None and not self._samples_meanwhile(cuts):
                 await context.handover.put_away()
             for row in cuts.batch:
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
             run = await context.compute.run(self.begin_step, cuts, columns)
             while await context.compute.run(run.advance):
                 self.add_to_counters(micro_batches=1)
+                if run.is_computed:
+                    await self._wait_for_samples(cuts)
             return run.outcome
         except PeerLost:
             await asyncio.sleep(DEATH_NOTICE)  # Reports the death of the other rank before the end of this one.
             raise
         finally:
             step.rows_checked.set()
+
+    def _samples_meanwhile(self, cuts: Cuts) -> bool:
+        """Says whether it is the turn of this rank to sample while others train."""
+        spec = self.context.spec
+        return spec.layout.takes_turns and spec.rank not in spec.layout.training_half(cuts.version)
+
+    async def _wait_for_samples(self, cuts: Cuts) -> None:
+        """Waits until the next batch is sampled with the present weights. The deadline is that of the step's call."""
+        with self.context.occupancy.out_of_work():
+            while self._allowed != (cuts.incarnation, cuts.version):
+                self._update_allowed.clear()
+                await self._update_allowed.wait()
+        if self.context.handover is not None and self._samples_meanwhile(cuts):
+            await self.context.handover.put_away()
 
     async def _complete(self, step: StepInProgress) -> StepReport:
         """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows."""

@@ -17,7 +17,8 @@ class GateConfig:
     scored before a part of a group may train; None: only whole groups train. baseline: fewest rewards of a group from
     which advantages can be computed. need_signal: groups whose rewards are all equal are not trained. greedy: each
     group waits for the reward of a greedy answer beside its members. admission: "full" draws as far ahead of the
-    trainer as the limit allows, "adaptive" as far as keeps the trainer busy."""
+    trainer as the limit allows, "adaptive" as far as keeps the trainer busy, "lockstep" one batch at the begin of a
+    step."""
 
     groups: int
     members: int
@@ -28,13 +29,14 @@ class GateConfig:
     baseline: int = 2
     need_signal: bool = False
     greedy: bool = False
-    admission: Literal["adaptive", "full"] = "full"
+    admission: Literal["adaptive", "full", "lockstep"] = "full"
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """Returns the gate of an experiment; `staleness.cut_at` defaults to max(2, G // 2)."""
         members = config.task.samples_per_prompt
-        cut_at = config.staleness.cut_at if config.staleness.policy == "mask" else "never"
+        whole = config.staleness.policy != "mask" or config.staleness.admission == "lockstep"
+        cut_at = "never" if whole else config.staleness.cut_at
         return cls(
             groups=config.task.prompts_per_step,
             members=members,
@@ -63,6 +65,14 @@ class GateConfig:
         """Groups in flight at one time, C. Under `mask` a straggler costs a slot and no credit, so slots add to it."""
         stragglers = -(-self.slots // self.members) if self.policy == "mask" else 0
         return (self.limit + 1) * self.groups + stragglers
+
+    def not_before(self, version: int, drawn_at: int) -> int:
+        """Returns the oldest version that a sequence may start with whose group was drawn at another one."""
+        if self.admission == "lockstep":  # The version does not rise while a sample runs.
+            return version
+        if self.policy == "block":  # The deadline of a sample counts from its draw.
+            return drawn_at
+        return max(0, version - self.limit)
 
     @property
     def rows(self) -> int:

@@ -151,6 +151,18 @@ def numbered(device: str) -> str:
     return "cuda:0" if device == "cuda" else device
 
 
+def lockstep_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what training and sampling in lockstep does not fit."""
+    if config.staleness.admission != "lockstep":
+        return
+    if config.staleness.limit != 1:
+        text = "in lockstep each batch is sampled by the version before the one that trains it: write limit = 1"
+        yield Problem("staleness.limit", "", text, ("staleness.admission",))
+    if config.acting.env:
+        text = 'policies that act do not stop at the end of a batch: write admission = "full"'
+        yield Problem("staleness.admission", "", text, ("acting.env",))
+
+
 def acting_problems(config: "Config") -> Iterator[Problem]:
     """Yields what contradicts a policy that acts, and warnings about values that nothing reads without one."""
     settings = config.acting

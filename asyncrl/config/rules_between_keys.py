@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.model_and_weights_rules import (
     acting_problems,
+    lockstep_problems,
     model_problems,
     optimizer_problems,
     replay_problems,
@@ -56,7 +57,7 @@ def rule_problems(config: "Config") -> Iterator[Problem]:
     yield from (*weights_problems(config), *joining_problems(config), *unread_devices(config))
     yield from (*pool_problems(config), *telemetry_problems(config), *stored_sample_problems(config))
     yield from (*held_out_problems(config), *acting_problems(config), *replay_problems(config))
-    yield from colocation_problems(config)
+    yield from (*colocation_problems(config), *lockstep_problems(config))
 
 
 def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:

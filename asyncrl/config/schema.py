@@ -40,9 +40,10 @@ class GenerationConfig(Section):
     """Number of processes that share each layer of one replica (tensor parallel). Only vLLM can have several."""
     replicas: Positive = 1
     """Number of generation workers, each with its own copy of the model."""
-    colocate: Literal["none", "training"] = "none"
+    colocate: Literal["none", "training", "halves"] = "none"
     """Processes that sample. `none`: generation workers. `training`: the trainer's ranks, between two steps, with the
-    whole model, which they gather from each other. It needs staleness.limit = 0."""
+    whole model, which they gather from each other. It needs staleness.limit = 0. `halves`: the trainer's ranks take
+    turns; one half trains a batch while the other samples the next. It needs staleness.admission = "lockstep"."""
     slots: Positive = 32
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0
@@ -175,9 +176,11 @@ class StalenessConfig(Section):
     cut_at: Annotated[int, Field(gt=0)] | Literal["never"] | None = None
     """Number of members of a group that must have a reward before a part of the group may train; default:
     max(2, samples_per_prompt // 2). Only `policy = "mask"` reads it."""
-    admission: Literal["adaptive", "full"] = "full"
+    admission: Literal["adaptive", "full", "lockstep"] = "full"
     """Number of samples that are drawn ahead of the trainer. adaptive: as many as keep it busy, learned from how often
-    it waits. full: as many as the limit allows."""
+    it waits. full: as many as the limit allows. lockstep: one batch, drawn when a step begins; the step changes the
+    weights once that batch is scored, so that one version samples each batch and the next trains it. It needs
+    limit = 1, and a fleet.call_deadline longer than a batch is sampled."""
     publish_deadline: PositiveFloat = 10.0
     """Seconds that generation workers have to take over new weights. A slower worker is killed and started again."""
 

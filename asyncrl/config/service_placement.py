@@ -167,7 +167,7 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
         return
     device, spread = training.device, training.layout.size > 1 and training.device == "cuda" and not training.pool
     for key, is_wrong, text in (
-        ("staleness.limit", config.staleness.limit > 0, "a rank that trains does not sample: write limit = 0"),
+        *_turn_rules(config),
         ("generation.engine", generation.engine == "vllm", 'vLLM has processes of its own: write engine = "torch"'),
         ("generation.replicas", generation.replicas > 1, "each rank of the trainer is a replica: write replicas = 1"),
         ("generation.layout_tp", generation.layout_tp > 1, "each rank has the whole model: write layout_tp = 1"),
@@ -186,6 +186,23 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
     ):
         if is_wrong:
             yield Problem(key, "", f'{text}, or write generation.colocate = "none"', ("generation.colocate",))
+
+
+def _turn_rules(config: "Config") -> list[tuple[str, bool, str]]:
+    """Returns keys, whether their values are wrong, and why, of ranks that sample between steps or in turns."""
+    staleness, layout = config.staleness, config.training.layout
+    if config.generation.colocate == "training":
+        return [("staleness.limit", staleness.limit > 0, "a rank that trains does not sample: write limit = 0")]
+    is_odd = layout.dp % 2 == 1 or layout.size > layout.dp
+    return [
+        (
+            "staleness.admission",
+            staleness.admission != "lockstep",
+            'one half of the ranks trains while the other samples the next batch: write admission = "lockstep"',
+        ),
+        ("training.layout", is_odd, "halves of the copies take turns: write layout = { dp = 2 }, or another even dp"),
+        ("environment.use", bool(config.environment.use), "episodes were never tried with halves: remove it"),
+    ]
 
 
 def joinable(config: "Config") -> dict[str, int]:
@@ -219,7 +236,7 @@ def _replicas(config: "Config") -> dict[str, int]:
 
 def process_of(config: "Config", service: str) -> str:
     """Returns the service in whose processes a service runs: its own, or that of the trainer."""
-    return "training" if service == "generation" and config.generation.colocate == "training" else service
+    return "training" if service == "generation" and config.generation.colocate != "none" else service
 
 
 def pools_of(config: "Config") -> dict[str, DevicePool]:

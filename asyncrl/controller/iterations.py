@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
 from asyncrl.controller.gate.group_state import Cut
 from asyncrl.controller.observers.alarms import PolicyMismatchAlarm, SkippedSteps
@@ -52,6 +53,7 @@ class Iterations:
         self._began = 0.0
         self._changed = asyncio.Event()
         self._prefetched = True
+        self._settling = asyncio.Event()
         self._lost_in_a_row = 0
 
     def begin(self, picked: tuple[Cut, ...]) -> Iteration:
@@ -174,8 +176,17 @@ class Iterations:
             self.tracker.drop(group, members, reason)
 
     def state_changed(self) -> None:
+        self._settling.set()
         if not self._prefetched:
             self._changed.set()
+
+    async def allow_update(self, training: Training, cuts: Cuts) -> None:
+        """Lets the running step change the weights, once the samples of the next batch have their scores. Raises
+        PeerLost or DeadlineExceeded when the trainer does not take the call."""
+        while not self.tracker.is_settled:
+            self._settling.clear()
+            await self._settling.wait()
+        await training.allow_update(cuts.incarnation, cuts.version)
 
     async def prefetch(self, training: Training) -> None:
         """Has the trainer prefetch once in an iteration, as soon as the samples of the next batch are ready.
@@ -215,7 +226,11 @@ class CheckedTraining:
     async def step(self, cuts: Cuts) -> StepReport:
         """Raises AlgorithmError for other cuts than those of the running iteration: the journal would lack them."""
         _refuse_other_cuts("fleet.training.step", cuts, self.iterations.cuts)
-        return await self.training.step(cuts)
+        if self.iterations.config.staleness.admission != "lockstep":
+            return await self.training.step(cuts)
+        allowing = self.iterations.allow_update(self.training, cuts)
+        report, _ = await gather(self.training.step(cuts), allowing)
+        return report
 
 
 def _part_of(cuts: Iterable[Cut], untrained: Mapping[tuple[int, int], str], why: str) -> tuple[Cut, ...]:

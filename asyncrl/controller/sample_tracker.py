@@ -7,7 +7,7 @@ from sys import intern
 
 from asyncrl.controller.gate.admission import Admission
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.gate.group_state import DROPPABLE, Cut, GroupState, Stage
+from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Cut, GroupState, Stage
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import GroupFinished, Observe, SampleScored
@@ -51,6 +51,12 @@ class SampleTracker:
     def may_draw(self) -> bool:
         """Returns whether the gate has room for a further group and the trainer will need it in time."""
         return self.gate.may_draw() and self.admission.allows(self._waiting)
+
+    @property
+    def is_settled(self) -> bool:
+        """Returns whether no sample runs, is scored or awaits a comparison, and none is to be drawn."""
+        is_open = any(self.gate.counts[stage] for stage in OPEN) or self.gate.awaited
+        return not is_open and not self.may_draw()
 
     @property
     def _waiting(self) -> int:

@@ -230,14 +230,20 @@ class Replicas:
         _, worker = self._by_instance.get(instance, (None, None))
         return [] if worker is None else worker.groups_at(instance)
 
-    def of_prompt(self, group: int) -> Replica | None:
+    def of_prompt(self, group: int, version: int = 0) -> Replica | None:
         """Returns the replica in the rank of the trainer that gets the prompt of a group, when the prompts of
-        consecutive groups are split over its ranks, one each. None when it takes no new calls, or there is no such."""
+        consecutive groups are split over its ranks, one each. version: of the weights that it is sampled with, while
+        the step from it trains on the other half of the ranks, where halves take turns. None when the replica takes no
+        new calls, or there is no such."""
         if self.trainer is None:
             return None
-        count = len(self.replicas)
-        shares = THREE_D_ALL_MICRO_DP.distribute([1] * count, self.trainer)
-        own = next(each for each, share in zip(self.replicas, shares, strict=True) if group % count in share)
+        replicas, layout = self.replicas, self.trainer
+        if layout.takes_turns:
+            sampling, layout = layout.training_half(version + 1), layout.half
+            replicas = replicas[sampling.start : sampling.stop]
+        count = len(replicas)
+        shares = THREE_D_ALL_MICRO_DP.distribute([1] * count, layout)
+        own = next(each for each, share in zip(replicas, shares, strict=True) if group % count in share)
         return own if own.free else None
 
     async def wait_for_live(self, seconds: float) -> list[Replica]:

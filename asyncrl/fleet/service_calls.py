@@ -129,7 +129,8 @@ class Handle:
 
     def _of_prompt(self, args: Arguments) -> Replica | None:
         """Returns the replica that gets the prompt of this call, where the trainer's ranks sample themselves."""
-        return self._service.of_prompt(args[0].id) if isinstance(args[0], PromptGroup) else None
+        prompts = args[0]
+        return self._service.of_prompt(prompts.id, prompts.not_before) if isinstance(prompts, PromptGroup) else None
 
     async def _call_by_group(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
         """Calls the replica that works for the group of these samples, or the freest one when none does."""
@@ -239,8 +240,9 @@ class Handle:
                 yield item
 
     def _isolated(self, args: Arguments) -> int | None:
-        """Returns the group of this call that runs alone, if there is one."""
-        isolated = self._service.isolated
+        """Returns the group of this call that runs alone, if there is one. None does in the processes of the trainer,
+        whose death ends the run: a replica of its own might be one that trains."""
+        isolated = self._service.isolated if self._service.trainer is None else None
         return (
             next((group for arg in args for group in groups_of(arg) if group in isolated), None) if isolated else None
         )

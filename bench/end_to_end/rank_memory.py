@@ -39,7 +39,7 @@ from asyncrl.engines.training.training_step import run_step
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
 
-LAYOUTS: tuple[dict[str, int], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     {"dp": 1},
     {"dp": 2},
     {"shard": 2},
@@ -50,7 +50,7 @@ LAYOUTS: tuple[dict[str, int], ...] = (
     {"pp": 2, "tp": 2},
     {"pp": 2, "dp": 2},
 )
-LAYOUTS_OF_EXPERTS: tuple[dict[str, int], ...] = ({"dp": 1}, {"ep": 2}, {"shard": 2})
+LAYOUTS_OF_EXPERTS: tuple[dict[str, Any], ...] = ({"dp": 1}, {"ep": 2}, {"shard": 2})
 ROWS = StepShape(64, 64, 32, 1)
 """Rows of a step, each with a prompt of its own."""
 MICRO_BATCH = 1024
@@ -108,7 +108,7 @@ def write_in_child(model: Path, **sizes: int) -> None:
         raise RuntimeError(f"the model was not written within {DEADLINE} s; exit code {child.exitcode}")
 
 
-def measure(layout: dict[str, int], model: Path) -> Iterator[PredictedRank]:
+def measure(layout: dict[str, Any], model: Path) -> Iterator[PredictedRank]:
     """Yields the memory of each rank. Raises RuntimeError when a rank fails or takes longer than DEADLINE."""
     fork, size, until = get_context("fork"), Layout(**layout).size, time.monotonic() + DEADLINE
     pipes = [fork.Pipe() for _ in range(size)]
@@ -137,7 +137,7 @@ def _answer(own: Connection, until: float) -> bytes:
     return own.recv_bytes()
 
 
-def _run_rank(parent: Connection, rank: int, layout: dict[str, int], model: Path) -> None:
+def _run_rank(parent: Connection, rank: int, layout: dict[str, Any], model: Path) -> None:
     torch.set_num_threads(1)
     meeting = RankMeeting()
     parent.send_bytes(meeting.take("").encode()) if rank == 0 else meeting.take(parent.recv_bytes().decode())

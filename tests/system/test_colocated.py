@@ -28,9 +28,11 @@ UNEQUAL = ("time", "perf/", "incarnation", "wall", "staleness/redone/")
 """Beginnings of metrics that tell how fast a run was, which start of it, or what a death cost."""
 
 
-def command(model: Path, run_dir: Path, *flags: str, axis: str = "tp", steps: int = STEPS) -> list[str]:
-    keys = ["--model.name", str(model), "--steps", str(steps), "--staleness.limit", "0"]
-    keys += [f"--training.layout.{axis}", "2"]
+def command(
+    model: Path, run_dir: Path, *flags: str, axis: str = "tp", ranks: int = 2, steps: int = STEPS, limit: int = 0
+) -> list[str]:
+    keys = ["--model.name", str(model), "--steps", str(steps), "--staleness.limit", str(limit)]
+    keys += [f"--training.layout.{axis}", str(ranks)]
     keys += ["--generation.deterministic", "true", "--training.checkpoint_every", "2", "--evaluate.prompts="]
     keys += ["--task.samples_per_prompt", "4", "--task.prompts_per_step", "4", "--fleet.start_deadline", str(START)]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
@@ -123,3 +125,23 @@ def _run_of(run_dir: Path) -> str:
     found = re.search(r"asyncrl-([0-9a-f]+)-", line["address"])
     assert found, line
     return found[1]
+
+
+def test_halves_that_take_turns_train_what_separate_processes_would_in_lockstep(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    lockstep = ["--staleness.admission", "lockstep"]
+    finished(command(quickstart_model, apart, *lockstep, axis="dp", ranks=1, limit=1))
+    halves = command(quickstart_model, together, *lockstep, "--generation.colocate", "halves", axis="dp", limit=1)
+    with running(halves) as process:
+        until_step(process, KILLED_AT)
+        os.kill(pid_of(together, "training", 1), signal.SIGKILL)
+        shown, _ = process.communicate(timeout=START)
+    assert process.returncode == 75, shown
+    assert "resuming" in finished(halves)
+    assert audit(together).ok
+    assert curve(together) == curve(apart)
+    assert [line["staleness/mean"] for line in curve(together)] == [0.0] + [1.0] * (STEPS - 1)
+    for rank in (0, 1):
+        assert {group // 4 % 2 for group in sampled(together, rank)} == {rank}, "whole batches, in turns"

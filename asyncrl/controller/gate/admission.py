@@ -27,12 +27,12 @@ class Admission:
     """Bounds the samples that are drawn and not in training yet, those that `mask` lets run past the limit left out.
 
     bound: starts at one batch and what the engines decode together, and at least two batches; it stays between one
-    batch and the credits of the gate.
+    batch and the credits of the gate. In lockstep it is one batch, without admission the credits.
     """
 
     def __init__(self, config: GateConfig) -> None:
         self._config = config
-        self.bound = config.credits
+        self.bound = config.batch if config.admission == "lockstep" else config.credits
         if config.admission == "adaptive":
             self.bound = min(config.credits, config.batch + max(config.batch, config.slots))
         self._left = deque[int](maxlen=WINDOW)
@@ -44,7 +44,7 @@ class Admission:
 
     def observe(self, pick: Pick, offered: int) -> None:
         """Takes every answer of `Gate.pick`. offered: samples that could train and were not taken."""
-        if self._config.admission == "full":
+        if self._config.admission != "adaptive":
             return
         if pick.cuts is None:
             self._starve(self._config.batch - offered, lost=bool(pick.dropped))

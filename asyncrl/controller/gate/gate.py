@@ -103,9 +103,7 @@ class Gate:
 
     def not_before(self, group: int) -> int:
         """Returns the oldest version that the engine may start a sequence of this group with."""
-        if self.config.policy == "block":  # The deadline of a sample counts from its draw.
-            return self._groups[group].drawn_at
-        return max(0, self.version - self.config.limit)
+        return self.config.not_before(self.version, self._groups[group].drawn_at)
 
     # ---- a sample's way ----------------------------------------------------------------------------------
 

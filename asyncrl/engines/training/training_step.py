@@ -50,10 +50,14 @@ Lane: TypeAlias = Callable[[str], AbstractContextManager[None]]
 
 
 class AdvancingStep(Protocol):
-    """A step of an engine, which runs in parts. outcome: once `advance` has returned False."""
+    """A step of an engine, which runs in parts. outcome: once `advance` has returned False. is_computed: whether the
+    next part changes the weights, which a step in lockstep says once the passes of its first update are done."""
 
     @property
     def outcome(self) -> StepOutcome: ...
+
+    @property
+    def is_computed(self) -> bool: ...
 
     def advance(self) -> bool: ...
 
@@ -81,6 +85,8 @@ def undrawn(name: str) -> AbstractContextManager[None]:
 
 class StepInParts(ABC):
     """Runs a step part by part, one for each call of `advance`."""
+
+    is_computed = False
 
     def __init__(self) -> None:
         self._outcome: StepOutcome | None = None
@@ -187,6 +193,9 @@ class TrainingStep(StepInParts):
             return
         rows = [item for item in part if item.live_tokens]
         finite = yield from self._backward(rows, number, int(tokens), int(samples))
+        if self._config.staleness.admission == "lockstep":
+            self.is_computed = True
+            yield True
         self._take(part, finite)
         yield True
 

@@ -72,6 +72,14 @@ INSIDE: dict[str, Any] = {"generation": {"colocate": "training"}, "staleness": {
 JOINING = {"fleet": {"wire": "tcp", "listen": "tcp://127.0.0.1:9", "joined": {"training": 1}}}
 
 
+HALVES: dict[str, Any] = {
+    "generation": {"colocate": "halves"},
+    "staleness": {"limit": 1, "admission": "lockstep"},
+    "training": {"layout": {"dp": 2}},
+}
+"""Sections of a run in which one half of the ranks trains while the other samples."""
+
+
 def inside(**generation: Any) -> dict[str, Any]:
     return INSIDE | {"generation": INSIDE["generation"] | generation}
 
@@ -88,6 +96,10 @@ def inside(**generation: Any) -> dict[str, Any]:
         (inside(pool="p") | {"pools": {"p": {"devices": ["cuda:0"]}}}, "ranks sample on their own devices"),
         (INSIDE | {"fleet": {"wire": "inproc"}}, "the trainer needs a process of its own: write wire"),
         (INSIDE | JOINING, "a trainer that joins does not sample: remove training"),
+        (HALVES | {"staleness": {"limit": 1}}, 'the other samples the next batch: write admission = "lockstep"'),
+        (HALVES | {"training": {"layout": {"dp": 3}}}, "halves of the copies take turns: write layout = { dp = 2 }"),
+        (HALVES | {"training": {"layout": {"dp": 2, "tp": 2}}}, "halves of the copies take turns"),
+        (HALVES | {"staleness": {"admission": "lockstep"}}, "the version before the one that trains it: write limit"),
         (inside(device="cuda") | {"training": {"device": "cuda", "layout": {"dp": 2}}}, "ranks need a GPU each that"),
     ],
 )

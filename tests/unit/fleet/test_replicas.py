@@ -65,8 +65,8 @@ def service(count: int) -> tuple[Replicas, list[Worker]]:
     return replicas, workers
 
 
-def group(number: int, attempt: int = 0, members: tuple[int, ...] = (0, 1)) -> PromptGroup:
-    return PromptGroup(number, attempt, 0, "", members, 0, 0, 1.0, 8, 30.0)
+def group(number: int, attempt: int = 0, members: tuple[int, ...] = (0, 1), not_before: int = 0) -> PromptGroup:
+    return PromptGroup(number, attempt, 0, "", members, 0, not_before, 1.0, 8, 30.0)
 
 
 async def test_prompts_of_groups_are_split_over_the_ranks_that_sample_themselves() -> None:
@@ -81,6 +81,16 @@ async def test_prompts_of_groups_are_split_over_the_ranks_that_sample_themselves
     await generate(handle, group(10))
     assert not any(10 in worker.of("generate") for worker in workers[2:3])
     assert sum(10 in worker.of("generate") for worker in workers) == 1
+
+
+async def test_prompts_go_to_the_half_of_the_ranks_that_does_not_train_from_their_version() -> None:
+    replicas, workers = service(4)
+    replicas.trainer = Layout(dp=4, generation_pp=1, generation_tp=1, takes_turns=True)
+    replicas.isolated = {4: frozenset()}  # It is not alone: the replica might be one that trains.
+    handle = make_handle(Generation, replicas, 5.0)
+    for number in range(6):
+        await generate(handle, group(number, not_before=number // 3))
+    assert [worker.of("generate") for worker in workers] == [[4], [3, 5], [0, 2], [1]]
 
 
 async def generate(handle: Generation, prompts: PromptGroup) -> list[SampleName]:

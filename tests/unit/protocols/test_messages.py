@@ -37,6 +37,7 @@ DIGESTS = {
     31: "6ce4c1ecc5254a04",
     32: "cd5cc65790eac64e",
     33: "7c5e6c2ba9cf33fe",
+    34: "7d1f551d9d0e2f6e",
 }
 """Of what the messages and the calls of each protocol are made of."""
 
