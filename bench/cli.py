@@ -7,7 +7,7 @@ BENCHMARKS = {
     "channels": ("transfer_speed.benchmark", "calls and batches between processes, beside memcpy and other systems"),
     "lanes": ("control_latency.benchmark", "control calls beside queued work, event loop stalls in a message flood"),
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
-    "shared-prompts": ("end_to_end.shared_prompts", "a step that computes prompts once, beside rows of their own"),
+    "packed-rows": ("end_to_end.packed_rows", "a step of packed rows with shared prompts, beside padded rows"),
     "checkpoints": ("end_to_end.checkpoint_cost", "a training step beside a checkpoint that is written, and alone"),
     "rank-memory": ("end_to_end.rank_memory", "bytes of each rank of a trainer in each layout, predicted and taken"),
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
-from asyncrl.engines.training.batch.sharing_cost import sharing_width
+from asyncrl.engines.training.batch.packing_families import can_pack
 
 FLOAT = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -21,8 +21,8 @@ BYTES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32.
-    linear: inputs and outputs of each linear layer of one decoder layer, by name. sharing_width: width of a model whose
-    samples of one prompt train in one row; 0 for any other. record: of the experts of a token, None where no router
+    linear: inputs and outputs of each linear layer of one decoder layer, by name. packs: whether rows
+    train without padding, and prompts that samples share once. record: of the experts of a token, None where no router
     is replayed. head_norms: whether queries and keys are normalized."""
 
     vocabulary: int
@@ -31,7 +31,7 @@ class Shape:
     parameters: int
     cache_bytes_per_token: int
     linear: tuple[tuple[str, int, int], ...]
-    sharing_width: int = 0
+    packs: bool = False
     record: RecordShape | None = None
     head_norms: bool = False
 
@@ -52,7 +52,7 @@ class Shape:
         layer = sum(sizes) + 2 * hidden
         embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
         parameters = embeddings + layers * layer + hidden
-        shared = sharing_width(SimpleNamespace(**{"model_type": "", **config}))
+        packs = can_pack(SimpleNamespace(**{"model_type": "", **config}))
         record = RecordShape.of(config) if config.get("model_type") in REPLAYED else None
         return cls(
             vocabulary,
@@ -61,7 +61,7 @@ class Shape:
             parameters,
             2 * layers * keys * FLOAT,
             linear,
-            shared,
+            packs,
             record,
             config.get("model_type") in HEAD_NORMS,
         )

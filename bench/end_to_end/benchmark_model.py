@@ -35,12 +35,11 @@ def write_model(folder: Path, family: str = "llama", /, **sizes: int) -> Path:
         return folder
     torch.manual_seed(0)
     usual = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
-    usual |= {"num_attention_heads": 6, "num_key_value_heads": 3}
+    usual |= {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 512}
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCABULARY,
         **usual | sizes,
-        max_position_embeddings=512,
         tie_word_embeddings=False,
         pad_token_id=SPECIAL.index("<pad>"),
         bos_token_id=SPECIAL.index("<bos>"),

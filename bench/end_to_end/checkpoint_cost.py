@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from asyncrl.bench.end_to_end.benchmark_model import write_model
-from asyncrl.bench.end_to_end.shared_prompts import INCARNATION, StepShape, rows_of, trainer
+from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of, trainer
 from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, in_turn, ratios, round_values, table
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.disable_progress_bar()  # transformers shows one for each file of a model that it writes.
     load = MachineLoad()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        made, folder = trainer(write_model(Path(name) / "model", **SIZES), shares=True), Path(name) / "checkpoint"
+        made, folder = trainer(write_model(Path(name) / "model", **SIZES), packs=True), Path(name) / "checkpoint"
         seconds_of_step(made)
         sides = {
             "alone": partial(seconds_of_step, made),

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
 from asyncrl.bench.end_to_end.benchmark_model import write_model
-from asyncrl.bench.end_to_end.shared_prompts import INCARNATION, StepShape, rows_of
+from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
 from asyncrl.bench.measurements import goal_line, table
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel
@@ -52,7 +52,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 LAYOUTS_OF_EXPERTS: tuple[dict[str, Any], ...] = ({"dp": 1}, {"ep": 2}, {"shard": 2})
 ROWS = StepShape(64, 64, 32, 1)
-"""Rows of a step, each with a prompt of its own."""
+"""Rows of a step, all of one prompt."""
 MICRO_BATCH = 1024
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}

@@ -224,8 +224,8 @@ class TrainedModel:
 
     @property
     def _unshared(self) -> Shape:
-        """Returns the shape of the model, whose slices of rows share no prompts."""
-        return self.shape if self.layout.sp == 1 else replace(self.shape, sharing_width=0)
+        """Returns the shape of the model, whose slices of rows are not packed."""
+        return self.shape if self.layout.sp == 1 else replace(self.shape, packs=False)
 
     def _total(self, stages: list[dict[str, int]], names: Collection[str] = ()) -> int:
         """Returns the bytes of all ranks, or of these parts of them."""

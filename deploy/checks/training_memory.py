@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
-from asyncrl.engines.training.batch.sharing_cost import pass_cost
+from asyncrl.engines.training.batch.packing_families import WORTH
 
 NORMS, FROZEN_NORMS = 6, 4
 HEAD_COPIES = 3
@@ -30,12 +30,13 @@ OUTSIDE = 3
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One micro-batch. tokens: with padding. sampled: those that logits are computed of. mask: bytes of the attention
-    mask of one layer, where samples share their prompt."""
+    """One micro-batch. tokens: with padding. sampled: those that logits are computed of. queries, keys: tokens
+    whose queries, or keys and values, the attention of a packed row collects; 0 where rows are padded."""
 
     tokens: int
     sampled: int
-    mask: int = 0
+    queries: int = 0
+    keys: int = 0
 
     def of_slice(self, ranks: int) -> "ForwardPass":
         """Returns the part of one of several ranks that share out the tokens; all sampled ones may be in its slice."""
@@ -61,12 +62,12 @@ def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 
     count = min(_samples(config, ranks), config.training.micro_batch_tokens // (prompt + response))
     if count < 2 or config.environment.use or config.task.pretrain:
         return largest
-    length, rows = prompt + response - 1, -(-count // members)
-    shared = prompt + min(members, count) * (response - 1)
-    width = shape.sharing_width
-    if members > 1 and width and pass_cost(rows, shared, width) < pass_cost(count, length, 2 * width):
-        return ForwardPass(rows * shared, count * response, rows * shared * shared * FLOAT)
-    return ForwardPass(count * length, count * response)
+    answers = count * (response - 1)
+    tokens = -(-count // members) * prompt + answers
+    if shape.packs and tokens <= WORTH * (count * prompt + answers):
+        keys = tokens + count * prompt
+        return ForwardPass(tokens, count * response, keys if prompt < response else tokens, keys)
+    return ForwardPass(count * prompt + answers, count * response)
 
 
 def passes_of_update(config: Config, lengths: RowLengths, size: ForwardPass, ranks: int = 1) -> int:
@@ -110,7 +111,7 @@ def pass_bytes(
     heads = (shape.width("q_proj") + shape.width("k_proj")) // tp
     kept, computed = _feed_forward(shape, narrow, tp)
     inside = narrow * ((4 if shape.head_norms else 2) * heads + adapters) + kept
-    layer = size.tokens * (norms + inside + casts * hidden) + size.mask
+    layer = size.tokens * (norms + inside + casts * hidden) + _collected(shape, size, narrow, tp)
     backward = size.tokens * computed + _gradient_of_experts(shape, ep)
     output = size.tokens * FLOAT * OUTSIDE * hidden + (_head_bytes(config, shape, size, lora=lora) if head else 0)
     total = casts * shape.parameters  # Rounded weights are kept until the backward pass is over.
@@ -127,6 +128,11 @@ def _feed_forward(shape: Shape, narrow: int, tp: int) -> tuple[int, int]:
     if not shape.chosen:
         return narrow * 4 * inner, FLOAT * (3 * inner + hidden)
     return shape.chosen * FLOAT * (4 * inner + 2 * hidden), shape.chosen * FLOAT * (3 * inner + hidden)
+
+
+def _collected(shape: Shape, size: ForwardPass, narrow: int, tp: int) -> int:
+    """Returns the bytes of queries, outputs, keys and values that attention collects of a packed row, on a CPU."""
+    return narrow * 2 * (size.queries * shape.width("q_proj") + size.keys * shape.width("k_proj")) // tp
 
 
 def _gradient_of_experts(shape: Shape, ep: int) -> int:

@@ -78,6 +78,11 @@ class CriticTrainer(Trainer):
         critic = cls(config, directory / MODEL, target, mesh)
         return critic, read_state(directory, critic.optimizer, critic.mesh)["extra"]
 
+    @property
+    def packs(self) -> bool:
+        """Returns whether the model computes packed rows."""
+        return self.model.packs
+
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
         """Copies model and state, with the plain values `extra`, as that of a policy is: ranks that share out the
         weights copy their parts. Raises WeightsError when ranks that should hold the same weights do not."""
@@ -104,7 +109,7 @@ class CriticTrainer(Trainer):
             if not prompts:
                 model.idle_pass(backward=False)
                 return []
-            rows = pad_rows(prompts, responses, 1.0, model.device, model.sharing_width, spans, budget)
+            rows = pad_rows(prompts, responses, 1.0, model.device, model.packs, spans, budget)
             return split_by_row(model.values(rows), responses, spans)
 
 
@@ -143,7 +148,7 @@ class CriticStep(TrainingStep):
         old = live_values(rows, [values for _, values, _ in samples], model.device)
         returns = live_values(rows, [item.returns for item in rows], model.device)
         with self._lane("forward"):
-            values = model.values(live_rows(rows, model.device, model.sharing_width, self._pass_budget))
+            values = model.values(live_rows(rows, model.device, model.packs, self._pass_budget))
         terms, clipped = value_loss(values, old, returns, target.settings(self._config).value_clip)
         loss = weight * terms.sum()
         with self._lane("backward"):  # Also of a loss that is not finite: ranks with shards of the weights take part.

@@ -33,7 +33,8 @@ from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.pictures.model_input import PictureInput, picture_layout
 from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
 from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
-from asyncrl.engines.training.batch.sharing_cost import sharing_width
+from asyncrl.engines.training.batch.packed_attention import NAME, PACKED
+from asyncrl.engines.training.batch.packing_families import can_pack
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.engines.training.ranks.expert_parallel import share_out_experts
 from asyncrl.engines.training.ranks.held_parts import HeldModel
@@ -66,7 +67,7 @@ class LoadedModel:
 
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. processor: the file
     that describes its image processor, None where there is none. precision: of the
-    computation; bfloat16 is autocast over the float32 weights. sharing_width: see `pad_rows`. scored: the tokens whose
+    computation; bfloat16 is autocast over the float32 weights. packs: see `pad_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
     must draw the same numbers. replay: of experts that generation chose, else None. pipeline, stage_weights: where this
     rank is one stage of several. sequence: the ranks that compute slices of the same rows. unfilled: the weights of a
@@ -92,7 +93,9 @@ class LoadedModel:
         processor = folder / PROCESSOR
         self.processor = processor.read_bytes() if processor.is_file() else None
         self.device: torch.device = whole.device if unfilled is None else torch.empty(0, device=unfilled.device).device
-        self.sharing_width = sharing_width(whole.config)
+        self.packs = can_pack(whole.config)
+        if self.packs:
+            whole.set_attn_implementation(NAME)
         self.is_random = False
         self.replay: RouterReplay | None = None
         self._precision = precision
@@ -116,7 +119,7 @@ class LoadedModel:
         if mesh.sequence.size > 1:
             attend_in_slices(self.whole, mesh.sequence.size)
             self.sequence = mesh.sequence
-            self.sharing_width = 0
+            self.packs = False
         if mesh.piping is not None:
             self.pipeline = PipelineRank.of(mesh, self.whole.config.hidden_size, self.device)
             self.stage_weights = keep_stage(self.whole, mesh)
@@ -162,7 +165,7 @@ class LoadedModel:
     def hidden(self, ids: Tensor, experts: Tensor | None = None, **layout: Any) -> Tensor:
         """Computes hidden states [rows, length, width] of ids [rows, length]. Rows are right-padded: under causal
         attention no real token sees the padding, so that separate rows need no mask. layout: `position_ids` and
-        `attention_mask` of rows that share prompts, SEQUENCE for slices of rows."""
+        PACKED of packed rows, SEQUENCE for slices of rows."""
         if self.replay is not None:
             self.replay.follow(experts)
         with self._autocast():
@@ -186,8 +189,8 @@ class LoadedModel:
         this rank is not the first stage of a pipeline."""
         if rows.pictures is not None:
             return self._seen_states(rows.ids, rows.pictures)
-        found = {"position_ids": rows.position_ids, "attention_mask": rows.mask}
-        layout: dict[str, Any] = {name: tensor for name, tensor in found.items() if tensor is not None}
+        found = {"position_ids": rows.position_ids, PACKED: rows.attention}
+        layout: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
         layout |= {} if self.sequence is None else {SEQUENCE: self.sequence}
         if received is None:
             return self.hidden(rows.ids, rows.experts, **layout).flatten(0, 1)

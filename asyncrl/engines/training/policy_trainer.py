@@ -141,6 +141,11 @@ class PolicyTrainer(Trainer):
             trainer.multiplier.value = state["multiplier"]
         return trainer, state["extra"]
 
+    @property
+    def packs(self) -> bool:
+        """Returns whether the model computes packed rows."""
+        return self.model.packs
+
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
         """Copies model and state, with the plain values `extra`. Ranks that share out the weights copy their parts;
         else, and of adapters, rank 0 copies the whole. Raises WeightsError when ranks that should hold the same weights
@@ -279,7 +284,7 @@ class PolicyStep(TrainingStep):
         if not rows:
             idle_pass(model, backward=True)
             return True
-        batch = micro_batch(rows, model.device, model.sharing_width, self._pass_budget)
+        batch = micro_batch(rows, model.device, model.packs, self._pass_budget)
         chunk, bonus = training.logits_chunk, self._algorithm.entropy_bonus > 0
         with self._lane("forward"):
             logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
@@ -293,7 +298,7 @@ class PolicyStep(TrainingStep):
         computes the losses, and what became of each row is told to the others. Returns False at the last one if a loss
         is not finite."""
         model, chunk, bonus = self._trainer.model, self._config.training.logits_chunk, self._algorithm.entropy_bonus > 0
-        batches, finite = [micro_batch(rows, model.device, model.sharing_width) for rows in parts], True
+        batches, finite = [micro_batch(rows, model.device, model.packs) for rows in parts], True
 
         def ending(number: int, states: Tensor) -> Tensor:
             nonlocal finite

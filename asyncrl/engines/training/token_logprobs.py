@@ -96,7 +96,7 @@ def frozen_stage_logprobs(
 def _padded(rows: Sequence[TrainRow], model: CausalModel) -> PaddedRows:
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    return pad_rows(prompts, responses, temperatures, model.device, model.sharing_width, spans)
+    return pad_rows(prompts, responses, temperatures, model.device, model.packs, spans)
 
 
 def idle_pass(model: CausalModel, *, backward: bool) -> None:
@@ -155,7 +155,7 @@ def frozen_logprobs(
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, together, so that their bits depend on all
     these rows. spans, budget, experts, pictures: see `pad_rows`."""
-    device, width = model.device, model.sharing_width
-    rows = pad_rows(prompts, responses, temperatures, device, width, spans, budget, experts, pictures)
+    device, packs = model.device, model.packs
+    rows = pad_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, responses, spans)

@@ -116,6 +116,11 @@ class Trainer(ABC):
     optimizer: Optimizer
     lane: Lane = staticmethod(undrawn)
 
+    @property
+    @abstractmethod
+    def packs(self) -> bool:
+        """Returns whether the model computes packed rows."""
+
     @abstractmethod
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
         """Copies the state for a checkpoint, with the plain values `extra`."""
@@ -150,6 +155,7 @@ class TrainingStep(StepInParts):
         self._mesh = trainer.mesh
         self._optimizer = trainer.optimizer
         self._lane = trainer.lane
+        self._packs = trainer.packs
         staleness, truncated = config.staleness, config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
         self._pass_budget = self._mesh.pass_budget(config.training.micro_batch_tokens)
@@ -240,7 +246,7 @@ class TrainingStep(StepInParts):
         budget = self._config.training.micro_batch_tokens
         spans, prompts = [row.row.spans for row in rows], [len(row.row.prompt_ids) for row in rows]
         longest, contexts = padded_sizes(prompts, spans, [row.tokens for row in rows])
-        parts = micro_batches(longest, budget, contexts)
+        parts = micro_batches(longest, budget, contexts, packed=self._packs)
         yield from self._mesh.in_step([[rows[index] for index in indices] for indices in parts])
 
 

@@ -1,5 +1,5 @@
 """Splits rows into the forward passes of a model: micro-batches of similar length, and the tensors of each, in which
-rows are padded for the model, and their live tokens are flat, row after row, for the loss."""
+rows are packed or padded for the model, and their live tokens are flat, row after row, for the loss."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from asyncrl.engines.training.batch.contexts import (
     padded_sizes,
 )
 from asyncrl.engines.training.batch.masking import MaskedRow
-from asyncrl.engines.training.batch.shared_prompts import share_prompts
+from asyncrl.engines.training.batch.packed_attention import PackedAttention
+from asyncrl.engines.training.batch.packed_rows import pack_rows
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import Batch
@@ -41,11 +42,15 @@ FILLED = 1 / 8
 """A micro-batch below this share of the token budget accepts shorter rows too, because small passes are inefficient."""
 
 
-def micro_batches(lengths: Sequence[int], budget: float, contexts: Sequence[int] = ()) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], budget: float, contexts: Sequence[int] = (), *, packed: bool = False
+) -> list[list[int]]:
     """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows
-    at once. rows x longest row <= budget, which counts padding. A row over the budget is a micro-batch of its own;
-    `pad_rows` splits its contexts. contexts: rows of the model that each row takes, by default one, of `lengths` tokens
-    at most."""
+    at once. rows x longest row <= budget, which counts padding, or the sum of all rows if they are packed. A row over
+    the budget is a micro-batch of its own; `pad_rows` splits its contexts. contexts: rows of the model that each
+    row takes, by default one, of `lengths` tokens at most."""
+    if packed:
+        return _filled(lengths, budget, contexts)
     parts: list[list[int]] = []
     numbers = contexts or [1] * len(lengths)
     rows = longest = 0
@@ -57,6 +62,20 @@ def micro_batches(lengths: Sequence[int], budget: float, contexts: Sequence[int]
         else:
             parts.append([row])
             rows, longest = numbers[row], lengths[row]
+    return parts
+
+
+def _filled(lengths: Sequence[int], budget: float, contexts: Sequence[int]) -> list[list[int]]:
+    parts: list[list[int]] = []
+    room = 0.0
+    numbers = contexts or [1] * len(lengths)
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        tokens = lengths[row] * numbers[row]
+        if not parts or tokens > room:
+            parts.append([])
+            room = budget
+        parts[-1].append(row)
+        room -= tokens
     return parts
 
 
@@ -89,16 +108,16 @@ def experts_of(rows: Batch) -> list[Experts]:
 class ModelInput:
     """Holds the input of one forward pass, and where the model predicts sampled tokens.
 
-    ids: [rows, length], right-padded, without the last token of each row, which predicts nothing. positions: [tokens],
-    indices into the flattened [rows * length] states that predict sampled tokens. position_ids [rows, length], mask
-    [rows, 1, length, length]: only where samples share prompts. experts: [rows * length, numbers of a token], only
+    ids: [rows, length], right-padded, without the last token of each row, which predicts nothing; [1, tokens] of packed
+    rows. positions: [tokens], indices into the flattened [rows * length] states that predict sampled tokens.
+    position_ids [1, tokens], attention: only of packed rows. experts: [rows * length, numbers of a token], only
     where they are replayed. pictures: of the prompts, if any has one.
     """
 
     ids: Tensor
     positions: Tensor
     position_ids: Tensor | None
-    mask: Tensor | None
+    attention: PackedAttention | None
     experts: Tensor | None = None
     pictures: PictureInput | None = None
 
@@ -122,27 +141,28 @@ def pad_rows(
     responses: Sequence[Ids],
     temperatures: Sequence[float] | float,
     device: torch.device,
-    sharing_width: int = 0,
+    packs: bool = False,
     spans: Sequence[Spans] | None = None,
     budget: float = math.inf,
     experts: Sequence[Experts] = (),
     pictures: Sequence[PromptPictures | None] = (),
 ) -> PaddedRows:
-    """Pads rows of prompt and response for the prediction of the sampled tokens. sharing_width: of the model, whose
-    rows share prompts where that costs less; 0 where they may not. spans: of each response, by default all tokens were
-    sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the model.
-    budget: tokens of one pass, with padding; contexts over it take several, and a longer one a pass of its own.
-    experts: of each row, by default none is replayed. pictures: of each prompt; episodes have none."""
+    """Lays out rows of prompt and response for the prediction of the sampled tokens. packs: whether the model computes
+    packed rows, in which samples share prompts; what saves little is padded. spans: of each response, by default all
+    tokens were sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the
+    model. budget: tokens of one pass; contexts over it take several, and a longer one a pass of its own. experts: of
+    each row, by default none is replayed. pictures: of each prompt; episodes have none."""
     contexts, counts = _all_contexts(prompts, responses, _spans(spans, len(prompts)), experts, pictures)
     per_token = np.repeat(np.broadcast_to(np.asarray(temperatures, np.float32), len(prompts)), counts)
     targets = [response[own] for response, own in zip(contexts.responses, contexts.sampled, strict=True)]
     sizes = [*map(add, map(len, contexts.prompts), map(len, contexts.responses))]
     order: Tensor | None = None
-    if len(sizes) * max(sizes) <= budget:
-        passes: tuple[ModelInput, ...] = (_model_input(contexts, device, sharing_width),)
+    packs = packs and not contexts.experts and not any(contexts.pictures)
+    if (sum(sizes) if packs else len(sizes) * max(sizes)) <= budget:
+        passes: tuple[ModelInput, ...] = (_model_input(contexts, device, budget, packs=packs),)
     else:
-        parts = micro_batches(sizes, budget)
-        passes = tuple(_model_input(contexts.of(part), device, sharing_width) for part in parts)
+        parts = micro_batches(sizes, budget, packed=packs)
+        passes = tuple(_model_input(contexts.of(part), device, budget, packs=packs) for part in parts)
         places = np.split(np.arange(len(per_token)), np.cumsum([*map(len, targets)])[:-1])
         order = torch.from_numpy(np.argsort(np.concatenate([places[index] for part in parts for index in part])))
     return PaddedRows(
@@ -195,25 +215,23 @@ def _all_contexts(
     return contexts, [sum(len(each.response[each.sampled]) for each in row) for row in rows]
 
 
-def _model_input(contexts: _Contexts, device: torch.device, sharing_width: int) -> ModelInput:
+def _model_input(contexts: _Contexts, device: torch.device, budget: float, *, packs: bool) -> ModelInput:
     prompts, responses = contexts.prompts, contexts.responses
-    shared = share_prompts(prompts, responses, sharing_width) if sharing_width and not contexts.experts else None
-    ids, states = _separate_rows(prompts, responses) if shared is None else (shared.ids, shared.states)
+    packed = pack_rows(prompts, responses, budget) if packs else None
+    ids, states = _padded_rows(prompts, responses) if packed is None else (packed.ids[None], packed.states)
     positions = [state[own] for state, own in zip(states, contexts.sampled, strict=True)]
-    seen = PictureInput.of(contexts.pictures, ids.shape[1], device)
-    assert seen is None or shared is None, "families that read pictures share no prompts"
     return ModelInput(
         torch.from_numpy(ids).to(device),
         torch.from_numpy(np.concatenate(positions)).to(device),
-        None if shared is None else torch.from_numpy(shared.position_ids).to(device),
-        None if shared is None else shared.mask(device),
+        None if packed is None else torch.from_numpy(packed.position_ids[None]).to(device),
+        None if packed is None else PackedAttention(packed.segments, device),
         _padded_experts(contexts, ids.shape[1], device) if contexts.experts else None,
-        seen,
+        PictureInput.of(contexts.pictures, ids.shape[1], device),
     )
 
 
 def _padded_experts(contexts: _Contexts, length: int, device: torch.device) -> Tensor:
-    """Returns the experts of separate rows, as in ModelInput; nothing is recorded of padding."""
+    """Returns the experts of padded rows, as in ModelInput; nothing is recorded of padding."""
     like = contexts.experts[0]
     found = np.full((len(contexts.experts), length, like.shape[1]), np.iinfo(like.dtype).max, like.dtype)
     for row, experts in enumerate(contexts.experts):
@@ -222,7 +240,7 @@ def _padded_experts(contexts: _Contexts, length: int, device: torch.device) -> T
     return torch.from_numpy(found).to(device).flatten(0, 1)
 
 
-def _separate_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
+def _padded_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
     """Returns ids [rows, length] and the states that predict each response, as in PaddedRows."""
     length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
     ids = np.zeros((len(prompts), length), np.int64)
@@ -270,14 +288,14 @@ class MicroBatch:
 
 
 def micro_batch(
-    rows: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0, budget: float = math.inf
+    rows: Sequence[MaskedRow], device: torch.device, packs: bool = False, budget: float = math.inf
 ) -> MicroBatch:
-    """Builds the tensors of the loss of these rows. sharing_width, budget: see `pad_rows`."""
+    """Builds the tensors of the loss of these rows. packs, budget: see `pad_rows`."""
     fresh = [(np.maximum.accumulate(row.staleness) == 0).astype(np.float32) for row in rows]
     reference = [row.row.reference_logprobs for row in rows if row.row.reference_logprobs is not None]
     proximal = [row.proximal for row in rows if row.proximal is not None]
     return MicroBatch(
-        padded=live_rows(rows, device, sharing_width, budget),
+        padded=live_rows(rows, device, packs, budget),
         ragged=Ragged.of([row.live_tokens for row in rows], device),
         weights=live_values(rows, [row.weight for row in rows], device),
         behaviour=live_values(rows, [row.row.logprobs for row in rows], device),
@@ -296,14 +314,14 @@ def live_values(rows: Sequence[MaskedRow], columns: Sequence[PerToken], device: 
 
 
 def live_rows(
-    masked: Sequence[MaskedRow], device: torch.device, sharing_width: int = 0, budget: float = math.inf
+    masked: Sequence[MaskedRow], device: torch.device, packs: bool = False, budget: float = math.inf
 ) -> PaddedRows:
-    """Pads whole rows for the model, with predictions for live tokens only."""
+    """Lays out whole rows for the model, with predictions for live tokens only."""
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
     experts, pictures = [row.experts for row in rows], [row.pictures for row in rows]
-    padded = pad_rows(prompts, responses, temperatures, device, sharing_width, spans, budget, experts, pictures)
+    padded = pad_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
     passes, order = padded.passes, padded.order
     if order is None:

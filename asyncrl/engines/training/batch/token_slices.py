@@ -16,7 +16,7 @@ from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows
 
 def own_slice(rows: PaddedRows, rank: int, size: int) -> tuple[PaddedRows, Tensor]:
     """Returns the slice of each pass that this rank computes, and which of the targets, bool [tokens], it predicts.
-    Rows that share prompts are not cut."""
+    Packed rows are not cut."""
     cut = [_slice_of_pass(each, rank, size) for each in rows.passes]
     own = torch.cat([inside for _, inside in cut])
     chosen, order = own, rows.order
@@ -29,7 +29,7 @@ def own_slice(rows: PaddedRows, rank: int, size: int) -> tuple[PaddedRows, Tenso
 
 def _slice_of_pass(rows: ModelInput, rank: int, size: int) -> tuple[ModelInput, Tensor]:
     """Returns the slice, and which of the positions are inside it."""
-    assert rows.mask is None, "rows that share prompts are not cut"
+    assert rows.attention is None, "packed rows are not cut"
     length = rows.ids.shape[1]
     width = -(-length // size)
     first = rank * width

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.engines.training.batch.sharing_cost import FAMILIES, sharing_width
+from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.errors import ConfigError
 
@@ -32,7 +32,7 @@ def attend_in_slices(whole: Any, size: int) -> None:
     """Lets a transformers model attend with other ranks where its forward pass is given them. Raises ConfigError for
     attention that is not plain and causal, or whose heads cannot be shared out."""
     config = whole.config
-    if not sharing_width(config):
+    if not can_pack(config):
         raise ConfigError(
             f"training.layout: sp cuts rows of the families {', '.join(FAMILIES)} whose layers attend to all earlier "
             f"tokens, and this model is {config.model_type}; write sp = 1"

@@ -140,9 +140,9 @@ def drawn(make_episodes: Callable, folder: Path, count: int = 6) -> list[TrainRo
     return found
 
 
-@given(st.lists(TURNS, min_size=1, max_size=3), st.integers(1, 60), st.sampled_from([0, 32]))
+@given(st.lists(TURNS, min_size=1, max_size=3), st.integers(1, 60), st.booleans())
 def test_passes_predict_the_same_tokens_from_the_same_states(
-    episodes: list[list[tuple[int, int]]], budget: int, width: int
+    episodes: list[list[tuple[int, int]]], budget: int, packs: bool
 ) -> None:
     spans = [np.array([*turns[:-1], (turns[-1][0], max(0, turns[-1][1]))], np.int32).flatten() for turns in episodes]
     prompts = [np.arange(1, 4)] * len(spans)
@@ -150,8 +150,8 @@ def test_passes_predict_the_same_tokens_from_the_same_states(
     for own in spans:  # Each token of a response is another number, and tells so what it follows.
         responses.append(np.arange(first, first + int(np.abs(own).sum())))
         first += len(responses[-1])
-    whole = pad_rows(prompts, responses, 1.0, torch.device("cpu"), width, spans)
-    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), width, spans, budget)
+    whole = pad_rows(prompts, responses, 1.0, torch.device("cpu"), packs, spans)
+    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), packs, spans, budget)
     before = torch.cat([each.ids.flatten()[each.positions] for each in padded.passes])
     before = before if padded.order is None else before[padded.order]
     assert before.tolist() == whole.passes[0].ids.flatten()[whole.passes[0].positions].tolist()

@@ -1,6 +1,7 @@
 """The loss of rows of several turns, and its gradient, are those of plain autograd over rows computed alone."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.shared_prompts import share_prompts
+from asyncrl.engines.training.batch.packed_rows import pack_rows
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.models_with_heads import load_causal_model
@@ -141,7 +142,7 @@ def rows(tiny: Path, make_episodes: Callable, request: pytest.FixtureRequest) ->
         if by_token:
             rewarded += draw.normal(size=len(rewarded))
         found.append(dataclasses.replace(own, rewards=rewarded, **near))
-    shared = share_prompts([row.prompt_ids for row in found], [row.response_ids for row in found], 32)
+    shared = pack_rows([row.prompt_ids for row in found], [row.response_ids for row in found], math.inf)
     assert shared is not None, "no two rows share the tokens of their prompt"
     return found
 

@@ -45,7 +45,7 @@ def test_padded_rows_predict_each_sampled_token_from_the_state_before_it(
         prompts = [prompts[0]] * len(episodes)
     spans = [np.array(turns, np.int32).flatten() for turns in episodes]
     responses = [draw.integers(100, 200, int(own.sum())) for own in spans]
-    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), 32, [own for own in spans])
+    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), True, [own for own in spans])
     (only,) = padded.passes
     place, states = 0, only.ids.flatten().tolist()
     for prompt, response, turns in zip(prompts, responses, episodes, strict=True):
@@ -82,7 +82,7 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(
     aggregation: str, tiny: Path, make_episodes: Callable, make_config: Callable
 ) -> None:
     rows, found, passes = make_episodes(12), [], []
-    for budget in (100_000, 1200, 44):
+    for budget in (100_000, 150, 38):
         config = make_config(training={"micro_batch_tokens": budget}, algorithm={"aggregation": aggregation})
         step = PolicyTrainer(config, tiny).begin(rows, INCARNATION, VERSION)
         passes.append(sum(1 for _ in iter(step.advance, False)) - 1)

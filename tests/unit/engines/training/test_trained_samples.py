@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,8 +40,8 @@ def expect(outcome: StepOutcome, rows: list[TrainRow], expected: Sequence[str]) 
 def test_a_row_lost_between_packing_and_loss_has_not_trained(
     train: Train, make_rows: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lossy(lengths: Sequence[int], budget: int, contexts: Sequence[int]) -> list[list[int]]:
-        return [[row for row in part if row != 2] for part in micro_batches(lengths, budget, contexts)]
+    def lossy(*given: Any, packed: bool) -> list[list[int]]:
+        return [[row for row in part if row != 2] for part in micro_batches(*given, packed=packed)]
 
     monkeypatch.setattr(asyncrl.engines.training.training_step, "micro_batches", lossy)
     rows = make_rows(4)

@@ -1,0 +1,173 @@
+"""Packed rows, in which samples share their prompt: the log-probs and gradients of rows that stand alone."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
+from asyncrl.engines.training.batch.packed_attention import PackedAttention
+from asyncrl.engines.training.batch.packed_rows import RowSegment, pack_rows
+from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack
+from asyncrl.engines.training.batch.segment_visibility import SegmentVisibility
+from asyncrl.engines.training.batch.train_rows import TrainRow
+from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, load_value_model
+from asyncrl.engines.training.optimizers.optimizer import Optimizer
+from asyncrl.engines.training.token_logprobs import frozen_logprobs, token_logprobs
+
+TOLERANCE = 2e-5
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def groups(make_rows: Callable[..., list[TrainRow]]) -> list[TrainRow]:
+    """Rows of three prompts of which the second stands between samples of the first, and one answer has one token."""
+    rows = make_rows(13)
+    chosen = [rows[index].prompt_ids for index in (0, 1, 0, 0, 1, 2, 0, 0, 1, 1, 0, 1, 0)]
+    assert min(len(row.response_ids) for row in rows) == 1
+    return [replace(row, prompt_ids=np.tile(ids, 3)) for row, ids in zip(rows, chosen, strict=True)]
+
+
+def columns(rows: list[TrainRow]) -> tuple[list[Any], list[Any]]:
+    return [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+
+
+def gradients(model: CausalModel, rows: list[TrainRow], weights: list[torch.Tensor], *, packs: bool) -> None:
+    padded = pad_rows(*columns(rows), [0.7] * len(rows), model.device, packs)
+    assert (padded.passes[0].attention is not None) == packs
+    (token_logprobs(model, padded, 1024)[0] * torch.cat(weights)).sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_gradients_and_logprobs_are_those_of_rows_alone(
+    family: str,
+    checkpointing: bool,
+    make_model: Callable[..., Path],
+    make_config: Callable[..., Config],
+    groups: list[TrainRow],
+) -> None:
+    """Every token weighs something else, so that no two errors cancel."""
+    folder, draw = make_model(family), np.random.default_rng(0)
+    together, alone = load_causal_model(folder, "cpu"), load_causal_model(folder, "cpu")
+    Optimizer(together.whole, make_config(training={"gradient_checkpointing": checkpointing}).training, 1)
+    weights = [torch.from_numpy(draw.normal(size=len(row.response_ids)).astype(np.float32)) for row in groups]
+    gradients(together, groups, weights, packs=True)
+    for row, weight in zip(groups, weights, strict=True):
+        gradients(alone, [row], [weight], packs=False)
+    for ours, expected in zip(together.whole.parameters(), alone.whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=TOLERANCE)
+    shared = frozen_logprobs(together, *columns(groups), [0.7] * len(groups), 1024)
+    for row, found in zip(groups, shared, strict=True):
+        (expected,) = frozen_logprobs(alone, *columns([row]), [0.7], 1024)
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+def test_values_of_a_critic_are_those_of_rows_alone(tiny: Path, groups: list[TrainRow]) -> None:
+    critic = load_value_model(tiny, "cpu")
+    torch.nn.init.normal_(critic.head.weight)
+    with torch.no_grad():
+        shared = critic.values(pad_rows(*columns(groups), 1.0, critic.device, critic.packs))
+        alone = [critic.values(pad_rows(*columns([row]), 1.0, critic.device)) for row in groups]
+    torch.testing.assert_close(shared, torch.cat(alone), atol=TOLERANCE, rtol=1e-4)
+
+
+def test_an_answer_does_not_see_another_one(tiny: Path, groups: list[TrainRow]) -> None:
+    model, changed = load_causal_model(tiny, "cpu"), list(groups)
+    changed[2] = replace(groups[2], response_ids=np.flip(groups[2].response_ids).copy())
+    before, after = (frozen_logprobs(model, *columns(rows), [1.0] * len(rows), 1024) for rows in (groups, changed))
+    equal = [np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
+    assert equal == [index != 2 for index in range(len(groups))]
+
+
+def test_each_prompt_stands_once_and_nothing_is_padded(groups: list[TrainRow]) -> None:
+    prompts, responses = columns(groups)
+    packed = pack_rows(prompts, responses, math.inf)
+    assert packed is not None
+    answers = sum(len(response) - 1 for response in responses)
+    assert len(packed.ids) == answers + sum(len(ids) for ids in {p.tobytes(): p for p in prompts}.values())
+    assert sum(each.length for each in packed.segments) == len(packed.ids)
+
+
+def test_what_saves_little_is_padded_unless_that_is_over_the_budget() -> None:
+    prompts, responses = [np.arange(20), np.arange(1, 21)], [np.arange(21), np.arange(20)]
+    assert pack_rows(prompts, responses, 80) is None
+    assert pack_rows(prompts, responses, 79) is not None
+
+
+def test_micro_batches_of_packed_rows_count_no_padding() -> None:
+    lengths = [10, 90, 40, 30, 20]
+    assert micro_batches(lengths, 100, packed=True) == [[1], [2, 3, 4, 0]]
+    assert micro_batches(lengths, 100) == [[1], [2], [3], [4], [0]]
+    assert micro_batches([30, 20], 60, [2, 1], packed=True) == [[0], [1]], "a row of two contexts is two of the model"
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["heads", "grouped heads"])
+def test_batches_of_segments_and_flex_attention_are_attention_with_a_mask(heads: tuple[int, int]) -> None:
+    """Answers shorter and longer than their prompts, prompts of different lengths, and rows of their own."""
+    shapes = [(5, 9, 2, 30), (64, 3, 1), (7,), (40, 41), (300,), (6, 6, 6)]
+    segments, begin = list[RowSegment](), 0
+    for first, *answers in shapes:
+        segments.append(RowSegment(begin, first))
+        places = np.cumsum([begin + first, *answers]).tolist()
+        segments += [RowSegment(at, length, begin, first) for at, length in zip(places, answers, strict=False)]
+        begin = places[-1]
+    mask = torch.zeros(begin, begin, dtype=torch.bool)
+    for each in segments:
+        mask[each.own, each.own] = True
+        mask[each.own, each.prompt] = True
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(1, heads[0], begin, 16, generator=draw, requires_grad=True)
+    key, value = (torch.randn(1, heads[1], begin, 16, generator=draw, requires_grad=True) for _ in range(2))
+    weights, module = torch.randn(1, begin, heads[0], 16, generator=draw), torch.nn.Module()
+    module.num_key_value_groups = heads[0] // heads[1]
+    packed = PackedAttention(segments, CPU).attend(module, query, key, value)
+    with (
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+        torch.no_grad(),
+    ):  # Slow, and without gradients.
+        flex = SegmentVisibility.of(segments, CPU).attend(query, key, value, None)
+    repeated = [each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value)]
+    expected = scaled_dot_product_attention(query, *repeated, attn_mask=mask.tril()).transpose(1, 2)
+    wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(flex, expected, atol=1e-6, rtol=1e-5)
+    for ours, theirs in zip(torch.autograd.grad((packed * weights).sum(), (query, key, value)), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_attention_of_many_segments_pads_little() -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 512, 64).tolist()
+    places = np.cumsum([0, *lengths[:-1]]).tolist()
+    attention = PackedAttention([RowSegment(at, length) for at, length in zip(places, lengths, strict=True)], CPU)
+    batches, _ = attention.batches
+    computed = sum(len(each.queries) * each.queries.shape[1] ** 2 for each in batches)
+    assert len(batches) < 16
+    assert computed < 1.3 * sum(length**2 for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        (LlamaConfig(hidden_size=64), True),
+        (Qwen3Config(hidden_size=64), True),
+        (MistralConfig(hidden_size=64, sliding_window=None), True),
+        (MistralConfig(hidden_size=64, sliding_window=16), False),
+        (Qwen2Config(hidden_size=64, use_sliding_window=True, sliding_window=16, max_window_layers=0), False),
+        (GPT2Config(n_embd=96), False),
+    ],
+    ids=["llama", "qwen3", "mistral", "sliding mistral", "sliding qwen2", "gpt2"],
+)
+def test_only_models_with_plain_causal_attention_pack(config: Any, packs: bool) -> None:
+    assert config.model_type in FAMILIES or not packs
+    assert can_pack(config) == packs
