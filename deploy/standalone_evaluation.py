@@ -28,7 +28,7 @@ from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import acting_evaluation_spec, environment_spec, generation_spec, reward_spec
 from asyncrl.engines.acting.stepping.spaces_file import SPACES
 from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.models.model_folder import base_folder, is_in_parts
+from asyncrl.engines.models.model_folder import base_folder, exported_version, is_in_parts
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.engines.models.weights_digest import refuse_other_base
@@ -47,7 +47,7 @@ EVALUATING = ("generation", "reward", "cost")
 EPISODES = 10
 """Episodes of a policy that acts, where neither a number is asked for nor the config has one."""
 VERSION = 0
-"""Version of the weights in a model folder, which no trainer counts."""
+"""Version of the weights for the workers of an evaluation, which no trainer counts for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +170,15 @@ async def evaluate_target(
     if wanted.step:
         raise ConfigError(f"{target} is no run directory, so it has no checkpoints: leave out --step")
     if config.acting.env:
-        return [await _evaluate_acting(Path(target), config, wanted)]
+        return [replace(await _evaluate_acting(Path(target), config, wanted), version=exported_version(Path(target)))]
     config, questions = _questions(config, wanted)
     config = config.model_copy(update={"model": config.model.model_copy(update={"name": target, "lora": None})})
     refuse(missing_packages(config))
     with tempfile.TemporaryDirectory(prefix="asyncrl-model-") as scratch:
         model = await prepare(config, Path(scratch) / "model", say)
-        return await evaluate_model(model, config, questions, save=wanted.save)
+        version = exported_version(model)
+        found = await evaluate_model(model, config, questions, save=wanted.save)
+        return [replace(each, version=version) for each in found]
 
 
 def _problems(config: Config, model: Path, services: Mapping[str, ServiceSpec]) -> list[Problem]:

@@ -322,3 +322,9 @@ class Training(Contract):
         """Writes the rows of these samples into `directory`, fsynced, by the first rank; answers with the digest of the
         file, and with the samples in it. Rows that are gone are left out, and so is what exceeds the size of a file."""
         raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
+    async def leave_ranks(self, incarnation: int, version: int) -> None:
+        """Keeps the whole state of `version` to be copied and written by this rank alone, because another rank died; no
+        step follows. Raises Refused where this rank shares it out with others, or no longer holds that of `version`."""
+        raise NotImplementedError

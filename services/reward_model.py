@@ -29,7 +29,7 @@ from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.services.ranks.forward_passes import in_passes, on_all_ranks, results_of_forward_passes
 from asyncrl.services.ranks.led_ranks import LedRanks
-from asyncrl.services.ranks.meeting import find_meeting, open_mesh
+from asyncrl.services.ranks.meeting import find_meeting, open_mesh, warn_of_whole_load
 from asyncrl.services.reward import RewardService
 from asyncrl.tasks.prompt_rows import with_system
 
@@ -116,10 +116,11 @@ class RewardModelService(RewardService):
         device = own_device(self._section.device, mesh.rank, mesh.size)
         folder = Path(context.spec.options["model"])
         refuse_rotation_by_longest_row(folder, context.config, key)
-        model = load_score_model(folder, device, context.config.training.precision)
+        model = load_score_model(folder, device, context.config.training.precision, in_parts=mesh.is_parted)
         if not self._reads_text:
             refuse_another_tokenizer(model, context.facts.model_dir, key)
         model.share_out(mesh)
+        warn_of_whole_load(context, model.loaded_whole)
         self._positions = context_of_folder(folder)
         return model
 

@@ -6,7 +6,7 @@ TrainerService has the calls, versions and leases of any trainer; policy_trainin
 import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -37,19 +37,9 @@ from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
+from asyncrl.services.ranks.running_step import StepInProgress
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
-
-
-@dataclass(slots=True)
-class StepInProgress:
-    """Holds a running step. digest: of its batch. rows_checked: set once all ranks have read their rows or reported
-    lost rows. work: the task up to the outcome of the engine; its result is None when rows are lost."""
-
-    digest: str
-    work: "asyncio.Task[StepOutcome | None]" = field(init=False)
-    rows_checked: asyncio.Event = field(default_factory=asyncio.Event)
-    lost: LostRows | None = None
 
 
 class TrainerService(Service, Training, Generic[EngineOfPolicy]):
@@ -68,6 +58,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._published: Published
         self._writer: WeightSender | None = None  # stays None on every rank but the first
         self._version = 0
+        self._updates = 0  # of the engine, when it had the weights of this version
+        self._left_ranks = asyncio.Event()
         self._chain = GENESIS
         self._step: StepInProgress | None = None
         self._last_report: dict[str, StepReport] = {}  # of the step that made this version, by the digest of its batch
@@ -85,6 +77,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         await self.context.compute.run(self._load, await self.find_meeting())
         if self.context.spec.rank == 0 and self._has_readers:
             self._writer = await self._open_weights()
+        self._updates = self._engine.updates
         self._published = await self._publish(self._version)
 
     async def stop(self) -> None:
@@ -98,6 +91,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             if (report := self._last_report.get(digest)) is not None:
                 return report
             step, position = await self._running_step(), _position_text(*self._position)
+            if self._left_ranks.is_set():
+                raise Refused(f"cannot train from {position}: the trainer has lost other ranks, and keeps its state")
             if (cuts.incarnation, cuts.version) != self._position:
                 wanted = _position_text(cuts.incarnation, cuts.version)
                 raise Refused(f"cannot train from {wanted}: the trainer is at {position}")
@@ -173,6 +168,19 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             self.context.log.warning("rows not saved: a resume samples them again", samples=left_out)
         return Checkpointed(self._version, "", {READY_ROWS: writer.digest}, tuple(writer.saved))
 
+    async def leave_ranks(self, incarnation: int, version: int) -> None:
+        self._left_ranks.set()
+        self._update_allowed.set()
+        if (step := self._step) is not None:
+            await asyncio.wait([step.work])  # Its next exchange fails, if not all were made.
+        if (incarnation, version) != self._position or self._engine.updates != self._updates:
+            wanted, position = _position_text(incarnation, version), _position_text(*self._position)
+            raise Refused(f"the state of {wanted} is not held: the trainer is at {position}, or in a step from there")
+        await self.context.compute.run(self._engine.leave_ranks)
+        if step is not None:
+            torch.set_rng_state(step.random)
+            self._step = None
+
     async def _running_step(self) -> StepInProgress | None:
         """Returns the step that an earlier call began; None if its rows are lost."""
         if (step := self._step) is None:
@@ -183,12 +191,13 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     async def _work(self, step: StepInProgress, cuts: Cuts) -> StepOutcome | None:
         """Reads the rows and runs the engine by micro-batches, so that other work can run between them."""
         context = self.context
+        own: LostRows | None = None
         try:
             columns = await self.read_rows(cuts.batch)
-        except LostRows as lost:
-            step.lost = lost
+        except LostRows as lost_here:
+            own = lost_here
         try:
-            step.lost = await context.compute.run(agree_on_lost_rows, self._mesh, step.lost)
+            step.lost = await context.compute.run(agree_on_lost_rows, self._mesh, own)
             if step.lost is not None:
                 return None
             step.rows_checked.set()
@@ -202,9 +211,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 if run.is_computed:
                     await self._wait_for_samples(cuts)
             return run.outcome
-        except PeerLost:
-            await asyncio.sleep(DEATH_NOTICE)  # Reports the death of the other rank before the end of this one.
-            raise
+        except PeerLost as lost:
+            await step.keep_state(lost, self._left_ranks)
+            return None
         finally:
             step.rows_checked.set()
 
@@ -217,13 +226,16 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         """Waits until the next batch is sampled with the present weights. The deadline is that of the step's call."""
         with self.context.occupancy.out_of_work():
             while self._allowed != (cuts.incarnation, cuts.version):
+                if self._left_ranks.is_set():
+                    raise PeerLost("the step waited for samples when another rank was lost")
                 self._update_allowed.clear()
                 await self._update_allowed.wait()
         if self.context.handover is not None and self._samples_meanwhile(cuts):
             await self.context.handover.put_away()
 
     async def _complete(self, step: StepInProgress) -> StepReport:
-        """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows."""
+        """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows, and
+        PeerLost if a rank is gone, and this one has left the others."""
         outcome = await asyncio.shield(step.work)
         if outcome is None:
             assert step.lost is not None
@@ -239,6 +251,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             await self._wait_for_slot(self._writer.leases, version)
         self._published = await self._publish(version)
         self._version = version
+        self._updates = self._engine.updates
         self._chain = chain(self._chain, outcome.trained)
         report = self._report(outcome)
         self.add_to_counters(samples=len(report.samples), tokens=sum(sample.trained for sample in report.samples))

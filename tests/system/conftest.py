@@ -20,12 +20,17 @@ from programs import IMPORTED, ForkedProgram
 os.environ.setdefault("ASYNCRL_TELEMETRY__REPORT", "false")  # A report takes two seconds; test_start.py asks for one.
 PREPARATION = 400.0
 """Seconds that making a model may take; beside three other tests on two slow cores it took over 180."""
+HUNG = 1200.0
+"""Seconds after which a test of a fleet is ended; it waits for a run once or a few times, each PATIENCE at most."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deals the longest tests out to the processes in which tests run side by side: each begins with some of them, so
-    that they run beside tests that wait, and the last test to end is short."""
+    that they run beside tests that wait, and the last test to end is short. Gives each test of a fleet its timeout."""
+    for item in items:
+        if item.get_closest_marker("fleet") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(HUNG))
     processes: int = getattr(config, "workerinput", {}).get("workercount", 1)
     longest = [item for item in items if item.get_closest_marker("slow")]
     others = [item for item in items if not item.get_closest_marker("slow")]

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from programs import ended, running, until_step
 from watching import workers_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 ENVIRONMENTS = Path(__file__).parents[1] / "unit/engines/acting/line_walk.py"
 EXPERIMENT = """
 steps = {steps}

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.deploy.cli import main
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fleet
 
 Run = Callable[..., tuple[int, str]]
 ENVIRONMENTS = """

@@ -19,7 +19,7 @@ from asyncrl.controller.journal.audit import audit
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.metrics_file import read_metrics
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS, KILLED_AT = 6, 3
 START = 300.0

@@ -9,16 +9,18 @@ import pytest
 from asyncrl.controller.journal.audit import audit
 from asyncrl.telemetry.metrics_file import read_metrics
 
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import PATIENCE
+
 pytestmark = [
     pytest.mark.fleet,
     pytest.mark.long,  # Runs in the job that has all extras, not beside the other fleets.
-    pytest.mark.timeout(300),
 ]
 CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 

@@ -18,8 +18,9 @@ from asyncrl.telemetry.run_directory import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import ForkedProgram, finished
+from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 CLI = (sys.executable, "-m", "asyncrl.deploy.cli")
 EXAMPLE = next(
@@ -71,7 +72,7 @@ def variables(folder: Path) -> dict[str, str]:
 
 
 def run(*command: str, cwd: Path, code: int = 0, **environ: str) -> str:
-    done = finished(command, cwd=cwd, env={**os.environ, **variables(cwd), **environ}, timeout=240)
+    done = finished(command, cwd=cwd, env={**os.environ, **variables(cwd), **environ}, timeout=PATIENCE)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 

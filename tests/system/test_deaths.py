@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from programs import ended, running, until_step
 from watching import PATIENCE, dead, pid_of, wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS = "25"
 

@@ -23,9 +23,9 @@ from tests.unit.documents import files_of
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
 from test_deaths import ended, running, until_step
-from watching import pid_of
+from watching import PATIENCE, pid_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(640)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS, WITHHELD_STEPS = 50, 15
 HELD = """
@@ -132,7 +132,7 @@ def test_the_example_of_python_runs_with_a_model_that_was_made_before(quickstart
     text = example.read_text()
     assert text.count('"warmed:reverse"') == 1
     example.write_text(text.replace('"warmed:reverse"', f'"{quickstart_model}"'))
-    done = finished([sys.executable, "play.py"], cwd=tmp_path, timeout=200)
+    done = finished([sys.executable, "play.py"], cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     turns = ast.literal_eval(done.stdout.splitlines()[-1])
     assert [turn["content"] for turn in turns if turn["role"] == "user"] == ["no"] * 4 or "yes" in str(turns)

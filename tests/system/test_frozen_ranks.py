@@ -1,5 +1,5 @@
-"""Ranks of the reference and of the reward model as real processes: log-probs and scores are those of one rank,
-whatever the order in which calls reach them.
+"""Ranks of the reference and of models of reward and cost as real processes: log-probs and scores are those of one
+rank, whatever the order in which calls reach them.
 """
 
 import asyncio
@@ -35,11 +35,13 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.service_contracts import Reference, Reward
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fleet
 
 MODEL = model
 BATCHES = (1, 7, 3, 11)
 """Rows of each call; of one row a rank with rows of its own has none."""
+FROZEN = ("reference", "reward", "cost")
+COSTS = {"limit": 0.0, "weight": 2.0}
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}"
 PROMPT = "w3 w9"
 NO_TOKENS = np.zeros(0, np.int64)
@@ -67,12 +69,14 @@ def judge(model: Path, tmp_path: Path) -> Path:
     return tmp_path / "judge"
 
 
-def config(layout: dict[str, int], reads: str, judge: Path) -> Config:
+def config(layout: dict[str, int], reads: str, judge: Path, costs: dict[str, float]) -> Config:
+    scorer = {"model": str(judge), "reads": reads, "layout": layout}
     return config_of(
-        algorithm={"preset": "grpo", "kl": 0.1},
+        algorithm={"preset": "safe_rlhf" if costs else "grpo", "kl": 0.1},
         training={"micro_batch_tokens": 64, "logits_chunk": 16},
         reference={"layout": layout},
-        reward={"model": str(judge), "reads": reads, "layout": layout},
+        reward=scorer,
+        **({"cost": {**scorer, **costs}} if costs else {}),
     )
 
 
@@ -80,8 +84,8 @@ def config(layout: dict[str, int], reads: str, judge: Path) -> Config:
 async def frozen(config: Config, model: Path, judge: Path, run_dir: Path) -> AsyncIterator[RunningFleet]:
     run = secrets.token_hex(4)
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config)
-    specs = [spec for spec in service_specs(config) if spec.name in ("reference", "reward")]
-    specs = [replace(spec, options={"model": str(judge)}) if spec.name == "reward" else spec for spec in specs]
+    specs = [spec for spec in service_specs(config) if spec.name in FROZEN]
+    specs = [spec if spec.name == "reference" else replace(spec, options={"model": str(judge)}) for spec in specs]
     with forks_of(config) as forks, LocalLauncher(run, forks=forks) as launcher:
         async with running_fleet(specs, facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running
@@ -104,22 +108,35 @@ def reference(row: TrainRow, store: RowStore) -> RowRef:
     return RowRef(*row.key, 0, len(row.prompt_ids), tokens, 0, 0, "stop", (place,))
 
 
-@pytest.mark.parametrize(("layout", "reads"), [({"tp": 2}, "tokens"), ({"shard": 2}, "text")], ids=["tp", "shard"])
+@pytest.mark.parametrize(
+    ("layout", "reads", "costs"),
+    [({"tp": 2}, "tokens", {}), ({"shard": 2}, "text", COSTS)],
+    ids=["tp", "shard"],
+)
 def test_ranks_of_frozen_models_compute_what_one_does(
-    layout: dict[str, int], reads: str, model: Path, judge: Path, store: RowStore, tmp_path: Path
+    layout: dict[str, int],
+    reads: str,
+    costs: dict[str, float],
+    model: Path,
+    judge: Path,
+    store: RowStore,
+    tmp_path: Path,
 ) -> None:
-    settings, parts = config(layout, reads, judge), batches()
+    settings, parts = config(layout, reads, judge, costs), batches()
     refs = [BatchRef(tuple(reference(each, store) for each in rows)) for rows in parts]
 
     async def life() -> None:
         async with asyncio.timeout(200), frozen(settings, model, judge, tmp_path) as running:
-            computing, scoring = running.handle("reference", Reference), running.handle("reward", Reward)
+            computing = running.handle("reference", Reference)
+            scorers = {name: running.handle(name, Reward) for name in settings.scorers}
             stored = await asyncio.gather(*(computing.logprobs(each) for each in refs))
             await _are_the_logprobs_of_one_rank(stored, parts, model)
-            scores = await asyncio.gather(*(scoring.score(each, {"prompt": PROMPT}) for each in refs))
-            found = [[score.reward for score in each] for each in scores]
-            for own, expected in zip(found, scores_of_one_rank(parts, reads, judge), strict=True):
-                np.testing.assert_allclose(np.array(own, float), expected, atol=1e-5)
+            calls = [each.score(batch, {"prompt": PROMPT}) for each in scorers.values() for batch in refs]
+            scores = await asyncio.gather(*calls)
+            one = scores_of_one_rank(parts, reads, judge)
+            expected = [settings.scorers[name].weight * score for name in scorers for each in one for score in each]
+            found = [score.reward for each in scores for score in each]
+            np.testing.assert_allclose(np.array(found, float), expected, atol=1e-5)
             os.kill(running.supervisor.instances["reference0.1"].launched.labels["pid"], signal.SIGKILL)
             await computing.logprobs(refs[0])
 

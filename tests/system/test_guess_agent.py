@@ -11,8 +11,9 @@ from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
+from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS = 3
 ALONE = """
@@ -33,7 +34,7 @@ def test_the_policy_trains_inside_the_agent(bubblewrap_works: None, tmp_path: Pa
     keys |= {"task.prompts_per_step": 1, "task.samples_per_prompt": 4, "telemetry.samples_per_step": "all"}
     flags = [f"--{key}={value}" for key, value in keys.items()]
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "guess-agent", *flags]
-    done = finished(command, timeout=200)
+    done = finished(command, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     report = audit(tmp_path / "run")
     assert report.ok, str(report)

@@ -18,7 +18,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
 from asyncrl.telemetry.screen.display import open_display
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.fleet
 STEPS, LAST = 60, 7
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from programs import ForkedProgram, finished
 from watching import PATIENCE, dead, wait_until, workers_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]
 

@@ -18,7 +18,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
 from asyncrl.telemetry.screen.display import LineDisplay
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 LAST = 10
 """Steps whose mean reward counts as the reward at the end."""
 WHOLE = load("quickstart").config.steps

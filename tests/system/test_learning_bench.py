@@ -9,7 +9,7 @@ import pytest
 from asyncrl.bench.learning.grid import Case
 from asyncrl.bench.learning.training_runs import POINTS, RunFailed, TrainingChild, run_case
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow]
 EVALUATION = {"evaluate.samples": 2, "evaluate.temperature": 1.0, "evaluate.size": 16}
 DEFAULTS = {**EVALUATION, "telemetry.trace": False, "steps": 24}
 

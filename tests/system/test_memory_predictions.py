@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from programs import ForkedProgram
 from watching import PATIENCE, wait_until, workers_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 ROWS, SHORT_ANSWERS, TRAINED, OTHERS = 2.0, 3.5, 1.6, 1.6
 """Largest factors between prediction and measurement: of rows, of rows whose answers end long before

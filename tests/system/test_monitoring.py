@@ -25,7 +25,7 @@ from programs import finished
 from test_joining import CLI, program, steps_in
 from watching import PATIENCE, wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 WORKERS = {"generation0.0": "generation", "reward0.0": "reward", "training0.0": "training"}
 

@@ -14,7 +14,7 @@ from tests.network_hosts import NetworkHosts, network_hosts, why_no_hosts
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import dead, wait_until
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.fleet
 
 SERVER = """
 import socket

@@ -15,7 +15,7 @@ from watching import PATIENCE  # noqa: E402
 
 from asyncrl.telemetry.metrics_file import read_metrics  # noqa: E402
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fleet
 
 
 def test_an_interrupted_cell_ends_its_run_with_a_checkpoint(tmp_path: Path) -> None:

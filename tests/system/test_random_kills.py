@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE))
 from torchless_runs import Run  # noqa: E402
 from watching import PATIENCE  # noqa: E402
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fleet
 
 WORKERS = ("generation", "reward", "training")
 FOR_EVER = ("--steps", "1000000", "--training.checkpoint_every", "5")
@@ -72,14 +72,12 @@ def test_run_survives_a_few_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(4))
 def test_run_survives_forty_kills(seed: int, tmp_path: Path) -> None:
     killed_at_random(Run(tmp_path / "run", FOR_EVER, start=subprocess.Popen), kills=10, seconds=5.0, seed=seed)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_quickstart_survives_ten_kills(tmp_path: Path) -> None:
     killed_at_random(
         Run(tmp_path / "run", FOR_EVER, "quickstart", standins=False, start=subprocess.Popen),

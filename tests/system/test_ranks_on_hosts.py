@@ -16,7 +16,6 @@ from watching import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.fleet,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-"),
 ]
 CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]

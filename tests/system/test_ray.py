@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from watching import PATIENCE, dead, wait_until
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed; scripts/test ray installs it")
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400), needs_ray]
+pytestmark = [pytest.mark.fleet, needs_ray]
 
 CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]
 RAY = str(Path(sys.executable).with_name("ray"))

@@ -16,10 +16,13 @@ from asyncrl.config.sources import load
 from asyncrl.telemetry.metrics_file import METRICS, read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.fleet
 
 
 def block(language: str, containing: str) -> str:
@@ -31,7 +34,9 @@ def block(language: str, containing: str) -> str:
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

@@ -13,8 +13,9 @@ from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
+from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 
 TALK = [
@@ -109,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_refused_run_leaves_no_files(flags: list[str], says: str, folder: Path) -> None:
     before = sorted(folder.iterdir())
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", "mine.toml", *flags]
-    done = finished(command, cwd=folder, timeout=100)
+    done = finished(command, cwd=folder, timeout=PATIENCE)
     assert done.returncode == 2, done.stderr
     assert says.replace("FOLDER", str(folder)) in done.stderr
     assert "run directory" not in done.stdout

@@ -10,8 +10,9 @@ from asyncrl.telemetry.samples_file import read_samples
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
+from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240), pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 CHANGED = """
 import sys
@@ -37,7 +38,7 @@ def test_a_recorded_run_is_replayed_and_a_change_is_found(quickstart_model: Path
     changed.write_text(CHANGED)
 
     def asyncrl(*arguments: str, program: tuple[str, ...] = ("-m", "asyncrl.deploy.cli")) -> tuple[int, str]:
-        done = finished([sys.executable, *program, *arguments], timeout=120, env=environment)
+        done = finished([sys.executable, *program, *arguments], timeout=PATIENCE, env=environment)
         return done.returncode, done.stdout + done.stderr
 
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--evaluate.prompts=", "--steps", "6"]

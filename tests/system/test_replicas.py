@@ -16,7 +16,7 @@ from asyncrl.telemetry.screen.display import open_display
 
 STEPS = 3
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.fleet
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from asyncrl.engines.models.warmed_up_model import build_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
+from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS = 3
 EPISODES = """
@@ -64,7 +65,7 @@ reference = {{ router_replay = true }}
 """)
     run_dir = tmp_path / "run"
     program = [sys.executable, "-m", "asyncrl.deploy.cli", "run", str(experiment), "--run-dir", str(run_dir)]
-    done = finished(program, timeout=200)
+    done = finished(program, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == STEPS

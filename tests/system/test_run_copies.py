@@ -12,7 +12,7 @@ sys.path.insert(0, str(HERE))
 from torchless_runs import Run  # noqa: E402
 from watching import PATIENCE  # noqa: E402
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 # No checkpoint but the first: one must not be renamed while it is copied.
 FOR_EVER = ("--steps", "1000000", "--training.checkpoint_every", "1000000")

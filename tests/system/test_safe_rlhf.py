@@ -22,7 +22,7 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
 from asyncrl.telemetry.screen.display import LineDisplay
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.fleet
 
 STEPS, LAST, LIMIT = 50, 8, 0.2
 """LAST: steps whose means count as those of the end."""

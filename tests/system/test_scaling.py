@@ -16,7 +16,7 @@ from programs import finished
 from test_joining import CLI, events, program, steps_in
 from watching import PATIENCE, wait_until, workers_of
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 
 def busy(run_dir: Path, worker: str) -> bool:

@@ -31,7 +31,7 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.protocols.service_contracts import Training
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.fleet
 
 STEPS, BROKEN = 20, 4
 """Steps that are compared, and one before which a batch is not finite on one rank."""

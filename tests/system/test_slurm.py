@@ -18,7 +18,6 @@ from watching import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.fleet,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "-"),
 ]
 

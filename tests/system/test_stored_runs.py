@@ -17,7 +17,6 @@ from watching import PATIENCE, wait_until
 MISSING = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.fleet,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
 ]
 CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]

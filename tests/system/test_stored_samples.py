@@ -11,12 +11,13 @@ from asyncrl.telemetry.samples_file import SampleRecord, read_samples
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
+from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(240), pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 
 def asyncrl(*arguments: str) -> tuple[int, str]:
-    done = finished([sys.executable, "-m", "asyncrl.deploy.cli", *arguments], timeout=120)
+    done = finished([sys.executable, "-m", "asyncrl.deploy.cli", *arguments], timeout=PATIENCE)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -122,7 +122,6 @@ def train_row(done: Completion, advantage: float) -> TrainRow:
 
 
 @pytest.mark.fleet
-@pytest.mark.timeout(300)
 async def test_at_limit_zero_the_fleet_equals_a_plain_loop_bit_for_bit(
     config: Config, forks: Forks, tmp_path: Path, unknown_metrics: Callable[[Mapping[str, object]], list[str]]
 ) -> None:

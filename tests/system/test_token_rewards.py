@@ -14,7 +14,7 @@ from asyncrl.controller.journal.audit import audit
 sys.path.insert(0, str(Path(__file__).parent))
 from test_deaths import ended, running, until_step
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS, KILLED_AFTER = 8, 2
 ENDS = """

@@ -37,7 +37,7 @@ from asyncrl.protocols.service_contracts import Lane
 
 __all__ = ["model", "store"]
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.fleet
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "docs" / "reference" / "lanes.md"

@@ -10,8 +10,9 @@ from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import finished
+from watching import PATIENCE
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 REWARDS = """
 def right(sample):
@@ -61,7 +62,7 @@ def test_each_row_is_shown_with_its_prompt_answer_and_rewards(tmp_path: Path) ->
     (tmp_path / "e.toml").write_text(EXPERIMENT)
     before = sorted(path.name for path in tmp_path.iterdir())
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "try", "e.toml", "--rows", "2"]
-    done = finished(command, cwd=tmp_path, timeout=100)
+    done = finished(command, cwd=tmp_path, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     _, first, second = done.stdout.split("\ntask.prompts: ")
     for shown, line, letter in ((first, 1, "a"), (second, 2, "b")):

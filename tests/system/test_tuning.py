@@ -17,7 +17,6 @@ from watching import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.fleet,
-    pytest.mark.timeout(500),
     pytest.mark.skipif(importlib.util.find_spec("optuna") is None, reason="Optuna (extra `tune`) is not installed"),
 ]
 CLI = [sys.executable, "-m", "asyncrl.deploy.cli", "tune"]

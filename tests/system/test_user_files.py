@@ -13,7 +13,7 @@ from torchless_runs import EXPERIMENT, Run  # noqa: E402
 from asyncrl.children.printed_output import BLOCK, LARGEST  # noqa: E402
 from asyncrl.deploy import cli  # noqa: E402
 
-pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 REWARD = """
 from torchless_task import even

@@ -20,7 +20,7 @@ from watching import dead, pid_of, wait_until
 needs_vllm = pytest.mark.skipif(
     find_spec("vllm") is None, reason="vLLM is not installed; scripts/test vllm installs it"
 )
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900), needs_vllm]
+pytestmark = [pytest.mark.fleet, needs_vllm]
 LIMIT = 600.0
 SMOLLM2 = """
 steps = 2

@@ -1,26 +1,34 @@
 """Takes a run back to its newest checkpoint when a worker that learns dies, while the other workers stay.
 
-    trainer or critic dies ──> the controller ends ──> all that learn are killed ──> the journal is resumed
-         ^                                                                                    │
-         └──── the next controller <── trainer and critics load the checkpoint <── other workers are renewed
+    trainer or critic dies ──> the controller ends ──> living workers that hold its state write a checkpoint
+         ^                                                                        │
+         │                                       all that learn are killed, the journal is resumed
+         │                                                                        v
+         └──── the next controller <── trainer and critics load <── other workers are renewed
 
 The journal, the gate and the workers see what they see when the command is run again after exit status 75: another
 incarnation that goes on from the checkpoint.
 """
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from asyncrl.concurrency import running_beside
-from asyncrl.controller.journal.checkpoints import ResumePlan, versions
+from asyncrl.controller.journal.checkpoints import ResumePlan, commit, versions
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import Folders
-from asyncrl.errors import FleetFailed, PeerLost
+from asyncrl.errors import AsyncrlError, FleetFailed, JournalError, PeerLost
+from asyncrl.fleet.changes.living_state import living_state
 from asyncrl.fleet.changes.renewal import begin_incarnation, end_learners
 from asyncrl.fleet.fleet import FAILURE_NOTICE, RunningFleet
 from asyncrl.fleet.supervisor import Learners
+
+ALL = sys.maxsize
+"""Number of checkpoints that stay: the next one of the run removes what is too old."""
 
 
 class Incarnation(Protocol):
@@ -28,6 +36,9 @@ class Incarnation(Protocol):
 
     @property
     def plan(self) -> ResumePlan | None: ...
+
+    @property
+    def journal(self) -> Journal: ...
 
     @property
     def incarnation(self) -> int: ...
@@ -67,10 +78,11 @@ async def train_with_returns(
             return await _train(running, state, train)
         except (PeerLost, FleetFailed):
             running.subscribers[:] = subscribers
-            learners, made = supervisor.learners, versions(store)
-            lost = await _why_lost(running)
+            learners, lost = supervisor.learners, await _why_lost(running)
             if learners is None or lost is None:
                 raise
+            is_saved = may_return() and await save_living_state(running, state.journal, say)
+            made = versions(store)
             if not made or returns[made[-1]] == most or not may_return():
                 learners.give_up()
                 raise
@@ -78,7 +90,8 @@ async def train_with_returns(
         state = await resumed(state)
         assert state.plan is not None, "it has checkpoints"
         returns[state.plan.version] += 1
-        say(f"{lost}; the run goes on from its checkpoint of step {state.plan.version}, and its other workers stay")
+        source = "what living workers hold of" if is_saved else "its checkpoint of"
+        say(f"{lost}; the run goes on from {source} step {state.plan.version}, and its other workers stay")
         await begin_incarnation(running, running.facts.renewed(state.incarnation, Path(state.plan.directory)))
 
 
@@ -97,3 +110,25 @@ async def _why_lost(running: RunningFleet) -> str | None:
         return None
     await asyncio.wait([learners.lost], timeout=FAILURE_NOTICE)
     return learners.lost.result() if learners.lost.done() else None
+
+
+async def save_living_state(running: RunningFleet, journal: Journal, say: Callable[[str], None]) -> bool:
+    """Makes a checkpoint of the journal's version, if the newest one is older and living workers hold the state: then
+    no step is trained again. Returns whether it did. The controller has ended.
+
+    Raises JournalError when a trainer of this version has trained other samples than the journal says.
+    """
+    version = journal.ledger.version
+    if version in versions(journal.store):
+        return False
+    try:
+        state = await living_state(running, journal.ledger.incarnation, version)
+        if state is None:
+            return False
+        await commit(journal, state.write, keep=ALL)
+    except (AsyncrlError, OSError) as error:
+        if isinstance(error, JournalError):
+            raise
+        say(f"what living workers hold of step {version} could not be saved: {error}")
+        return False
+    return True

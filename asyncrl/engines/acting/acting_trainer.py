@@ -93,6 +93,13 @@ class ActingTrainer:
     def publish_parts(self) -> None:
         """Does nothing: one rank has all weights."""
 
+    @property
+    def updates(self) -> int:
+        return self.learner.optimizer.updates
+
+    def leave_ranks(self) -> None:
+        """Does nothing: it is one rank alone."""
+
     def canary(self) -> Canary | None:
         """Returns None: engine and trainer compute the same small network."""
         return None

@@ -17,9 +17,13 @@ ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of peft. A folder with the second one holds adapters of another model."""
 PARTS = "parts"
 """Folder of a checkpoint beside `model/`, where several ranks wrote parts of its weights."""
+EXPORTED = "asyncrl_export.json"
+"""File of a folder that `asyncrl export` wrote, which tells the version of its weights."""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 """Patterns of tokenizer files; every saved tokenizer has at least one of them."""
+CRITICS = ("critic", "cost_critic")
+"""Services whose models are in folders of a checkpoint beside `model/`."""
 POSITIONS = ("max_position_embeddings", "n_positions")
 STRETCHED = ("linear", "dynamic", "yarn")
 """Kinds of rotary scaling whose factor is not yet part of the number of positions in the config."""
@@ -33,6 +37,18 @@ def is_complete(folder: Path) -> bool:
 def is_in_parts(folder: Path) -> bool:
     """Returns whether `folder` is the `model/` of a checkpoint whose weights are in parts beside it."""
     return folder.name == "model" and (folder.parent / PARTS).is_dir()
+
+
+def exported_version(folder: Path) -> int:
+    """Returns the version of the weights in a folder that `asyncrl export` wrote; 0 for any other model. Raises
+    ConfigError when the file that tells it is damaged."""
+    path = folder / EXPORTED
+    try:
+        return int(json.loads(path.read_bytes())["version"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: write the folder once more with `asyncrl export`") from error
 
 
 def sync_to_disk(path: Path) -> None:
@@ -59,9 +75,10 @@ def existing_folder(name: str, key: str = "model.name") -> Path | None:
             "them, or write a model with `asyncrl export RUN FOLDER --merge` and name that folder"
         )
     if is_in_parts(folder):
+        option = f" --model {folder.parent.name}" if folder.parent.name in CRITICS else ""
         raise ConfigError(
             f"{key}: the weights of {folder} are in parts, as the ranks of its run hold them: write the whole model "
-            "with `asyncrl export RUN FOLDER`"
+            f"with `asyncrl export RUN FOLDER{option}`"
         )
     if (folder / "checkpoints").is_dir():
         raise ConfigError(

@@ -348,13 +348,23 @@ def load_value_model(
     return model
 
 
-def load_score_model(folder: Path, device: str, precision: Precision = "float32") -> ValueModel:
+def load_score_model(
+    folder: Path, device: str, precision: Precision = "float32", *, in_parts: bool = False
+) -> ValueModel:
     """Loads a frozen reward model without dropout, which scores the last token of a row, by transformers' sequence
-    classification head with one label or a critic's head. Raises ConfigError when the folder holds no such head."""
+    classification head with one label or a critic's head. in_parts: see `load_causal_model`. Raises ConfigError when
+    the folder holds no such head."""
     architectures = AutoConfig.from_pretrained(folder).architectures or []
     token_head = any(name.endswith("ForTokenClassification") for name in architectures)
     kind = AutoModelForTokenClassification if token_head else AutoModelForSequenceClassification
-    whole, missing = load_pretrained_classifier(folder, kind, "reward model", **_options(folder, num_labels=1))
+    options = _options(folder, num_labels=1)
+    made = _unfilled(folder, device, kind, options) if in_parts else ""
+    if isinstance(made, str):
+        whole, missing = load_pretrained_classifier(folder, kind, "reward model", **options)
+        unfilled = None
+    else:
+        whole, unfilled = made
+        missing = sorted(unfilled.zeros)
     if missing:
         raise ConfigError(
             f"model {folder} cannot be a reward model: it holds no {', '.join(missing)}, so its scores would be noise; "
@@ -366,8 +376,11 @@ def load_score_model(folder: Path, device: str, precision: Precision = "float32"
             f"token; {OTHERS}"
         )
     whole.config.pad_token_id = None  # Its own forward only ever gets one row, which has no padding.
+    whole.eval().requires_grad_(False)
     scored = slice(None) if token_head else slice(-1, None)
-    return ValueModel(whole.eval().requires_grad_(False).to(device), folder, precision, scored)
+    model = ValueModel(whole if unfilled else whole.to(device), folder, precision, scored, unfilled)
+    model.loaded_whole = made if isinstance(made, str) else ""
+    return model
 
 
 def refuse_another_tokenizer(model: LoadedModel, policy: Path, key: str) -> None:

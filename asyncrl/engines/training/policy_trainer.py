@@ -166,6 +166,11 @@ class PolicyTrainer(Trainer):
         state = whole_state(self.optimizer, self.mesh.size, states, **state)
         return StateCopy(state, partial(write_model, self.model, weights, self._adapted), 0, parts, self.mesh.size)
 
+    def leave_ranks(self) -> None:
+        super().leave_ranks()
+        if self._adapted is not None:
+            self._adapted = self._adapted._replace(digest=weights_digest(self._folder))
+
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "PolicyStep":
         return PolicyStep(self, rows, incarnation, version)
 

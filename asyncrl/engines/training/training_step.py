@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -16,9 +16,11 @@ from asyncrl.engines.training.batch.masking import MaskedRow, mask_counts, mask_
 from asyncrl.engines.training.batch.micro_batches import micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.optimizers.optimizer import Optimizer
+from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
+from asyncrl.errors import Refused
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import LEFT_OUT, Canary, TrainedSample
@@ -63,9 +65,13 @@ class AdvancingStep(Protocol):
 
 
 class TrainedPolicy(Protocol):
-    """An engine that trains, as the service needs it. lane: draws blocks of a step in the trace."""
+    """An engine that trains, as the service needs it. lane: draws blocks of a step in the trace. updates: optimizer
+    steps taken so far."""
 
     lane: Lane
+
+    @property
+    def updates(self) -> int: ...
 
     @property
     def weights_spec(self) -> WeightsSpec: ...
@@ -77,6 +83,8 @@ class TrainedPolicy(Protocol):
     def copy_state(self, extra: dict[str, Any]) -> StateCopy: ...
 
     def publish_parts(self) -> None: ...
+
+    def leave_ranks(self) -> None: ...
 
 
 def undrawn(name: str) -> AbstractContextManager[None]:
@@ -115,6 +123,20 @@ class Trainer(ABC):
     mesh: RankMesh
     optimizer: Optimizer
     lane: Lane = staticmethod(undrawn)
+    _held: HeldModel
+
+    @property
+    def updates(self) -> int:
+        return self.optimizer.updates
+
+    def leave_ranks(self) -> None:
+        """Goes on as a trainer of one rank, without gradients. Raises Refused where ranks share out weights or
+        moments."""
+        if self.mesh.is_parted:
+            raise Refused(f"rank {self.mesh.rank} of {self.mesh.key} holds a part of the state alone")
+        self.optimizer.discard()
+        self.mesh = RankMesh(service=self.mesh.service)
+        self._held = replace(self._held, mesh=self.mesh)
 
     @property
     @abstractmethod

@@ -185,8 +185,7 @@ class FakeTraining(FakeService, Training):
         samples, in_loss = self._compute_loss(cuts.batch, rows)
         trained = [index for index, sample in enumerate(samples) if sample.trained]
         if not trained:
-            reasons = {sample.untrained_because for sample in samples}
-            return self._report(samples, next(why for why in ("not finite", "rejected", "stale") if why in reasons))
+            return self._report(samples, self.why_skipped(samples))
         await self._wait_for_slot()
         self._leases.begin_write(self.version + 1)
         self.learn(cuts, rows)
@@ -200,6 +199,11 @@ class FakeTraining(FakeService, Training):
     def next_link(self, samples: Iterable[TrainedSample]) -> bytes:
         """Returns the chain after a step that trained some of these samples."""
         return chain(self.chain, [sample.name for sample in samples if sample.trained])
+
+    def why_skipped(self, samples: Iterable[TrainedSample]) -> str:
+        """Returns why a step trained none of its samples."""
+        reasons = {sample.untrained_because for sample in samples}
+        return next(why for why in ("not finite", "rejected", "stale") if why in reasons)
 
     def _compute_loss(self, batch: BatchRef, rows: Batch) -> tuple[tuple[TrainedSample, ...], list[Any]]:
         """Returns the account of each sample, and the version stamps of its tokens that are young enough to train."""

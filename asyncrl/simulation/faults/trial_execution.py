@@ -23,6 +23,7 @@ from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.launching.join_point import open_join_point
 from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts
 from asyncrl.lanes.host_id import HostId
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Environment, Generation, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
@@ -30,6 +31,7 @@ from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire
 from asyncrl.simulation.faults.host_network import ANY
 from asyncrl.simulation.faults.trial_hosts import TrialHosts
 from asyncrl.simulation.faults.trial_plan import BASE, ENOUGH, MEMBERSHIP, Fault, Trial
+from asyncrl.simulation.faults.trial_ranks import RankExchanges, TrialTrainingRank
 from asyncrl.simulation.faults.trial_services import (
     GroundTruth,
     TicketReward,
@@ -277,7 +279,10 @@ class ControllerLife(ResumableRun):
             generation, reward = "generation", "reward"
         yield ServiceSpec("generation", Generation, generation, trial.generators, joined=joined.get("generation", 0))
         yield ServiceSpec("reward", TicketReward, reward, trial.scorers, joined=joined.get("reward", 0))
-        yield ServiceSpec("training", Training, partial(TrialTraining, truth, self.disk))
+        training: Implementation = partial(TrialTraining, truth, self.disk)
+        if trial.ranks > 1:
+            training = partial(TrialTrainingRank, truth, self.disk, RankExchanges(trial))
+        yield ServiceSpec("training", Training, training, layout=Layout(dp=trial.ranks))
         if trial.turns:
             yield ServiceSpec("environment", Environment, partial(TrialEnvironment, truth))
         if trial.reference:

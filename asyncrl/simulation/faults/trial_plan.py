@@ -76,7 +76,8 @@ class Trial(RunShape):
     sample, in seconds in a slot. judges: calls that one reward worker scores at a time; 0: all of them. preemptions:
     how often the first host is lost, once a minute. turns: most turns of an episode; 0: samples are single answers.
     joined: generators and scorers run on machines that join, one of each service on each of `hosts`; the others are
-    spares. returns: to one checkpoint, after deaths of the trainer, while the other workers stay.
+    spares. returns: to one checkpoint, after deaths of the trainer, while the other workers stay. ranks: of the
+    trainer, each with all of its weights.
     """
 
     generators: int = 1
@@ -99,6 +100,7 @@ class Trial(RunShape):
     turns: int = 0
     joined: bool = False
     returns: int = 0
+    ranks: int = 1
 
     @property
     def joining(self) -> tuple[str, ...]:
@@ -187,6 +189,26 @@ def draw_returns(seed: int) -> Trial:
     ]
     others = tuple(fault for fault in trial.faults if fault.kind != "controller")
     return replace(trial, returns=chance.randint(1, 3), steps=chance.randint(3, 6), faults=(*others, *deaths))
+
+
+def draw_ranks(seed: int) -> Trial:
+    """Draws a trial whose trainer has several ranks, of which one dies again and again; a few other faults meet all
+    workers."""
+    chance, trial = random.Random(f"ranks {seed}"), draw_trial(seed)
+    others = tuple(fault for fault in trial.faults if fault.kind != "controller")[: chance.choice((0, 0, 1, 2))]
+    deaths = tuple(
+        Fault("kill", int(10 ** chance.uniform(1.8, 3.2)), "training", chance.choice((0, 1, 2, 3, 5, 8)))
+        for _ in range(chance.randint(2, 6))
+    )
+    return replace(
+        trial,
+        returns=chance.randint(1, 6),
+        ranks=chance.randint(2, 3),
+        steps=chance.randint(6, 12),
+        step_time=chance.choice((0.5, 1.0, 2.0)),
+        checkpoint_every=chance.choice((1, 3, 100)),
+        faults=(*others, *deaths),
+    )
 
 
 MEMBERSHIP: tuple[Kind, ...] = ("partition", "one-way", "leave", "join", "spot", "scale", "host")

@@ -79,7 +79,8 @@ class GroundTruth:
         self.reading.clear()
 
     def ended(self, instance: str) -> None:
-        self.services.pop(instance, None)
+        if (ended := self.services.pop(instance, None)) is not None:
+            ended.ended()
         self.reading.pop(instance, None)
 
     def counted(self, ticket: int) -> None:
@@ -96,6 +97,13 @@ class GroundTruth:
         for instance, worker in self.services.items():
             if instance.startswith(service) and worker.stored_rows:
                 return worker.lose_row(self.chance)
+
+    def updated(self, version: int, batch: BatchRef, in_loss: SequenceOf[Any]) -> None:
+        """Notes that a rank of the trainer took an update from this version; all ranks take the same one."""
+        if version + 1 not in self.steps:
+            self.trained(version, batch, in_loss)
+        elif self.steps[version + 1] != (keys := tuple(row.key for row in batch)):
+            self.report(f"one rank trained {keys} to version {version + 1}, another one {self.steps[version + 1]}")
 
     def hang(self, service: str) -> None:
         """Lets a worker of this service finish nothing any more."""
@@ -143,6 +151,9 @@ class TrialService(FakeService):
         await super().spend(seconds)
         if self.hung:
             await asyncio.Event().wait()
+
+    def ended(self) -> None:
+        """Takes the end of its process."""
 
 
 class TrialGeneration(TrialService, FakeGeneration):
@@ -262,8 +273,13 @@ class TrialTraining(TrialService, FakeTraining):
             version, chain = self._disk.open(str(self.context.facts.checkpoint_dir), STATE).read().decode().split()
             self.restore(int(version), bytes.fromhex(chain))
 
+    @property
+    def held_version(self) -> int:
+        """Returns the version of the weights, whatever calls are told."""
+        return self.version
+
     def state_copy(self) -> WriteCopy:
-        state = f"{self.version} {self.chain.hex()}".encode()
+        state = f"{self.held_version} {self.chain.hex()}".encode()
 
         def write(directory: str) -> dict[str, str]:
             self._disk.block()

@@ -1,7 +1,8 @@
 """`asyncrl export` copies the model of a run's newest good checkpoint, or of another one, to a folder that
 from_pretrained loads. The adapters of a run with model.lora are copied as a folder that peft loads, or merged into the
-model with --merge."""
+model with --merge. The folder of a critic can be the `critic.model` of another run."""
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -10,10 +11,12 @@ from pathlib import Path
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.engines.acting.stepping.spaces_file import SPACES
-from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, base_folder, is_in_parts
+from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, CRITICS, EXPORTED, base_folder, is_in_parts
 from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
+
+POLICY = "policy"
 
 
 def main(arguments: list[str]) -> int:
@@ -22,10 +25,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", type=Path, help="Name a folder that does not exist yet or is empty.")
     parser.add_argument("--merge", action="store_true", help="Merge the adapters of a run with model.lora.")
     parser.add_argument("--step", default="", metavar="N", help="Copy the checkpoint of this step, or `best`.")
+    model_help = "Copy this model; default: policy."
+    parser.add_argument("--model", choices=[POLICY, *CRITICS], default=POLICY, help=model_help)
     asked = parser.parse_args(arguments)
-    version = export(asked.run, asked.target, merged=asked.merge, step=asked.step)
+    version = export(asked.run, asked.target, merged=asked.merge, step=asked.step, model=asked.model)
     call = f"AutoModelForCausalLM.from_pretrained({str(asked.target)!r})"
-    if (asked.target / SPACES).exists():
+    if asked.model in CRITICS:
+        call = f"{asked.model}.model = {str(asked.target)!r}"
+    elif (asked.target / SPACES).exists():
         call = f"asyncrl evaluate {asked.target} --task EXPERIMENT"
     elif (asked.target / ADAPTER_CONFIG).exists():
         call = f"PeftModel.from_pretrained(base_model, {str(asked.target)!r})"
@@ -33,10 +40,10 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "") -> int:
-    """Copies the model, or merges its adapters into it; returns its version. step: as in `chosen_model`. The target
-    appears complete or not at all. Raises ConfigError for a mistake in the arguments, and JournalError when none of the
-    run's checkpoints is good."""
+def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "", model: str = POLICY) -> int:
+    """Copies the model, or merges its adapters into it; returns its version. step: as in `chosen_model`. model: the
+    policy or one of CRITICS. The target appears complete or not at all. Raises ConfigError for a mistake in the
+    arguments, and JournalError when none of the run's checkpoints is good."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a folder that does not")
@@ -44,24 +51,36 @@ def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "")
         raise missing_run(run_dir, NO_RUN)
     from asyncrl.controller.journal.best_checkpoint import chosen_model
 
-    model, version = chosen_model(run_dir, step)
-    write: Callable[[Path], object] = partial(_gather if is_in_parts(model) else shutil.copytree, model)
+    policy, version = chosen_model(run_dir, step)
+    folder = policy if model == POLICY else _critic_folder(policy.parent, model, merged=merged)
+    write: Callable[[Path], object] = partial(_gather if is_in_parts(folder) else shutil.copytree, folder)
     if merged:
         config = read(RunDirectory(run_dir).config)
         if config.model.lora is None:
             raise ConfigError(f"{run_dir} trained all weights, so there is nothing to merge: leave out --merge")
         base = base_folder(run_dir, config)
-        refuse_other_base(model.parent, base)
-        write = partial(_merge, model, base)
+        refuse_other_base(policy.parent, base)
+        write = partial(_merge, policy, base)
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         write(unfinished)
+        (unfinished / EXPORTED).write_text(json.dumps({"model": model, "version": version}) + "\n")
         unfinished.replace(target)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ConfigError(f"{target} cannot be written: {error.strerror or error}; name another folder") from error
     return version
+
+
+def _critic_folder(checkpoint: Path, critic: str, *, merged: bool) -> Path:
+    """Returns the model folder of a critic in a checkpoint. Raises ConfigError when there is none, and for --merge."""
+    if merged:
+        raise ConfigError(f"--merge is for adapters of the policy, and a {critic} has none: leave it out")
+    folder = checkpoint / critic / "model"
+    if not folder.is_dir():
+        raise ConfigError(f"checkpoint {checkpoint} holds no {critic}: the algorithm of its run trains none")
+    return folder
 
 
 def _gather(model: Path, target: Path) -> None:

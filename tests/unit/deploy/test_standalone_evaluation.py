@@ -13,6 +13,7 @@ import asyncrl.deploy.standalone_evaluation as module
 from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.toml_writer import dump
+from asyncrl.controller.observers.evaluation.evaluator import Evaluation
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec
@@ -140,6 +141,33 @@ def test_a_model_is_prepared_as_in_training(
         cli.main(["evaluate", "warmed:reverse", "--task", "quickstart"])
     assert Path(started[-1]).name == "reverse"
     assert capsys.readouterr().err == "making it\n"
+
+
+def test_a_folder_that_was_exported_is_evaluated_as_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def evaluate_model(*_: object, **__: object) -> list[Evaluation]:
+        return [Evaluation(0, 8, 0.5, 0.1, None, 0, 1.0)]
+
+    async def prepare(*_: object) -> Path:
+        return tmp_path
+
+    monkeypatch.setattr(module, "evaluate_model", evaluate_model)
+    monkeypatch.setattr(module, "prepare", prepare)
+    told = []
+    for content in ("", '{"model": "policy", "version": 12}', '{"version": "x"}'):
+        if content:
+            (tmp_path / "asyncrl_export.json").write_text(content)
+        status = cli.main(["evaluate", str(tmp_path), "--task", "quickstart"])
+        told.append((status, *capsys.readouterr()))
+    assert [(status, "over 8 prompts, version" in said) for status, said, _ in told] == [
+        (0, True),
+        (0, True),
+        (2, False),
+    ]
+    assert "version 0," in told[0][1]
+    assert "version 12," in told[1][1]
+    assert "asyncrl_export.json is damaged: write the folder once more" in told[2][2]
 
 
 @pytest.mark.parametrize("reward", [None, 3, [], [None], {"function": "exact_match"}])

@@ -38,6 +38,7 @@ DIGESTS = {
     32: "cd5cc65790eac64e",
     33: "7c5e6c2ba9cf33fe",
     34: "7d1f551d9d0e2f6e",
+    35: "51a6390fc6e34bff",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

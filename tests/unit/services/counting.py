@@ -33,6 +33,8 @@ class CountingRun:
     """Two passes; then the weight is the sum of all advantages so far, over all ranks. An infinite one is trouble; one
     of 0 keeps its row out of the loss."""
 
+    is_computed = False
+
     def __init__(self, engine: "CountingEngine", rows: Sequence[TrainRow]) -> None:
         self._engine, self._rows = engine, rows
         self.passes = 0
@@ -46,6 +48,7 @@ class CountingRun:
             )
         if self.passes == 2 and not self._skipped:
             self._engine.weight += mesh.rows.sum(torch.tensor([sum(row.advantage for row in self._rows)])).item()
+            self._engine.updates += 1
         return self.passes < 3
 
     @property
@@ -63,7 +66,10 @@ class CountingEngine:
     weights_spec = SPEC
 
     def __init__(self, mesh: RankMesh, weight: float = 0.0) -> None:
-        self.mesh, self.weight = mesh, weight
+        self.mesh, self.weight, self.updates = mesh, weight, 0
+
+    def leave_ranks(self) -> None:
+        self.mesh = RankMesh()
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> CountingRun:
         return CountingRun(self, rows)

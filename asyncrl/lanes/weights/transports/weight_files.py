@@ -26,8 +26,10 @@ from asyncrl.lanes.weights.version_folder import make_folder
 from asyncrl.protocols.messages import Published
 
 FILE_SCHEME = "file://"
+NAME = "weights"
+"""Begins the name of every file."""
 KEPT = 2
-"""Files that stay: the newest, and the one before, which a receiver may be reading."""
+"""Files of a trainer that stay: the newest, and the one before, which a receiver may be reading."""
 CAUSES = {
     errno.ENOENT: "the folder was removed while the run used it",
     errno.ENOSPC: "the disk is full; make room there, or name another folder",
@@ -62,14 +64,18 @@ class FileSender:
                 f"weights of version {version} could not be written to {self._folder} (weights.folder): "
                 f"{CAUSES.get(number or 0, failed)}"
             ) from failed
-        self._files.append(path)
-        for old in self._files[:-KEPT]:
-            old.unlink(missing_ok=True)
-        self._files = self._files[-KEPT:]
+        self._files = [*self._files, path][-KEPT:]
+        self._remove_others()
         digest_of = digested_tensor(self._spec, version)
         found = digest(self._slot.buffer, self._spec, digest_of)
         address, seconds = f"{FILE_SCHEME}{self._folder}", transfer_seconds(self._spec.size)
         return Published(incarnation, version, address, slot_of(version), found, digest_of, transfer=seconds)
+
+    def _remove_others(self) -> None:
+        """Removes older versions, and those that a trainer that died before this one has left."""
+        for each in self._folder.glob(f"{NAME}-*"):
+            if each not in self._files:
+                each.unlink(missing_ok=True)
 
     def _save(self, path: Path) -> None:
         """Writes the slot to a draft on disk, which then gets the name of the file."""
@@ -149,4 +155,4 @@ class FileReceiver:
 
 
 def _file_name(incarnation: int, version: int) -> str:
-    return f"weights-{incarnation}-{version}.safetensors"
+    return f"{NAME}-{incarnation}-{version}.safetensors"

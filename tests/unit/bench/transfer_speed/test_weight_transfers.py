@@ -7,7 +7,6 @@ from asyncrl.bench.transfer_speed.shared_weights import Read, Reads, host_lines
 from asyncrl.bench.transfer_speed.weight_transfers import SideTransfers, TimedTransfer, main, transfer_lines
 
 
-@pytest.mark.timeout(120)
 def test_every_way_moves_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--megabytes", "4", "--rounds", "2"])
     printed = capsys.readouterr().out

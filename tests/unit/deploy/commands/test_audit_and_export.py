@@ -1,12 +1,15 @@
 """asyncrl audit and export, on a run directory with a checkpoint."""
 
-import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from asyncrl.config.schema import Config
 from asyncrl.config.toml_writer import dump
@@ -14,11 +17,16 @@ from asyncrl.controller.journal.checkpoints import commit, newest_model
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.deploy import cli
+from asyncrl.engines.models.model_folder import existing_folder, exported_version
+from asyncrl.engines.models.tensor_parts import TensorPart, part_file, write_parts
+from asyncrl.errors import ConfigError
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.source_copies import INDEX, keep, look_at
 
 WEIGHTS = b"weights of version 0"
+HALVES = (torch.arange(2.0), torch.arange(2.0, 4.0))
+"""What each of two ranks has of the weights of a critic."""
 
 
 @pytest.fixture
@@ -32,14 +40,23 @@ async def run_dir(tmp_path: Path) -> Path:
         journal = Journal(store)
 
         async def write(directory: str) -> Checkpointed:
-            model = Path(directory) / "model"
-            model.mkdir()
-            (model / "model.safetensors").write_bytes(WEIGHTS)
-            digests = {"model/model.safetensors": hashlib.sha256(WEIGHTS).hexdigest()}
+            digests = write_models(Path(directory))
             return Checkpointed(0, journal.ledger.chain.hex(), digests)
 
         await commit(journal, write, keep=1)
     return path
+
+
+def write_models(checkpoint: Path) -> dict[str, str]:
+    """Writes a policy and a critic in parts; returns the sha256 of each file."""
+    for folder in ("model", "critic/model", "critic/parts"):
+        (checkpoint / folder).mkdir(parents=True)
+    (checkpoint / "model" / "model.safetensors").write_bytes(WEIGHTS)
+    for rank, values in enumerate(HALVES):
+        with (checkpoint / "critic" / "parts" / part_file(rank, "weights")).open("wb") as file:
+            write_parts(file, {"score.weight": TensorPart(values, (rank * len(values),))}, len(HALVES))
+    files = [path for path in checkpoint.rglob("*") if path.is_file()]
+    return {str(path.relative_to(checkpoint)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def damage(path: Path) -> None:
@@ -121,8 +138,26 @@ def test_export_copies_the_model_and_nothing_else(
     target = tmp_path / "model"
     assert cli.main(["export", str(run_dir), str(target)]) == 0
     assert "version 0" in capsys.readouterr().out
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == {"model.safetensors": WEIGHTS}
+    found = {path.name: path.read_bytes() for path in target.iterdir()}
+    assert json.loads(found.pop("asyncrl_export.json")) == {"model": "policy", "version": 0}
+    assert found == {"model.safetensors": WEIGHTS}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+def test_a_critic_in_parts_is_exported_whole(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "critic"
+    assert cli.main(["export", str(run_dir), str(target), "--model", "critic"]) == 0
+    assert capsys.readouterr().out == f"version 0 is in {target}: critic.model = {str(target)!r}\n"
+    assert torch.equal(load_file(target / "model.safetensors")["score.weight"], torch.cat(HALVES))
+    assert exported_version(target) == 0
+    for arguments, reason in (
+        (["--model", "cost_critic"], "checkpoints/0 holds no cost_critic: the algorithm of its run trains none"),
+        (["--model", "critic", "--merge"], "--merge is for adapters of the policy, and a critic has none"),
+    ):
+        assert cli.main(["export", str(run_dir), str(tmp_path / "other"), *arguments]) == 2
+        assert reason in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"with `asyncrl export RUN FOLDER --model critic`$"):
+        existing_folder(str(run_dir / "checkpoints" / "0" / "critic" / "model"), "critic.model")
 
 
 @pytest.mark.parametrize("spoil", [damage, Path.unlink])

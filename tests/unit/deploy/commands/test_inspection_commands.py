@@ -129,6 +129,9 @@ def test_graph_shows_what_the_contracts_say(tmp_path: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert "logprobs" in text
     assert "CURVE" in text
+    assert "training  (Training: 1 x [pp 1 x tp 1 x dp 1], " in text
+    assert cli.main(["graph", str(path), "--training.layout", "{dp = 2, shard = 2}"]) == 0
+    assert "training  (Training: 1 x [pp 1 x tp 1 x dp 2 x shard 2], " in capsys.readouterr().out
     assert cli.main(["graph"]) == 2
 
 

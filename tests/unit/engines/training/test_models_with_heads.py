@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from asyncrl.engines.training.batch.micro_batches import pad_rows
-from asyncrl.engines.training.models_with_heads import load_causal_model, load_value_model
+from asyncrl.engines.training.models_with_heads import load_causal_model, load_score_model, load_value_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step
+from asyncrl.errors import ConfigError
 
 INCARNATION, VERSION = 1, 5
 FROZEN = {"learning_rate": 0.0}
@@ -138,12 +140,28 @@ def test_padding_ids_of_the_head_get_no_gradient(tiny: Path, make_rows: Callable
     assert not torch.equal(before[:50], after[:50])
 
 
-@pytest.mark.parametrize("load", [load_causal_model, load_value_model])
-def test_a_model_without_memory_is_filled_or_loaded_whole(load: Callable, tiny: Path, tmp_path: Path) -> None:
-    expected, filled = load(tiny, "cpu"), load(tiny, "cpu", in_parts=True)
+@pytest.fixture(scope="module")
+def judge(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judge")
+    shutil.copytree(tiny, folder, dirs_exist_ok=True)
+    AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_without_memory_whose_folder_has_no_head_scores_nothing(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be a reward model: it holds no score\.weight"):
+        load_score_model(tiny, "cpu", in_parts=True)
+
+
+@pytest.mark.parametrize("load", [load_causal_model, load_value_model, load_score_model])
+def test_a_model_without_memory_is_filled_or_loaded_whole(
+    load: Callable, tiny: Path, judge: Path, tmp_path: Path
+) -> None:
+    folder = judge if load is load_score_model else tiny
+    expected, filled = load(folder, "cpu"), load(folder, "cpu", in_parts=True)
     assert filled.whole.device.type == "meta"
     filled.share_out(RankMesh())
-    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     whole = load(tmp_path, "cpu", in_parts=True)

@@ -9,17 +9,20 @@ import json
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
@@ -34,6 +37,7 @@ from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
 PATIENCE = 60.0
+Made = TypeVar("Made", PolicyTrainer, ValueModel)
 
 
 class TensorBytes(TorchDispatchMode):
@@ -84,22 +88,23 @@ def whole(trainer: PolicyTrainer) -> dict[str, Any]:
     return {"model": model, "states": [each["state"] for each in states or []], "updates": updates}
 
 
-def held_bytes(trainer: PolicyTrainer) -> dict[str, int]:
+def held_bytes(whole: Any) -> dict[str, int]:
     """Returns bytes of the weights and buffers that this rank holds, and of the largest one as a whole."""
-    whole = trainer.model.whole
     held = {id(each): each for each in (*whole.parameters(), *whole.buffers()) if not each.is_meta}
     largest = max(each.numel() * each.element_size() for each in whole.parameters())
     return {"share": sum(own_part(each.detach()).nbytes for each in held.values()), "largest": largest}
 
 
-def loaded(config: Config, model: Path, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
-    """Loads a model. Returns bytes: of this rank's share of the weights, of the largest tensor, and that loading took;
-    and the names of weights and buffers that are not those of the model as transformers loads it."""
+def loaded(load: Callable[[], Made], kind: Any, folder: Path) -> tuple[Made, dict[str, Any]]:
+    """Loads what has a model. Returns bytes: of this rank's share of the weights, of the largest tensor, and that
+    loading took; and the names of weights and buffers that are not those of the model as transformers loads it. kind:
+    the class of transformers."""
     with TensorBytes() as loading:
-        trainer = PolicyTrainer(config, model, mesh)
+        made = load()
+    whole = made.model.whole if isinstance(made, PolicyTrainer) else made.whole
     expected, found = (
         dict(each.named_parameters(remove_duplicate=False)) | dict(each.named_buffers())
-        for each in (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), trainer.model.whole)
+        for each in (kind.from_pretrained(folder, dtype=torch.float32), whole)
     )
     own = {name: each for name, each in found.items() if not each.is_meta}
     different = [
@@ -107,7 +112,27 @@ def loaded(config: Config, model: Path, mesh: RankMesh) -> tuple[PolicyTrainer, 
         for name, each in own.items()
         if not torch.equal(own_part(each.detach()), expected[name].detach()[own_ranges(each)])
     ]
-    return trainer, {"load": loading.peak, **held_bytes(trainer), "different": different, "compared": len(own)}
+    return made, {"load": loading.peak, **held_bytes(whole), "different": different, "compared": len(own)}
+
+
+def judged(folder: Path, mesh: RankMesh) -> dict[str, Any]:
+    """Returns what `loaded` does of a reward model, with the scores of a few rows. Bytes are those of loading without
+    the pass that checks the head, which gathers weights of shards as every pass does."""
+
+    def load() -> ValueModel:
+        model = load_score_model(folder, "cpu", in_parts=mesh.is_parted)
+        model.share_out(mesh)
+        return model
+
+    with patch.object(ValueModel, "_has_known_output", return_value=True):
+        model, loading = loaded(load, AutoModelForSequenceClassification, folder)
+    return {**loading, "scores": scores_of(model), "loaded whole": model.loaded_whole}
+
+
+@torch.no_grad()
+def scores_of(model: ValueModel) -> Tensor:
+    rows = rows_of(0)
+    return model.scores([row.prompt_ids for row in rows], [row.response_ids for row in rows])
 
 
 def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
@@ -156,13 +181,20 @@ def run_layout(place: RankPlace, address: str, told: list[int], folder: Path, nu
     if number == 1:
         with TensorBytes() as resuming:
             trainer, extra = PolicyTrainer.resume(config, folder, mesh)
-        found = {"whole": whole(trainer), "extra": extra, "bytes": {"load": resuming.peak, **held_bytes(trainer)}}
+        found = {
+            "whole": whole(trainer),
+            "extra": extra,
+            "bytes": {"load": resuming.peak, **held_bytes(trainer.model.whole)},
+        }
     else:
-        trainer, loading = loaded(config, Path(trial["model"]), mesh)
+        model = Path(trial["model"])
+        trainer, loading = loaded(lambda: PolicyTrainer(config, model, mesh), AutoModelForCausalLM, model)
         for version in range(2):
             run_step(trainer, rows_of(version), 0, version)
         found = {"sampling": sampling(trainer, place.layout), "whole": whole(trainer), "bytes": saved(trainer, folder)}
         found["loading"] = loading
+        if place.layout.pp == place.layout.ep == 1:
+            found["judge"] = judged(Path(trial["judge"]), mesh)
     torch.save(found, folder.with_name(f"{folder.name}-{number}-{place.rank}.pt"))
     dist.barrier()
 

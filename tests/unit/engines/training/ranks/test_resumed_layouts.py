@@ -13,17 +13,18 @@ import pytest
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import existing_folder
 from asyncrl.engines.models.tensor_parts import TensorPart, gather_model, part_file, stored_tensors, write_parts
+from asyncrl.engines.training.models_with_heads import load_score_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.ranks import layout_process
-from tests.unit.engines.training.ranks.layout_process import TensorBytes, whole
+from tests.unit.engines.training.ranks.layout_process import TensorBytes, scores_of, whole
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
 TRIALS: dict[str, list[dict[str, int]]] = {
@@ -44,6 +45,8 @@ BOTH = TRIALS | OF_EXPERTS
 PARTED = [name for name, (first, _) in BOTH.items() if first]
 OF_LAYERS = [name for name in PARTED if name in TRIALS]
 """Ranks that share out experts do not sample."""
+OF_FROZEN = [name for name in OF_LAYERS if "pp" not in TRIALS[name][0]]
+"""Those whose layouts a reward model can have."""
 COUNTERS = 4096
 """Most bytes of what moments hold beside two numbers for each weight."""
 
@@ -59,13 +62,19 @@ def config() -> Config:
 def folder(config: Config, make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has checkpoints by the names of trials, and `NAME-0-RANK.pt` and `NAME-1-RANK.pt` of what ranks held."""
     folder = tmp_path_factory.mktemp("layouts")
-    _run(folder, config, make_model("llama", tie_word_embeddings=True), TRIALS)
+    policy = make_model("llama", tie_word_embeddings=True)
+    torch.manual_seed(2)
+    judge = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    judge.save_pretrained(folder / "judge")
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder / "judge")
+    _run(folder, config, policy, TRIALS)
     _run(folder, config, make_model("qwen3_moe"), OF_EXPERTS)
     return folder
 
 
 def _run(folder: Path, config: Config, model: Path, layouts: dict[str, list[dict[str, int]]]) -> None:
     trial = {"model": str(model), "config": config.model_dump(mode="json", exclude_unset=True), "layouts": layouts}
+    trial["judge"] = str(folder / "judge")
     (folder / "trial.json").write_text(json.dumps(trial))
     one = PolicyTrainer(config, model)
     for version in range(2):
@@ -124,6 +133,17 @@ def test_a_rank_loads_its_share_alone_and_that_bit_for_bit(name: str, folder: Pa
         assert found["compared"]
         assert found["different"] == []
         assert 0 < found["load"] <= found["share"] + found["largest"]
+
+
+@pytest.mark.parametrize("name", OF_FROZEN)
+def test_a_rank_of_a_reward_model_loads_its_share_alone(name: str, folder: Path) -> None:
+    expected = scores_of(load_score_model(folder / "judge", "cpu"))
+    for rank in range(Layout(**TRIALS[name][0]).size):
+        found = torch.load(folder / f"{name}-0-{rank}.pt")["judge"]
+        assert found["different"] == []
+        assert found["loaded whole"] == ""
+        assert 0 < found["load"] <= found["share"] + found["largest"]
+        torch.testing.assert_close(found["scores"], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, second) in TRIALS.items() if Layout(**second).size > 1])

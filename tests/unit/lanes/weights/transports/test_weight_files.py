@@ -44,6 +44,21 @@ def test_a_file_that_is_not_whole_has_not_its_name(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.glob("*.safetensors")) == before
 
 
+def test_the_files_of_a_trainer_that_died_go_with_the_first_version_of_the_next(tmp_path: Path) -> None:
+    died = FileSender(tmp_path, spec_of("float32"))
+    for version in range(3):
+        died.write(0, version, weights(version))
+    (tmp_path / "weights-0-3.draft").write_bytes(b"half of it")
+    following = FileSender(tmp_path, spec_of("float32"))
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {f"weights-0-{n}.safetensors" for n in (1, 2)}
+    for version in range(2, 5):
+        following.write(1, version, weights(version))
+        expected = {f"weights-1-{n}.safetensors" for n in range(max(2, version - 1), version + 1)}
+        assert {path.name for path in tmp_path.iterdir()} == expected
+    following.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("failure", "why"),
     [
