@@ -9,6 +9,7 @@ BENCHMARKS = {
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
     "packed-rows": ("end_to_end.packed_rows", "a step of packed rows with shared prompts, beside padded rows"),
     "checkpoints": ("end_to_end.checkpoint_cost", "a training step beside a checkpoint that is written, and alone"),
+    "loading-memory": ("end_to_end.loading_memory", "bytes of the process of each rank while it loads its parts"),
     "rank-memory": ("end_to_end.rank_memory", "bytes of each rank of a trainer in each layout, predicted and taken"),
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),

@@ -2,7 +2,8 @@
 written, and with one that is waited for before each step, in turn.
 
 A Llama of 45 million random weights in float32, 540 MB of checkpoint, which takes about as long as a step. It is
-written again and again, so that no moment of a step is without one. The goal: such a step is at most 10 % slower.
+written again and again, so that no moment of a step is without one. The goal: such a step is at most 10 % slower. Of
+several ranks each has a process, writes its parts, and counts with the time of the slowest.
 """
 
 import argparse
@@ -15,14 +16,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers.utils import logging
 
-from asyncrl.bench.end_to_end.benchmark_model import write_model
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of, trainer
+from asyncrl.bench.end_to_end.rank_processes import DEADLINE, run_ranks, write_in_child
 from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, in_turn, ratios, round_values, table
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
 from asyncrl.engines.training.training_step import run_step
+from asyncrl.protocols.rank_layout import Layout
 
 GOAL = 1.1
 SHAPE = StepShape(16, 16, 8, 4)
@@ -32,23 +34,19 @@ SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 11}
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("asyncrl-bench checkpoints", description=__doc__)
     parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--threads", type=at_least(1), default=1, help="of the trainer")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="of each rank of the trainer")
+    parser.add_argument("--shard", type=at_least(1), default=1, help="ranks that share out the weights")
     asked = parser.parse_args(arguments)
-    torch.set_num_threads(asked.threads)
-    logging.disable_progress_bar()  # transformers shows one for each file of a model that it writes.
     load = MachineLoad()
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        made, folder = trainer(write_model(Path(name) / "model", **SIZES), packs=True), Path(name) / "checkpoint"
-        seconds_of_step(made)
-        sides = {
-            "alone": partial(seconds_of_step, made),
-            "beside": partial(seconds_beside, made, folder),
-            "waiting": partial(seconds_with, made, folder),
-            "copying": partial(seconds_of_copy, made),
-        }
-        found = round_values(in_turn(sides, asked.rounds))
+        model, folder = write_in_child(Path(name) / "model", **SIZES), Path(name) / "checkpoint"
+        layout = Layout(shard=asked.shard)
+        work, limit = partial(_measure, model, folder, asked.threads, asked.rounds), DEADLINE * (1 + asked.rounds)
+        by_rank = run_ranks(layout, work, limit)
+    slowest = {side: [max(each) for each in zip(*(own[side] for own in by_rank), strict=True)] for side in by_rank[0]}
+    found = round_values(slowest)
     beside, waiting = (ratios(found[side], found["alone"]) for side in ("beside", "waiting"))
-    print(f"seconds of a step, {SHAPE}, {asked.rounds} rounds, {asked.threads} threads of the trainer")
+    print(f"seconds of a step, {SHAPE}, {asked.rounds} rounds, shard {asked.shard}, {asked.threads} threads of a rank")
     lines = [
         ("alone", str(found["alone"]), ""),
         ("while a checkpoint is written", str(found["beside"]), str(beside)),
@@ -60,8 +58,25 @@ def main(arguments: Sequence[str]) -> None:
     print(f"  {load}")
 
 
+def _measure(model: Path, folder: Path, threads: int, rounds: int, mesh: RankMesh) -> dict[str, list[float]]:
+    """Returns the seconds of each side in each round on this rank; all ranks take the sides in the same order."""
+    torch.set_num_threads(threads)
+    made = trainer(model, packs=True, mesh=mesh)
+    seconds_of_step(made)
+    sides = {
+        "alone": partial(seconds_of_step, made),
+        "beside": partial(seconds_beside, made, folder),
+        "waiting": partial(seconds_with, made, folder),
+        "copying": partial(seconds_of_copy, made),
+    }
+    return in_turn(sides, rounds)
+
+
 def seconds_of_step(made: PolicyTrainer) -> float:
-    rows = rows_of(SHAPE)
+    ranks = made.mesh.rows
+    share = len(rows := rows_of(SHAPE)) // ranks.size
+    rows = rows[ranks.rank * share :][:share]
+    made.mesh.everyone.largest(torch.zeros(1))  # All begin together.
     began = time.perf_counter()
     run_step(made, rows, INCARNATION, 0)
     return time.perf_counter() - began

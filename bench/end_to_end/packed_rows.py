@@ -22,6 +22,7 @@ from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, in_turn
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import run_step
 
 GOAL, NEVER_UNDER = 1.5, 0.98
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
     print(f"  {load}")
 
 
-def trainer(model: Path, packs: bool, device: str = "cpu") -> PolicyTrainer:
+def trainer(model: Path, packs: bool, device: str = "cpu", mesh: RankMesh | None = None) -> PolicyTrainer:
     training: dict[str, Any] = {"micro_batch_tokens": 4096}
     if device != "cpu":
         training = {"micro_batch_tokens": 32_768, "device": device, "precision": "bfloat16"}
@@ -106,7 +107,7 @@ def trainer(model: Path, packs: bool, device: str = "cpu") -> PolicyTrainer:
         "training": training,
         "algorithm": {"preset": "grpo"},
     }
-    made = PolicyTrainer(Config.model_validate(sections), model)
+    made = PolicyTrainer(Config.model_validate(sections), model, mesh)
     if not packs:
         made.model.packs = False
     return made

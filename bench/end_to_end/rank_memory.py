@@ -7,25 +7,19 @@ interpreter, its libraries, and what malloc keeps.
 """
 
 import argparse
-import asyncio
-import json
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers.utils import logging
 
-from asyncrl.bench.end_to_end.benchmark_model import write_model
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
+from asyncrl.bench.end_to_end.rank_processes import run_ranks, write_in_child
 from asyncrl.bench.measurements import goal_line, table
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel
@@ -33,10 +27,9 @@ from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import likely_pass
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -58,8 +51,6 @@ SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
 WITHIN = 0.1
-DEADLINE = 300
-"""Seconds that the ranks of a layout may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +71,8 @@ def main(arguments: Sequence[str]) -> None:
     argparse.ArgumentParser("asyncrl-bench rank-memory", description=__doc__).parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         model, of_experts = Path(name) / "llama", Path(name) / "qwen3_moe"
-        write_in_child(model)
-        write_in_child(of_experts, **EXPERTS)
+        write_in_child(model, **SIZES, **HEADS)
+        write_in_child(of_experts, of_experts.name, **{**SIZES, **HEADS, **EXPERTS})
         found = [each for layout in LAYOUTS for each in measure(layout, model)]
         found += [each for layout in LAYOUTS_OF_EXPERTS for each in measure(layout, of_experts)]
     head = ("layout", "rank", "predicted, MB", "measured, MB", "ratio")
@@ -94,53 +85,15 @@ def main(arguments: Sequence[str]) -> None:
     print(goal_line("predicted over measured bytes, farthest from 1", worst, WITHIN, at_most=True))
 
 
-def write_in_child(model: Path, **sizes: int) -> None:
-    """Writes a model of the family that its folder is called by, in a process of its own: ranks are forked from one
-    that has run no operation of torch."""
-    logging.disable_progress_bar()  # transformers shows one for each file of a model that it writes.
-    child = get_context("fork").Process(
-        target=write_model, args=(model, model.name), kwargs={**SIZES, **HEADS, **sizes}
-    )
-    child.start()
-    child.join(DEADLINE)
-    if child.exitcode != 0:
-        child.kill()
-        raise RuntimeError(f"the model was not written within {DEADLINE} s; exit code {child.exitcode}")
-
-
 def measure(layout: dict[str, Any], model: Path) -> Iterator[PredictedRank]:
-    """Yields the memory of each rank. Raises RuntimeError when a rank fails or takes longer than DEADLINE."""
-    fork, size, until = get_context("fork"), Layout(**layout).size, time.monotonic() + DEADLINE
-    pipes = [fork.Pipe() for _ in range(size)]
-    ranks = [
-        fork.Process(target=_run_rank, args=(theirs, rank, layout, model)) for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        address = _answer(pipes[0][0], until)
-        for own, _ in pipes[1:]:
-            own.send_bytes(address)
-        for rank, (own, _) in enumerate(pipes):
-            text = ", ".join([model.name, *(f"{axis} {number}" for axis, number in layout.items())])
-            yield PredictedRank(text, rank, *json.loads(_answer(own, until)))
-    finally:
-        for process in ranks:
-            process.join(5)
-            process.kill()
-            process.join()
+    """Yields the memory of each rank. Raises RuntimeError as `run_ranks`."""
+    text = ", ".join([model.name, *(f"{axis} {number}" for axis, number in layout.items())])
+    for rank, taken in enumerate(run_ranks(Layout(**layout), partial(_memory, layout, model))):
+        yield PredictedRank(text, rank, *taken)
 
 
-def _answer(own: Connection, until: float) -> bytes:
-    if not own.poll(max(0.0, until - time.monotonic())):
-        raise RuntimeError(f"a rank failed or took longer than {DEADLINE} s")
-    return own.recv_bytes()
-
-
-def _run_rank(parent: Connection, rank: int, layout: dict[str, Any], model: Path) -> None:
-    torch.set_num_threads(1)
-    meeting = RankMeeting()
-    parent.send_bytes(meeting.take("").encode()) if rank == 0 else meeting.take(parent.recv_bytes().decode())
+def _memory(layout: dict[str, Any], model: Path, mesh: RankMesh) -> list[int]:
+    """Returns the predicted and the measured bytes of this rank."""
     config = Config.model_validate(
         {
             "model": {"name": str(model)},
@@ -150,11 +103,7 @@ def _run_rank(parent: Connection, rank: int, layout: dict[str, Any], model: Path
             "algorithm": {"preset": "grpo"},
         }
     )
-    mesh = RankMesh()
-    if Layout(**layout).size > 1:
-        place = RankPlace(rank, Layout(**layout), "cpu", nullcontext, DEADLINE, DEADLINE)
-        mesh = connect_mesh(asyncio.run(meeting.place(DEADLINE)), place)
-    parent.send_bytes(json.dumps([predicted(config, model, rank), measured(config, model, mesh)]).encode())
+    return [predicted(config, model, mesh.rank), measured(config, model, mesh)]
 
 
 def predicted(config: Config, model: Path, rank: int) -> int:
