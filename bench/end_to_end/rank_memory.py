@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
@@ -24,7 +25,7 @@ from asyncrl.bench.measurements import goal_line, table
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel
 from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.checks.training_memory import likely_pass
+from asyncrl.deploy.service_specs import rank_layout
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -42,8 +43,10 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "dp": 2},
     {"pp": 2, "tp": 2},
     {"pp": 2, "dp": 2},
+    {"sp": 2},
+    {"sp": 2, "dp": 2},
 )
-LAYOUTS_OF_EXPERTS: tuple[dict[str, Any], ...] = ({"dp": 1}, {"ep": 2}, {"shard": 2})
+LAYOUTS_OF_EXPERTS: tuple[dict[str, Any], ...] = ({"dp": 1}, {"ep": 2}, {"dp": 2, "ep": 2}, {"shard": 2})
 ROWS = StepShape(64, 64, 32, 1)
 """Rows of a step, all of one prompt."""
 MICRO_BATCH = 1024
@@ -112,8 +115,7 @@ def predicted(config: Config, model: Path, rank: int) -> int:
     assert shape is not None, "Llama and Qwen3-MoE are families whose shape is known"
     lengths = RowLengths(ROWS.prompt, ROWS.prompt, 1)
     trained = TrainedModel("training", config, shape, lengths, "cpu", layout)
-    stage = Layout(layout.pp, layout.tp, layout.dp, shard=layout.shard).place(rank).pp
-    parts = trained.parts(likely_pass(config, shape, lengths, layout.data), stage)
+    parts = trained.parts(trained.likely_pass, rank_layout(layout).place(rank).pp)
     return sum(size for name, size in parts.items() if name not in ("process", "kept by malloc"))
 
 
@@ -126,8 +128,28 @@ def measured(config: Config, model: Path, mesh: RankMesh) -> int:
     held += sum(_bytes(state) for part in trainer.optimizer.parts for state in part.state.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run_step(trainer, rows, INCARNATION, 1)
-    events = [each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]"]
-    return held + int(max(np.cumsum([each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())])))
+    assert profiled.profiler is not None, "the profile is over"
+    return held + most_at_once(profiled.profiler.kineto_results)
+
+
+def most_at_once(results: Any) -> int:
+    """Returns the most bytes of tensors that lived at one moment of a profile. What is not seen to be freed is left
+    out: threads of gloo, which the profiler does not follow, free what an exchange has just used."""
+    events, left = list[Any](), [*results.experimental_event_tree()]
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation:
+            events.append(event)
+    events.sort(key=lambda each: each.start_time_ns)
+    changes, living = np.zeros(len(events), np.int64), dict[int, int]()
+    for number, each in enumerate(events):
+        made = each.extra_fields
+        if made.alloc_size > 0:
+            living[made.ptr] = number
+        elif made.ptr in living:
+            changes[living.pop(made.ptr)], changes[number] = -made.alloc_size, made.alloc_size
+    return int(changes.cumsum().max())
 
 
 def _bytes(state: dict[str, Any]) -> int:

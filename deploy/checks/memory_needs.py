@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
@@ -208,12 +209,9 @@ class TrainedModel:
     adapters: int | None = None
 
     def need(self) -> MemoryNeed:
+        largest = largest_pass(self.config, self.lengths, self.layout.data).of_slice(self.layout.sp)
         most, likely = (
-            [self.parts(size.of_slice(self.layout.sp), stage) for stage in range(self.layout.pp)]
-            for size in (
-                largest_pass(self.config, self.lengths, self.layout.data),
-                likely_pass(self.config, self._unshared, self.lengths, self.layout.data),
-            )
+            [self.parts(size, stage) for stage in range(self.layout.pp)] for size in (largest, self.likely_pass)
         )
         size, parts = self._total(most), max(most, key=lambda each: sum(each.values()))
         own = sum(parts.get(key, 0) for key in STATE)
@@ -223,9 +221,10 @@ class TrainedModel:
         return MemoryNeed(self.name, size, least, doc, self.device, LESS_AT_ONCE, parts, expected)
 
     @property
-    def _unshared(self) -> Shape:
-        """Returns the shape of the model, whose slices of rows are not packed."""
-        return self.shape if self.layout.sp == 1 else replace(self.shape, packs=False)
+    def likely_pass(self) -> ForwardPass:
+        """Returns the micro-batch of a rank with prompts of the mean length; slices of rows are not packed."""
+        shape = self.shape if self.layout.sp == 1 else replace(self.shape, packs=False)
+        return likely_pass(self.config, shape, self.lengths, self.layout.data).of_slice(self.layout.sp)
 
     def _total(self, stages: list[dict[str, int]], names: Collection[str] = ()) -> int:
         """Returns the bytes of all ranks, or of these parts of them."""
@@ -236,18 +235,31 @@ class TrainedModel:
         """Returns the bytes of a rank of a pipeline stage, by what takes them."""
         config, layout, lora = self.config, self.layout, self.adapters is not None
         shape, buffers = self.shape.stage(stage, layout.pp), 0
+        state = self._state(shape)
         if layout.pp == 1:
-            batch = pass_bytes(config, shape, size, lora=lora, head=self.name == "training", tp=layout.tp, ep=layout.ep)
+            batch = self._pass_beside(state["gradients"], size)
         else:
             passes = passes_of_update(config, self.lengths, size, layout.data)
             batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora, tp=layout.tp)
         return {
             "process": _process_bytes(self.device),
-            **self._state(shape),
+            **state,
             "activations": batch,
             **({"buffers of stages": buffers} if buffers else {}),
             "kept by malloc": kept_bytes(config, shape, size, batch, self.device),
         }
+
+    def _pass_beside(self, gradients: int, size: ForwardPass) -> int:
+        """Returns the most bytes of a pass beside all gradients. The only pass of an update has all activations while
+        there is the gradient of the head alone, and those of the first layer before there are gradients of it."""
+        layout, shape, is_policy = self.layout, self.shape, self.name == "training"
+        taken = partial(pass_bytes, self.config, size=size, lora=self.adapters is not None, tp=layout.tp, ep=layout.ep)
+        batch = taken(shape, head=is_policy)
+        if not size.is_only or self.config.training.zero_stage:
+            return batch
+        head = FLOAT * shape.vocabulary * shape.hidden if is_policy else 0
+        at_end = taken(replace(shape, layers=1), head=False)
+        return max(batch - max(0, gradients - head), at_end - gradients // shape.layers, 0)
 
     def _state(self, shape: Shape) -> dict[str, int]:
         """Returns the bytes that a rank keeps from step to step, and those of weights that it gathers."""

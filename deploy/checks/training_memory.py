@@ -31,12 +31,14 @@ OUTSIDE = 3
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
     """One micro-batch. tokens: with padding. sampled: those that logits are computed of. queries, keys: tokens
-    whose queries, or keys and values, the attention of a packed row collects; 0 where rows are padded."""
+    whose queries, or keys and values, the attention of a packed row collects; 0 where rows are padded. is_only: its
+    update has no other one, so there are gradients of earlier ones at no time."""
 
     tokens: int
     sampled: int
     queries: int = 0
     keys: int = 0
+    is_only: bool = False
 
     def of_slice(self, ranks: int) -> "ForwardPass":
         """Returns the part of one of several ranks that share out the tokens; all sampled ones may be in its slice."""
@@ -59,15 +61,16 @@ def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 
     """Returns the micro-batch of samples with prompts of the mean length and the longest answers."""
     largest, response, members = largest_pass(config, lengths, ranks), config.response_tokens, _members(config)
     prompt = lengths.mean
-    count = min(_samples(config, ranks), config.training.micro_batch_tokens // (prompt + response))
+    samples = -(-_samples(config, ranks) // config.training.updates)
+    count = min(samples, config.training.micro_batch_tokens // (prompt + response))
     if count < 2 or config.environment.use or config.task.pretrain:
         return largest
-    answers = count * (response - 1)
+    is_only, answers = count == samples, count * (response - 1)
     tokens = -(-count // members) * prompt + answers
     if shape.packs and tokens <= WORTH * (count * prompt + answers):
         keys = tokens + count * prompt
-        return ForwardPass(tokens, count * response, keys if prompt < response else tokens, keys)
-    return ForwardPass(count * prompt + answers, count * response)
+        return ForwardPass(tokens, count * response, keys if prompt < response else tokens, keys, is_only)
+    return ForwardPass(count * prompt + answers, count * response, is_only=is_only)
 
 
 def passes_of_update(config: Config, lengths: RowLengths, size: ForwardPass, ranks: int = 1) -> int:

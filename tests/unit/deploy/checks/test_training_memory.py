@@ -1,6 +1,7 @@
 """The predicted memory of trainer and critic is what torch allocates in a step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.memory_needs import needs
+from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import kept_bytes, largest_pass, likely_pass, pass_bytes
 from asyncrl.engines.model_shape import shape_of
@@ -131,6 +132,25 @@ def test_the_trainer_takes_what_is_predicted(case: str, make_folder: Callable[..
 def test_samples_that_share_their_prompt_take_what_is_predicted(make_folder: Callable[..., Path]) -> None:
     folder, chosen = make_folder(), config()
     check(chosen, folder, "training", PolicyTrainer(chosen, folder), shared=True)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_only_pass_of_an_update_finds_no_gradients_of_earlier_ones(
+    groups: int, make_folder: Callable[..., Path]
+) -> None:
+    """Of one group gradients at the end are the most, of two the activations at the beginning."""
+    folder = make_folder(hidden_size=256, intermediate_size=512, vocabulary=200)
+    chosen = config(task={"prompts": "p", "prompts_per_step": groups, "samples_per_prompt": MEMBERS})
+    shape = shape_of(str(folder))
+    assert shape is not None
+    trained = TrainedModel("training", chosen, shape, LENGTHS, "cpu", chosen.training.layout)
+    size = trained.likely_pass
+    parts, with_others = (trained.parts(each, 0) for each in (size, replace(size, is_only=False)))
+    trainer, given = PolicyTrainer(chosen, folder), rows(shared=True)[: groups * MEMBERS]
+    run_step(trainer, given, 1, 5)
+    most = most_allocated(lambda: run_step(trainer, given, 1, 5))
+    assert parts["gradients"] + parts["activations"] == pytest.approx(most, rel=WITHIN)
+    assert with_others["gradients"] + with_others["activations"] > (1 + WITHIN) * most
 
 
 def test_a_critic_takes_what_is_predicted(make_folder: Callable[..., Path]) -> None:
