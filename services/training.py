@@ -37,7 +37,7 @@ from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
-from asyncrl.services.ranks.running_step import StepInProgress
+from asyncrl.services.ranks.running_step import StepInProgress, UpdatePermit
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
 
@@ -67,9 +67,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._copy: HeldCopy | None = None
         self._row_prefetch = RowPrefetch(context.reader, self.columns_read())
         self._leases_changed = asyncio.Event()
-        self._allowed = (-1, -1)
-        """Incarnation and version from which an update may change the weights, in lockstep."""
-        self._update_allowed = asyncio.Event()
+        self._gathered: dict[str, float] = {}  # metrics of the newest version, where ranks sample themselves
+        self._permit = UpdatePermit()
 
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
@@ -125,8 +124,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             return [HeldWeights(self.context.spec.instance, place.pp, *self._position, tensors)]
 
     async def allow_update(self, incarnation: int, version: int) -> None:
-        self._allowed = (incarnation, version)
-        self._update_allowed.set()
+        self._permit.allow(incarnation, version)
 
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return await self._row_prefetch.prefetch(samples)
@@ -170,7 +168,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
     async def leave_ranks(self, incarnation: int, version: int) -> None:
         self._left_ranks.set()
-        self._update_allowed.set()
+        self._permit.refuse()
         if (step := self._step) is not None:
             await asyncio.wait([step.work])  # Its next exchange fails, if not all were made.
         if (incarnation, version) != self._position or self._engine.updates != self._updates:
@@ -205,6 +203,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 await context.handover.put_away()
             for row in cuts.batch:
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
+            if context.handover is not None:
+                await context.compute.run(self._engine.trained_weights.hold_apart)
             run = await context.compute.run(self.begin_step, cuts, columns)
             while await context.compute.run(run.advance):
                 self.add_to_counters(micro_batches=1)
@@ -223,13 +223,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         return spec.layout.takes_turns and spec.rank not in spec.layout.training_half(cuts.version)
 
     async def _wait_for_samples(self, cuts: Cuts) -> None:
-        """Waits until the next batch is sampled with the present weights. The deadline is that of the step's call."""
+        """Waits until the next batch is sampled with the present weights."""
         with self.context.occupancy.out_of_work():
-            while self._allowed != (cuts.incarnation, cuts.version):
-                if self._left_ranks.is_set():
-                    raise PeerLost("the step waited for samples when another rank was lost")
-                self._update_allowed.clear()
-                await self._update_allowed.wait()
+            await self._permit.wait(cuts.incarnation, cuts.version)
         if self.context.handover is not None and self._samples_meanwhile(cuts):
             await self.context.handover.put_away()
 
@@ -286,7 +282,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     def _report(self, outcome: StepOutcome) -> StepReport:
         announces = self._published.arena or self.context.handover is not None
         published = self._published if announces and not outcome.skipped else None
-        chain_hex, metrics, samples = self._chain.hex(), outcome.metrics, outcome.samples
+        chain_hex, metrics, samples = self._chain.hex(), outcome.metrics | self._gathered, outcome.samples
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)
 
     @property
@@ -360,16 +356,24 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         if (handover := self.context.handover) is None:
             return
         try:
-            tensors, received = await self.context.compute.run(self._gather)
+            tensors, received, redundant = await self.context.compute.run(self._gather)
         except PeerLost as lost:
             raise await self._lost_contact(lost) from lost
-        self.context.log.info("weights gathered", version=version, bytes=received)
+        self.context.log.info("weights gathered", version=version, bytes=received, redundant=redundant)
         await handover.offer(version, tensors)
 
-    def _gather(self) -> tuple[dict[str, torch.Tensor], int]:
+    def _gather(self) -> tuple[dict[str, torch.Tensor], int, int]:
+        """Returns what this rank generates with, the bytes received, and those that memory then holds twice."""
         engine, layout = self._engine, self.context.spec.layout
         with self._mesh.failing(), self.context.occupancy.exchanging():
-            return gather_for_generation(engine.named_tensors(), engine.weights_spec, layout, self._mesh)
+            tensors, received = gather_for_generation(engine.named_tensors(), engine.weights_spec, layout, self._mesh)
+            if self.context.config.generation.grouping == "zero-redundancy":
+                engine.trained_weights.hold_once(tensors)
+            redundant = engine.trained_weights.held_twice(tensors)
+            largest = self._mesh.everyone.largest(torch.tensor([received, redundant])).tolist()
+        names = ("weights/received_bytes", "weights/redundant_bytes")
+        self._gathered = dict(zip(names, map(float, largest), strict=True))
+        return tensors, received, redundant
 
     def _write(self, version: int) -> Published:
         """Publishes the weights of a version at the first rank, which sharded ones are gathered at. Raises PeerLost

@@ -44,6 +44,9 @@ class GenerationConfig(Section):
     """Processes that sample. `none`: generation workers. `training`: the trainer's ranks, between two steps, with the
     whole model, which they gather from each other. It needs staleness.limit = 0. `halves`: the trainer's ranks take
     turns; one half trains a batch while the other samples the next. It needs staleness.admission = "lockstep"."""
+    grouping: Literal["zero-redundancy", "vanilla"] = "zero-redundancy"
+    """Memory of the slices that a rank which samples trains too. `zero-redundancy`: they are a part of what it gathers,
+    and are held once. `vanilla`: they are held beside it, for comparison."""
     slots: Positive = 32
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0

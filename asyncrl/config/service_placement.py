@@ -164,6 +164,9 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
     """Yields what keeps the ranks of the trainer from sampling between their steps."""
     generation, training, fleet = config.generation, config.training, config.fleet
     if generation.colocate == "none":
+        if "grouping" in generation.model_fields_set:
+            text = 'nothing reads it where generation workers sample: remove it, or write colocate = "training"'
+            yield Problem("generation.grouping", "", text, ("generation.colocate",), is_warning=True)
         return
     device, spread = training.device, training.layout.size > 1 and training.device == "cuda" and not training.pool
     for key, is_wrong, text in (

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 STEPS, KILLED_AT = 6, 3
 START = 300.0
 """Seconds that a run may take on a busy machine: each rank imports what splits layers, for some ten CPU-seconds."""
-UNEQUAL = ("time", "perf/", "incarnation", "wall", "staleness/redone/")
-"""Beginnings of metrics that tell how fast a run was, which start of it, or what a death cost."""
+UNEQUAL = ("time", "perf/", "incarnation", "wall", "staleness/redone/", "weights/")
+"""Beginnings of metrics that tell how fast a run was, which start of it, what a death cost, or what ranks gathered."""
 
 
 def command(
@@ -64,6 +64,15 @@ def gathered(run_dir: Path) -> dict[str, set[int]]:
     return found
 
 
+def transitions(run_dir: Path) -> dict[int, set[tuple[float, float]]]:
+    """Bytes received, and held twice, of the steps of each incarnation."""
+    found: dict[int, set[tuple[float, float]]] = {}
+    for line in read_metrics(run_dir / "metrics.jsonl"):
+        pair = line["weights/received_bytes"], line["weights/redundant_bytes"]
+        found.setdefault(int(line["incarnation"]), set()).add(pair)
+    return found
+
+
 def sampled(run_dir: Path, rank: int) -> set[int]:
     """Groups whose prompts a rank was given after the death; just before, one takes those of the other."""
     (trace,) = (run_dir / "logs").glob(f"generation{rank}.0-1-*.trace.jsonl")
@@ -93,9 +102,11 @@ def test_ranks_sample_what_separate_processes_would_and_resume_after_a_death(
         shown, _ = process.communicate(timeout=START)
     assert process.returncode == 75, shown
     assert "training0.1 died: killed by SIGKILL" in shown
-    assert "resuming" in finished(colocated)
+    assert "resuming" in finished([*colocated, "--generation.grouping", "vanilla"])
     assert audit(together).ok
     assert curve(together) == curve(apart)
+    half = cut_bytes(quickstart_model) / 2
+    assert transitions(together) == {0: {(half, 0.0)}, 1: {(half, half)}}, "Table 2 of HybridFlow"
     assert len({line["reward/mean"] for line in curve(apart)}) > 1
     for rank in (0, 1):
         assert sampled(together, rank)
@@ -117,6 +128,8 @@ def test_shards_and_stages_sample_what_separate_processes_would(
     received = gathered(together)
     assert len(received) == 2
     assert all(0 < size < whole_bytes(quickstart_model) for sizes in received.values() for size in sizes)
+    ((_, redundant),) = transitions(together)[0]
+    assert (redundant > 0) == (axis == "shard"), "FSDP2 keeps its shards beside what they are gathered to"
 
 
 def _run_of(run_dir: Path) -> str:

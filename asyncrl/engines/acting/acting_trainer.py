@@ -20,6 +20,7 @@ from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.stepping.spaces_file import SPACES, write_spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
 from asyncrl.engines.training.ranks.shards import gather_state
+from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.trainer_checkpoint import MODEL, StateCopy, read_state, whole_state
 from asyncrl.engines.training.training_step import NOT_FINITE, Lane, StepInParts, StepOutcome, undrawn
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
@@ -99,6 +100,10 @@ class ActingTrainer:
 
     def leave_ranks(self) -> None:
         """Does nothing: it is one rank alone."""
+
+    @property
+    def trained_weights(self) -> TrainedWeights:
+        return TrainedWeights(self.learner.actor, lambda: None)
 
     def canary(self) -> Canary | None:
         """Returns None: engine and trainer compute the same small network."""

@@ -19,6 +19,7 @@ from asyncrl.engines.training.optimizers.optimizer import Optimizer
 from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
 from asyncrl.errors import Refused
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
@@ -86,6 +87,9 @@ class TrainedPolicy(Protocol):
 
     def leave_ranks(self) -> None: ...
 
+    @property
+    def trained_weights(self) -> TrainedWeights: ...
+
 
 def undrawn(name: str) -> AbstractContextManager[None]:
     return nullcontext()
@@ -128,6 +132,10 @@ class Trainer(ABC):
     @property
     def updates(self) -> int:
         return self.optimizer.updates
+
+    @property
+    def trained_weights(self) -> TrainedWeights:
+        return TrainedWeights(self._held.whole, self.optimizer.parts_moved)
 
     def leave_ranks(self) -> None:
         """Goes on as a trainer of one rank, without gradients. Raises Refused where ranks share out weights or

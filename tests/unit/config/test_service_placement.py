@@ -109,6 +109,13 @@ def test_what_ranks_that_sample_cannot_do_is_refused(sections: dict[str, Any], s
         Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "none"}, **sections})
 
 
+def test_a_grouping_that_nothing_reads_is_warned_of() -> None:
+    for colocate, warned in (({}, ["generation.grouping"]), (INSIDE, [])):
+        sections = {**colocate, "generation": {**colocate.get("generation", {}), "grouping": "vanilla"}}
+        config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "none"}, **sections})
+        assert [problem.key for problem in config.warnings if problem.key == "generation.grouping"] == warned
+
+
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pp": 2}, {"sp": 2}, {"tp": 2, "shard": 2}, {"pp": 2, "tp": 2}])
 def test_ranks_of_every_layout_may_sample(layout: dict[str, int]) -> None:
     Config.model_validate(

@@ -83,6 +83,12 @@ class Optimizer:
                 own.data = own_part(parameter.detach())
                 own.grad = own_part(parameter.grad)
 
+    def parts_moved(self) -> None:
+        """Takes the memory of parts of weights that moved, because the optimizer holds it too."""
+        for parameter, own in self._own.items():
+            if own is not parameter:
+                own.data = own_part(parameter.detach())
+
     def states(self) -> list[dict[str, Any]]:
         """Returns the state of each part; where this rank holds parts of weights, its tensors are parts as they are."""
         return [self._with_tensors(part, part.state_dict(), as_part_of) for part in self.parts]

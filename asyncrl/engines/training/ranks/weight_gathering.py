@@ -8,16 +8,24 @@ Everything moves in buckets, so that memory holds what is generated with and one
 What ranks hold whole is not gathered from those that hold the same.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import cut_dim, is_split, own_part, rows_of_shards
+from asyncrl.engines.training.ranks.shards import (
+    axes_cut,
+    cut_dim,
+    is_part,
+    is_split,
+    own_part,
+    own_ranges,
+    rows_of_shards,
+)
 from asyncrl.engines.training.ranks.stage_weights import held_tensors, owner_of
 from asyncrl.lanes.weights.plan.regrouping import Regrouping
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
@@ -95,6 +103,53 @@ def gather_for_generation(
     gathering = _gathering_of_slices(layout, mesh)
     gathered = gathering.gather({name: OwnSlice(own[name], dim) for name, dim in cut.items()}, dtype)
     return {**own, **gathered}, received + gathering.received
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedWeights:
+    """The weights that a rank trains, beside what it gathered to generate with. model: as it trains. moved: called
+    after weights moved in memory, which the optimizer holds too."""
+
+    model: nn.Module
+    moved: Callable[[], None]
+
+    def hold_once(self, gathered: dict[str, Tensor]) -> None:
+        """Lets memory hold once what this rank trains and generates with, where both have one dtype, until
+        `hold_apart`. Slices of tensor ranks become views of what was gathered; in place of copies of whole tensors
+        `gathered` gets those that train."""
+        for name, parameter in self.model.named_parameters():
+            whole = gathered.get(name)
+            if whole is None or (whole.dtype, whole.device) != (parameter.dtype, parameter.device):
+                continue
+            if not axes_cut(parameter):
+                gathered[name] = own_part(parameter.detach())
+            elif axes_cut(parameter) == {"tp"} and is_part(parameter):
+                parameter._local_tensor = whole[own_ranges(parameter)]
+        self.moved()
+
+    def hold_apart(self) -> None:
+        """Gives the views memory of their own, before a step, which changes them."""
+        for parameter in self.model.parameters():
+            part = own_part(parameter.detach())
+            if axes_cut(parameter) == {"tp"} and is_part(parameter) and not part.is_meta:
+                parameter._local_tensor = _alone(part)
+        self.moved()
+
+    def held_twice(self, gathered: Mapping[str, Tensor]) -> int:
+        """Returns the bytes of which `gathered` has a copy of the same dtype in other memory."""
+        parts = {name: own_part(each.detach()) for name, each in self.model.named_parameters() if name in gathered}
+        return sum(
+            part.nbytes
+            for name, part in parts.items()
+            if part.dtype == gathered[name].dtype
+            and not part.is_meta
+            and part.untyped_storage().data_ptr() != gathered[name].untyped_storage().data_ptr()
+        )
+
+
+def _alone(part: Tensor) -> Tensor:
+    is_view = part.untyped_storage().nbytes() > part.nbytes
+    return part.clone(memory_format=torch.contiguous_format) if is_view else part
 
 
 def _gathering_of_slices(layout: Layout, mesh: RankMesh) -> WeightGathering:
