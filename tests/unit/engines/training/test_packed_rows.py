@@ -18,7 +18,7 @@ from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
 from asyncrl.engines.training.batch.packed_attention import PackedAttention
 from asyncrl.engines.training.batch.packed_rows import RowSegment, pack_rows
 from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack
-from asyncrl.engines.training.batch.segment_visibility import SegmentVisibility
+from asyncrl.engines.training.batch.segment_visibility import TILE, SegmentVisibility
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model, load_value_model
 from asyncrl.engines.training.optimizers.optimizer import Optimizer
@@ -111,20 +111,57 @@ def test_micro_batches_of_packed_rows_count_no_padding() -> None:
     assert micro_batches([30, 20], 60, [2, 1], packed=True) == [[0], [1]], "a row of two contexts is two of the model"
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["heads", "grouped heads"])
-def test_batches_of_segments_and_flex_attention_are_attention_with_a_mask(heads: tuple[int, int]) -> None:
-    """Answers shorter and longer than their prompts, prompts of different lengths, and rows of their own."""
-    shapes = [(5, 9, 2, 30), (64, 3, 1), (7,), (40, 41), (300,), (6, 6, 6)]
+def segments_of(shapes: list[tuple[int, ...]]) -> list[RowSegment]:
+    """Returns the segments of prompts with the answers that share them, each given by its tokens."""
     segments, begin = list[RowSegment](), 0
     for first, *answers in shapes:
         segments.append(RowSegment(begin, first))
         places = np.cumsum([begin + first, *answers]).tolist()
         segments += [RowSegment(at, length, begin, first) for at, length in zip(places, answers, strict=False)]
         begin = places[-1]
-    mask = torch.zeros(begin, begin, dtype=torch.bool)
+    return segments
+
+
+def dense(segments: list[RowSegment]) -> torch.Tensor:
+    """Returns which token sees which, bool [tokens, tokens]."""
+    tokens = sum(each.length for each in segments)
+    mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     for each in segments:
         mask[each.own, each.own] = True
         mask[each.own, each.prompt] = True
+    return mask.tril()
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(300,), (40, 400, 100)], [(600, 200, 300, 10), (2,), (3, 1)], [(1,)], [(128, 128, 256), (255,)]]
+)
+def test_tiles_are_left_out_or_whole_where_all_their_tokens_are(shapes: list[tuple[int, ...]]) -> None:
+    segments = segments_of(shapes)
+    mask = SegmentVisibility.of(segments, CPU).mask
+    padding = -sum(each.length for each in segments) % TILE
+    expected = torch.nn.functional.pad(dense(segments), (0, padding, 0, padding))
+    count = len(expected) // TILE
+    seen = expected.reshape(count, TILE, count, TILE).sum((1, 3))
+    last = torch.zeros(count, count, dtype=torch.bool)
+    last[-1, -1] = padding > 0  # Padding sees padding.
+    whole = torch.zeros(count, count, dtype=torch.bool)
+    for place, number in enumerate(mask.full_kv_num_blocks[0, 0].tolist()):
+        whole[place, mask.full_kv_indices[0, 0, place, :number].long()] = True
+    assert (mask.to_dense()[0, 0].bool() == ((seen > 0) | last)).all()
+    owners = torch.full((count * TILE,), -1)
+    for number, each in enumerate(segments):
+        owners[each.own] = number
+    tiles = owners.reshape(count, TILE)
+    of_one = (tiles == tiles[:, :1]).all(1)  # Another tile of keys that is seen whole may count as seen in part.
+    assert (whole == ((seen == TILE**2) & of_one)).all()
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["heads", "grouped heads"])
+def test_batches_of_segments_and_flex_attention_are_attention_with_a_mask(heads: tuple[int, int]) -> None:
+    """Answers shorter and longer than their prompts, prompts of different lengths, and rows of their own."""
+    segments = segments_of([(5, 9, 2, 30), (64, 3, 1), (7,), (40, 41), (300,), (6, 6, 6)])
+    mask = dense(segments)
+    begin = len(mask)
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, heads[0], begin, 16, generator=draw, requires_grad=True)
     key, value = (torch.randn(1, heads[1], begin, 16, generator=draw, requires_grad=True) for _ in range(2))
@@ -137,7 +174,7 @@ def test_batches_of_segments_and_flex_attention_are_attention_with_a_mask(heads:
     ):  # Slow, and without gradients.
         flex = SegmentVisibility.of(segments, CPU).attend(query, key, value, None)
     repeated = [each.repeat_interleave(module.num_key_value_groups, 1) for each in (key, value)]
-    expected = scaled_dot_product_attention(query, *repeated, attn_mask=mask.tril()).transpose(1, 2)
+    expected = scaled_dot_product_attention(query, *repeated, attn_mask=mask).transpose(1, 2)
     wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
     torch.testing.assert_close(packed, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(flex, expected, atol=1e-6, rtol=1e-5)
