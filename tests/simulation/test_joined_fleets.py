@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
-from asyncrl.simulation.faults.trial_plan import BASE, ENOUGH, MEMBERSHIP, Fault, Kind, Trial, draw_joined
+from asyncrl.simulation.faults.trial_plan import (
+    BASE,
+    ENOUGH,
+    MEMBERSHIP,
+    Fault,
+    Kind,
+    Trial,
+    draw_joined,
+    draw_joined_returns,
+)
 from tests.named_seed import named_seed
 
 SEEDS, PART = 100, 50
+RETURNS = 20
 FLEET = Trial(joined=True, remote=True, hosts=3, generators=2, groups=2, members=3, steps=12, tokens=30)
 """Two generators and a scorer on three machines; the third one is a spare for both, and a sample takes 3 s."""
 
@@ -29,6 +39,16 @@ def test_random_trials_with_machines_hold_every_invariant(start: int) -> None:
         seen["restarted"] += outcome.restarted
     rare = {what: seen[what] for what in (*MEMBERSHIP, "restarted") if seen[what] < 5}
     assert not rare, f"these happened too seldom to count as tested: {rare}"
+
+
+def test_random_deaths_of_the_trainer_among_machines_hold_every_invariant() -> None:
+    returned = 0
+    for seed in range(RETURNS):
+        with named_seed(seed):
+            outcome = run_trial(draw_joined_returns(seed))
+        assert outcome.ends[-1] == "finished"
+        returned += outcome.returns
+    assert returned >= RETURNS, "workers on machines went on in another incarnation"
 
 
 def test_the_same_seed_gives_the_same_history() -> None:

@@ -1,5 +1,6 @@
 """Two generation workers join the quickstart by `asyncrl serve`; one host is killed, and one joins again."""
 
+import os
 import re
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from asyncrl.telemetry.jsonl import read_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import ForkedProgram, finished
-from watching import PATIENCE, dead, wait_until, workers_of
+from watching import PATIENCE, dead, pid_of, wait_until, workers_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
@@ -42,6 +43,12 @@ def free_address() -> str:
 
 def steps_in(shown: Path) -> int:
     return len(re.findall(r"^step \d+/", shown.read_text(), re.MULTILINE))
+
+
+def await_steps(shown: Path) -> None:
+    """Waits for two more steps."""
+    reached = steps_in(shown)
+    wait_until(lambda: steps_in(shown) > reached + 1, shown.read_text)
 
 
 def events(run_dir: Path, event: str) -> list[str]:
@@ -112,7 +119,9 @@ def test_a_trainer_that_joins_trains_and_its_death_ends_the_run_until_a_resume(
     assert audit(run_dir).ok
 
 
-def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model: Path, tmp_path: Path) -> None:
+def test_a_host_that_is_killed_joins_again_and_a_trainer_that_dies_ends_no_run(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
     run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
     key = run_dir / "join_keys" / "generation.key"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
@@ -138,14 +147,15 @@ def test_a_host_that_is_killed_joins_again_and_no_group_is_lost(quickstart_model
             assert any(dead(pid) for pid in workers.values()), "a worker ends with its host"
             with program(*serve, output=tmp_path / "3.out") as again:
                 wait_until(lambda: len(events(run_dir, "WorkerStarted")) == 3, "a worker in its place")
-                reached = steps_in(shown)
-                wait_until(lambda: steps_in(shown) > reached + 1, shown.read_text)
+                (lost,) = events(run_dir, "WorkerLost")
+                assert lost.partition("-")[0] == events(run_dir, "WorkerStarted")[-1].partition("-")[0]
+                await_steps(shown)
+                os.kill(pid_of(run_dir, "training"), signal.SIGKILL)
+                wait_until(lambda: "the run goes on from its checkpoint of step" in shown.read_text(), shown.read_text)
+                await_steps(shown)
                 run.send_signal(signal.SIGINT)
                 assert run.wait(PATIENCE) == 0, shown.read_text()
                 assert (stays.wait(20), again.wait(20)) == (0, 0), "hosts leave at the end of the run"
     assert check("run") == 75, "the run has ended"
-    (lost,) = events(run_dir, "WorkerLost")
-    assert lost.partition("-")[0] == events(run_dir, "WorkerStarted")[-1].partition("-")[0]
     assert "no sign of life comes from it" in shown.read_text()
-    report = audit(run_dir)
-    assert report.ok, str(report)
+    assert audit(run_dir).ok

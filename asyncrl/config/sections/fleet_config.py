@@ -42,8 +42,8 @@ class FleetConfig(Section):
     trainer_restarts: Annotated[int, Field(ge=0)] = 3
     """Number of times that trainer and critics start again from one checkpoint, while the other workers stay, after one
     of them died. The next death without a newer checkpoint ends the run with exit status 75; a living rank of the
-    trainer with a copy of the weights makes one. Always 0 where workers join, or generation is in the processes of the
-    trainer."""
+    trainer with a copy of the weights makes one. Always 0 where the trainer or a critic joins,
+    or generation is in the processes of the trainer."""
     threads: Positive = 1
     """Number of torch threads of each worker."""
     start: Literal["fork", "spawn"] = "fork"

@@ -48,9 +48,9 @@ State = TypeVar("State", bound=Incarnation)
 
 
 def can_return(running: RunningFleet) -> bool:
-    """Returns whether the other workers of a fleet can outlive those that learn: none is inside their processes, and
-    none joins from another host, which has the files of its checkpoint from the start of the run."""
-    return not any(spec.inside or spec.joined for spec in running.specs.values())
+    """Returns whether the other workers of a fleet can outlive those that learn, which start again: none is inside
+    their processes, and none that learns has to wait for a host that joins."""
+    return not any(spec.inside or (spec.joined and not spec.restart) for spec in running.specs.values())
 
 
 async def train_with_returns(

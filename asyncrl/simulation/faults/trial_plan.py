@@ -241,6 +241,17 @@ def draw_joined(seed: int) -> Trial:
     )
 
 
+def draw_joined_returns(seed: int) -> Trial:
+    """Draws a trial of `draw_joined` in which ranks of the trainer, which joined nobody, die too."""
+    chance, trial = random.Random(f"joined returns {seed}"), draw_joined(seed)
+    deaths = tuple(
+        Fault("kill", int(10 ** chance.uniform(2.0, 3.2)), "training", chance.choice((0, 1, 2, 3, 5, 8)))
+        for _ in range(chance.randint(1, 4))
+    )
+    returns, ranks = chance.randint(1, 4), chance.randint(1, 2)
+    return replace(trial, returns=returns, ranks=ranks, faults=(*trial.faults, *deaths))
+
+
 def _machine_fault(chance: random.Random, hosts: int) -> Fault:
     kind, at = chance.choice(MEMBERSHIP), int(10 ** chance.uniform(1.5, 3.2))
     host, service = f"host{chance.randrange(hosts)}", chance.choice(("generation", "generation", "reward"))
