@@ -101,6 +101,10 @@ class Layout:
         first = version % 2 * (self.size // 2)
         return range(first, first + self.size // 2)
 
+    def samples(self, rank: int, version: int) -> bool:
+        """Returns whether it is the turn of a rank to sample while others train the step from a version."""
+        return self.takes_turns and rank not in self.training_half(version)
+
     def generation_replicas(self) -> list[list[int]]:
         """Returns the ranks that generate together: dp x (p t / (p_g t_g)) groups of p_g x t_g ranks.
 

@@ -31,13 +31,14 @@ from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
 from asyncrl.lanes.weights.transports.interface import WeightSender
+from asyncrl.lanes.weights.update_permit import UpdatePermit
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
-from asyncrl.services.ranks.running_step import StepInProgress, UpdatePermit
+from asyncrl.services.ranks.running_step import StepInProgress
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
 
@@ -105,6 +106,10 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 work = self._work(step, cuts)
                 step.work = self.context.tasks.create_task(work, name=f"step from version {cuts.version}")
             return await self._complete(step)
+
+    @property
+    def finished(self) -> int:
+        return super().finished + self._permit.periods
 
     @property
     def weights_version(self) -> int | None:
@@ -199,7 +204,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             if step.lost is not None:
                 return None
             step.rows_checked.set()
-            if context.handover is not None and not self._samples_meanwhile(cuts):
+            if context.handover is not None and not context.spec.layout.samples(context.spec.rank, cuts.version):
                 await context.handover.put_away()
             for row in cuts.batch:
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
@@ -217,17 +222,13 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         finally:
             step.rows_checked.set()
 
-    def _samples_meanwhile(self, cuts: Cuts) -> bool:
-        """Says whether it is the turn of this rank to sample while others train."""
-        spec = self.context.spec
-        return spec.layout.takes_turns and spec.rank not in spec.layout.training_half(cuts.version)
-
     async def _wait_for_samples(self, cuts: Cuts) -> None:
         """Waits until the next batch is sampled with the present weights."""
-        with self.context.occupancy.out_of_work():
+        context = self.context
+        with context.occupancy.out_of_work():
             await self._permit.wait(cuts.incarnation, cuts.version)
-        if self.context.handover is not None and self._samples_meanwhile(cuts):
-            await self.context.handover.put_away()
+        if context.handover is not None and context.spec.layout.samples(context.spec.rank, cuts.version):
+            await context.handover.put_away()
 
     async def _complete(self, step: StepInProgress) -> StepReport:
         """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows, and

@@ -183,7 +183,7 @@ class StalenessConfig(Section):
     """Number of samples that are drawn ahead of the trainer. adaptive: as many as keep it busy, learned from how often
     it waits. full: as many as the limit allows. lockstep: one batch, drawn when a step begins; the step changes the
     weights once that batch is scored, so that one version samples each batch and the next trains it. It needs
-    limit = 1, and a fleet.call_deadline longer than a batch is sampled."""
+    limit = 1."""
     publish_deadline: PositiveFloat = 10.0
     """Seconds that generation workers have to take over new weights. A slower worker is killed and started again."""
 

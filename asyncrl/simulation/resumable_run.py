@@ -7,7 +7,14 @@ from typing import Any, Literal
 from asyncrl.algorithms import grpo, ppo, remax, safe_rlhf
 from asyncrl.concurrency import running_beside
 from asyncrl.config.gate_config import GateConfig
-from asyncrl.config.schema import Config, GenerationConfig, ModelConfig, TaskConfig, TrainingConfig
+from asyncrl.config.schema import (
+    Config,
+    GenerationConfig,
+    ModelConfig,
+    StalenessConfig,
+    TaskConfig,
+    TrainingConfig,
+)
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
@@ -51,7 +58,7 @@ class RunShape:
     checkpoint_every: int = 1
     need_signal: bool = False
     greedy: bool = False
-    admission: Literal["adaptive", "full"] = "adaptive"
+    admission: Literal["adaptive", "full", "lockstep"] = "adaptive"
     max_new_tokens: int = 4096
     background_checkpoints: bool = True
 
@@ -62,7 +69,8 @@ class RunShape:
 
     @property
     def gate(self) -> GateConfig:
-        sizes = self.groups, self.members, self.limit, self.policy, self.all_slots, self.cut_at
+        cut_at = None if self.admission == "lockstep" else self.cut_at
+        sizes = self.groups, self.members, self.limit, self.policy, self.all_slots, cut_at
         return GateConfig(*sizes, 1 if self.greedy else 2, self.need_signal, self.greedy, self.admission)
 
     @property
@@ -140,6 +148,7 @@ class ResumableRun:
                 finish=shape.finish,
                 model=ModelConfig(name="none"),
                 task=TaskConfig(prompts="none"),
+                staleness=StalenessConfig(limit=shape.limit, admission=shape.admission),
                 generation=GenerationConfig(max_new_tokens=shape.max_new_tokens, deadline=deadline),
             ),
             advantages=advantages,

@@ -34,30 +34,3 @@ class StepInProgress:
         except TimeoutError:
             raise lost from None
         self.lost = lost
-
-
-class UpdatePermit:
-    """Holds back the update of a step in lockstep, until the controller allows it."""
-
-    def __init__(self) -> None:
-        self._allowed = (-1, -1)
-        self._is_refused = False
-        self._changed = asyncio.Event()
-
-    def allow(self, incarnation: int, version: int) -> None:
-        self._allowed = (incarnation, version)
-        self._changed.set()
-
-    def refuse(self) -> None:
-        """Ends the wait: another rank is lost."""
-        self._is_refused = True
-        self._changed.set()
-
-    async def wait(self, incarnation: int, version: int) -> None:
-        """Waits until a step from this version may change the weights. The deadline is that of the step's call. Raises
-        PeerLost when that is refused."""
-        while self._allowed != (incarnation, version):
-            if self._is_refused:
-                raise PeerLost("the step waited for samples when another rank was lost")
-            self._changed.clear()
-            await self._changed.wait()

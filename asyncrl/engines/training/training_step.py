@@ -192,6 +192,7 @@ class TrainingStep(StepInParts):
         self._norms: list[float] = []  # gradient norms of the updates taken
         self._not_taken: set[str] = set()  # why updates with a live token were not taken, the same on all ranks
         self._culprits: list[SampleName] = []
+        self._has_waited = False  # for the update to be allowed, in lockstep
         super().__init__()
 
     def advance(self) -> bool:
@@ -229,9 +230,10 @@ class TrainingStep(StepInParts):
             return
         rows = [item for item in part if item.live_tokens]
         finite = yield from self._backward(rows, number, int(tokens), int(samples))
-        if self._config.staleness.admission == "lockstep":
-            self.is_computed = True
+        if self._config.staleness.admission == "lockstep" and not self._has_waited:
+            self._has_waited = self.is_computed = True
             yield True
+            self.is_computed = False
         self._take(part, finite)
         yield True
 

@@ -13,6 +13,7 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.weights.leases import Leases, slot_of
+from asyncrl.lanes.weights.update_permit import UpdatePermit
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
@@ -62,8 +63,11 @@ class FakeTraining(FakeService, Training):
         read_columns: Sequence[str] = ("versions",),
         slot_patience: float = 60.0,
         context: WorkerContext | None = None,
+        in_lockstep: bool = False,
     ) -> None:
         super().__init__("training", context, peers)
+        self._in_lockstep = in_lockstep
+        self._permit = UpdatePermit()
         self.cost = cost
         self.limit = limit
         self.busy = 0.0
@@ -117,6 +121,13 @@ class FakeTraining(FakeService, Training):
 
     async def published(self) -> Published:
         return Published(self.incarnation, self.version, self.arena, slot_of(self.version), "")
+
+    @property
+    def finished(self) -> int:
+        return super().finished + self._permit.periods
+
+    async def allow_update(self, incarnation: int, version: int) -> None:
+        self._permit.allow(incarnation, version)
 
     async def using(self, readers: tuple[str, ...], version: int) -> None:
         for reader in readers:
@@ -181,6 +192,8 @@ class FakeTraining(FakeService, Training):
         began = now()
         await self.spend(seconds)
         self.busy += now() - began
+        if self._in_lockstep:
+            await self._permit.wait(cuts.incarnation, cuts.version)
         self._steps += 1
         samples, in_loss = self._compute_loss(cuts.batch, rows)
         trained = [index for index, sample in enumerate(samples) if sample.trained]

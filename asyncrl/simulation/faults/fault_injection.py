@@ -138,7 +138,10 @@ class FaultInjection:
         per_fault = AGE_LIMIT_PER_FAULT * len(self.injected) + sum(fault.seconds for fault in self.injected)
         return max(AGE_LIMIT, 2 * self._trial.queue_time) + per_fault
 
-    def call_limit(self) -> float:
-        """Returns the seconds that a worker with a call may answer nothing now, by the clock that jumps."""
+    def call_limit(self, method: str) -> float:
+        """Returns the seconds that a worker with a call may answer nothing now, by the clock that jumps. A step in
+        lockstep waits for groups."""
+        if method == "step" and self._trial.admission == "lockstep":
+            return self.age_limit() + self.skipped
         deadline = max(FLEET.call_deadline, self._trial.deadline + GROUP_MARGIN)
         return deadline + 2 * DEATH_NOTICE + CHECK_PERIOD + self.skipped

@@ -191,6 +191,12 @@ def draw_returns(seed: int) -> Trial:
     return replace(trial, returns=chance.randint(1, 3), steps=chance.randint(3, 6), faults=(*others, *deaths))
 
 
+def draw_lockstep(seed: int) -> Trial:
+    """Draws a trial whose batches are sampled by one version and trained by the next."""
+    trial = draw_trial(seed)
+    return replace(trial, admission="lockstep", limit=1, steps=trial.steps + 2)
+
+
 def draw_ranks(seed: int) -> Trial:
     """Draws a trial whose trainer has several ranks, of which one dies again and again; a few other faults meet all
     workers."""

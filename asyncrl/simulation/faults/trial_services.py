@@ -260,6 +260,7 @@ class TrialTraining(TrialService, FakeTraining):
             read_columns=columns,
             slot_patience=SLOT_PATIENCE,
             context=context,
+            in_lockstep=trial.admission == "lockstep",
         )
 
     def restore(self, version: int, chain: bytes) -> None:

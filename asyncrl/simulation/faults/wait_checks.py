@@ -49,7 +49,8 @@ class WaitChecks:
         now = asyncio.get_running_loop().time()
         for call in worker.outstanding.values():
             waited = now - max(call.since, worker.last_answer_at)
-            assert waited <= self._faults.call_limit(), f"{call.method} has waited {waited:g} s for {worker.name}"
+            limit = self._faults.call_limit(call.method)
+            assert waited <= limit, f"{call.method} has waited {waited:g} s for {worker.name}"
         for lane in Lane:
             link = worker.channels.get(lane)
             if isinstance(link, Client):
