@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
+from asyncrl.engines.pictures.encoder_shape import EncoderShape
+from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.engines.training.batch.packing_families import can_pack
 
 FLOAT = 4
@@ -23,7 +25,8 @@ class Shape:
     """The numbers that decide how much memory a decoder-only transformer takes; its cache is counted in float32.
     linear: inputs and outputs of each linear layer of one decoder layer, by name. packs: whether rows
     train without padding, and prompts that samples share once. record: of the experts of a token, None where no router
-    is replayed. head_norms: whether queries and keys are normalized."""
+    is replayed. head_norms: whether queries and keys are normalized. encoder: of pictures, whose parameters count as
+    others outside of layers; None where the model reads none."""
 
     vocabulary: int
     hidden: int
@@ -34,10 +37,15 @@ class Shape:
     packs: bool = False
     record: RecordShape | None = None
     head_norms: bool = False
+    encoder: EncoderShape | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
         """Computes them from a model folder's config.json; raises KeyError for another kind of model."""
+        if config.get("model_type") in WITH_PICTURES:
+            encoder = EncoderShape.of(config["vision_config"])
+            text = cls.of({"tie_word_embeddings": config.get("tie_word_embeddings")} | _text_config(config))
+            return replace(text, parameters=text.parameters + encoder.parameters, encoder=encoder)
         vocabulary, hidden, layers = (int(config[key]) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -118,6 +126,12 @@ class Shape:
         """Returns the layers with adapters. A target that is not the plain name of a layer counts as all."""
         known = {name for name, _, _ in self.linear}
         return known if set(lora.targets) - known else set(lora.targets)
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what config.json of a model that reads pictures says of its language model, in either of its forms."""
+    found = config.get("text_config") or config
+    return {**found, "model_type": f"{config['model_type']}_text"}
 
 
 LLAMA = {"tie_word_embeddings": True, "model_type": "llama"}

@@ -1,7 +1,7 @@
 """Compares the memory that `asyncrl plan` predicts of each rank of a trainer with what torch allocates in a step.
 
-For each layout a process for each rank trains two steps of a Llama with random weights on CPUs, or of a Qwen3-MoE in
-layouts of experts. What a rank took is its
+For each layout a process for each rank trains two steps of a Llama with random weights on CPUs, of a Qwen3-MoE in
+layouts of experts, or of a Qwen2.5-VL whose prompts have pictures. What a rank took is its
 weights and moments, and the most that torch had at one moment of the second step beside them. A process takes more: the
 interpreter, its libraries, and what malloc keeps.
 """
@@ -20,6 +20,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
+from asyncrl.bench.end_to_end.picture_rows import patches_of, rows_with_pictures
 from asyncrl.bench.end_to_end.rank_processes import run_ranks, write_in_child
 from asyncrl.bench.measurements import goal_line, table
 from asyncrl.config.schema import Config
@@ -47,8 +48,12 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"sp": 2, "dp": 2},
 )
 LAYOUTS_OF_EXPERTS: tuple[dict[str, Any], ...] = ({"dp": 1}, {"ep": 2}, {"dp": 2, "ep": 2}, {"shard": 2})
+LAYOUTS_WITH_PICTURES: tuple[dict[str, Any], ...] = ({"dp": 1}, {"dp": 2})
 ROWS = StepShape(64, 64, 32, 1)
 """Rows of a step, all of one prompt."""
+OF_PICTURES = StepShape(96, 32, 4, 8)
+"""Rows of a step whose prompts have a picture each."""
+EYES = "qwen2_5_vl"
 MICRO_BATCH = 1024
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
@@ -76,8 +81,10 @@ def main(arguments: Sequence[str]) -> None:
         model, of_experts = Path(name) / "llama", Path(name) / "qwen3_moe"
         write_in_child(model, **SIZES, **HEADS)
         write_in_child(of_experts, of_experts.name, **{**SIZES, **HEADS, **EXPERTS})
+        with_eyes = write_in_child(Path(name) / EYES, EYES, **SIZES, **HEADS)
         found = [each for layout in LAYOUTS for each in measure(layout, model)]
         found += [each for layout in LAYOUTS_OF_EXPERTS for each in measure(layout, of_experts)]
+        found += [each for layout in LAYOUTS_WITH_PICTURES for each in measure(layout, with_eyes, OF_PICTURES)]
     head = ("layout", "rank", "predicted, MB", "measured, MB", "ratio")
     lines = [
         (each.layout, str(each.rank), f"{each.predicted / 1e6:.1f}", f"{each.measured / 1e6:.1f}", f"{each.ratio:.3f}")
@@ -88,41 +95,42 @@ def main(arguments: Sequence[str]) -> None:
     print(goal_line("predicted over measured bytes, farthest from 1", worst, WITHIN, at_most=True))
 
 
-def measure(layout: dict[str, Any], model: Path) -> Iterator[PredictedRank]:
+def measure(layout: dict[str, Any], model: Path, rows: StepShape = ROWS) -> Iterator[PredictedRank]:
     """Yields the memory of each rank. Raises RuntimeError as `run_ranks`."""
     text = ", ".join([model.name, *(f"{axis} {number}" for axis, number in layout.items())])
-    for rank, taken in enumerate(run_ranks(Layout(**layout), partial(_memory, layout, model))):
+    for rank, taken in enumerate(run_ranks(Layout(**layout), partial(_memory, layout, model, rows))):
         yield PredictedRank(text, rank, *taken)
 
 
-def _memory(layout: dict[str, Any], model: Path, mesh: RankMesh) -> list[int]:
+def _memory(layout: dict[str, Any], model: Path, rows: StepShape, mesh: RankMesh) -> list[int]:
     """Returns the predicted and the measured bytes of this rank."""
     config = Config.model_validate(
         {
             "model": {"name": str(model)},
-            "task": {"prompts": "none", "prompts_per_step": ROWS.groups, "samples_per_prompt": ROWS.members},
-            "generation": {"max_new_tokens": ROWS.answer},
+            "task": {"prompts": "none", "prompts_per_step": rows.groups, "samples_per_prompt": rows.members},
+            "generation": {"max_new_tokens": rows.answer},
             "training": {"micro_batch_tokens": MICRO_BATCH, "layout": layout},
             "algorithm": {"preset": "grpo"},
         }
     )
-    return [predicted(config, model, mesh.rank), measured(config, model, mesh)]
+    return [predicted(config, model, rows, mesh.rank), measured(config, model, rows, mesh)]
 
 
-def predicted(config: Config, model: Path, rank: int) -> int:
+def predicted(config: Config, model: Path, rows: StepShape, rank: int) -> int:
     """Returns the bytes that are predicted of what torch allocates on this rank."""
     shape, layout = shape_of(str(model)), config.training.layout
-    assert shape is not None, "Llama and Qwen3-MoE are families whose shape is known"
-    lengths = RowLengths(ROWS.prompt, ROWS.prompt, 1)
+    assert shape is not None, "the shape of these families is known"
+    lengths = RowLengths(rows.prompt, rows.prompt, 1, patches_of(rows) if shape.encoder else 0)
     trained = TrainedModel("training", config, shape, lengths, "cpu", layout)
     parts = trained.parts(trained.likely_pass, rank_layout(layout).place(rank).pp)
     return sum(size for name, size in parts.items() if name not in ("process", "kept by malloc"))
 
 
-def measured(config: Config, model: Path, mesh: RankMesh) -> int:
+def measured(config: Config, model: Path, shape: StepShape, mesh: RankMesh) -> int:
     """Returns the most bytes that torch had at one moment of the second step, which finds the moments of the first."""
     trainer = PolicyTrainer(config, model, mesh)
-    rows = rows_of(ROWS)[mesh.rows.rank :: mesh.rows.size]
+    all_rows = rows_with_pictures(shape) if model.name == EYES else rows_of(shape)
+    rows = all_rows[mesh.rows.rank :: mesh.rows.size]
     run_step(trainer, rows, INCARNATION, 0)
     held = sum(own_part(each.detach()).nbytes for each in trainer.model.whole.parameters() if not each.is_meta)
     held += sum(_bytes(state) for part in trainer.optimizer.parts for state in part.state.values())

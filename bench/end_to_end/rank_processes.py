@@ -17,6 +17,8 @@ import torch
 from transformers.utils import logging
 
 from asyncrl.bench.end_to_end.benchmark_model import write_model
+from asyncrl.bench.end_to_end.picture_rows import write_picture_model
+from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
@@ -30,7 +32,8 @@ RankWork: TypeAlias = Callable[[RankMesh], Any]
 def write_in_child(model: Path, family: str = "llama", /, **sizes: int) -> Path:
     """Writes a model of a family. Raises RuntimeError when that fails or takes longer than DEADLINE."""
     logging.disable_progress_bar()  # transformers shows one for each file of a model that it writes.
-    child = get_context("fork").Process(target=write_model, args=(model, family), kwargs=sizes)
+    write, arguments = (write_picture_model, (model,)) if family in WITH_PICTURES else (write_model, (model, family))
+    child = get_context("fork").Process(target=write, args=arguments, kwargs=sizes)
     child.start()
     child.join(DEADLINE)
     if child.exitcode != 0:

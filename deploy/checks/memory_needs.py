@@ -19,6 +19,7 @@ from asyncrl.deploy.checks.training_memory import (
     pass_bytes,
     passes_of_update,
     stage_bytes,
+    with_pictures,
 )
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, shape_of
@@ -210,6 +211,7 @@ class TrainedModel:
 
     def need(self) -> MemoryNeed:
         largest = largest_pass(self.config, self.lengths, self.layout.data).of_slice(self.layout.sp)
+        largest = with_pictures(largest, self.config, self.shape, self.lengths, largest=True)
         most, likely = (
             [self.parts(size, stage) for stage in range(self.layout.pp)] for size in (largest, self.likely_pass)
         )
@@ -224,7 +226,8 @@ class TrainedModel:
     def likely_pass(self) -> ForwardPass:
         """Returns the micro-batch of a rank with prompts of the mean length; slices of rows are not packed."""
         shape = self.shape if self.layout.sp == 1 else replace(self.shape, packs=False)
-        return likely_pass(self.config, shape, self.lengths, self.layout.data).of_slice(self.layout.sp)
+        size = likely_pass(self.config, shape, self.lengths, self.layout.data).of_slice(self.layout.sp)
+        return with_pictures(size, self.config, shape, self.lengths, self.layout.data)
 
     def _total(self, stages: list[dict[str, int]], names: Collection[str] = ()) -> int:
         """Returns the bytes of all ranks, or of these parts of them."""

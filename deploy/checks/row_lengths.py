@@ -12,27 +12,32 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import chat_template_of
 from asyncrl.engines.models.model_preparation import demonstrations_of
+from asyncrl.engines.pictures.picture_sizes import PatchCounter
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages
 from asyncrl.tasks.prompt_lengths import longest_rows
 from asyncrl.tasks.prompt_rows import PromptRows
+from asyncrl.tasks.reading.pictures import has_pictures, picture_files, with_pictures_read
 from asyncrl.tasks.source_problems import is_read_ahead
 
 SPREAD = 256
 """Rows of a source, evenly spread, whose tokens are counted for the mean."""
 BUILTIN = "asyncrl.tasks.builtin."
 Count = Callable[[Messages], int]
+Seen = Callable[[Messages], tuple[int, int]]
+"""Counts the tokens of a prompt, those of pictures among them, and the patches of its pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLengths:
     """Tokens of prompts: the mean, and the longest. rows: how many were counted; 0: the config's bound stands for
-    both."""
+    both. patches: of the pictures of a prompt in the mean, where rows were counted; else its tokens bound them."""
 
     mean: int
     longest: int
     rows: int = 0
+    patches: int = 0
 
     @classmethod
     def allowed(cls, config: Config) -> Self:
@@ -52,7 +57,7 @@ def measured_lengths(config: Config, model: str) -> RowLengths:
     if config.environment.use or not all(spec.startswith(BUILTIN) or is_read_ahead(spec) for spec in specs):
         return allowed  # Environments make prompts too.
     try:
-        count = _counter(model, config.task.chat_template_kwargs)
+        count = _with_pictures(_counter(model, config.task.chat_template_kwargs), model)
         rows = [
             training_prompts(config),
             *(held_out_prompts(config, name=each.name) for each in config.evaluate.held_out),
@@ -61,15 +66,31 @@ def measured_lengths(config: Config, model: str) -> RowLengths:
     except (TaskError, ConfigError, TemplateError, OSError, ValueError, LookupError, TypeError):
         return allowed  # The checks of prompts and model say what is wrong with them.
     bound, counted = allowed.longest, sum(each.rows for each in found)
-    return RowLengths(min(bound, found[0].mean), min(bound, max(each.longest for each in found)), counted)
+    longest = min(bound, max(each.longest for each in found))
+    return RowLengths(min(bound, found[0].mean), longest, counted, found[0].patches)
 
 
-def _counted(prompts: PromptRows, count: Count) -> RowLengths:
+def _counted(prompts: PromptRows, count: Seen) -> RowLengths:
     """Counts tokens of rows that are evenly spread, and of those with the most characters."""
     number = min(len(prompts), SPREAD)
     spread = [count(prompts.row(place * len(prompts) // number).prompt) for place in range(number)]
     longest = [count(prompts.row(row).prompt) for row in longest_rows(prompts)]
-    return RowLengths(-(-sum(spread) // number), max(*spread, *longest), number + len(longest))
+    tokens, patches = ([each[part] for each in spread] for part in (0, 1))
+    most = max(*tokens, *(each for each, _ in longest))
+    return RowLengths(-(-sum(tokens) // number), most, number + len(longest), -(-sum(patches) // number))
+
+
+def _with_pictures(count: Count, model: str) -> Seen:
+    """Returns what counts pictures too, each of which is one token for `count`."""
+    pictures = PatchCounter.of_folder(Path(model).expanduser())
+
+    def seen(prompt: Messages) -> tuple[int, int]:
+        if pictures is None or not has_pictures(prompt):
+            return count(prompt), 0
+        found = pictures.patches(picture_files(with_pictures_read(prompt)))
+        return count(prompt) - len(found) + sum(found) // pictures.merge**2, sum(found)
+
+    return seen
 
 
 def _counter(model: str, arguments: Mapping[str, Any]) -> Count:

@@ -32,13 +32,15 @@ OUTSIDE = 3
 class ForwardPass:
     """One micro-batch. tokens: with padding. sampled: those that logits are computed of. queries, keys: tokens
     whose queries, or keys and values, the attention of a packed row collects; 0 where rows are padded. is_only: its
-    update has no other one, so there are gradients of earlier ones at no time."""
+    update has no other one, so there are gradients of earlier ones at no time. patches: of the pictures of all
+    its prompts."""
 
     tokens: int
     sampled: int
     queries: int = 0
     keys: int = 0
     is_only: bool = False
+    patches: int = 0
 
     def of_slice(self, ranks: int) -> "ForwardPass":
         """Returns the part of one of several ranks that share out the tokens; all sampled ones may be in its slice."""
@@ -71,6 +73,22 @@ def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 
         keys = tokens + count * prompt
         return ForwardPass(tokens, count * response, keys if prompt < response else tokens, keys, is_only)
     return ForwardPass(count * prompt + answers, count * response, is_only=is_only)
+
+
+def with_pictures(
+    size: ForwardPass, config: Config, shape: Shape, lengths: RowLengths, ranks: int = 1, *, largest: bool = False
+) -> ForwardPass:
+    """Returns the micro-batch with the patches of its prompts, each of which is encoded once. The samples of a prompt
+    are spread over ranks. largest: each sample may have another prompt, and all tokens of the longest prompt may be of
+    pictures."""
+    if shape.encoder is None or (lengths.rows and not lengths.patches):
+        return size
+    count, of_token = max(1, size.sampled // config.response_tokens), shape.encoder.merge**2
+    if largest:
+        tokens = min(size.tokens, min(count, config.task.prompts_per_step) * lengths.longest)
+        return replace(size, patches=of_token * tokens)
+    each = lengths.patches if lengths.rows else of_token * lengths.mean
+    return replace(size, patches=-(-count // -(-_members(config) // ranks)) * each)
 
 
 def passes_of_update(config: Config, lengths: RowLengths, size: ForwardPass, ranks: int = 1) -> int:
@@ -117,8 +135,11 @@ def pass_bytes(
     layer = size.tokens * (norms + inside + casts * hidden) + _collected(shape, size, narrow, tp)
     backward = size.tokens * computed + _gradient_of_experts(shape, ep)
     output = size.tokens * FLOAT * OUTSIDE * hidden + (_head_bytes(config, shape, size, lora=lora) if head else 0)
+    again = training.gradient_checkpointing
     total = casts * shape.parameters  # Rounded weights are kept until the backward pass is over.
-    if training.gradient_checkpointing:
+    if shape.encoder is not None:
+        total += shape.encoder.kept_bytes(size.patches, narrow, again=again)
+    if again:
         kept = size.tokens * FLOAT * hidden * shape.layers
         return total + kept + max(layer + backward, output)
     return total + shape.layers * layer + max(backward, output)

@@ -96,6 +96,7 @@ UNFUZZED: dict[str, str] = {
     "engines/training/batch/pretraining_batch.py": USER,
     "engines/training/ranks/rank_group.py": VIEW,
     "engines/training/trainer_checkpoint.py": RUN,
+    "engines/pictures/picture_sizes.py": MODEL,
     "engines/pictures/processing.py": MODEL,
     "environments/agents/verifiers_rollout.py": OWN,
     "environments/episode_server.py": PARENT,

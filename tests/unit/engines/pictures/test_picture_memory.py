@@ -1,0 +1,132 @@
+"""What pictures take: patches are counted as the image processor cuts them, and the encoder keeps what is predicted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from asyncrl.bench.end_to_end.rank_memory import most_at_once
+from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
+from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.model_shape import Shape, shape_of
+from asyncrl.engines.pictures.model_input import picture_states
+from asyncrl.engines.pictures.picture_sizes import PatchCounter
+from asyncrl.engines.pictures.processing import PictureProcessor
+from asyncrl.errors import TaskError
+
+SIZES = ((16, 16), (33, 17), (5, 100), (100, 20), (1, 3), (300, 300), (61, 470))
+REAL = {
+    "model_type": "qwen2_5_vl",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "out_hidden_size": 2048,
+        "in_chans": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}
+"""The numbers of Qwen2.5-VL-3B, as the hub has them."""
+
+
+def config(**training: Any) -> Config:
+    task = {"prompts": "p", "prompts_per_step": 4, "samples_per_prompt": 4}
+    return Config.model_validate({"model": {"name": "m"}, "task": task, "training": training})
+
+
+def test_patches_are_those_of_the_image_processor(folder: Path, png: Any) -> None:
+    processor, counter = PictureProcessor(folder, 10**6), PatchCounter.of_folder(folder)
+    assert counter is not None
+    for width, height in SIZES:
+        file = png(width, height)
+        assert counter.patches([file]) == processor.pictures([file]).grid.prod(1).tolist(), (width, height)
+    assert PatchCounter.of_folder(folder.parent) is None
+    with pytest.raises(TaskError, match=r"the size of a picture cannot be read: .*; replace the file"):
+        counter.patches([b"no picture"])
+
+
+def test_prompts_are_counted_with_the_tokens_of_their_pictures(
+    folder: Path, tokenizer: TokenizerWithStops, asked: Any, png: Any, tmp_path: Path
+) -> None:
+    prompts = [asked("ab", png(32, 16)), asked(png(16, 24), "abc", png(40, 40))]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
+    chosen = Config.model_validate({"model": {"name": str(folder)}, "task": {"prompts": str(path)}})
+    seen = [tokenizer.prompt_and_pictures(prompt) for prompt in prompts]
+    lengths = [len(ids) for ids, _ in seen]
+    patches = [len(found.pictures.pixels) for _, found in seen if found is not None]
+    expected = RowLengths(-(-sum(lengths) // 2), max(lengths), 4, -(-sum(patches) // 2))
+    assert measured_lengths(chosen, str(folder)) == expected
+
+
+def test_parameters_are_those_of_the_models(folder: Path) -> None:
+    assert Shape.of(REAL).parameters == pytest.approx(3_754_622_976, rel=1e-3)
+    shape, model = shape_of(str(folder)), AutoModelForImageTextToText.from_pretrained(folder)
+    assert shape is not None
+    assert shape.encoder is not None
+    encoder = model.model.visual.parameters()
+    assert shape.encoder.parameters == sum(each.numel() for each in encoder)
+    assert shape.parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=0.01)
+
+
+def test_the_encoder_keeps_what_is_predicted() -> None:
+    torch.set_num_threads(1)
+    text = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+    rotation = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
+    eyes = {"depth": 3, "hidden_size": 96, "intermediate_size": 160, "num_heads": 3, "out_hidden_size": 96}
+    ids = {f"{name}_token_id": 5 + number for number, name in enumerate(("image", "video", "vision_start"))}
+    described = Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": rotation},
+        vision_config={**eyes, "patch_size": 4, "spatial_merge_size": 2, "fullatt_block_indexes": [1]},
+        **ids,
+    )
+    model, shape = Qwen2_5_VLForConditionalGeneration(described), Shape.of(described.to_dict())
+    assert shape.encoder is not None
+    grid = torch.tensor([[1, 16, 16], [1, 8, 32]])
+    pixels = torch.randn(512, 3 * 2 * 4 * 4)
+    picture_states(model, pixels, grid)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        picture_states(model, pixels, grid)
+    assert profiled.profiler is not None
+    most = most_at_once(profiled.profiler.kineto_results)
+    assert shape.encoder.kept_bytes(512, 4, again=False) == pytest.approx(most, rel=0.1)
+
+
+def test_a_micro_batch_encodes_each_of_its_prompts_once() -> None:
+    """Of eight samples on one rank there are two prompts, of four on each of two ranks two too."""
+    shape, lengths = Shape.of(REAL), RowLengths(200, 400, 10, 300)
+    assert shape.encoder is not None
+    for ranks in (1, 2):
+        chosen = config(micro_batch_tokens=8 * (200 + 64) // ranks, layout={"dp": ranks})
+        trained = TrainedModel("training", chosen, shape, lengths, "cpu", chosen.training.layout)
+        assert trained.likely_pass.patches == 2 * 300
+    chosen = config(micro_batch_tokens=8 * (200 + 64))
+    with_eyes, without = (
+        next(dict(each.parts)["activations"] for each in needs(chosen, each_shape, lengths) if each.name == "training")
+        for each_shape in (shape, Shape.of({**REAL, "model_type": "qwen2"}))
+    )
+    most = shape.encoder.kept_bytes(4 * 4 * 400, 4, again=False)
+    assert with_eyes - without == most, "each sample of the largest micro-batch may have a prompt of its own"
+    again, inputs = shape.encoder.kept_bytes(10, 4, again=True), 10 * 4 * 32 * 1280
+    assert again < shape.encoder.kept_bytes(10, 4, again=False) // 8
+    assert again > inputs
+    unknown = TrainedModel("training", chosen, shape, RowLengths(200, 400), "cpu", chosen.training.layout)
+    assert unknown.likely_pass.patches == 2 * 200 * 4, "all tokens of a prompt may be of pictures"
+    none = TrainedModel("training", chosen, shape, RowLengths(200, 400, 10), "cpu", chosen.training.layout)
+    assert none.likely_pass.patches == 0
