@@ -11,7 +11,7 @@ from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_episodes
 from tests.named_seed import named_seed
 
-SEEDS, PART, RESUMED = 300, 100, 25
+SEEDS, PART, RESUMED = 150, 50, 25
 
 
 def resumed_episodes(seed: int) -> Trial:

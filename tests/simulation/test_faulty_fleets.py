@@ -10,7 +10,7 @@ from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
 from tests.named_seed import named_seed
 
-SEEDS, PART = 2000, 250
+SEEDS, PART = 1000, 125
 EXPECTED = (
     *("lose", "repeat", "overtake", "delay", "cut", "stall", "kill", "row", "stuck", "jump", "disk", "controller"),
     *("finished", "FleetFailed", "controller killed", "power cut"),

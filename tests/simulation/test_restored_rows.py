@@ -19,7 +19,7 @@ from asyncrl.simulation.fakes.generation import FakeGeneration
 from asyncrl.simulation.scenarios import FaultRates, Scenario
 from asyncrl.simulation.simulated_run import simulate
 
-SEEDS = 120
+SEEDS = 60
 Patch = pytest.MonkeyPatch
 Draw = Callable[[int], Scenario]
 

@@ -12,7 +12,7 @@ from asyncrl.simulation.scenarios import FaultRates, Scenario
 from asyncrl.simulation.simulated_run import simulate
 from tests.named_seed import named_seed
 
-SEEDS = 200
+SEEDS = 100
 Draw = Callable[[int], Scenario]
 
 

@@ -64,15 +64,20 @@ class RecordedWorker:
 
     def records_from(self, version: int) -> Iterator[Any]:
         """Returns the records since the call before the one that learnt from `version`. The trainer reads the rows of a
-        batch while the batch before it is trained, so for it they begin where that call came, else where it ended."""
-        begins = 0
+        batch while the batch before it is trained, or before that: for it they begin where that call came or those rows
+        were prefetched, without calls that learnt from earlier versions; else where the call before ended."""
+        begins, prefetched, wanted = 0, dict[SampleName, int](), list[SampleName]()
         for number, record in enumerate(self.records):
             learns = record[0] == "call" and record[2] in LEARNING
             if learns and record[3][0].version >= version:
+                wanted = [row.name for row in record[3][0].batch] if record[2] == "step" else []
                 break
+            if record[0] == "call" and record[2] == "prefetch":
+                prefetched |= {row.name: number for row in record[3][0] if row.name not in prefetched}
             if learns if self.spec.service == "training" else record[0] in ("answer", "failed"):
                 begins = number + 1
-        return islice(self.records, begins, None)
+        begins = min([begins, *(prefetched[name] for name in wanted if name in prefetched)])
+        return (record for record in islice(self.records, begins, None) if not _learnt_before(record, version))
 
     def batch(self, version: int) -> tuple[Cuts, list[TrainRow]]:
         """Returns the batch that was trained from a version. Raises ConfigError when it is not recorded."""
@@ -91,6 +96,10 @@ class RecordedWorker:
         if cuts is None:
             raise ConfigError(f"step {version + 1} is not recorded")
         return cuts, _joined(cuts.batch, rows, self.spec)
+
+
+def _learnt_before(record: Any, version: int) -> bool:
+    return record[0] == "call" and record[2] in LEARNING and record[3][0].version < version
 
 
 def _joined(refs: BatchRef, rows: dict[SampleName, dict[str, Array]], spec: WorkerSpec) -> list[TrainRow]:

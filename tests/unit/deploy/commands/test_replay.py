@@ -147,3 +147,18 @@ def test_the_first_step_after_forgotten_records_is_not_replayed(tmp_path: Path) 
     ]
     assert recorded[0] > 0
     assert kept == recorded[1:]
+
+
+async def test_a_replay_begins_where_the_rows_of_its_first_batch_were_prefetched(tmp_path: Path) -> None:
+    """The rows of the second step came before the first one was called: its reads are given, and it is not trained."""
+    batches = [BatchRef((ROW._replace(group=group),)) for group in range(3)]
+    with closing(RecordFiles(tmp_path / "recorded", "training0.0-0-aa", 10**6, ("worker", "{}"))) as files:
+        for number, rows in enumerate(batches[:2]):
+            files.append(("call", number, "prefetch", [rows]))
+            files.append(("answer", number, [True], {}))
+        for version, rows in enumerate(batches):
+            files.append(("call", 10 + version, "step", [Cuts(0, version, rows, 3, 1)]))
+            files.append(("answer", 10 + version, None, {}))
+    spec: Any = SimpleNamespace(instance="training0.0-0-aa", service="training")
+    calls = [record[1] for record in RecordedWorker(tmp_path, spec).records_from(1) if record[0] == "call"]
+    assert calls == [1, 11, 12]
