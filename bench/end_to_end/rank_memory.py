@@ -58,6 +58,8 @@ MICRO_BATCH = 1024
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
+NOT_OF_TORCH = ("process", "pixels", "kept by malloc")
+"""Parts that torch does not allocate."""
 WITHIN = 0.1
 
 
@@ -123,7 +125,7 @@ def predicted(config: Config, model: Path, rows: StepShape, rank: int) -> int:
     lengths = RowLengths(rows.prompt, rows.prompt, 1, patches_of(rows) if shape.encoder else 0)
     trained = TrainedModel("training", config, shape, lengths, "cpu", layout)
     parts = trained.parts(trained.likely_pass, rank_layout(layout).place(rank).pp)
-    return sum(size for name, size in parts.items() if name not in ("process", "kept by malloc"))
+    return sum(size for name, size in parts.items() if name not in NOT_OF_TORCH)
 
 
 def measured(config: Config, model: Path, shape: StepShape, mesh: RankMesh) -> int:

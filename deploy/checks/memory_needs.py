@@ -211,7 +211,7 @@ class TrainedModel:
 
     def need(self) -> MemoryNeed:
         largest = largest_pass(self.config, self.lengths, self.layout.data).of_slice(self.layout.sp)
-        largest = with_pictures(largest, self.config, self.shape, self.lengths, largest=True)
+        largest = with_pictures(largest, self.config, self.shape, self.lengths, self.layout.data, largest=True)
         most, likely = (
             [self.parts(size, stage) for stage in range(self.layout.pp)] for size in (largest, self.likely_pass)
         )
@@ -249,6 +249,7 @@ class TrainedModel:
             **state,
             "activations": batch,
             **({"buffers of stages": buffers} if buffers else {}),
+            **({"pixels": size.pixels} if size.pixels else {}),
             "kept by malloc": kept_bytes(config, shape, size, batch, self.device),
         }
 

@@ -8,7 +8,9 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import critic_count, version_bytes
 from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.deploy.checks.training_memory import prompt_patches
 from asyncrl.engines.model_shape import Shape
+from asyncrl.engines.pictures.prompt_pictures import picture_columns
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
 from asyncrl.lanes.weights.leases import SLOTS
@@ -51,7 +53,18 @@ def shared_memory(
         return SharedMemoryNeed(weights, 0, 0)
     rows, worst_rows = (_rows(config, shape, lengths.longest, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))
     likely = _rows(config, shape, lengths.mean, TEXT_BYTES_PER_TOKEN)
-    return SharedMemoryNeed(weights, rows, max(rows, worst_rows), likely)
+    most_shown, shown = (_rows_of_pictures(config, shape, lengths, largest=largest) for largest in (True, False))
+    return SharedMemoryNeed(weights, rows + most_shown, max(rows, worst_rows) + most_shown, likely + shown)
+
+
+def _rows_of_pictures(config: Config, shape: Shape, lengths: RowLengths, *, largest: bool) -> int:
+    """Returns the bytes of the pictures of all groups in flight, which are stored beside their samples."""
+    if shape.encoder is None or not (patches := prompt_patches(shape.encoder, lengths, largest=largest)):
+        return 0
+    row = bytes_of_row(picture_columns(patches // shape.encoder.merge**2, shape.encoder.patch, shape.encoder.merge))
+    members, evaluated = config.task.samples_per_prompt, max(config.generation.slots, config.evaluate.most_samples)
+    total = bytes_of_rows(-(-GateConfig.of(config).kept // members), row, config.generation_workers)
+    return total + (bytes_of_rows(-(-evaluated // members), row) if config.evaluate.is_on else 0)
 
 
 def _rows(config: Config, shape: Shape, prompt: int, text: int) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
+from asyncrl.engines.pictures.encoder_shape import EncoderShape
 from asyncrl.engines.training.batch.packing_families import WORTH
 
 NORMS, FROZEN_NORMS = 6, 4
@@ -33,7 +34,7 @@ class ForwardPass:
     """One micro-batch. tokens: with padding. sampled: those that logits are computed of. queries, keys: tokens
     whose queries, or keys and values, the attention of a packed row collects; 0 where rows are padded. is_only: its
     update has no other one, so there are gradients of earlier ones at no time. patches: of the pictures of all
-    its prompts."""
+    its prompts. pixels: bytes of the pictures of all prompts of a step, and once more of this micro-batch."""
 
     tokens: int
     sampled: int
@@ -41,6 +42,7 @@ class ForwardPass:
     keys: int = 0
     is_only: bool = False
     patches: int = 0
+    pixels: int = 0
 
     def of_slice(self, ranks: int) -> "ForwardPass":
         """Returns the part of one of several ranks that share out the tokens; all sampled ones may be in its slice."""
@@ -83,12 +85,21 @@ def with_pictures(
     pictures."""
     if shape.encoder is None or (lengths.rows and not lengths.patches):
         return size
-    count, of_token = max(1, size.sampled // config.response_tokens), shape.encoder.merge**2
+    count, prompts = max(1, size.sampled // config.response_tokens), config.task.prompts_per_step
+    samples, each = _samples(config, ranks), prompt_patches(shape.encoder, lengths, largest=largest)
     if largest:
-        tokens = min(size.tokens, min(count, config.task.prompts_per_step) * lengths.longest)
-        return replace(size, patches=of_token * tokens)
-    each = lengths.patches if lengths.rows else of_token * lengths.mean
-    return replace(size, patches=-(-count // -(-_members(config) // ranks)) * each)
+        patches = min(shape.encoder.merge**2 * size.tokens, min(count, prompts) * each)
+    else:
+        patches = -(-count // -(-_members(config) // ranks)) * each
+    pixels = FLOAT * shape.encoder.patch * (min(prompts, samples) * each + patches)
+    return replace(size, patches=patches, pixels=pixels)
+
+
+def prompt_patches(encoder: EncoderShape, lengths: RowLengths, *, largest: bool) -> int:
+    """Returns the patches of the pictures of a prompt: in the mean, or the most that its tokens allow."""
+    if lengths.rows and not (largest and lengths.patches):
+        return lengths.patches
+    return encoder.merge**2 * (lengths.longest if largest else lengths.mean)
 
 
 def passes_of_update(config: Config, lengths: RowLengths, size: ForwardPass, ranks: int = 1) -> int:

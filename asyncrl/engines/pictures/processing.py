@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.pictures.prompt_pictures import (
-    GRID,
-    PIXELS,
-    PLACES,
     PROCESSOR,
     WITH_PICTURES,
     Pictures,
     PromptPictures,
+    picture_columns,
 )
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.protocols.row_columns import Columns
@@ -63,9 +61,7 @@ class PictureProcessor:
     def columns(self, tokens: int) -> Columns:
         """Returns what the row of the pictures of a prompt of so many tokens takes at most."""
         settings = self._processor
-        patch = 3 * settings.temporal_patch_size * settings.patch_size**2
-        dtypes = {PIXELS: ("<f4", tokens * self._merge**2 * patch), GRID: ("<i8", 3 * tokens), PLACES: ("<i8", tokens)}
-        return {name: (np.dtype(dtype), length) for name, (dtype, length) in dtypes.items()}
+        return picture_columns(tokens, 3 * settings.temporal_patch_size * settings.patch_size**2, self._merge)
 
     def with_tokens(self, ids: NDArray[np.int32], pictures: Pictures) -> tuple[NDArray[np.int32], PromptPictures]:
         """Returns the ids of a prompt in which each picture, one token of the template, has all of its tokens. Raises

@@ -15,6 +15,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.protocols.row_columns import Columns
+
 Ints = NDArray[np.int64]
 Pixels = NDArray[np.float32]
 
@@ -25,6 +27,13 @@ PROCESSOR = "preprocessor_config.json"
 PIXELS, GRID, PLACES = COLUMNS = ("pixel_values", "image_grid_thw", "picture_places")
 """Columns of the row that has the pictures of a group: patches, one after the other; their numbers in t, h and w of
 each picture; and the indices of the tokens of pictures in the prompt."""
+
+
+def picture_columns(tokens: int, patch: int, merge: int) -> Columns:
+    """Returns what the row of the pictures of a prompt takes, of so many tokens and at most as many pictures. patch:
+    numbers of a patch. merge: patches of a token in width and in height."""
+    dtypes = {PIXELS: ("<f4", tokens * merge**2 * patch), GRID: ("<i8", 3 * tokens), PLACES: ("<i8", tokens)}
+    return {name: (np.dtype(dtype), length) for name, (dtype, length) in dtypes.items()}
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from asyncrl.bench.end_to_end.rank_memory import most_at_once
+from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
+from asyncrl.deploy.checks.shared_memory_needs import shared_memory
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.model_shape import Shape, shape_of
 from asyncrl.engines.pictures.model_input import picture_states
@@ -130,3 +132,19 @@ def test_a_micro_batch_encodes_each_of_its_prompts_once() -> None:
     assert unknown.likely_pass.patches == 2 * 200 * 4, "all tokens of a prompt may be of pictures"
     none = TrainedModel("training", chosen, shape, RowLengths(200, 400, 10), "cpu", chosen.training.layout)
     assert none.likely_pass.patches == 0
+
+
+def test_pixels_count_on_each_rank_and_in_shared_memory() -> None:
+    """A rank holds those of all prompts of a step, and a copy for a micro-batch; a row of them lies beside the samples
+    of each group in flight."""
+    shape, lengths, group = Shape.of(REAL), RowLengths(200, 400, 10, 300), 4 * 3 * 2 * 14 * 14 * 300
+    chosen = config(micro_batch_tokens=8 * (200 + 64))
+    trained = TrainedModel("training", chosen, shape, lengths, "cpu", chosen.training.layout)
+    assert trained.parts(trained.likely_pass, 0)["pixels"] == (4 + 2) * group
+    text = Shape.of({**REAL, "model_type": "qwen2"})
+    with_eyes, without = (shared_memory(chosen, each, lengths=lengths) for each in (shape, text))
+    groups = -(-GateConfig.of(chosen).kept // 4)
+    found = with_eyes.likely_rows - without.likely_rows
+    assert groups * group < found < 1.3 * groups * group
+    assert with_eyes.rows - without.rows > 4 * groups * group, "all tokens of the longest prompt may be of pictures"
+    assert shared_memory(chosen, shape, lengths=RowLengths(200, 400, 10)).rows == without.rows
