@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -33,6 +34,9 @@ from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Cuts
 from asyncrl.protocols.service_contracts import Critic
+
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import PATIENCE
 
 pytestmark = pytest.mark.fleet
 
@@ -122,7 +126,7 @@ def test_ranks_of_a_critic_do_what_one_does(
     one, saved, half = OneRank(CriticTrainer(config({}), model)), tmp_path / "checkpoint", STEPS // 2
 
     async def before() -> None:
-        async with asyncio.timeout(120), critics(config(first), model, tmp_path) as (_, critic):
+        async with asyncio.timeout(PATIENCE), critics(config(first), model, tmp_path) as (_, critic):
             await learns(critic, one, range(half), store)
             await critic.copy_state(0, half)
             made = await critic.checkpoint(str(saved), 0, half)
@@ -131,7 +135,7 @@ def test_ranks_of_a_critic_do_what_one_does(
 
     async def after() -> None:
         resumed = critics(config(second), model, tmp_path, checkpoint_dir=saved)
-        async with asyncio.timeout(120), resumed as (running, critic):
+        async with asyncio.timeout(PATIENCE), resumed as (running, critic):
             await learns(critic, one, range(half, STEPS), store)
             await loses_rows(critic, store)
             last = max(running.supervisor.instances)

@@ -26,7 +26,7 @@ from asyncrl.protocols.messages import PromptGroup
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from standins import Echo, EchoService  # noqa: E402
-from watching import workers_of  # noqa: E402
+from watching import PATIENCE, workers_of  # noqa: E402
 
 GROUP = PromptGroup(0, 0, 0, "hello", (0,), 1, 0, 1.0, 8, deadline=30.0)
 Start = Callable[..., AbstractAsyncContextManager[RunningFleet]]
@@ -211,10 +211,10 @@ async def test_workers_refuse_the_key_of_one_that_is_gone_before_it_is_started_a
             assert f"data {reader.curve[0]}" in members[owner].known
             before = len(members[owner].known)
             running.supervisor.kill(reader.instance)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while f"data {reader.curve[0]}" in members[owner].known:
                     await generation.pids()
             assert len(members[owner].known) == before - 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 while len(members[owner].known) < before:
                     await generation.pids()

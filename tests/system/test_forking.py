@@ -29,7 +29,7 @@ from asyncrl.lanes.control.wire import Wakeup
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from standins import Echo, forks_without_torch  # noqa: E402
-from watching import dead, wait_until, workers_of  # noqa: E402
+from watching import PATIENCE, dead, wait_until, workers_of  # noqa: E402
 
 pytestmark = pytest.mark.fleet
 
@@ -108,14 +108,14 @@ async def test_forked_workers_are_children_of_the_controller(origin: Origin, tmp
 
 
 async def test_a_service_that_cannot_be_forked_is_spawned(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path, origin="spawn") as (running, _, said), asyncio.timeout(30):
+    async with fleet_in(tmp_path, origin="spawn") as (running, _, said), asyncio.timeout(PATIENCE):
         assert all(map(is_spawned, pids_of(tmp_path)))
         assert "hello" in await running.handle("echo", Echo).echo("hello")
         assert said == []
 
 
 async def test_cause_of_death_of_a_forked_worker_is_reported(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path) as (running, _, said), asyncio.timeout(30):
+    async with fleet_in(tmp_path) as (running, _, said), asyncio.timeout(PATIENCE):
         await replaced(running, pids_of(tmp_path)[0], signal.SIGTERM)
         assert "killed by SIGTERM; it is started again" in said[0]
 
@@ -124,7 +124,7 @@ async def test_cause_of_death_of_a_forked_worker_is_reported(tmp_path: Path) -> 
 async def test_workers_outlive_the_fork_server_and_the_next_worker_comes_from_a_new_one(
     victim: str, tmp_path: Path
 ) -> None:
-    async with fleet_in(tmp_path) as (running, forks, said), asyncio.timeout(40):
+    async with fleet_in(tmp_path) as (running, forks, said), asyncio.timeout(PATIENCE):
         await replaced(running, pids_of(tmp_path)[0])
         before = pids_of(tmp_path)
         gone = parent_of(forks.pids["torch"]) if victim == "plain" else forks.pids["torch"]
@@ -141,7 +141,7 @@ async def test_workers_outlive_the_fork_server_and_the_next_worker_comes_from_a_
 
 @pytest.mark.parametrize("when", ["while it imports", "later"])
 async def test_stopped_fork_server_is_replaced_long_before_the_deadline(when: str, tmp_path: Path) -> None:
-    async with fleet_in(tmp_path, deadline=1000.0) as (running, forks, said), asyncio.timeout(40):
+    async with fleet_in(tmp_path, deadline=1000.0) as (running, forks, said), asyncio.timeout(PATIENCE):
         stopped = forks.pids["torch"]
         if when != "later":
             forks.end()
@@ -162,7 +162,7 @@ async def test_hung_fork_server_is_replaced_after_the_deadline(tmp_path: Path) -
         f"import time, pathlib\nif not pathlib.Path({str(hung)!r}).exists():\n"
         f"    pathlib.Path({str(hung)!r}).touch()\n    time.sleep(1000)\n"
     )
-    async with asyncio.timeout(40), fleet_in(tmp_path, "hangs", deadline=5.0) as (_, _, said):
+    async with asyncio.timeout(PATIENCE), fleet_in(tmp_path, "hangs", deadline=5.0) as (_, _, said):
         assert [line for line in said if "was silent for 5 s; another one is started" in line]
         assert not any(map(is_spawned, pids_of(tmp_path)))
 
@@ -180,7 +180,7 @@ UNFIT = {
 async def test_no_worker_is_forked_from_a_process_with_threads_or_sockets(what: str, tmp_path: Path) -> None:
     code, why = UNFIT[what]
     (tmp_path / "unfit.py").write_text(code)
-    async with fleet_in(tmp_path, "unfit") as (running, _, said), asyncio.timeout(40):
+    async with fleet_in(tmp_path, "unfit") as (running, _, said), asyncio.timeout(PATIENCE):
         assert all(map(is_spawned, pids_of(tmp_path)))
         assert len(said) == 2
         assert all("is spawned instead of forked" in line and why in line for line in said)
@@ -194,7 +194,7 @@ async def test_failed_import_is_reported_and_workers_are_spawned(tmp_path: Path)
 
 
 async def test_random_numbers_of_forked_workers_differ(tmp_path: Path) -> None:
-    async with fleet_in(tmp_path, "numpy.random") as (running, _, _), asyncio.timeout(30):
+    async with fleet_in(tmp_path, "numpy.random") as (running, _, _), asyncio.timeout(PATIENCE):
         one, other = await running.handle("echo", Echo).dice()
         assert one[0] != other[0]
         assert one[1] != other[1]
@@ -202,7 +202,7 @@ async def test_random_numbers_of_forked_workers_differ(tmp_path: Path) -> None:
 
 async def test_forked_worker_gets_the_present_limits_of_the_controller(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with fleet_in(tmp_path) as (running, _, _), asyncio.timeout(30):
+    async with fleet_in(tmp_path) as (running, _, _), asyncio.timeout(PATIENCE):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
         try:
             before = pids_of(tmp_path)

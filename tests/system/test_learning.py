@@ -99,7 +99,7 @@ def test_quickstart_learns_with_greedy_baselines_which_are_no_samples(train: Tra
     [
         (("--training.learning_rate", "0"), CONTROL),
         (("--algorithm.shuffle_advantages", "true"), WHOLE),
-        ((*PPO, "--algorithm.shuffle_advantages", "true"), SHORT),
+        pytest.param((*PPO, "--algorithm.shuffle_advantages", "true"), SHORT, marks=pytest.mark.long),
     ],
     ids=["rate 0", "shuffled", "shuffled rewards of ppo"],
 )

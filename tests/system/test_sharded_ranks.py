@@ -7,6 +7,7 @@ import asyncio
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,9 @@ from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.protocols.service_contracts import Training
+
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import PATIENCE
 
 pytestmark = pytest.mark.fleet
 
@@ -62,7 +66,11 @@ TRIALS = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
-@pytest.fixture(params=TRIALS)
+RARE = ("tied stages", "fewer experts")
+"""Trials whose parts unit tests compare too."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.long] if name in RARE else []) for name in TRIALS])
 def trial(request: pytest.FixtureRequest) -> Trial:
     return TRIALS[request.param]
 
@@ -112,7 +120,7 @@ def test_ranks_with_parts_train_publish_and_resume_like_one(
     saved = tmp_path / "checkpoint"
 
     async def first() -> None:
-        async with asyncio.timeout(150), trainer(configs[0], folder, tmp_path) as (_, training):
+        async with asyncio.timeout(PATIENCE), trainer(configs[0], folder, tmp_path) as (_, training):
             await _trains(training, expected, 0, store)
             await _publishes(training, one)
             await training.copy_state(0, STEPS // 2)
@@ -124,7 +132,7 @@ def test_ranks_with_parts_train_publish_and_resume_like_one(
 
     async def second() -> None:
         resumed = trainer(configs[1], folder, tmp_path, checkpoint_dir=saved)
-        async with asyncio.timeout(150), resumed as (running, training):
+        async with asyncio.timeout(PATIENCE), resumed as (running, training):
             await _trains(training, later, STEPS // 2, store)
             await _publishes(training, one)
             _kill_last_rank(running)

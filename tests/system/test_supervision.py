@@ -29,7 +29,7 @@ from tests.processes import descendants
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from standins import Echo, Trainer, forks_without_torch  # noqa: E402
-from watching import dead, wait_until, workers_of  # noqa: E402
+from watching import PATIENCE, dead, wait_until, workers_of  # noqa: E402
 
 pytestmark = pytest.mark.fleet
 
@@ -75,7 +75,7 @@ def processes_of(run_dir: Path) -> dict[str, int]:
 
 
 async def test_killed_worker_fails_its_calls_at_once_and_restarts(start: Start, tmp_path: Path) -> None:
-    async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
+    async with fleet_in(tmp_path, start) as running, asyncio.timeout(PATIENCE):
         echo, back = running.handle("echo", Echo), Wakeup()
         lost: list[tuple[str, str]] = []
 
@@ -114,7 +114,7 @@ async def test_killed_worker_fails_its_calls_at_once_and_restarts(start: Start, 
 
 
 async def test_killed_instance_is_reported_cleaned_up_once_its_process_is_dead(start: Start, tmp_path: Path) -> None:
-    async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
+    async with fleet_in(tmp_path, start) as running, asyncio.timeout(PATIENCE):
         cleaned_up: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         pid = processes_of(tmp_path)["echo1"]
 
@@ -129,7 +129,7 @@ async def test_killed_instance_is_reported_cleaned_up_once_its_process_is_dead(s
 
 
 async def test_a_call_waits_for_a_replica_when_all_are_dead(start: Start, tmp_path: Path) -> None:
-    async with fleet_in(tmp_path, start) as running, asyncio.timeout(30):
+    async with fleet_in(tmp_path, start) as running, asyncio.timeout(PATIENCE):
         gone = asyncio.Barrier(3)
         waits: list[asyncio.Future[int]] = []
 
@@ -150,7 +150,7 @@ async def test_trainer_death_ends_the_fleet_and_names_the_resume_command(start: 
     pids: dict[str, int] = {}
 
     async def run() -> None:
-        async with asyncio.timeout(30), fleet_in(tmp_path, start) as running:
+        async with asyncio.timeout(PATIENCE), fleet_in(tmp_path, start) as running:
             pids.update(processes_of(tmp_path))
             os.kill(pids["training0"], signal.SIGKILL)
             await running.handle("echo", Echo).wait()
@@ -166,14 +166,14 @@ async def test_worker_death_during_start_ends_the_fleet_with_the_last_output(
 ) -> None:
     monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.02)  # Its default would have this test wait for 7.5 s.
     with pytest.raises(FleetFailed, match="exited with status 7"):
-        async with asyncio.timeout(60), fleet_in(tmp_path, start, replicas=1, dies=True):
+        async with asyncio.timeout(PATIENCE), fleet_in(tmp_path, start, replicas=1, dies=True):
             pytest.fail("it started")
 
 
 async def test_worker_death_before_the_handover_of_the_fleet_is_reported(start: Start, tmp_path: Path) -> None:
     said: list[str] = []
     async with (
-        asyncio.timeout(30),
+        asyncio.timeout(PATIENCE),
         fleet_in(tmp_path, start, said.append, dies_unless=str(tmp_path / "died")) as running,
     ):
         assert await running.handle("echo", Echo).echo("hello")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import signal
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,9 @@ from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Training
+
+sys.path.insert(0, str(Path(__file__).parent))
+from watching import PATIENCE
 
 pytestmark = pytest.mark.fleet
 
@@ -137,7 +141,7 @@ async def test_ranks_train_like_one_process_and_end_when_one_of_them_dies(
     killed: list[float] = []
 
     async def life() -> None:
-        async with asyncio.timeout(60), trainer(config(ranks), model, tmp_path) as (running, training):
+        async with asyncio.timeout(PATIENCE), trainer(config(ranks), model, tmp_path) as (running, training):
             link = await trains(training, expected, store)
             await holds(training, one)
             await answers_for_each_rank(training, ranks)
