@@ -13,6 +13,7 @@ from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import (
     ForwardPass,
     gathered_bytes,
+    gathered_layers,
     kept_bytes,
     largest_pass,
     likely_pass,
@@ -257,7 +258,9 @@ class TrainedModel:
         """Returns the most bytes of a pass beside all gradients. The only pass of an update has all activations while
         there is the gradient of the head alone, and those of the first layer before there are gradients of it."""
         layout, shape, is_policy = self.layout, self.shape, self.name == "training"
-        taken = partial(pass_bytes, self.config, size=size, lora=self.adapters is not None, tp=layout.tp, ep=layout.ep)
+        lora = self.adapters is not None
+        gathered = 0 if layout.shard == 1 else gathered_layers(shape, layout.tp, frozen=lora)
+        taken = partial(pass_bytes, self.config, size=size, lora=lora, tp=layout.tp, ep=layout.ep, gathered=gathered)
         batch = taken(shape, head=is_policy)
         if not size.is_only or self.config.training.zero_stage:
             return batch

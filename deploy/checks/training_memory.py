@@ -129,11 +129,20 @@ def _samples(config: Config, ranks: int) -> int:
 
 
 def pass_bytes(
-    config: Config, shape: Shape, size: ForwardPass, *, lora: bool = False, head: bool = True, tp: int = 1, ep: int = 1
+    config: Config,
+    shape: Shape,
+    size: ForwardPass,
+    *,
+    lora: bool = False,
+    head: bool = True,
+    tp: int = 1,
+    ep: int = 1,
+    gathered: int = 0,
 ) -> int:
     """Returns the most bytes that the pass takes at one moment. lora: only adapters are trained. head: logits are
     computed, as the policy does. tp: ranks that share out what is inside of attention and feed-forward layers. ep:
-    ranks that share out experts, to which the router gives as many tokens each."""
+    ranks that share out experts, to which the router gives as many tokens each. gathered: bytes of layers that are
+    counted elsewhere, and are there with what a layer takes backward, but not with the logits."""
     training = config.training
     narrow, casts = BYTES[training.precision], 2 if training.precision == "bfloat16" else 0
     hidden, adapters = shape.hidden, 0
@@ -152,8 +161,8 @@ def pass_bytes(
         total += shape.encoder.kept_bytes(size.patches, narrow, again=again)
     if again:
         kept = size.tokens * FLOAT * hidden * shape.layers
-        return total + kept + max(layer + backward, output)
-    return total + shape.layers * layer + max(backward, output)
+        return total + kept + max(layer + backward, output - gathered)
+    return total + shape.layers * layer + max(backward, output - gathered)
 
 
 def _feed_forward(shape: Shape, narrow: int, tp: int) -> tuple[int, int]:
@@ -177,11 +186,15 @@ def _gradient_of_experts(shape: Shape, ep: int) -> int:
 
 
 def gathered_bytes(shape: Shape, tp: int, *, frozen: bool) -> int:
-    """Returns the bytes of whole weights on a rank that holds shards: those outside of layers, and of a layer while the
-    next one is gathered. Where they learn, the gradients are whole too, and those of a layer are copied to be summed.
-    frozen: only adapters learn."""
-    of_weights = shape.outside + 2 * shape.layer_parameters(tp)
-    return FLOAT * (of_weights if frozen else 2 * of_weights)
+    """Returns the bytes of whole weights on a rank that holds shards: those outside of layers, and of layers. Where
+    they learn, the gradients are whole too. frozen: only adapters learn."""
+    return FLOAT * shape.outside * (1 if frozen else 2) + gathered_layers(shape, tp, frozen=frozen)
+
+
+def gathered_layers(shape: Shape, tp: int, *, frozen: bool) -> int:
+    """Returns the bytes of a layer while the next one is gathered, and of its gradients, which are copied to be
+    summed."""
+    return FLOAT * 2 * shape.layer_parameters(tp) * (1 if frozen else 2)
 
 
 def kept_bytes(config: Config, shape: Shape, size: ForwardPass, allocated: int, device: str) -> int:

@@ -153,6 +153,14 @@ def test_the_only_pass_of_an_update_finds_no_gradients_of_earlier_ones(
     assert with_others["gradients"] + with_others["activations"] > (1 + WITHIN) * most
 
 
+def test_layers_are_not_gathered_while_there_are_logits(make_folder: Callable[..., Path]) -> None:
+    shape, size = shape_of(str(make_folder(vocabulary=8000))), largest_pass(config(), LENGTHS)
+    assert shape is not None
+    beside = {gathered: pass_bytes(config(), shape, size, gathered=gathered) for gathered in (0, 1000, 10**9, 10**12)}
+    assert beside[0] - beside[1000] == 1000
+    assert beside[0] > beside[10**9] == beside[10**12] > 0
+
+
 def test_a_critic_takes_what_is_predicted(make_folder: Callable[..., Path]) -> None:
     folder, chosen = make_folder(), config(algorithm={"preset": "ppo"})
     check(chosen, folder, "critic", CriticTrainer(chosen, folder), shared=False)
