@@ -15,9 +15,9 @@ def test_sides_differ_in_packing_only(tmp_path: Path, monkeypatch: pytest.Monkey
     packed: list[int] = []
     pack = packed_rows.pack_rows
 
-    def counted(prompts: Sequence[Ids], responses: Sequence[Ids], budget: float) -> object:
+    def counted(prompts: Sequence[Ids], responses: Sequence[Ids], *limits: float) -> object:
         packed.append(len(prompts))
-        return pack(prompts, responses, budget)
+        return pack(prompts, responses, *limits)
 
     monkeypatch.setattr(micro_batches, "pack_rows", counted)
     model, rows = write_model(tmp_path), rows_of(StepShape(6, 3, 2, 2))

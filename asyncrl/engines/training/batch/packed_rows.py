@@ -8,7 +8,7 @@ prompt is a segment, that prompt; it has the position of its own sample. States 
 their last bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -54,12 +54,13 @@ class PackedSamples:
     states: list[Ids]
 
 
-def pack_rows(prompts: Sequence[Ids], responses: Sequence[Ids], budget: float) -> PackedSamples | None:
-    """Packs samples. Returns None where it saves too little, and padded rows are within the budget of tokens."""
-    blocks: dict[bytes, Block] = {}
-    for index, prompt in enumerate(prompts):
-        blocks.setdefault(prompt.tobytes(), []).append(index)
-    tokens = sum(len(prompts[block[0]]) for block in blocks.values()) + sum(len(each) - 1 for each in responses)
+def pack_rows(
+    prompts: Sequence[Ids], responses: Sequence[Ids], budget: float, shared_from: float = 0.0
+) -> PackedSamples | None:
+    """Packs samples. Returns None where it saves too little, and padded rows are within the budget of tokens.
+    shared_from: least length of a prompt, over the mean of its answers, that samples share."""
+    blocks = list(_blocks(prompts, responses, shared_from))
+    tokens = sum(len(prompts[block[0]]) for block in blocks) + sum(len(each) - 1 for each in responses)
     padded = len(prompts) * max(len(prompt) + len(each) - 1 for prompt, each in zip(prompts, responses, strict=True))
     if padded <= budget and tokens > WORTH * padded:
         return None
@@ -68,7 +69,7 @@ def pack_rows(prompts: Sequence[Ids], responses: Sequence[Ids], budget: float) -
     segments: list[RowSegment] = []
     states = [np.zeros(0, np.int64)] * len(prompts)
     begin = 0
-    for block in blocks.values():
+    for block in blocks:
         prompt, inputs = prompts[block[0]], [responses[index][:-1] for index in block]
         last = begin + len(prompt) - 1
         parts += [prompt, *inputs]
@@ -79,6 +80,18 @@ def pack_rows(prompts: Sequence[Ids], responses: Sequence[Ids], budget: float) -
         segments += _segments(places)
         begin = places[-1]
     return PackedSamples(np.concatenate(parts), np.concatenate(positions), tuple(segments), states)
+
+
+def _blocks(prompts: Sequence[Ids], responses: Sequence[Ids], shared_from: float) -> Iterator[Block]:
+    """Yields the samples that share a prompt, and the others alone."""
+    found: dict[bytes, Block] = {}
+    for index, prompt in enumerate(prompts):
+        found.setdefault(prompt.tobytes(), []).append(index)
+    for block in found.values():
+        if len(prompts[block[0]]) * len(block) >= shared_from * sum(len(responses[index]) for index in block):
+            yield block
+        else:
+            yield from ([index] for index in block)
 
 
 def _segments(places: Sequence[int]) -> list[RowSegment]:

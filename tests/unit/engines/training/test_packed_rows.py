@@ -104,6 +104,19 @@ def test_what_saves_little_is_padded_unless_that_is_over_the_budget() -> None:
     assert pack_rows(prompts, responses, 79) is not None
 
 
+def test_prompts_that_are_short_beside_their_answers_are_computed_for_each() -> None:
+    prompts, responses = (
+        [np.arange(8)] * 2 + [np.arange(30)] * 2,
+        [np.arange(10), np.arange(6), np.arange(9), np.arange(12)],
+    )
+    packed = pack_rows(prompts, responses, 0, shared_from=1.1)
+    assert packed is not None
+    assert [(each.given, each.length) for each in packed.segments] == [(0, 17), (0, 13), (0, 30), (30, 8), (30, 11)]
+    for prompt, response, states in zip(prompts, responses, packed.states, strict=True):
+        assert packed.ids[states].tolist() == [prompt[-1], *response[:-1]]
+        assert packed.position_ids[states].tolist() == [*range(len(prompt) - 1, len(prompt) + len(response) - 1)]
+
+
 def test_micro_batches_of_packed_rows_count_no_padding() -> None:
     lengths = [10, 90, 40, 30, 20]
     assert micro_batches(lengths, 100, packed=True) == [[1], [2, 3, 4, 0]]
