@@ -13,6 +13,7 @@ import asyncrl.deploy.standalone_evaluation as module
 from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.toml_writer import dump
+from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
@@ -168,6 +169,18 @@ def test_a_folder_that_was_exported_is_evaluated_as_its_version(
     assert "version 0," in told[0][1]
     assert "version 12," in told[1][1]
     assert "asyncrl_export.json is damaged: write the folder once more" in told[2][2]
+
+
+def test_an_exported_policy_that_acts_is_evaluated_as_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def evaluate_acting(*_: object) -> EpisodesEvaluation:
+        return EpisodesEvaluation(0, 8, 0.5, 0.1, None, 0, 1.0)
+
+    monkeypatch.setattr(module, "_evaluate_acting", evaluate_acting)
+    (tmp_path / "asyncrl_export.json").write_text('{"model": "policy", "version": 12}')
+    assert cli.main(["evaluate", str(tmp_path), "--task", "cartpole"]) == 0
+    assert "version 12" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reward", [None, 3, [], [None], {"function": "exact_match"}])
