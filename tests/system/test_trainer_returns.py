@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 STEPS = 20
 PPO = ["--algorithm.preset", "ppo", "--algorithm.kl", "0.01"]
 REPLICAS = ["--training.layout.dp", "2"]
+SHARDS = ["--training.layout.shard", "2", "--weights.transport", "file"]
 OTHERS = ("generation", "reward")
 LIVING = "what living workers hold"
 TOLD = rf"(\w+)0\.(\d) died: killed by SIGKILL; the run goes on from (its checkpoint|{LIVING}) of step (\d+)"
@@ -42,7 +43,7 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
     ("killed", "flags", "others"),
     [
         ([("training", 1), ("training", 0)], REPLICAS, OTHERS),
-        ([("training", 1), ("training", 0)], ["--training.layout.shard", "2"], OTHERS),
+        ([("training", 1), ("training", 0)], SHARDS, OTHERS),
         ([("critic", 0)], PPO, (*OTHERS, "reference")),
     ],
     ids=["replicas", "shards", "critic"],
@@ -58,6 +59,8 @@ def test_other_workers_outlive_the_death_of_one_that_learns(
             shown += until_step(process, 7 + 5 * number)
             os.kill(pid_of(run_dir, service, rank), signal.SIGKILL)
         shown += until_step(process, 18)
+        files = [path.name for path in run_dir.glob("weights/*/*.safetensors")]
+        assert {name.split("-")[1] for name in files} == ({str(len(killed))} if flags == SHARDS else set()), files
         assert {service: pid_of(run_dir, service) for service in others} == before
         assert not any(dead(pid) for pid in before.values())
         code, rest = ended(process)

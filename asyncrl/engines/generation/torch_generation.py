@@ -31,6 +31,7 @@ from asyncrl.lanes.weights.arena import Reader
 from asyncrl.lanes.weights.selection.transport_opening import open_receiver
 from asyncrl.lanes.weights.transports.cuda.registered_arena import RegisteredArena
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
+from asyncrl.lanes.weights.transports.weight_files import FileReceiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
 
@@ -132,8 +133,9 @@ class TorchGeneration:
 
     async def begin_again(self) -> None:
         """Forgets all requests and the weights, whose next version comes from another trainer. Raises Refused where
-        weights do not come through memory of this host: what such a receiver has open ends with its process."""
-        if not isinstance(self._receiver, Reader | RegisteredArena | None):
+        weights come neither through memory of this host nor through files: what such a receiver has open ends with its
+        process."""
+        if not isinstance(self._receiver, Reader | RegisteredArena | FileReceiver | None):
             raise Refused(f"{self._worker.spec.instance} receives weights from one trainer only")
         self._aborted = []
         self._released = []
