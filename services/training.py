@@ -15,20 +15,21 @@ import torch
 
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, disconnect_mesh
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
-from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
+from asyncrl.errors import ArenaFull, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
+from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.data.row_file import READY_ROWS, write_rows
 from asyncrl.lanes.data.row_prefetch import RowPrefetch
 from asyncrl.lanes.data.row_thread import run_for_rows
-from asyncrl.lanes.weights.leases import Leases, slot_of
+from asyncrl.lanes.weights.leases import slot_of
 from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
 from asyncrl.lanes.weights.transports.interface import WeightSender
 from asyncrl.lanes.weights.update_permit import UpdatePermit
@@ -39,6 +40,7 @@ from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, Ste
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
 from asyncrl.services.ranks.running_step import StepInProgress
+from asyncrl.services.ranks.weight_slots import no_room_for_weights, wait_for_slot
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
 
@@ -51,6 +53,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     All ranks decide together whether rows are lost, and, in the engine, whether there is an update. The first rank
     publishes the weights, of which the others hold copies or shards; it also manages the leases of the readers.
     """
+
+    renews = True
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
@@ -182,7 +186,22 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         await self.context.compute.run(self._engine.leave_ranks)
         if step is not None:
             torch.set_rng_state(step.random)
-            self._step = None
+        self._step = None
+
+    async def renew(self, facts: RunFacts) -> None:
+        if not self._left_ranks.is_set() or self.context.handover is not None:
+            raise Refused(f"{self.context.spec.instance} has not left its ranks")
+        await super().renew(facts)
+        await self.context.compute.run(self._close_engine)
+        self._permit.renew()
+        self._left_ranks.clear()
+        self.start_again()
+
+    def _close_engine(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        del self._engine, self._mesh
+        disconnect_mesh()
 
     async def _running_step(self) -> StepInProgress | None:
         """Returns the step that an earlier call began; None if its rows are lost."""
@@ -245,7 +264,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             return self._report(outcome)
         version = self._version + 1
         if self._writer is not None:
-            await self._wait_for_slot(self._writer.leases, version)
+            deadline = 2 * self.context.config.staleness.publish_deadline
+            with self.context.occupancy.awaiting_weights():
+                await wait_for_slot(self._writer.leases, version, self._leases_changed, deadline)
         self._published = await self._publish(version)
         self._version = version
         self._updates = self._engine.updates
@@ -261,24 +282,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         other rank had time to be noticed."""
         await asyncio.sleep(DEATH_NOTICE)
         return FleetFailed(str(lost))
-
-    async def _wait_for_slot(self, leases: Leases, version: int) -> None:
-        """Waits until no reader uses the slot of `version`, and closes the slot for readers. The controller kills a
-        reader after `staleness.publish_deadline`; the same time again is for that to take effect."""
-        deadline = 2 * self.context.config.staleness.publish_deadline
-        try:
-            with self.context.occupancy.awaiting_weights():
-                async with asyncio.timeout(deadline):
-                    while leases.holders(version):
-                        self._leases_changed.clear()
-                        await self._leases_changed.wait()
-                    leases.begin_write(version)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"weights of version {version} could not be written within {deadline:g} s: "
-                f"{', '.join(leases.holders(version))} still read the slot; raise staleness.publish_deadline if they "
-                "are only slow"
-            ) from None
 
     def _report(self, outcome: StepOutcome) -> StepReport:
         announces = self._published.arena or self.context.handover is not None
@@ -311,10 +314,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 return open_sender(chosen.name, *ends)  # Listens on the event loop.
             return await context.compute.run(open_sender, chosen.name, *ends)
         except ArenaFull as full:
-            raise ConfigError(
-                f"two versions of the weights have to fit into shared memory: {full}; or use a smaller model "
-                "(model.name), or half the bytes (model.dtype)"
-            ) from full
+            raise no_room_for_weights(full) from full
 
     async def find_meeting(self) -> MeetingPlace | None:
         """Returns where the ranks meet; None where there is one alone."""

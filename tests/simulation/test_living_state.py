@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.journal import returns
+from asyncrl.fleet.changes.living_state import LivingState
 from asyncrl.simulation.fakes.training import FakeTraining
 from asyncrl.simulation.faults.simulate_command import outcome_of
 from asyncrl.simulation.faults.trial_execution import run_trial
@@ -24,9 +25,10 @@ def saved(monkeypatch: Patch) -> Counter[bool]:
     """Counts whether a return found a state that a living rank held."""
     counts, save = Counter[bool](), returns.save_living_state
 
-    async def counted(*args: Any) -> bool:
-        counts[is_saved := await save(*args)] += 1
-        return is_saved
+    async def counted(*args: Any) -> LivingState | None:
+        found = await save(*args)
+        counts[found is not None] += 1
+        return found
 
     monkeypatch.setattr(returns, "save_living_state", counted)
     return counts
@@ -40,7 +42,7 @@ def test_random_deaths_of_ranks_hold_every_invariant(start: int, saved: Counter[
             outcome = run_trial(draw_ranks(seed))
         seen.update(end.partition("(")[0] for end in outcome.ends)
     assert seen["finished"] == PART
-    assert min(saved[True], saved[False]) >= PART // 3
+    assert saved[True] >= PART
 
 
 @pytest.mark.parametrize("seed", [1, 5, 9])
@@ -50,7 +52,7 @@ def test_the_same_seed_gives_the_same_history(seed: int) -> None:
 
 def test_deaths_of_ranks_that_leave_one_behind_never_end_a_run(saved: Counter[bool]) -> None:
     """Each makes a newer checkpoint, so that one return to each is enough, and the first one is never needed again."""
-    deaths = tuple(Fault("kill", at, "training", turns=3) for at in (300, 600, 900, 1200))
+    deaths = tuple(Fault("kill", at, "training", turns=3) for at in (150, 550, 950, 1350))
     shape = Trial(seed=1, ranks=2, steps=30, step_time=2.0, checkpoint_every=100, returns=1, faults=deaths)
     outcome = run_trial(shape)
     assert (outcome.lives, outcome.returns, saved[True]) == (1, 4, 4)
@@ -76,8 +78,8 @@ def a_rank_gives_the_state_of_any_version(patch: Patch) -> None:
 
 
 MUTANTS: Mapping[Callable[[Patch], None], int] = {
-    a_rank_whose_step_has_not_ended_gives_its_state: 39,
-    a_rank_gives_the_state_of_any_version: 39,
+    a_rank_whose_step_has_not_ended_gives_its_state: 3,
+    a_rank_gives_the_state_of_any_version: 3,
 }
 """Mistakes, each with a seed from which on seeds find it."""
 

@@ -39,6 +39,12 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def spawned(run_dir: Path, service: str) -> list[int]:
+    """Returns the ranks of the processes of a service that were started."""
+    lines = map(json.loads, (run_dir / "fleet.jsonl").read_text().splitlines())
+    return sorted(line["rank"] for line in lines if line.get("service") == service)
+
+
 @pytest.mark.parametrize(
     ("killed", "flags", "others"),
     [
@@ -76,6 +82,7 @@ def test_other_workers_outlive_the_death_of_one_that_learns(
     assert [*repeated] == [*range(1, STEPS + 1)], repeated
     if all(source == LIVING for *_, source, _ in told):
         assert set(repeated.values()) == {1}, repeated
+        assert spawned(run_dir, "training") == [0, 0, 1, 1], "a rank with the state stays the process that it was"
     assert lines[-1]["step"] == STEPS
     assert lines[-1]["incarnation"] == len(killed)
     assert max(line["staleness/max"] for line in lines) <= 2

@@ -22,7 +22,7 @@ from asyncrl.controller.journal.checkpoints import ResumePlan, commit, versions
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import Folders
 from asyncrl.errors import AsyncrlError, FleetFailed, JournalError, PeerLost
-from asyncrl.fleet.changes.living_state import living_state
+from asyncrl.fleet.changes.living_state import LivingState, living_state
 from asyncrl.fleet.changes.renewal import begin_incarnation, end_learners
 from asyncrl.fleet.fleet import FAILURE_NOTICE, RunningFleet
 from asyncrl.fleet.supervisor import Learners
@@ -81,18 +81,18 @@ async def train_with_returns(
             learners, lost = supervisor.learners, await _why_lost(running)
             if learners is None or lost is None:
                 raise
-            is_saved = may_return() and await save_living_state(running, state.journal, say)
+            living = await save_living_state(running, state.journal, say) if may_return() else None
             made = versions(store)
             if not made or returns[made[-1]] == most or not may_return():
                 learners.give_up()
                 raise
-        await end_learners(running)
+        await end_learners(running, kept := () if living is None else living.left)
         state = await resumed(state)
         assert state.plan is not None, "it has checkpoints"
         returns[state.plan.version] += 1
-        source = "what living workers hold of" if is_saved else "its checkpoint of"
+        source = "its checkpoint of" if living is None else "what living workers hold of"
         say(f"{lost}; the run goes on from {source} step {state.plan.version}, and its other workers stay")
-        await begin_incarnation(running, running.facts.renewed(state.incarnation, Path(state.plan.directory)))
+        await begin_incarnation(running, running.facts.renewed(state.incarnation, Path(state.plan.directory)), kept)
 
 
 async def _train(running: RunningFleet, state: State, train: Callable[[State], Awaitable[None]]) -> None:
@@ -112,23 +112,20 @@ async def _why_lost(running: RunningFleet) -> str | None:
     return learners.lost.result() if learners.lost.done() else None
 
 
-async def save_living_state(running: RunningFleet, journal: Journal, say: Callable[[str], None]) -> bool:
+async def save_living_state(running: RunningFleet, journal: Journal, say: Callable[[str], None]) -> LivingState | None:
     """Makes a checkpoint of the journal's version, if the newest one is older and living workers hold the state: then
-    no step is trained again. Returns whether it did. The controller has ended.
+    no step is trained again. Returns who holds it, None where nobody does. The controller has ended.
 
     Raises JournalError when a trainer of this version has trained other samples than the journal says.
     """
     version = journal.ledger.version
-    if version in versions(journal.store):
-        return False
     try:
         state = await living_state(running, journal.ledger.incarnation, version)
-        if state is None:
-            return False
-        await commit(journal, state.write, keep=ALL)
+        if state is not None and version not in versions(journal.store):
+            await commit(journal, state.write, keep=ALL)
     except (AsyncrlError, OSError) as error:
         if isinstance(error, JournalError):
             raise
         say(f"what living workers hold of step {version} could not be saved: {error}")
-        return False
-    return True
+        return None
+    return state

@@ -22,13 +22,15 @@ HOLD_DEADLINE = 60.0
 @dataclass(frozen=True, slots=True)
 class LivingState:
     """Workers that hold the state of a version together. trainers: one rank that holds all, or all ranks.
-    critics: all of their ranks. deadline: of a call, in seconds."""
+    critics: all of their ranks. deadline: of a call, in seconds. left: names of ranks that have left the
+    others, each with the whole state of the trainer."""
 
     trainers: Sequence[RemoteWorker]
     critics: Sequence[RemoteWorker]
     incarnation: int
     version: int
     deadline: float
+    left: Sequence[str] = ()
 
     async def write(self, directory: str) -> Checkpointed:
         """Writes the files of a checkpoint. Raises what the workers raise."""
@@ -52,10 +54,11 @@ async def living_state(running: RunningFleet, incarnation: int, version: int) ->
         return None
     living = [worker for worker in ranks if worker.alive]
     holds = await gather(*(_holds(worker, incarnation, version) for worker in living))
-    holders = [worker for worker, held in zip(living, holds, strict=True) if held][:1]
+    holders = [worker for worker, held in zip(living, holds, strict=True) if held]
     if not holders and len(living) < len(ranks):
         return None
-    return LivingState(holders or ranks, critics, incarnation, version, running.facts.config.fleet.call_deadline)
+    deadline, left = running.facts.config.fleet.call_deadline, [worker.name for worker in holders]
+    return LivingState(holders[:1] or ranks, critics, incarnation, version, deadline, left)
 
 
 async def _holds(worker: RemoteWorker, incarnation: int, version: int) -> bool:

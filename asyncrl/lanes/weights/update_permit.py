@@ -28,6 +28,10 @@ class UpdatePermit:
         self._is_refused = True
         self._changed.set()
 
+    def renew(self) -> None:
+        """Lets steps among other ranks wait again."""
+        self._is_refused = False
+
     async def wait(self, incarnation: int, version: int) -> None:
         """Waits until a step from this version may change the weights, once. Raises PeerLost when that is refused."""
         while self._allowed != (incarnation, version):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts, RowRef
 from asyncrl.protocols.hash_chain import chain
 from asyncrl.protocols.messages import StepReport
@@ -77,6 +78,7 @@ class TrialTrainingRank(TrialTraining):
 
     def __init__(self, truth: GroundTruth, disk: "SlowDisk", exchanges: RankExchanges, context: WorkerContext) -> None:
         super().__init__(truth, disk, context)
+        self._exchanges_of_run = exchanges
         self._exchange = exchanges.of(context.facts.incarnation)
         self._exchanges = 0
         self._left_ranks = asyncio.Event()
@@ -94,6 +96,17 @@ class TrialTrainingRank(TrialTraining):
         self.truth.services[self.instance] = self
         if (folder := self.context.facts.checkpoint_dir) is not None and folder.name != str(self.version):
             self.truth.report(f"checkpoint {folder.name} holds the weights of version {self.version}")
+
+    async def renew(self, facts: RunFacts) -> None:
+        if not self._left_ranks.is_set():
+            raise Refused("it has not left its ranks")
+        await super().renew(facts)
+        self._exchange = self._exchanges_of_run.of(facts.incarnation)
+        self._exchanges = 0
+        self._last_step = None
+        self._left_ranks.clear()
+        self.context.rank_meeting.forget()
+        await self.start()
 
     async def read_checked(self, samples: BatchRef, columns: Any) -> Batch:
         """Reads the rows of this rank. Raises LostRows on all ranks when one of them lost rows."""

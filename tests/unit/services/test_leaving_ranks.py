@@ -5,6 +5,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ import pytest
 from asyncrl.errors import PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.services.ranks import running_step
-from tests.unit.services.counting import INCARNATION, CountingRun, CountingService, context_maker, cuts, saved
+from tests.unit.services.counting import (
+    INCARNATION,
+    CountingRun,
+    CountingService,
+    context_maker,
+    cuts,
+    published_weight,
+    saved,
+)
 
 BEFORE_THE_UPDATE, AFTER_THE_UPDATE = 2, 3
 Patch = pytest.MonkeyPatch
@@ -114,3 +123,24 @@ async def test_a_step_that_waits_for_samples_ends_with_them_untrained(
         with pytest.raises(PeerLost, match="waited for samples when another rank was lost"):
             await step
         assert (await saved(service, tmp_path / "tmp-0", 0)).version == 0
+
+
+async def test_a_rank_that_has_left_goes_on_from_the_checkpoint_in_the_next_incarnation(
+    tmp_path: Path, serving: Serving
+) -> None:
+    async with serving(tmp_path) as service:
+        facts, folder = service.context.facts, tmp_path / "tmp-1"
+        await service.step(cuts(service, 0, 1))
+        with pytest.raises(Refused, match="has not left its ranks"):
+            await service.renew(facts.renewed(INCARNATION + 1, folder))
+        await service.leave_ranks(INCARNATION, 1)
+        await saved(service, folder, 1)
+        await service.renew(facts.renewed(INCARNATION + 1, folder))
+        await service.started()
+        published = await service.published()
+        assert (published.incarnation, published.version) == (INCARNATION + 1, 1)
+        assert await published_weight(service) == 1.0
+        report = await service.step(replace(cuts(service, 1, 2), incarnation=INCARNATION + 1))
+        assert (report.version, await published_weight(service)) == (2, 2.0)
+        with pytest.raises(Refused, match="no copy of version 1"):
+            await service.checkpoint(str(folder), INCARNATION + 1, 1)

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from asyncrl.engines.training.ranks.announcements import Announcements
 from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Exchange, Ranks
 from asyncrl.engines.training.ranks.rank_store import open_line, open_store
-from asyncrl.errors import PeerLost
+from asyncrl.errors import PeerLost, Refused
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.protocols.rank_layout import AXES, AXES_OF_EXPERTS, Axis, Layout
 
@@ -179,6 +179,16 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         announcements=led,
         service=place.service,
     )
+
+
+def disconnect_mesh() -> None:
+    """Ends all connections of this process to other ranks, if there are any; a new mesh may follow. Raises Refused with
+    NCCL, whose communicator may wait for a rank that is gone."""
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() != "gloo":
+        raise Refused(f"connections by {dist.get_backend()} end with the process")
+    dist.destroy_process_group()
 
 
 def _announcements(meeting: MeetingPlace, place: RankPlace, store: Store) -> Announcements:
