@@ -1,17 +1,21 @@
 """Compares the memory that `asyncrl plan` predicts of each rank of a trainer with what torch allocates in a step.
 
 For each layout a process for each rank trains two steps of a Llama with random weights on CPUs, of a Qwen3-MoE in
-layouts of experts, or of a Qwen2.5-VL whose prompts have pictures. What a rank took is its
-weights and moments, and the most that torch had at one moment of the second step beside them. A process takes more: the
-interpreter, its libraries, and what malloc keeps.
+layouts of experts, or of a Qwen2.5-VL whose prompts have pictures; and of the first two with each stage of DeepSpeed's
+ZeRO on two ranks, where DeepSpeed is installed. What a rank took is all tensors that it has between steps, and the most
+that torch had at one moment of the second step beside them. A process takes more: the interpreter, its libraries, and
+what malloc keeps.
 """
 
 import argparse
+import gc
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,7 @@ from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
 from asyncrl.bench.end_to_end.picture_rows import patches_of, rows_with_pictures
 from asyncrl.bench.end_to_end.rank_processes import run_ranks, write_in_child
 from asyncrl.bench.measurements import goal_line, table
+from asyncrl.config.install_hints import install_extra
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel
 from asyncrl.deploy.checks.row_lengths import RowLengths
@@ -49,6 +54,11 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 LAYOUTS_OF_EXPERTS: tuple[dict[str, Any], ...] = ({"dp": 1}, {"ep": 2}, {"dp": 2, "ep": 2}, {"shard": 2})
 LAYOUTS_WITH_PICTURES: tuple[dict[str, Any], ...] = ({"dp": 1}, {"dp": 2})
+ZERO: tuple[dict[str, Any], ...] = (
+    *({"stage": stage, "offload": offload} for stage in (1, 2, 3) for offload in (False, True)),
+)
+ZERO_OF_EXPERTS: tuple[dict[str, Any], ...] = ({"stage": 2}, {"stage": 3})
+"""Shares of DeepSpeed, each on two ranks."""
 ROWS = StepShape(64, 64, 32, 1)
 """Rows of a step, all of one prompt."""
 OF_PICTURES = StepShape(96, 32, 4, 8)
@@ -78,15 +88,24 @@ class PredictedRank:
 
 
 def main(arguments: Sequence[str]) -> None:
-    argparse.ArgumentParser("asyncrl-bench rank-memory", description=__doc__).parse_args(arguments)
+    parser = argparse.ArgumentParser("asyncrl-bench rank-memory", description=__doc__)
+    parser.add_argument("--engine", choices=("torch", "deepspeed"), help="compare ranks of one engine alone")
+    engine = parser.parse_args(arguments).engine
+    if engine == "deepspeed" and find_spec("deepspeed") is None:
+        parser.error(f"DeepSpeed is not installed; run: {install_extra('deepspeed')}")
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         model, of_experts = Path(name) / "llama", Path(name) / "qwen3_moe"
         write_in_child(model, **SIZES, **HEADS)
         write_in_child(of_experts, of_experts.name, **{**SIZES, **HEADS, **EXPERTS})
         with_eyes = write_in_child(Path(name) / EYES, EYES, **SIZES, **HEADS)
-        found = [each for layout in LAYOUTS for each in measure(layout, model)]
-        found += [each for layout in LAYOUTS_OF_EXPERTS for each in measure(layout, of_experts)]
-        found += [each for layout in LAYOUTS_WITH_PICTURES for each in measure(layout, with_eyes, OF_PICTURES)]
+        found = []
+        if engine != "deepspeed":
+            found += [each for layout in LAYOUTS for each in measure(layout, model)]
+            found += [each for layout in LAYOUTS_OF_EXPERTS for each in measure(layout, of_experts)]
+            found += [each for layout in LAYOUTS_WITH_PICTURES for each in measure(layout, with_eyes, OF_PICTURES)]
+        if engine != "torch" and find_spec("deepspeed") is not None:
+            found += [each for zero in ZERO for each in measure({"dp": 2}, model, zero=zero)]
+            found += [each for zero in ZERO_OF_EXPERTS for each in measure({"dp": 2}, of_experts, zero=zero)]
     head = ("layout", "rank", "predicted, MB", "measured, MB", "ratio")
     lines = [
         (each.layout, str(each.rank), f"{each.predicted / 1e6:.1f}", f"{each.measured / 1e6:.1f}", f"{each.ratio:.3f}")
@@ -97,21 +116,27 @@ def main(arguments: Sequence[str]) -> None:
     print(goal_line("predicted over measured bytes, farthest from 1", worst, WITHIN, at_most=True))
 
 
-def measure(layout: dict[str, Any], model: Path, rows: StepShape = ROWS) -> Iterator[PredictedRank]:
-    """Yields the memory of each rank. Raises RuntimeError as `run_ranks`."""
-    text = ", ".join([model.name, *(f"{axis} {number}" for axis, number in layout.items())])
-    for rank, taken in enumerate(run_ranks(Layout(**layout), partial(_memory, layout, model, rows))):
+def measure(
+    layout: dict[str, Any], model: Path, rows: StepShape = ROWS, zero: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[PredictedRank]:
+    """Yields the memory of each rank. zero: the table of DeepSpeed, where it trains. Raises RuntimeError as
+    `run_ranks`."""
+    settings = {**layout, **{key: value for key, value in zero.items() if value}}
+    text = ", ".join([model.name, *(f"{key} {value}" for key, value in settings.items())])
+    training = {"layout": layout, **({"engine": "deepspeed", "deepspeed": {**zero}} if zero else {})}
+    work = partial(_memory, training, model, rows)
+    for rank, taken in enumerate(run_ranks(Layout(**layout), work, zero=zero.get("stage", 0))):
         yield PredictedRank(text, rank, *taken)
 
 
-def _memory(layout: dict[str, Any], model: Path, rows: StepShape, mesh: RankMesh) -> list[int]:
-    """Returns the predicted and the measured bytes of this rank."""
+def _memory(training: dict[str, Any], model: Path, rows: StepShape, mesh: RankMesh) -> list[int]:
+    """Returns the predicted and the measured bytes of this rank. training: keys of that section."""
     config = Config.model_validate(
         {
             "model": {"name": str(model)},
             "task": {"prompts": "none", "prompts_per_step": rows.groups, "samples_per_prompt": rows.members},
             "generation": {"max_new_tokens": rows.answer},
-            "training": {"micro_batch_tokens": MICRO_BATCH, "layout": layout},
+            "training": {"micro_batch_tokens": MICRO_BATCH, **training},
             "algorithm": {"preset": "grpo"},
         }
     )
@@ -134,8 +159,7 @@ def measured(config: Config, model: Path, shape: StepShape, mesh: RankMesh) -> i
     all_rows = rows_with_pictures(shape) if model.name == EYES else rows_of(shape)
     rows = all_rows[mesh.rows.rank :: mesh.rows.size]
     run_step(trainer, rows, INCARNATION, 0)
-    held = sum(own_part(each.detach()).nbytes for each in trainer.model.whole.parameters() if not each.is_meta)
-    held += sum(_bytes(state) for part in trainer.optimizer.parts for state in part.state.values())
+    held = _held_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run_step(trainer, rows, INCARNATION, 1)
     assert profiled.profiler is not None, "the profile is over"
@@ -162,5 +186,15 @@ def most_at_once(results: Any) -> int:
     return int(changes.cumsum().max())
 
 
-def _bytes(state: dict[str, Any]) -> int:
-    return sum(own_part(each).nbytes for each in state.values() if isinstance(each, torch.Tensor) and each.ndim)
+def _held_bytes() -> int:
+    """Returns the bytes of all tensors of this process, each block of memory once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        # Objects that say of which class they are may import what that is.
+        if issubclass(type(each), torch.Tensor) and not each.is_meta:
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None:
+                    storage = own_part(tensor.detach()).untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

@@ -42,13 +42,14 @@ def write_in_child(model: Path, family: str = "llama", /, **sizes: int) -> Path:
     return model
 
 
-def run_ranks(layout: Layout, work: RankWork, seconds: float = DEADLINE) -> list[Any]:
-    """Returns what each rank returned, in their order. Raises RuntimeError when a rank fails or takes longer than so
-    many seconds."""
+def run_ranks(layout: Layout, work: RankWork, seconds: float = DEADLINE, zero: int = 0) -> list[Any]:
+    """Returns what each rank returned, in their order. zero: see RankMesh. Raises RuntimeError when a rank fails or
+    takes longer than so many seconds."""
     fork, until = get_context("fork"), time.monotonic() + seconds
     pipes = [fork.Pipe() for _ in range(layout.size)]
     ranks = [
-        fork.Process(target=_run_rank, args=(theirs, rank, layout, work)) for rank, (_, theirs) in enumerate(pipes)
+        fork.Process(target=_run_rank, args=(theirs, rank, layout, work, zero))
+        for rank, (_, theirs) in enumerate(pipes)
     ]
     for process, (_, theirs) in zip(ranks, pipes, strict=True):
         process.start()
@@ -74,12 +75,12 @@ def _answer(own: Connection, until: float) -> bytes:
     raise RuntimeError("a rank took too long")
 
 
-def _run_rank(parent: Connection, rank: int, layout: Layout, work: RankWork) -> None:
+def _run_rank(parent: Connection, rank: int, layout: Layout, work: RankWork, zero: int) -> None:
     torch.set_num_threads(1)
     meeting = RankMeeting()
     parent.send_bytes(meeting.take("").encode()) if rank == 0 else meeting.take(parent.recv_bytes().decode())
     mesh = RankMesh()
     if layout.size > 1:
-        place = RankPlace(rank, layout, "cpu", nullcontext, DEADLINE, DEADLINE)
+        place = RankPlace(rank, layout, "cpu", nullcontext, DEADLINE, DEADLINE, zero=zero)
         mesh = connect_mesh(asyncio.run(meeting.place(DEADLINE)), place)
     parent.send_bytes(json.dumps(work(mesh)).encode())

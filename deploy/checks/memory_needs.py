@@ -12,6 +12,7 @@ from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import (
     ForwardPass,
+    ZeroMemory,
     gathered_bytes,
     gathered_layers,
     kept_bytes,
@@ -40,6 +41,8 @@ BYTES_PER_SAMPLED = 12
 ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
+OFFLOADED = "offloaded moments"
+"""Name of the need of what DeepSpeed keeps in the memory of the host."""
 STATE = ("weights", "gradients", "optimizer", "gathered")
 """Parts of a trainer that are there however little is sampled."""
 SMALLER = "take a smaller model (model.name)"
@@ -87,7 +90,8 @@ def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> li
         found += [_scorer("cost", config.cost, shape), critic]
     if config.evaluate.is_on:
         found.append(_generation(config, shape, lengths, "evaluation", config.evaluate.replicas))
-    return [*found, *_copies_of_weights(config, shape), *_copies_for_checkpoints(config, shape)]
+    copies = [*_copies_of_weights(config, shape), *_copies_for_checkpoints(config, shape)]
+    return [*found, *_offloaded(config, shape), *copies]
 
 
 def _process_bytes(device: str) -> int:
@@ -140,6 +144,23 @@ def _copies_for_checkpoints(config: Config, shape: Shape) -> list[MemoryNeed]:
     learnt = (shape.parameters if lora is None else shape.adapters(lora)) + critic_count(config) * shape.parameters
     size, lower = int(FLOAT * (1 + each) * learnt), "set training.background_checkpoints = false, so that steps wait"
     return [MemoryNeed("copies for checkpoints", size, 0, "weights and moments once more", lower=lower)]
+
+
+def zero_memory(config: Config, shape: Shape) -> ZeroMemory:
+    """Returns what ranks of the trainer have of DeepSpeed's ZeRO."""
+    training = config.training
+    moments = int(kept_numbers(training.optimizer, training.optimizer_options) * shape.parameters)
+    return ZeroMemory(training, shape, moments)
+
+
+def _offloaded(config: Config, shape: Shape) -> list[MemoryNeed]:
+    """Returns the need of what ranks on GPUs keep in the memory of their hosts."""
+    training = config.training
+    if not training.zero_stage or not training.deepspeed.offload or (training.device == "cpu" and not training.pool):
+        return []
+    size = training.layout.dp * FLOAT * zero_memory(config, shape).on_host()
+    doc = "moments, sums of gradients, and the weights that they change, of all ranks"
+    return [MemoryNeed(OFFLOADED, size, size, doc, lower="set training.deepspeed.offload = false")]
 
 
 def _generation(config: Config, shape: Shape, lengths: RowLengths, name: str, replicas: int) -> MemoryNeed:
@@ -278,16 +299,11 @@ class TrainedModel:
         gathered = 0 if layout.shard == 1 else gathered_bytes(shape, layout.tp, frozen=adapters is not None)
         numbers = {"weights": held + own, "gradients": learnt, "optimizer": moments}
         if self.name == "training" and training.zero_stage:
-            numbers |= _zero_numbers(training.zero_stage, layout.dp, learnt, moments)
+            zero = zero_memory(self.config, shape)
+            numbers = zero.on_device()
+            numbers["optimizer"] += zero.on_host() if self.device == "cpu" else 0
         found = {key: -(-FLOAT * number // layout.shard) for key, number in numbers.items()}
         return found | ({"gathered": gathered} if gathered else {})
-
-
-def _zero_numbers(stage: int, ranks: int, learnt: int, moments: int) -> dict[str, int]:
-    """Returns the numbers that a rank has of ZeRO: of moments, and of the weights that they change, a share. Gradients
-    of stage 1 are whole beside the sum of its share."""
-    share = -(-learnt // ranks)
-    return {"gradients": share + (learnt if stage == 1 else 0), "optimizer": share + -(-moments // ranks)}
 
 
 def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape, lengths: RowLengths) -> MemoryNeed:

@@ -9,13 +9,13 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import assignment, layouts, pool_key, pool_names, pools_of, process_of
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.deploy.checks.memory_needs import MemoryNeed, needs
+from asyncrl.deploy.checks.memory_needs import OFFLOADED, MemoryNeed, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
 from asyncrl.engines.model_shape import Shape
 from asyncrl.lanes.host_id import HostId
 
 JOINING = "<host that joins>"
-NO_WORKERS = ("copies of weights", "copies for checkpoints")
+NO_WORKERS = (OFFLOADED, "copies of weights", "copies for checkpoints")
 """Needs that belong to no single worker."""
 
 

@@ -13,7 +13,8 @@ layer, where `model`, `queries`, `keys` and `inner` are widths:
 
 from dataclasses import dataclass, replace
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, TrainingConfig
+from asyncrl.config.sections.training.deepspeed_config import BUCKET, DeepspeedConfig
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
@@ -195,6 +196,78 @@ def gathered_layers(shape: Shape, tp: int, *, frozen: bool) -> int:
     """Returns the bytes of a layer while the next one is gathered, and of its gradients, which are copied to be
     summed."""
     return FLOAT * 2 * shape.layer_parameters(tp) * (1 if frozen else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroMemory:
+    """Counts the float32 numbers that a rank has of DeepSpeed's ZeRO (0.19.8). moments: numbers that the optimizer
+    keeps of all weights.
+
+        weights      all, in stage 3 a share
+        gradients    a bucket of those that are exchanged; in stage 1 all; in stages 2 and 3 the sum of a share
+        optimizer    a share of moments and of a copy of the weights, which they change
+        gathered     in stage 3 weights outside of layers and one of a layer, and their gradients; and those that are
+                     kept for the backward pass: of the layer that it computes again, else of all experts
+        offloaded    of these what is in the memory of the host, and sums of gradients once more, for the optimizer
+    """
+
+    training: TrainingConfig
+    shape: Shape
+    moments: int
+
+    @property
+    def _settings(self) -> DeepspeedConfig:
+        return self.training.deepspeed
+
+    @property
+    def _learnt(self) -> int:
+        return self.shape.parameters
+
+    @property
+    def _share(self) -> int:
+        return -(-self._learnt // self.training.layout.dp)
+
+    @property
+    def _kept(self) -> int:
+        return self._share + -(-self.moments // self.training.layout.dp)
+
+    @property
+    def _table(self) -> int:
+        """Returns the numbers of an embedding, the largest weight."""
+        return self.shape.vocabulary * self.shape.hidden
+
+    @property
+    def _gathered(self) -> int:
+        shape = self.shape
+        gate = shape.experts * shape.hidden * shape.width("gate_proj")
+        inside = 2 * gate if shape.chosen else gate
+        if self.training.gradient_checkpointing:
+            kept = shape.layer_parameters()
+        else:
+            kept = shape.layers * 3 * gate if shape.chosen else 0
+        return 2 * (shape.outside + inside) + kept
+
+    def on_device(self) -> dict[str, int]:
+        """Returns the numbers on the device of the trainer by what takes them."""
+        stage, offload = self._settings.stage, self._settings.offload
+        bucket = min(BUCKET, self._learnt)
+        summed = 0 if offload else self._share
+        found = {
+            "weights": self._share if stage == 3 else self._learnt,
+            # In stage 1 a share is summed in the step, when no bucket is needed.
+            "gradients": self._learnt + max(bucket, summed) if stage == 1 else bucket + summed,
+            "optimizer": 0 if offload else self._kept,
+        }
+        if stage == 3:
+            return found | {"gathered": self._gathered}
+        return found | ({"gathered": self._table} if offload else {})
+
+    def on_host(self) -> int:
+        """Returns the numbers that are offloaded into the memory of the host."""
+        if not self._settings.offload:
+            return 0
+        sums = {1: 2 * self._share + self._table, 2: 3 * self._share + self._table, 3: 2 * self._share}
+        return self._kept + sums[self._settings.stage]
 
 
 def kept_bytes(config: Config, shape: Shape, size: ForwardPass, allocated: int, device: str) -> int:

@@ -4,6 +4,9 @@ from typing import Literal
 
 from asyncrl.config.sections.algorithm_config import Section
 
+BUCKET = 8 << 20
+"""Numbers of gradients, or of weights, that DeepSpeed exchanges at a time."""
+
 
 class DeepspeedConfig(Section):
     """Read with training.engine = "deepspeed" alone."""

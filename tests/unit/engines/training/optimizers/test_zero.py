@@ -35,6 +35,7 @@ TRIALS: dict[str, dict[str, Any]] = {
     "3": {"deepspeed": {"stage": 3}},
     "3 offload": {"deepspeed": {"stage": 3, "offload": True}, "gradient_checkpointing": True},
     "3 untied": {"deepspeed": {"stage": 3}},
+    "3 experts": {"deepspeed": {"stage": 3}},
 }
 TRAINING = {
     "learning_rate": 1e-4,
@@ -77,8 +78,9 @@ def found(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("zero")
     tied = make_model("llama", tie_word_embeddings=True)
     untied = make_model("llama", tie_word_embeddings=False, mlp_bias=True, intermediate_size=33)  # Odd numbers.
-    models = {name: untied if "untied" in name else tied for name in TRIALS}
-    of_one = {model: _of_one_rank(model, folder / f"of {model.name}") for model in (tied, untied)}
+    experts = make_model("qwen3_moe")
+    models = {name: {"3 untied": untied, "3 experts": experts}.get(name, tied) for name in TRIALS}
+    of_one = {model: _of_one_rank(model, folder / f"of {model.name}") for model in (tied, untied, experts)}
     trials = {
         name: {
             "model": str(models[name]),

@@ -1,0 +1,76 @@
+"""What `asyncrl plan` predicts of ranks of DeepSpeed's ZeRO, which is what they take, as torch counts it on CPUs."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.training.deepspeed_config import BUCKET
+from asyncrl.deploy.checks.memory_needs import OFFLOADED, MemoryNeed, needs
+from asyncrl.engines.model_shape import PACKAGED
+
+SMOLLM2 = PACKAGED["pypi:smollm2"]
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed; scripts/test deepspeed installs it"
+)
+
+WITHIN = 0.1
+TRIALS = [{"stage": 1}, {"stage": 2, "offload": True}, {"stage": 3}, {"stage": 3, "offload": True}]
+PROGRAM = """
+import json, sys, tempfile
+from pathlib import Path
+from asyncrl.bench.end_to_end.rank_memory import HEADS, SIZES, measure
+from asyncrl.bench.end_to_end.rank_processes import write_in_child
+
+with tempfile.TemporaryDirectory() as name:
+    model = Path(name) / "llama"
+    write_in_child(model, **SIZES, **HEADS)
+    trials = json.loads(sys.argv[1])
+    print(json.dumps([[each.ratio for each in measure({"dp": 2}, model, zero=zero)] for zero in trials]))
+"""
+"""Runs in a process of its own, because ranks are forked from one that has run no operation of torch."""
+
+
+@needs_deepspeed
+@pytest.mark.timeout(300)
+def test_a_rank_takes_what_is_predicted_within_a_tenth() -> None:
+    command = [sys.executable, "-c", PROGRAM, json.dumps(TRIALS)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280).stdout
+    found = json.loads(shown.splitlines()[-1])
+    assert [len(ratios) for ratios in found] == [2] * len(TRIALS)
+    for trial, ratios in zip(TRIALS, found, strict=True):
+        assert all(abs(ratio - 1) <= WITHIN for ratio in ratios), f"{trial}: {ratios}"
+
+
+def _zero_need(stage: int, *, offload: bool = False, **training: Any) -> list[MemoryNeed]:
+    zero = {"engine": "deepspeed", "deepspeed": {"stage": stage, "offload": offload}, "layout": {"dp": 4}}
+    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "training": {**zero, **training}}
+    return needs(Config.model_validate(values), SMOLLM2)
+
+
+def test_ranks_of_deepspeed_hold_shares_by_the_stage() -> None:
+    all_weights, bucket = 4 * SMOLLM2.parameters, 4 * BUCKET
+    share = all_weights // 4
+    stages = [next(each.parts for each in _zero_need(stage) if each.name == "training") for stage in (1, 2, 3)]
+    assert [parts["weights"] for parts in stages] == [all_weights, all_weights, share]
+    assert [parts["gradients"] for parts in stages] == [
+        all_weights + max(share, bucket),
+        share + bucket,
+        share + bucket,
+    ]
+    assert [parts["optimizer"] for parts in stages] == [3 * share] * 3
+    assert ["gathered" in parts for parts in stages] == [False, False, True]
+
+
+def test_what_ranks_on_gpus_offload_counts_as_memory_of_the_host() -> None:
+    share = SMOLLM2.parameters
+    here = next(each for each in _zero_need(3, offload=True) if each.name == "training")
+    assert here.parts["optimizer"] == 5 * share
+    found = {each.name: each for each in _zero_need(3, offload=True, device="cuda")}
+    assert found["training"].parts["optimizer"] == 0
+    assert (found[OFFLOADED].device, found[OFFLOADED].bytes) == ("cpu", 4 * 5 * share)
+    assert OFFLOADED not in {each.name for each in _zero_need(3, device="cuda")}
