@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl.bench.end_to_end.benchmark_model import VOCABULARY, make_tokenizer
-from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows
 from asyncrl.engines.training.batch.packed_attention import can_compile
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
 from asyncrl.engines.training.token_logprobs import token_logprobs
@@ -33,7 +33,7 @@ def found(model: CausalModel, *, packs: bool, seed: int) -> tuple[torch.Tensor, 
     prompts = [own[index] for index in (0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4)]
     responses = [draw.integers(4, VOCABULARY, int(size)) for size in draw.integers(1, 120, len(prompts))]
     weights = torch.from_numpy(draw.normal(size=sum(map(len, responses))).astype(np.float32)).to(model.device)
-    rows = pad_rows(prompts, responses, 0.8, model.device, packs)
+    rows = lay_out_rows(prompts, responses, 0.8, model.device, packs)
     assert (rows.passes[0].attention is not None) == packs
     logprobs, _ = token_logprobs(model, rows, 512)
     gradients = torch.autograd.grad((logprobs * weights).sum(), [*model.whole.parameters()])

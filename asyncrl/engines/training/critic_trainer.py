@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.contexts import Spans
 from asyncrl.engines.training.batch.masking import MaskedRow
-from asyncrl.engines.training.batch.micro_batches import live_rows, live_values, pad_rows, split_by_row
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows, live_rows, live_values, split_by_row
 from asyncrl.engines.training.batch.train_rows import REWARD, Ids, TrainRow, ValueTarget
 from asyncrl.engines.training.models_with_heads import load_value_model
 from asyncrl.engines.training.optimizers.optimizer import Optimizer
@@ -103,13 +103,13 @@ class CriticTrainer(Trainer):
         self, prompts: Sequence[Ids], responses: Sequence[Ids], spans: Sequence[Spans] | None = None
     ) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, together, so that their bits depend
-        on all these rows. Without rows it takes part in the pass of ranks that have some. spans: see `pad_rows`."""
+        on all these rows. Without rows it takes part in the pass of ranks that have some. spans: see `lay_out_rows`."""
         model, budget = self.model, self.mesh.pass_budget(self.config.training.micro_batch_tokens)
         with self.mesh.failing():
             if not prompts:
                 model.idle_pass(backward=False)
                 return []
-            rows = pad_rows(prompts, responses, 1.0, model.device, model.packs, spans, budget)
+            rows = lay_out_rows(prompts, responses, 1.0, model.device, model.packs, spans, budget)
             return split_by_row(model.values(rows), responses, spans)
 
 

@@ -32,7 +32,7 @@ from asyncrl.engines.models.weight_slices import NotInSlices, sliced_weights
 from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.pictures.model_input import PictureInput, picture_layout
 from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
-from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows, pad_rows
+from asyncrl.engines.training.batch.micro_batches import ModelInput, ModelRows, lay_out_rows
 from asyncrl.engines.training.batch.packed_attention import NAME, PACKED
 from asyncrl.engines.training.batch.packing_families import can_pack
 from asyncrl.engines.training.batch.train_rows import Ids
@@ -67,7 +67,7 @@ class LoadedModel:
 
     whole: the model with float32 weights. source_config, tokenizer: as loaded, for checkpoints. processor: the file
     that describes its image processor, None where there is none. precision: of the
-    computation; bfloat16 is autocast over the float32 weights. packs: see `pad_rows`. scored: the tokens whose
+    computation; bfloat16 is autocast over the float32 weights. packs: see `lay_out_rows`. scored: the tokens whose
     output its own forward returns. is_random: whether dropout acts in training, so that a pass that is computed again
     must draw the same numbers. replay: of experts that generation chose, else None. pipeline, stage_weights: where this
     rank is one stage of several. sequence: the ranks that compute slices of the same rows. unfilled: the weights of a
@@ -172,7 +172,7 @@ class LoadedModel:
             states: Tensor = self.whole.base_model(input_ids=ids, use_cache=False, **layout).last_hidden_state
         return states
 
-    def states(self, rows: PaddedRows) -> Tensor:
+    def states(self, rows: ModelRows) -> Tensor:
         """Computes the hidden states [tokens, width] that predict the response tokens of these rows. Of several passes
         each keeps only these states; the backward pass recomputes one pass after the other."""
         if rows.order is None:
@@ -269,7 +269,7 @@ class ValueModel(LoadedModel):
         head = whole.score if hasattr(whole, "score") else whole.classifier
         super().__init__(whole, head, config, folder, precision, scored, unfilled)
 
-    def values(self, rows: PaddedRows) -> Tensor:
+    def values(self, rows: ModelRows) -> Tensor:
         """Returns the value of the state before each response token, float32 [tokens]. The head computes in float32,
         because bfloat16 would round close scores to the same number."""
 
@@ -283,7 +283,7 @@ class ValueModel(LoadedModel):
             return
         token = np.zeros(1, np.int64)
         with torch.set_grad_enabled(backward):
-            values = self.values(pad_rows([token], [token], 1.0, self.device))
+            values = self.values(lay_out_rows([token], [token], 1.0, self.device))
         if backward:
             torch.autograd.backward(0.0 * values.sum())
 
@@ -291,7 +291,7 @@ class ValueModel(LoadedModel):
         """Returns the score of each row at its last token, float32 [rows]; the row length tells which token is last."""
         rows = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
         following = [np.zeros(1, np.int64)] * len(rows)  # The state before a further token is that of the last one.
-        return self.values(pad_rows(rows, following, 1.0, self.device))
+        return self.values(lay_out_rows(rows, following, 1.0, self.device))
 
 
 def load_causal_model(

@@ -292,7 +292,7 @@ class PolicyStep(TrainingStep):
         batch = micro_batch(rows, model.device, model.packs, self._pass_budget)
         chunk, bonus = training.logits_chunk, self._algorithm.entropy_bonus > 0
         with self._lane("forward"):
-            logprobs, entropy = token_logprobs(model, batch.padded, chunk, entropy_gradient=bonus)
+            logprobs, entropy = token_logprobs(model, batch.model_rows, chunk, entropy_gradient=bonus)
         terms = self._terms(batch, logprobs, entropy, second_moment)
         with self._lane("backward"):  # Also of a loss that is not finite: ranks with shards of the weights take part.
             model.backward(terms.loss)
@@ -308,13 +308,13 @@ class PolicyStep(TrainingStep):
         def ending(number: int, states: Tensor) -> Tensor:
             nonlocal finite
             batch = batches[number]
-            logprobs, entropy = head_logprobs(model, states, batch.padded, chunk, entropy_gradient=bonus)
+            logprobs, entropy = head_logprobs(model, states, batch.model_rows, chunk, entropy_gradient=bonus)
             terms = self._terms(batch, logprobs, entropy, second_moment)
             finite = self._account_for(parts[number], batch, logprobs, entropy, terms) and finite
             return terms.loss
 
         with self._lane("pipeline"):
-            run_stages(model, [batch.padded for batch in batches], ending, backward=True)
+            run_stages(model, [batch.model_rows for batch in batches], ending, backward=True)
         rows = [item for items in parts for item in items]
         told = pipeline.from_last(torch.tensor([(item.in_loss, item.rejected) for item in rows]).reshape(-1, 2))
         for item, (in_loss, rejected) in zip(rows, told.tolist(), strict=True):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.batch.contexts import Spans
-from asyncrl.engines.training.batch.micro_batches import Experts, PaddedRows, pad_rows, split_by_row
+from asyncrl.engines.training.batch.micro_batches import Experts, ModelRows, lay_out_rows, split_by_row
 from asyncrl.engines.training.batch.token_slices import own_slice
 from asyncrl.engines.training.batch.train_rows import Ids, TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel
@@ -20,7 +20,7 @@ from asyncrl.engines.training.ranks.sequence_parallel import joined
 
 
 def token_logprobs(
-    model: CausalModel, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
+    model: CausalModel, rows: ModelRows, chunk: int, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Computes log-probs of the sampled tokens, with gradient in grad mode, and entropies, with gradient only on
     request, of log-softmax(logits / temperature), float32 [tokens].
@@ -40,7 +40,7 @@ def token_logprobs(
 
 
 def head_logprobs(
-    model: CausalModel, states: Tensor, rows: PaddedRows, chunk: int, *, entropy_gradient: bool = False
+    model: CausalModel, states: Tensor, rows: ModelRows, chunk: int, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Computes what `token_logprobs` returns from the states [tokens, width] that predict the tokens."""
 
@@ -58,7 +58,7 @@ def head_logprobs(
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def run_stages(model: CausalModel, batches: Sequence[PaddedRows], ending: Ending, *, backward: bool) -> None:
+def run_stages(model: CausalModel, batches: Sequence[ModelRows], ending: Ending, *, backward: bool) -> None:
     """Runs micro-batches through the pipeline whose stage the model is. ending: computes the loss of a micro-batch, or
     keeps what is wanted, at the last stage, from the states that predict its tokens."""
     assert model.pipeline is not None, "the model is a stage of a pipeline"
@@ -80,7 +80,7 @@ def frozen_stage_logprobs(
     """Computes the log-probs [tokens] of the rows of all micro-batches in one run through the stages, which all get
     them."""
     assert model.pipeline is not None, "the model is a stage of a pipeline"
-    batches = [_padded(rows, model) for rows in parts]
+    batches = [_laid_out(rows, model) for rows in parts]
     found = [torch.zeros(len(batch.targets), device=model.device) for batch in batches]
 
     def keep(number: int, states: Tensor) -> Tensor:
@@ -93,10 +93,10 @@ def frozen_stage_logprobs(
     return split_by_row(logprobs, [row.response_ids for row in rows], [row.spans for row in rows]) if rows else []
 
 
-def _padded(rows: Sequence[TrainRow], model: CausalModel) -> PaddedRows:
+def _laid_out(rows: Sequence[TrainRow], model: CausalModel) -> ModelRows:
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    return pad_rows(prompts, responses, temperatures, model.device, model.packs, spans)
+    return lay_out_rows(prompts, responses, temperatures, model.device, model.packs, spans)
 
 
 def idle_pass(model: CausalModel, *, backward: bool) -> None:
@@ -104,7 +104,7 @@ def idle_pass(model: CausalModel, *, backward: bool) -> None:
     them together in every pass."""
     token = np.zeros(1, np.int64)
     with torch.set_grad_enabled(backward):
-        logprobs, _ = token_logprobs(model, pad_rows([token], [token], 1.0, model.device), 1)
+        logprobs, _ = token_logprobs(model, lay_out_rows([token], [token], 1.0, model.device), 1)
     if backward:
         model.backward(0.0 * logprobs.sum())
 
@@ -126,7 +126,7 @@ def _logprobs_of_stages(model: CausalModel, prompt: NDArray[np.int64]) -> Tensor
         found.copy_(model.logits(states)[0].log_softmax(-1))
         return torch.zeros(1, device=model.device)
 
-    run_stages(model, [pad_rows([prompt], [prompt[:1]], 1.0, model.device)], keep, backward=False)
+    run_stages(model, [lay_out_rows([prompt], [prompt[:1]], 1.0, model.device)], keep, backward=False)
     return model.pipeline.from_last(found)
 
 
@@ -154,8 +154,8 @@ def frozen_logprobs(
     pictures: Sequence[PromptPictures | None] = (),
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, together, so that their bits depend on all
-    these rows. spans, budget, experts, pictures: see `pad_rows`."""
+    these rows. spans, budget, experts, pictures: see `lay_out_rows`."""
     device, packs = model.device, model.packs
-    rows = pad_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
+    rows = lay_out_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, responses, spans)

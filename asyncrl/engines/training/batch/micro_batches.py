@@ -48,7 +48,7 @@ def micro_batches(
 ) -> list[list[int]]:
     """Groups row indices into micro-batches of rows of similar length, the longest first: a lack of memory shows
     at once. rows x longest row <= budget, which counts padding, or the sum of all rows if they are packed. A row over
-    the budget is a micro-batch of its own; `pad_rows` splits its contexts. contexts: rows of the model that each
+    the budget is a micro-batch of its own; `lay_out_rows` splits its contexts. contexts: rows of the model that each
     row takes, by default one, of `lengths` tokens at most."""
     if packed:
         return _filled(lengths, budget, contexts)
@@ -124,7 +124,7 @@ class ModelInput:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedRows:
+class ModelRows:
     """Holds the model input of some rows, and their sampled tokens.
 
     passes: one, or several where the contexts of a row are over the budget together. targets: the sampled ids [tokens].
@@ -137,7 +137,7 @@ class PaddedRows:
     order: Tensor | None
 
 
-def pad_rows(
+def lay_out_rows(
     prompts: Sequence[Ids],
     responses: Sequence[Ids],
     temperatures: Sequence[float] | float,
@@ -147,7 +147,7 @@ def pad_rows(
     budget: float = math.inf,
     experts: Sequence[Experts] = (),
     pictures: Sequence[PromptPictures | None] = (),
-) -> PaddedRows:
+) -> ModelRows:
     """Lays out rows of prompt and response for the prediction of the sampled tokens. packs: whether the model computes
     packed rows, in which samples share prompts; what saves little is padded. spans: of each response, by default all
     tokens were sampled; the policy sees given ones as it sees the prompt, and of several contexts each is a row of the
@@ -166,7 +166,7 @@ def pad_rows(
         passes = tuple(_model_input(contexts.of(part), device, budget, packs=packs) for part in parts)
         places = np.split(np.arange(len(per_token)), np.cumsum([*map(len, targets)])[:-1])
         order = torch.from_numpy(np.argsort(np.concatenate([places[index] for part in parts for index in part])))
-    return PaddedRows(
+    return ModelRows(
         passes,
         torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
         torch.from_numpy(per_token).to(device),
@@ -243,7 +243,7 @@ def _padded_experts(contexts: _Contexts, length: int, device: torch.device) -> T
 
 
 def _padded_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids, list[Ids]]:
-    """Returns ids [rows, length] and the states that predict each response, as in PaddedRows."""
+    """Returns ids [rows, length] and the states that predict each response, as in ModelRows."""
     length = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True)) - 1
     ids = np.zeros((len(prompts), length), np.int64)
     states = []
@@ -258,7 +258,7 @@ def _padded_rows(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[Ids,
 def split_by_row(
     tokens: Tensor, responses: Sequence[Ids], spans: Sequence[Spans] | None = None
 ) -> list[NDArray[np.float32]]:
-    """Splits flat values of sampled tokens into one numpy array per row. spans: see `pad_rows`."""
+    """Splits flat values of sampled tokens into one numpy array per row. spans: see `lay_out_rows`."""
     rows = zip(responses, _spans(spans, len(responses)), strict=True)
     lengths = [len(response) if own is None else int(own[::2].sum()) for response, own in rows]
     return np.split(tokens.detach().cpu().numpy(), np.cumsum(lengths)[:-1])
@@ -270,7 +270,7 @@ def _spans(spans: Sequence[Spans] | None, rows: int) -> Sequence[Spans]:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Holds the tensors of one loss. All tensors but those of `padded.passes` are flat [live tokens], row after row.
+    """Holds the tensors of one loss. All but those of `model_rows.passes` are flat [live tokens], row after row.
 
     ragged: the row of each live token. weights: weight of each token in the loss. behaviour: log-probs that the engine
     recorded. fresh: 1 where the token and all earlier tokens of its sample were sampled by the weights that now train,
@@ -278,7 +278,7 @@ class MicroBatch:
     the start of the step, None where the current ones equal them.
     """
 
-    padded: PaddedRows
+    model_rows: ModelRows
     ragged: Ragged
     weights: Tensor
     behaviour: Tensor
@@ -292,12 +292,12 @@ class MicroBatch:
 def micro_batch(
     rows: Sequence[MaskedRow], device: torch.device, packs: bool = False, budget: float = math.inf
 ) -> MicroBatch:
-    """Builds the tensors of the loss of these rows. packs, budget: see `pad_rows`."""
+    """Builds the tensors of the loss of these rows. packs, budget: see `lay_out_rows`."""
     fresh = [(np.maximum.accumulate(row.staleness) == 0).astype(np.float32) for row in rows]
     reference = [row.row.reference_logprobs for row in rows if row.row.reference_logprobs is not None]
     proximal = [row.proximal for row in rows if row.proximal is not None]
     return MicroBatch(
-        padded=live_rows(rows, device, packs, budget),
+        model_rows=live_rows(rows, device, packs, budget),
         ragged=Ragged.of([row.live_tokens for row in rows], device),
         weights=live_values(rows, [row.weight for row in rows], device),
         behaviour=live_values(rows, [row.row.logprobs for row in rows], device),
@@ -317,17 +317,17 @@ def live_values(rows: Sequence[MaskedRow], columns: Sequence[PerToken], device: 
 
 def live_rows(
     masked: Sequence[MaskedRow], device: torch.device, packs: bool = False, budget: float = math.inf
-) -> PaddedRows:
+) -> ModelRows:
     """Lays out whole rows for the model, with predictions for live tokens only."""
     rows = [item.row for item in masked]
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
     experts, pictures = [row.experts for row in rows], [row.pictures for row in rows]
-    padded = pad_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
+    whole = lay_out_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
-    passes, order = padded.passes, padded.order
+    passes, order = whole.passes, whole.order
     if order is None:
         passes = (replace(passes[0], positions=passes[0].positions[live]),)
     else:
         order = order[live]
-    return PaddedRows(passes, padded.targets[live], padded.temperatures[live], order)
+    return ModelRows(passes, whole.targets[live], whole.temperatures[live], order)

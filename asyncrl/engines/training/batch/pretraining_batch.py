@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.model_folder import context_of, longest_row
-from asyncrl.engines.training.batch.micro_batches import PaddedRows, pad_rows
+from asyncrl.engines.training.batch.micro_batches import ModelRows, lay_out_rows
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_draw import drawn_row
 
@@ -60,9 +60,9 @@ def _tokenize(
     return PretrainingText(ids[:given], ids[given:longest])
 
 
-def pad_texts(texts: Sequence[PretrainingText], device: torch.device) -> PaddedRows:
+def pad_texts(texts: Sequence[PretrainingText], device: torch.device) -> ModelRows:
     """Pads texts for the model, which predicts what is learnt."""
-    return pad_rows([text.given for text in texts], [text.learnt for text in texts], 1.0, device)
+    return lay_out_rows([text.given for text in texts], [text.learnt for text in texts], 1.0, device)
 
 
 def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:

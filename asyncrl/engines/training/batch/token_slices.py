@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from asyncrl.engines.training.batch.micro_batches import ModelInput, PaddedRows
+from asyncrl.engines.training.batch.micro_batches import ModelInput, ModelRows
 
 
-def own_slice(rows: PaddedRows, rank: int, size: int) -> tuple[PaddedRows, Tensor]:
+def own_slice(rows: ModelRows, rank: int, size: int) -> tuple[ModelRows, Tensor]:
     """Returns the slice of each pass that this rank computes, and which of the targets, bool [tokens], it predicts.
     Packed rows are not cut."""
     cut = [_slice_of_pass(each, rank, size) for each in rows.passes]
@@ -24,7 +24,7 @@ def own_slice(rows: PaddedRows, rank: int, size: int) -> tuple[PaddedRows, Tenso
         chosen = own[order]
         order = (own.cumsum(0) - 1)[order[chosen]]
     passes = tuple(each for each, _ in cut)
-    return PaddedRows(passes, rows.targets[chosen], rows.temperatures[chosen], order), chosen
+    return ModelRows(passes, rows.targets[chosen], rows.temperatures[chosen], order), chosen
 
 
 def _slice_of_pass(rows: ModelInput, rank: int, size: int) -> tuple[ModelInput, Tensor]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.experts.routers import WEIGHTS
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
-from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -56,11 +56,11 @@ def mismatch(trainer: PolicyTrainer, rows: list[TrainRow], *, replayed: bool) ->
     model = trainer.model
     assert model.replay is not None
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    padded = pad_rows(prompts, responses, 1.0, model.device, experts=[row.experts for row in rows])
+    padded = lay_out_rows(prompts, responses, 1.0, model.device, experts=[row.experts for row in rows])
     record, shape = padded.passes[0].experts, model.replay.shape
     assert record is not None
     if not replayed:
-        padded = pad_rows(prompts, responses, 1.0, model.device)
+        padded = lay_out_rows(prompts, responses, 1.0, model.device)
         choices = OtherChoices(model, shape)
     with torch.no_grad():
         found, _ = token_logprobs(model, padded, 4096)

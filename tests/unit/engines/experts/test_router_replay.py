@@ -15,7 +15,7 @@ from asyncrl.engines.experts.record_shape import REPLAYED
 from asyncrl.engines.experts.routers import WEIGHTS, weights_of
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows
 from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -59,13 +59,13 @@ def test_recorded_experts_are_used_with_weights_renormalised_and_gradient(family
     model, plain = load_causal_model(folder, "cpu", replay=True), load_causal_model(folder, "cpu")
     ids = [np.arange(5, 25), np.arange(40, 50)], [np.arange(60, 70), np.arange(80, 97)]
     record = [np.tile(np.array([0, 3], np.uint8), (len(p) + len(r), 4)) for p, r in zip(*ids, strict=True)]
-    rows = pad_rows(*ids, 1.0, CPU, experts=[each.reshape(-1) for each in record])
+    rows = lay_out_rows(*ids, 1.0, CPU, experts=[each.reshape(-1) for each in record])
     found, _ = token_logprobs(model, rows, 1000)
     for router in plain.whole.modules():
         if type(router).__name__ in WEIGHTS:
             masked = torch.tensor([0.0, -torch.inf, -torch.inf, 0.0])
             router.forward = _without_others(router, masked)
-    expected, _ = token_logprobs(plain, pad_rows(*ids, 1.0, CPU), 1000)
+    expected, _ = token_logprobs(plain, lay_out_rows(*ids, 1.0, CPU), 1000)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     found.sum().backward()
     for name, parameter in model.whole.named_parameters():
@@ -136,7 +136,7 @@ def test_each_context_and_pass_gets_the_experts_of_its_own_tokens() -> None:
     prompts, responses = [np.arange(3), np.arange(50, 52)], [np.arange(3, 15), np.arange(52, 57)]
     experts = [np.concatenate(pair).astype(np.uint8) for pair in zip(prompts, responses, strict=True)]
     for budget in (1000, 12):
-        rows = pad_rows(prompts, responses, 1.0, CPU, 0, spans, budget, experts)
+        rows = lay_out_rows(prompts, responses, 1.0, CPU, 0, spans, budget, experts)
         assert len(rows.passes) == (1 if budget == 1000 else 3)
         for each in rows.passes:
             assert each.experts is not None

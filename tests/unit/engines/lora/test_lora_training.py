@@ -12,7 +12,7 @@ import torch
 from asyncrl.config.schema import Config
 from asyncrl.engines.lora.low_rank import adapted, fill_for_probe
 from asyncrl.engines.training import models_with_heads
-from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -140,7 +140,7 @@ def test_passes_that_are_computed_again_drop_the_same_inputs(
         rows = [row for row in make_rows(4) if len(row.response_ids) > 1]
         spans = [np.array([1, 0, len(row.response_ids) - 1, 0], np.int32) for row in rows]
         prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-        padded = pad_rows(prompts, responses, 1.0, "cpu", spans=spans, budget=20)
+        padded = lay_out_rows(prompts, responses, 1.0, "cpu", spans=spans, budget=20)
         assert len(padded.passes) > 1
         if not recomputed:
             monkeypatch.setattr(models_with_heads, "checkpoint", lambda function, rows, **_: function(rows))

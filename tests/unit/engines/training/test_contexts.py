@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.training.batch.contexts import contexts_of, padded_sizes
-from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows, micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.models_with_heads import load_causal_model
@@ -150,8 +150,8 @@ def test_passes_predict_the_same_tokens_from_the_same_states(
     for own in spans:  # Each token of a response is another number, and tells so what it follows.
         responses.append(np.arange(first, first + int(np.abs(own).sum())))
         first += len(responses[-1])
-    whole = pad_rows(prompts, responses, 1.0, torch.device("cpu"), packs, spans)
-    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), packs, spans, budget)
+    whole = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), packs, spans)
+    padded = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), packs, spans, budget)
     before = torch.cat([each.ids.flatten()[each.positions] for each in padded.passes])
     before = before if padded.order is None else before[padded.order]
     assert before.tolist() == whole.passes[0].ids.flatten()[whole.passes[0].positions].tolist()
@@ -225,5 +225,5 @@ def test_rows_of_one_context_cost_nothing_for_contexts(make_rows: Callable, span
     rows = make_rows(64)
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
     with counting() as count:
-        pad_rows(prompts, responses, 1.0, torch.device("cpu"), spans=spans)
+        lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), spans=spans)
     assert count.instructions <= INSTRUCTIONS * len(rows)

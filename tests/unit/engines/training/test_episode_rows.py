@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.training.batch.masking import mask_rows
-from asyncrl.engines.training.batch.micro_batches import forward_passes, pad_rows, spans_of, split_by_row
+from asyncrl.engines.training.batch.micro_batches import forward_passes, lay_out_rows, spans_of, split_by_row
 from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -45,7 +45,7 @@ def test_padded_rows_predict_each_sampled_token_from_the_state_before_it(
         prompts = [prompts[0]] * len(episodes)
     spans = [np.array(turns, np.int32).flatten() for turns in episodes]
     responses = [draw.integers(100, 200, int(own.sum())) for own in spans]
-    padded = pad_rows(prompts, responses, 1.0, torch.device("cpu"), True, [own for own in spans])
+    padded = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), True, [own for own in spans])
     (only,) = padded.passes
     place, states = 0, only.ids.flatten().tolist()
     for prompt, response, turns in zip(prompts, responses, episodes, strict=True):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows
 from asyncrl.engines.training.models_with_heads import load_causal_model, load_score_model, load_value_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -52,7 +52,7 @@ def test_dropout_is_off_in_reference_and_critic(make_model: Callable, make_rows:
     critic.whole.train()
     with torch.no_grad():
         critic.head.weight.normal_()
-        values = [critic.values(pad_rows(prompts, responses, [1.0] * 6, critic.device)) for _ in range(2)]
+        values = [critic.values(lay_out_rows(prompts, responses, [1.0] * 6, critic.device)) for _ in range(2)]
     assert values[0].abs().max() > 0.1
     assert torch.equal(*values)
 
@@ -66,7 +66,9 @@ def test_values_are_not_rounded_to_bfloat16(tiny: Path, make_rows: Callable) -> 
     """Near scores would be equal, and their advantages 0."""
     rows = make_rows(6)
     critic = load_value_model(tiny, "cpu", "bfloat16")
-    padded = pad_rows([row.prompt_ids for row in rows], [row.response_ids for row in rows], [1.0] * 6, critic.device)
+    padded = lay_out_rows(
+        [row.prompt_ids for row in rows], [row.response_ids for row in rows], [1.0] * 6, critic.device
+    )
     with torch.no_grad():
         critic.head.weight.normal_()
         values = critic.values(padded)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows, micro_batches
 from asyncrl.engines.training.batch.packed_attention import PackedAttention
 from asyncrl.engines.training.batch.packed_rows import RowSegment, pack_rows
 from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack
@@ -42,7 +42,7 @@ def columns(rows: list[TrainRow]) -> tuple[list[Any], list[Any]]:
 
 
 def gradients(model: CausalModel, rows: list[TrainRow], weights: list[torch.Tensor], *, packs: bool) -> None:
-    padded = pad_rows(*columns(rows), [0.7] * len(rows), model.device, packs)
+    padded = lay_out_rows(*columns(rows), [0.7] * len(rows), model.device, packs)
     assert (padded.passes[0].attention is not None) == packs
     (token_logprobs(model, padded, 1024)[0] * torch.cat(weights)).sum().backward()  # type: ignore[no-untyped-call]
 
@@ -76,8 +76,8 @@ def test_values_of_a_critic_are_those_of_rows_alone(tiny: Path, groups: list[Tra
     critic = load_value_model(tiny, "cpu")
     torch.nn.init.normal_(critic.head.weight)
     with torch.no_grad():
-        shared = critic.values(pad_rows(*columns(groups), 1.0, critic.device, critic.packs))
-        alone = [critic.values(pad_rows(*columns([row]), 1.0, critic.device)) for row in groups]
+        shared = critic.values(lay_out_rows(*columns(groups), 1.0, critic.device, critic.packs))
+        alone = [critic.values(lay_out_rows(*columns([row]), 1.0, critic.device)) for row in groups]
     torch.testing.assert_close(shared, torch.cat(alone), atol=TOLERANCE, rtol=1e-4)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.engines.training.batch.micro_batches import micro_batches, pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows, micro_batches
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.token_logprobs import frozen_logprobs, token_logprobs
@@ -55,7 +55,7 @@ def test_gradients_of_rows_together_are_those_of_rows_alone(
     parts = [(together, rows, torch.cat(weights)), *((alone, [r], w) for r, w in zip(rows, weights, strict=True))]
     for model, part, weight in parts:
         prompts, responses = [row.prompt_ids for row in part], [row.response_ids for row in part]
-        padded = pad_rows(prompts, responses, [0.7] * len(part), model.device)
+        padded = lay_out_rows(prompts, responses, [0.7] * len(part), model.device)
         (token_logprobs(model, padded, 1024)[0] * weight.float()).sum().backward()
     for ours, expected in zip(together.whole.parameters(), alone.whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-5)
@@ -83,7 +83,7 @@ def test_chunks_change_no_log_prob_and_no_gradient(tiny: Path, make_rows: Callab
     gradients = []
     for chunk in (7, 1024):
         model = load_causal_model(tiny, "cpu")
-        padded = pad_rows(
+        padded = lay_out_rows(
             [row.prompt_ids for row in rows], [row.response_ids for row in rows], [0.7] * len(rows), model.device
         )
         token_logprobs(model, padded, chunk)[0].sum().backward()
@@ -95,7 +95,7 @@ def test_chunks_change_no_log_prob_and_no_gradient(tiny: Path, make_rows: Callab
 def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(tiny: Path, make_rows: Callable) -> None:
     rows, chunk = make_rows(12), 16
     model = load_causal_model(tiny, "cpu")
-    padded = pad_rows([r.prompt_ids for r in rows], [r.response_ids for r in rows], [1.0] * len(rows), model.device)
+    padded = lay_out_rows([r.prompt_ids for r in rows], [r.response_ids for r in rows], [1.0] * len(rows), model.device)
     assert len(padded.targets) > 4 * chunk
     kept: list[tuple[int, ...]] = []
 
@@ -112,7 +112,7 @@ def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(tiny: Path, make_
 def test_entropy_is_that_of_the_tempered_distribution(tiny: Path, make_rows: Callable) -> None:
     (row,) = make_rows(1)
     model = load_causal_model(tiny, "cpu")
-    padded = pad_rows([row.prompt_ids], [row.response_ids], [0.7], model.device)
+    padded = lay_out_rows([row.prompt_ids], [row.response_ids], [0.7], model.device)
     ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]))[None]
     with torch.no_grad():
         found = token_logprobs(model, padded, 1024)[1]

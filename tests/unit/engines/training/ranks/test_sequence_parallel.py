@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.training.batch.micro_batches import pad_rows
+from asyncrl.engines.training.batch.micro_batches import lay_out_rows
 from asyncrl.engines.training.batch.token_slices import own_slice
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel, load_causal_model
@@ -164,7 +164,7 @@ def _kept_bytes(model: CausalModel) -> int:
         return tensor
 
     prompt, response = draw.integers(0, 50, LONG - 16), draw.integers(0, 50, 16)
-    rows = pad_rows([prompt], [response], 1.0, model.device)
+    rows = lay_out_rows([prompt], [response], 1.0, model.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_logprobs(model, rows, 1024)
     return sum(kept.values())
@@ -178,7 +178,7 @@ def _side_by_side(work: list[Callable[[], Any]]) -> list[Any]:
 def test_slices_predict_every_token_once() -> None:
     """Of rows of one token and of seven, and ranks of which one has padding alone."""
     prompts, responses = [np.arange(1), np.arange(3)], [np.arange(1), np.arange(5)]
-    rows = pad_rows(prompts, responses, 1.0, torch.device("cpu"))
+    rows = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"))
     for size in (1, 2, 3, 5, 8):
         found = [own_slice(rows, rank, size) for rank in range(size)]
         assert torch.stack([chosen for _, chosen in found]).sum(0).tolist() == [1] * 6
