@@ -140,7 +140,7 @@ def test_passes_that_are_computed_again_drop_the_same_inputs(
         rows = [row for row in make_rows(4) if len(row.response_ids) > 1]
         spans = [np.array([1, 0, len(row.response_ids) - 1, 0], np.int32) for row in rows]
         prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-        padded = lay_out_rows(prompts, responses, 1.0, "cpu", spans=spans, budget=20)
+        padded = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), spans=spans, budget=20)
         assert len(padded.passes) > 1
         if not recomputed:
             monkeypatch.setattr(models_with_heads, "checkpoint", lambda function, rows, **_: function(rows))
