@@ -30,10 +30,20 @@ def model_problems(config: "Config") -> Iterator[Problem]:
             "save that memory"
         )
         yield Problem("model.lora", "", text, ("algorithm.advantage",), is_warning=True)
-    if config.algorithm.kl > 0 and not config.reference_by_service:
-        for key in sorted(config.reference.model_dump(exclude_defaults=True)):
-            text = "nothing reads it with model.lora: the trainer computes the reference log-probs; remove it"
-            yield Problem(f"reference.{key}", "", text, ("model.lora",), is_warning=True)
+    yield from _unread_reference_keys(config)
+
+
+def _unread_reference_keys(config: "Config") -> Iterator[Problem]:
+    """Yields a warning for each key of a reference service that is not started."""
+    if config.reference_by_service:
+        return
+    text = "nothing reads it with algorithm.kl = 0, which needs no reference model: remove it, or write algorithm.kl"
+    other = "algorithm.kl"
+    if config.algorithm.kl > 0:
+        text = "nothing reads it with model.lora: the trainer computes the reference log-probs; remove it"
+        other = "model.lora"
+    for key in sorted(config.reference.model_dump(exclude_defaults=True)):
+        yield Problem(f"reference.{key}", "", text, (other,), is_warning=True)
 
 
 def replay_problems(config: "Config") -> Iterator[Problem]:
@@ -59,9 +69,6 @@ def unread_devices(config: "Config") -> Iterator[Problem]:
         if section.device != "cpu" and not section.model and not section.pool:
             text = f"functions run in child processes on the CPU, and there is no {name}.model: remove it"
             yield Problem(f"{name}.device", "", text, (f"{name}.model",), is_warning=True)
-    if config.reference.device != "cpu" and config.algorithm.kl == 0 and not config.reference.pool:
-        text = "nothing reads it with algorithm.kl = 0, which needs no reference model: remove it"
-        yield Problem("reference.device", "", text, ("algorithm.kl",), is_warning=True)
 
 
 def optimizer_problems(config: "Config") -> Iterator[Problem]:

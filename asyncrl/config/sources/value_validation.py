@@ -14,6 +14,7 @@ from asyncrl.config.sections.evaluate_config import EvaluationSet
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.task_config import SOURCE, SOURCES, MixedSource
+from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
 from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.sources.keys import all_keys, closest
 from asyncrl.config.toml_writer import value_text
@@ -37,11 +38,22 @@ WORDS = {
     "lora_dropout": "dropout",
     "fsdp": "shard",
     "ddp": "dp",
+    **dict.fromkeys(("zero", "zero_stage", "zero_optimization"), "stage"),
+    **dict.fromkeys(("offload_optimizer", "cpu_offload"), "offload"),
     "memory": "memory_gb",
     "gpus": "devices",
     "reward_weight": "weight",
 }
 """Keys of tables by names that people give to them."""
+TABLES: Mapping[str, type[BaseModel]] = {
+    "model": LoraConfig,
+    "pools": PoolConfig,
+    "evaluate": EvaluationSet,
+    "task": MixedSource,
+    "layout": LayoutConfig,
+    "deepspeed": DeepspeedConfig,
+}
+"""Tables with keys of their own, by a part of the place of a value; all others are reward functions."""
 OFFLINE = ("dpo", "sft", "kto", "orpo", "ipo", "simpo", "cpo")
 """Algorithms without sampling."""
 _NUMBER = re.compile(r"[+-]?([\d.]+)(?:[eE]\d+| ?([A-Za-z%]+))")
@@ -130,10 +142,8 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
-        tables: dict[str, type[BaseModel]] = {"model": LoraConfig, "pools": PoolConfig, "evaluate": EvaluationSet}
-        tables |= {"task": MixedSource}
-        table = LayoutConfig if "layout" in detail["loc"] else tables.get(str(detail["loc"][0]), RewardFunction)
-        return f"there is no such key; {_meant(str(detail['loc'][-1]), table)}"
+        found = (TABLES[name] for name in map(str, detail["loc"][:-1]) if name in TABLES)
+        return f"there is no such key; {_meant(str(detail['loc'][-1]), next(found, RewardFunction))}"
     if text := FORMS.get(detail["type"]):
         return text
     if detail["type"] in ("too_short", "too_long"):

@@ -1,6 +1,6 @@
 """`asyncrl plan` prints where each worker of an experiment runs, and how many bytes it takes there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -59,20 +59,27 @@ def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     lengths, here = measured_lengths(config, config.model.name), HostId.here()
     workers = list(planned_workers(config, shape, lengths))
     yield f"{config.name}: {config.model.name}, about {shape.parameters / 1e6:.1f}M parameters"
-    yield str(lengths)
-    yield f"{'worker':<18}{'host':<20}{'device':<14}{'fails with':<20}bytes"
+    yield f"prompt tokens: {lengths}"
+    rows = [("worker", "host", "device", "fails with", "bytes")]
     for worker in workers:
         parts = ", ".join(f"{what} {size_text(size)}" for what, size in worker.need.parts.items() if size)
         sizes = dict.fromkeys((size_text(worker.likely), size_text(worker.bytes)))
         what = " to ".join(sizes) + (f": {parts}" if parts else "")
         domain = f"machine of {here.name}" if worker.domain == here.fault_domain else worker.domain
-        yield f"{worker.name:<18}{worker.host:<20}{worker.device:<14}{domain:<20}{what}"
+        rows.append((worker.name, worker.host, worker.device, domain, what))
+    yield from _aligned(rows)
     need = shared_memory(config, shape, longest_token_of(config.model.name), lengths)
     sizes = dict.fromkeys(size_text(size) for size in (need.likely_rows, need.rows, need.worst_rows))
-    rows = "rows " + " to ".join(sizes)
-    yield f"/dev/shm          weights {size_text(need.weights)}, {rows}"
+    yield f"/dev/shm: weights {size_text(need.weights)}, rows {' to '.join(sizes)}"
     for (host, device), size in _totals(workers).items():
         yield f"{host} {device}: {size_text(size)}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yields the lines of a table, with two spaces or more between its columns."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    for *cells, last in rows:
+        yield "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=False)) + last
 
 
 def _totals(workers: "list[PlannedWorker]") -> dict[tuple[str, str], int]:

@@ -81,6 +81,17 @@ def test_plan_prints_workers_and_refuses_what_does_not_fit(tmp_path: Path, capsy
     assert cli.main(["plan", str(path), "--model.name", "somebody/theirs"]) == 2
 
 
+def test_columns_are_apart_and_every_line_has_a_subject(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "quickstart"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"prompt tokens: \d+ in the mean and at most \d+, by \d+ rows", lines[1])
+    assert re.match(r"worker +host +device +fails with +bytes", lines[2])
+    (copies,) = (line for line in lines if line.startswith("copies for checkpoints"))
+    columns = [lines[2].index(name) for name in ("host", "device", "fails with", "bytes")]
+    assert [copies[place - 2 : place].strip() for place in columns] == [""] * 4
+    assert [copies[place] != " " for place in columns] == [True] * 4
+
+
 def test_a_budget_that_is_probably_too_small_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     on_cpu = POOLS.replace('["cuda:0", "cuda:1"]', '["cpu"]')

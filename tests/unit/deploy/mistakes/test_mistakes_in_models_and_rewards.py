@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.deploy.mistakes.mistake import BASE, Answered, Mistake, each, scored_by
+from tests.unit.deploy.mistakes.mistake import BASE, Answered, Mistake, beside, each, scored_by
 
 RUN = "run mine.toml"
 ONE = "a reward function is called with one argument"
@@ -151,6 +151,14 @@ def test_prompts_and_models(mistake: Mistake, answered: Answered) -> None:
     ),
     Mistake("layout", f"{RUN} --training.layout 2", "must be a TOML table, { KEY = VALUE }, not '2'"),
     Mistake("layout-key", f"{RUN} --training.layout.fsdp 2", "there is no such key; did you mean shard?"),
+    Mistake(
+        "layout-types",
+        RUN,
+        ("dp: must be a valid integer, not true", "shard: must be a valid integer, not '2'", "tp: must be greater th"),
+        beside('[training]\nlayout = { dp = true, shard = "2", tp = 0 }\n'),
+    ),
+    Mistake("zero", f"{RUN} --training.deepspeed {{zero=1}}", "zero: there is no such key; did you mean stage?"),
+    Mistake("zero-key", f"{RUN} --training.deepspeed {{x=1}}", "x: there is no such key; there are stage, offload"),
     Mistake("environment", f"{RUN} --environment.use calculatr", "did you mean calculator?"),
     Mistake("top-p", f"{RUN} --generation.top_p 90", "must be less than or equal to 1"),
     Mistake("context", f"{RUN} --generation.max_new_tokens 100000", "write fewer than 2048"),
@@ -185,6 +193,7 @@ def test_missing_packages_name_the_command_that_installs_them(
         ("--acting.environments 16", "nothing reads it without an environment to act in"),
         ("--critic.learning_rate 1e-5", 'has no critic; remove it, or write preset = "ppo"'),
         ("--reference.device cuda", "nothing reads it with algorithm.kl = 0"),
+        ("--reference.layout.shard 2", "nothing reads it with algorithm.kl = 0"),
     ],
 )
 def test_keys_that_nothing_reads_are_a_note(
