@@ -302,6 +302,11 @@ class Config(Section):
         return self.generation.replicas if self.generation.colocate == "none" else self.training.layout.size
 
     @property
+    def publishes_weights(self) -> bool:
+        """Says whether the trainer publishes weights: for workers of generation, or else of evaluation."""
+        return self.generation.colocate == "none" or self.evaluate.is_on
+
+    @property
     def reference_by_service(self) -> bool:
         """Says whether a service computes reference log-probs. With adapters the trainer does, by the model under them;
         but critics read these log-probs in processes of their own."""

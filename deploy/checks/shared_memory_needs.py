@@ -47,8 +47,8 @@ def shared_memory(
     """Returns what a run takes of shared memory. longest_token: bytes of text. lengths: of prompts, by default the most
     that the config allows."""
     lengths = lengths or RowLengths.allowed(config)
-    is_read = config.generation.colocate == "none" or config.evaluate.is_on
-    weights = SLOTS * version_bytes(config, shape) if transport_of(config).name == "shm" and is_read else 0
+    is_shared = transport_of(config).name == "shm" and config.publishes_weights
+    weights = SLOTS * version_bytes(config, shape) if is_shared else 0
     if config.fleet.wire != "ipc":
         return SharedMemoryNeed(weights, 0, 0)
     rows, worst_rows = (_rows(config, shape, lengths.longest, text) for text in (TEXT_BYTES_PER_TOKEN, longest_token))

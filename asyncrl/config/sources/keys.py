@@ -1,6 +1,7 @@
 """All keys of a config with type, default and meaning, and the search for the key that a user meant."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ UNSUPPORTED = _ALIASES.pop("unsupported")
 TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.items()}
 """Keys of asyncrl by the names that other trainers, and older versions of asyncrl, give to them."""
 
+_ENGINE_PARTS = re.compile(r"(?<![^.])(model\.)?(fsdp_config|megatron|veomni)\.")
+"""Parts of names of verl that say which engine reads a key, whatever its meaning."""
 
 FIRST_KEYS = {"model": "name", "task": "prompts", "reward": "functions", "algorithm": "preset", "environment": "use"}
 """Keys that are meant where a section is given one value."""
@@ -152,8 +155,9 @@ def _type(schema: Schema) -> str:
 
 def translate(name: str) -> tuple[str, str] | None:
     """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl; looks
-    a dotted name up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`."""
-    parts = name.replace("-", "_").split(".")
+    a dotted name up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`.
+    `critic.megatron.x` is looked up as `critic.x`."""
+    parts = _ENGINE_PARTS.sub("", name.replace("-", "_")).split(".")
     for start in range(len(parts)):
         found = ".".join(parts[start:])
         if found in UNSUPPORTED:

@@ -139,6 +139,8 @@ def _workers_check(config: "Config") -> Check:
 def _weights_check(config: "Config") -> Check:
     from asyncrl.fleet.weight_transport import transport_of
 
+    if not config.publishes_weights:
+        return Check("weights", "ok", "the trainer's ranks sample, and nothing is published")
     chosen = transport_of(config)
     coded = f", codec {config.weights.codec}" if chosen.name == "tcp" else ""
     return Check("weights", "ok", f"transport {chosen.name}{coded}: {chosen.reason}")

@@ -26,6 +26,11 @@ WEIGHTS = {
     "file": "safetensors in a folder, which generation copies beside version v",
 }
 """The way of new weights by transport."""
+INSIDE = {
+    "training": "the ranks of the trainer sample between two steps, with weights that they gather from each other",
+    "halves": "the ranks of the trainer sample in turns, and each takes every update: none are sent",
+}
+"""The way of new weights by `generation.colocate`."""
 
 OFF = (0, "none")
 """Values of parts that are off."""
@@ -49,7 +54,6 @@ def main(arguments: list[str]) -> int:
 def graph(config: "Config") -> Iterator[str]:
     """Yields the lines to print."""
     from asyncrl.deploy.service_specs import service_specs, worker_count
-    from asyncrl.fleet.weight_transport import transport_of
 
     specs, workers = service_specs(config), worker_count(config)
     processes = "in one process" if config.fleet.wire == "inproc" else "one process each"
@@ -58,16 +62,31 @@ def graph(config: "Config") -> Iterator[str]:
     for spec in specs:
         yield from ("", *_service_lines(spec, config))
     rows = "shared memory, one slot a row" if config.fleet.wire == "ipc" else "frames over the owner's data socket"
-    chosen = transport_of(config)
-    coded = chosen.name == "tcp"
     limit, policy = config.staleness.limit, config.staleness.policy
     bound = "no bound" if policy == "admit" else f"no token older than {limit} versions"
     yield ""
     yield f"rows       {rows}; the controller passes references"
-    yield f"weights    {WEIGHTS[chosen.name]}; it flips between two decode steps"
-    yield f"transport  {chosen.name}: {chosen.reason}" + (f"; codec {config.weights.codec}" if coded else "")
+    yield from _weight_lines(config)
     yield from _adapter_lines(config)
     yield f"gate       {policy}: {bound}"
+
+
+def _weight_lines(config: "Config") -> Iterator[str]:
+    """Yields how new weights reach generation, or evaluation alone where the ranks of the trainer sample."""
+    from asyncrl.fleet.weight_transport import transport_of
+
+    chosen, colocate = transport_of(config), config.generation.colocate
+    if colocate == "none":
+        yield f"weights    {WEIGHTS[chosen.name]}; it flips between two decode steps"
+    else:
+        yield f"weights    {INSIDE[colocate]}"
+    if not config.publishes_weights:
+        yield "transport  none: nothing is published"
+        return
+    if colocate != "none":
+        yield f"evaluation {WEIGHTS[chosen.name].replace('generation', 'evaluation')}"
+    coded = f"; codec {config.weights.codec}" if chosen.name == "tcp" else ""
+    yield f"transport  {chosen.name}: {chosen.reason}{coded}"
 
 
 def _adapter_lines(config: "Config") -> Iterator[str]:

@@ -60,6 +60,53 @@ def test_names_of_other_trainers(theirs: str, ours: str) -> None:
     assert f"write {ours}" in advice(theirs)
 
 
+ROLES = {"actor_rollout_ref.ref": "reference", "critic": "critic", "reward_model": "reward"}
+"""Sections by the names of models beside the policy in verl."""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "write training.layout (layout = { sp = N })"),
+        ("actor.fsdp_config.ulysses_sequence_parallel_size", "write training.layout (layout = { sp = N })"),
+        ("actor.megatron.context_parallel_size", "write training.layout (layout = { sp = N }, by Ulysses)"),
+        ("actor.megatron.pipeline_model_parallel_size", "write training.layout (layout = { pp = N })"),
+        ("actor.megatron.expert_model_parallel_size", "write training.layout (layout = { ep = N })"),
+        ("actor.veomni.expert_parallel_size", "write training.layout (layout = { ep = N })"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "write training.layout (layout = { tp = N })"),
+        ("actor.fsdp_config.fsdp_size", "write training.layout (layout = { shard = N }, and dp = M for M copies)"),
+        ("actor.fsdp_config.optimizer_offload", 'write training.deepspeed (engine = "deepspeed" with'),
+        ("actor.fsdp_config.param_offload", "not supported: weights stay on training.device"),
+        ("actor_rollout_ref.hybrid_engine", 'write generation.colocate (true is colocate = "training"'),
+        ("rollout.tensor_model_parallel_size", "write generation.layout_tp (with vLLM;"),
+        ("rollout.data_parallel_size", "write generation.replicas"),
+        ("rollout.pipeline_model_parallel_size", "not supported: a replica shares layers"),
+        ("rollout.expert_parallel_size", "not supported: a replica holds all experts"),
+        ("training.layout_tp", "write training.layout (a table: layout = { tp = N })"),
+        ("training.layout_pp", "write training.layout (a table: layout = { pp = N })"),
+        ("deepspeed", 'write training.deepspeed (with engine = "deepspeed"'),
+        *((f"{role}.megatron.tensor_model_parallel_size", f"write {ours}.layout (") for role, ours in ROLES.items()),
+        *((f"{role}.fsdp_config.fsdp_size", f"write {ours}.layout (layout = {{ shard") for role, ours in ROLES.items()),
+        ("critic.model.fsdp_config.fsdp_size", "write critic.layout (layout = { shard = N }"),
+        ("critic.model.path", "write critic.model"),
+        *((f"{role}.fsdp_config.param_offload", f"stay on {ours}.device") for role, ours in ROLES.items()),
+        ("critic.model.fsdp_config.optimizer_offload", "not supported: moments stay on critic.device"),
+        *(
+            (f"{role}.{name}", f"not supported: {what} of the trainer; write {ours}.layout = {{")
+            for role, ours in ROLES.items()
+            for name, what in (
+                ("ulysses_sequence_parallel_size", "slices of rows are"),
+                ("megatron.context_parallel_size", "slices of rows are"),
+                ("megatron.pipeline_model_parallel_size", "stages are"),
+                ("megatron.expert_model_parallel_size", "shares of experts are"),
+            )
+        ),
+    ],
+)
+def test_sizes_of_groups_of_ranks_are_those_of_the_layout_of_their_model(theirs: str, says: str) -> None:
+    assert says in advice(theirs)
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

@@ -82,6 +82,13 @@ def test_a_good_experiment_gets_its_bytes_by_service(experiment: Path, capsys: p
         assert expected in text
 
 
+def test_ranks_that_sample_themselves_have_no_transport(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--generation.colocate", "training", "--staleness.limit", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "the trainer's ranks sample, and nothing is published" in said
+    assert "transport" not in said
+
+
 def test_an_experiment_too_large_for_the_machine(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment), "--generation.slots", "1000000"]) == 1
     text = capsys.readouterr().out

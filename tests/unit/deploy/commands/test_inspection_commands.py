@@ -208,6 +208,46 @@ def test_graph_shows_what_adapters_change(
     assert all(line.startswith(start) for line, start in zip(lines, shown, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("colocated", "way"),
+    [
+        (["colocate = 'training'", "[staleness]", "limit = 0"], "the ranks of the trainer sample between two steps"),
+        (
+            [
+                "colocate = 'halves'",
+                "[staleness]",
+                "admission = 'lockstep'",
+                "limit = 1",
+                "[training]",
+                "layout.dp = 2",
+            ],
+            "the ranks of the trainer sample in turns",
+        ),
+    ],
+)
+def test_graph_shows_no_slots_where_nothing_is_published(
+    colocated: list[str], way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+
+    def lines_of_weights(written: list[str], *flags: str) -> dict[str, str]:
+        path.write_text("\n".join([TOML, "[generation]", *written]))
+        assert cli.main(["graph", str(path), *flags]) == 0
+        last = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+        return {line.split()[0]: line.split(maxsplit=1)[1] for line in last}
+
+    apart = lines_of_weights([])
+    assert apart["weights"].startswith("two slots: the trainer writes version v+1 beside v, which generation reads;")
+    alone = lines_of_weights(colocated)
+    assert alone["weights"].startswith(way)
+    assert alone["transport"] == "none: nothing is published"
+    assert "two slots" not in str(alone)
+    evaluated = lines_of_weights(colocated, "--evaluate.prompts", "h")
+    assert evaluated["weights"] == alone["weights"]
+    assert evaluated["evaluation"] == "two slots: the trainer writes version v+1 beside v, which evaluation reads"
+    assert evaluated["transport"] == apart["transport"]
+
+
 def test_graph_shows_a_critic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(TOML)
