@@ -139,8 +139,7 @@ class TrainingRun:
 
     ending_in_order: returns a scope in which the first interrupt calls its argument, and does not abandon the run.
     abandon: cancels the run, and says why. progress: shows what the run does while no step ends. frozen: takes what is
-    in flight after each step. on_step: takes the metrics of each step, and returns whether the run
-    shall end.
+    in flight after each step. on_step: takes the metrics of each step, and returns whether the run shall end.
     """
 
     state: RunState
@@ -206,7 +205,7 @@ class TrainingRun:
             if self.state.plan:
                 self._recorder.restore_terms(await asyncio.to_thread(read_terms, self.state.plan.directory))
             try:
-                async with self._observers(), self._commits:
+                async with self._recorder.recording(), self._observers(), self._commits:
                     with self.ending_in_order(self._stop):
                         await self._train()
                         await self._finish()
@@ -277,6 +276,7 @@ class TrainingRun:
             return saved
 
         async def write(directory: str) -> Checkpointed:
+            await self._recorder.drain()  # A resume repeats later steps only.
             return Checkpointed.merge([await trainer.checkpoint(directory, *position) for trainer in trainers])
 
         self._last_commit = version
@@ -314,6 +314,7 @@ class TrainingRun:
             self._shown,
             self.state.pauses.take_seconds,
             round(config.telemetry.samples_gb * 10**9),
+            self._warn,
         )
 
     def _status_writer(self) -> StatusWriter:
@@ -356,9 +357,8 @@ class TrainingRun:
 
     @asynccontextmanager
     async def _observers(self) -> AsyncIterator[None]:
-        """Runs recorder, evaluation and worker events beside the controller."""
+        """Runs evaluation and worker events beside the controller."""
         beside = {
-            "recorder": self._recorder.run(),
             "worker events": WorkerEvents(self.running, self._controller).follow(),
             "state of the run": self._status_writer().run(),
         }

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.concurrency import start_task
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.fleet.lifecycle_events import CallsWait, FleetStalled, WorkerHung
 from asyncrl.fleet.remote_worker import RemoteWorker
@@ -69,11 +70,14 @@ class HealthPoller:
         return tuple(worker for replicas in self._services.values() for worker in replicas)
 
     def request(self) -> None:
-        """Asks every live worker until it answers or is lost; returns at once."""
+        """Asks every live worker until it answers or is lost; returns at once. Asks none while the fleet ends."""
         now = asyncio.get_running_loop().time()
         for worker in self.workers:
             if worker.alive and worker.instance not in self._requests:
-                task = self._tasks.create_task(self._ask(worker, worker.instance), name=f"health of {worker.name}")
+                try:
+                    task = start_task(self._tasks, self._ask(worker, worker.instance), f"health of {worker.name}")
+                except RuntimeError:
+                    return
                 self._requests[worker.instance] = HealthRequest(now, task)
 
     async def poll(self) -> list[Health]:

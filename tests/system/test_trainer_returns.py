@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.controller.journal.audit import audit
+from asyncrl.telemetry.jsonl import read_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import ended, running, until_step
@@ -36,7 +37,7 @@ def command(model: Path, run_dir: Path, *flags: str) -> list[str]:
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return list(read_lines(run_dir / "metrics.jsonl"))
 
 
 def spawned(run_dir: Path, service: str) -> list[int]:
@@ -80,6 +81,8 @@ def test_other_workers_outlive_the_death_of_one_that_learns(
         assert all(source == "its checkpoint" and int(step) % 5 == 0 for *_, source, step in told), shown
     repeated = Counter(line["step"] for line in lines)
     assert [*repeated] == [*range(1, STEPS + 1)], repeated
+    assert max(Counter((line["incarnation"], line["step"]) for line in lines).values()) == 1
+    assert list(dict.fromkeys(sample["step"] for sample in read_lines(run_dir / "samples.jsonl"))) == [*repeated]
     if all(source == LIVING for *_, source, _ in told):
         assert set(repeated.values()) == {1}, repeated
         assert spawned(run_dir, "training") == [0, 0, 1, 1], "a rank with the state stays the process that it was"

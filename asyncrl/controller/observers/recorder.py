@@ -2,16 +2,19 @@
 
     events -> queue -> Recorder.run -> metrics.jsonl, samples.jsonl, evaluations.jsonl -> sinks, display
 
-The controller never waits for the recorder.
+The controller never waits for the recorder between two steps. A checkpoint is committed, and a run ends, once its
+steps are written: also a run that fails, which waits for answers of workers no longer than LAST_ANSWERS.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
+from typing import Any, TypeVar
 
-from asyncrl.concurrency import to_its_end
+from asyncrl.concurrency import running_beside, to_its_end
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.evaluation.code_metrics import code_metrics
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation
@@ -28,7 +31,7 @@ from asyncrl.controller.observers.step_metrics import (
     step_of,
     term_metric,
 )
-from asyncrl.errors import FleetFailed, Retryable
+from asyncrl.errors import AsyncrlError, FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
@@ -40,6 +43,10 @@ from asyncrl.telemetry.sinks import SinkWorker
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""
 
+LAST_ANSWERS = 3.0
+"""Seconds that the end of a run waits for texts and health of its last steps, which living workers send in 50 ms."""
+
+T = TypeVar("T")
 Key = tuple[int, int]  # group, member: what an earlier attempt was worth is overwritten
 Metrics = dict[str, float]
 
@@ -48,17 +55,18 @@ Metrics = dict[str, float]
 class Recorder:
     """Writes the files of a run directory. show: takes the metrics and a sample of each step. sinks: get metrics.
     shown: keeps the rows of samples until their texts are read. paused: returns for how many seconds the run was paused
-    since it was asked before. samples_bytes: most bytes of samples.jsonl."""
+    since it was asked before. samples_bytes: most bytes of samples.jsonl. warn: takes what could not be written."""
 
     directory: RunDirectory
     fleet: Fleet
-    poll_health: Callable[[], Awaitable[Sequence[Health]]]
+    poll_health: Callable[[], Coroutine[Any, Any, Sequence[Health]]]
     incarnation: int
     show: Callable[[Mapping[str, float], SampleRecord | None], None]
     sinks: Sequence[SinkWorker] = ()
     shown: ShownRows = field(default_factory=ShownRows)
     paused: Callable[[], float] = float
     samples_bytes: int = 10**9
+    warn: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
         self._metrics = LineFile(self.directory.metrics)
@@ -67,12 +75,16 @@ class Recorder:
         self._events: asyncio.Queue[tuple[Event, float]] = asyncio.Queue(WAITING_EVENTS)
         self._terms: dict[Key, Mapping[str, float]] = {}
         self._texts: dict[Key, SampleText] = {}
+        self._texts_lost = False
         self._dropped: Counter[str] = Counter()
         self._evaluated: list[Evaluation] = []
         self._shares = TimeShares()
         self._counts = EnvironmentCounts()
         self._began = asyncio.get_running_loop().time()
         self._last_step = self._began
+        self._until: float | None = None
+        self._answer: asyncio.Timeout | None = None
+        self._ended = asyncio.Event()
 
     def observe(self, event: Event) -> None:
         """Takes an event without waiting. Raises FleetFailed when far too many events are not written yet."""
@@ -98,9 +110,30 @@ class Recorder:
         self._terms.update(terms)
 
     async def run(self) -> None:
-        while True:
-            await self._handle(*await self._events.get())
-            self._events.task_done()
+        try:
+            while True:
+                await self._handle(*await self._events.get())
+                self._events.task_done()
+        finally:
+            self._ended.set()
+
+    @asynccontextmanager
+    async def recording(self) -> AsyncIterator[None]:
+        """Writes beside a block what is observed, to the last event, however the block ends."""
+        async with running_beside({"recorder": self.run()}):
+            try:
+                yield
+            finally:
+                await to_its_end(self._finish())
+
+    async def _finish(self) -> None:
+        self._until = asyncio.get_running_loop().time() + LAST_ANSWERS
+        if self._answer is not None:  # The recorder waits for it.
+            self._answer.reschedule(self._until)
+        rest = [asyncio.ensure_future(each) for each in (self.drain(), self._ended.wait())]
+        await asyncio.wait(rest, return_when=asyncio.FIRST_COMPLETED)  # No wait for an answer is longer now.
+        for each in rest:
+            each.cancel()
 
     async def drain(self) -> None:
         """Returns when everything observed so far is written."""
@@ -136,10 +169,26 @@ class Recorder:
 
     async def _read_texts(self, rows: Sequence[RowRef]) -> dict[Key, SampleText]:
         try:
-            texts = await self.fleet.generation.texts(BatchRef(tuple(rows)))
-        except Retryable:
-            return {}  # The worker of the texts died; the step itself reports that.
-        return {(text.group, text.member): text for text in texts}
+            texts = await self._answered(self.fleet.generation.texts(BatchRef(tuple(rows))), None)
+        except AsyncrlError as error:
+            if self._until is None and not isinstance(error, Retryable):
+                raise
+            texts = None  # The worker of the texts died.
+        self._texts_lost = texts is None
+        return {(text.group, text.member): text for text in texts or ()}
+
+    async def _answered(self, call: Coroutine[Any, Any, T], otherwise: T) -> T:
+        """Returns the answer of workers; `otherwise` when a run that ends waits no longer."""
+        try:
+            async with asyncio.timeout_at(self._until) as answer:
+                self._answer = answer
+                return await call
+        except TimeoutError:
+            if answer.expired():
+                return otherwise
+            raise
+        finally:
+            self._answer = None
 
     async def _step(self, done: StepDone, now: float) -> None:
         metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self.incarnation}
@@ -150,11 +199,14 @@ class Recorder:
         metrics |= {"perf/paused_s": seconds} if (seconds := self.paused()) else {}
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}
         metrics |= {f"data/dropped/{reason}": float(count) for reason, count in sorted(self._dropped.items())}
-        healths = await self.poll_health()
+        healths = await self._answered(self.poll_health(), [])
         metrics |= self._shares.since_last(healths) | self._counts.since_last(healths) | feedback_metrics(healths)
         metrics |= queue_metrics(healths) | self._evaluated_before(step_of(done.report))
         records = self._records(done)
         metrics |= equal_texts(records)
+        if self._texts_lost:
+            step = step_of(done.report)
+            self.warn(f"samples.jsonl lacks samples of step {step}: the workers that had their texts did not answer")
         self._metrics.append(metrics)
         self._samples.append(records)
         if self._samples.is_full:

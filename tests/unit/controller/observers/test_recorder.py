@@ -1,6 +1,7 @@
 """What a recorder keeps of samples until their step is written."""
 
 import asyncio
+from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.concurrency import running_beside
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers import recorder as recorder_module
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation
@@ -19,6 +21,7 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Health, SampleText, Score, StepReport, TrainedSample
 from asyncrl.simulation import virtual_loop
+from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory
 from tests.power_cut_disk import Disk
 
@@ -122,6 +125,61 @@ def test_steps_that_are_written_late_keep_their_times_and_the_evaluations_before
     virtual_loop.run(play())
     assert [line.get("eval/version") for line in told] == [None, None, 2, None], "version 2 is that before step 3"
     assert [line["perf/tokens_per_s"] for line in told] == pytest.approx([10] * 4)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["others-live", "none-answers"])
+def test_steps_before_a_death_are_written_once_with_what_living_workers_answer(tmp_path: Path, answers: bool) -> None:
+    told: list[str] = []
+    row = scored(0, 0).sample
+    asked = asyncio.Event()
+
+    async def texts(batch: BatchRef) -> list[SampleText]:
+        asked.set()
+        await asyncio.sleep(1 if answers else 600)
+        return [SampleText(row.group, row.member, "1+1?", "two") for row in batch.rows]
+
+    async def die() -> None:
+        await asked.wait()
+        raise FleetFailed("training0.1 died")
+
+    async def play() -> None:
+        fleet: Any = SimpleNamespace(generation=SimpleNamespace(texts=texts), environment=None, critic=None)
+        show: Any = lambda metrics, sample: None  # noqa: E731
+        recorder = Recorder(RunDirectory(tmp_path), fleet, poll_health, 0, show, warn=told.append)
+        with closing(recorder):
+            await train(recorder)
+
+    async def train(recorder: Recorder) -> None:
+        async with recorder.recording(), running_beside({"a worker that learns": die()}):
+            for version in (9, 10):
+                cuts = Cuts(0, version, BatchRef((row,)), 1, 1)
+                report = StepReport(0, version + 1, 1, "", "00", {}, (TrainedSample(0, 0, 0, 1, 0),), None)
+                recorder.observe(StepBegan(cuts, (row,)))
+                recorder.observe(StepDone(cuts, report, {}, 1.0))
+            await asyncio.Event().wait()
+
+    with pytest.raises(FleetFailed, match=r"training0\.1 died"):
+        virtual_loop.run(play())
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [10, 11]
+    samples = [line["step"] for line in read_lines(tmp_path / "samples.jsonl")]
+    assert samples == ([10, 11] if answers else [])
+    lacks = "samples.jsonl lacks samples of step {}: the workers that had their texts did not answer"
+    assert told == ([] if answers else [lacks.format(10), lacks.format(11)])
+
+
+async def test_a_recorder_that_failed_is_not_waited_for(tmp_path: Path) -> None:
+    recorder = recorder_of(NO_FLEET, tmp_path)
+    report = StepReport(0, 1, 1, "", "00", {}, (), None)
+
+    async def train() -> None:
+        async with asyncio.timeout(5), recorder.recording():
+            recorder.observe(StepDone(Cuts(0, 0, BatchRef(()), 0, 0), report, {}, 1.0))
+            recorder.observe(Dropped(0, (4,), "stale"))
+            await asyncio.Event().wait()
+
+    with pytest.raises(AttributeError):
+        await train()
+    recorder.close()
 
 
 async def test_events_that_nothing_writes_end_the_run_and_say_where(
