@@ -67,6 +67,14 @@ REFUSED: Mapping[str, str] = {
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Types of layers, as `layer_types` in config.json names them, that the torch engine computes."""
 OTHERS = "take a model of another family (docs/models.md lists those that train)"
+GENERATING = ("CausalLM", "LMHead", "ConditionalGeneration")
+"""Parts of the names that transformers gives to models with a head that continues texts."""
+OTHER_HEADS: Mapping[str, str] = {
+    "ForTokenClassification": "it is a critic, which values tokens and continues no text: write it in critic.model",
+    "ForSequenceClassification": "it scores texts and continues none: write it in reward.model or cost.model",
+}
+"""Names of other heads, by their ends, each with what such a model is and where it belongs."""
+HEADLESS = "it has no head that continues texts: take a folder whose config.json names a model ForCausalLM"
 DIFFERS = "its logits differ by {:.2g} from transformers' own forward, so its attention is one that the engine lacks"
 
 
@@ -88,6 +96,8 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
     reason = _reason(config, name, shape)
     if reason:
         yield Problem("model.name", "", f"{folder}: {not_computed(name, reason)}")
+    elif head := _other_head(shape):
+        yield Problem("model.name", "", f"{folder}: {head}")
     elif config.training.router_replay and name not in REPLAYED:
         text = f"{folder} is of the family {name!r}, and experts of {', '.join(REPLAYED)} are replayed: remove it"
         yield Problem(KEY, "", text)
@@ -102,6 +112,16 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
 def not_computed(name: str, reason: str) -> str:
     """Returns the text that refuses a family."""
     return f"the family {name!r} is not supported: {reason}; {OTHERS}"
+
+
+def _other_head(shape: Mapping[str, Any]) -> str:
+    """Returns why a model samples nothing, by the architectures that config.json names; "" where one samples, or where
+    none is named."""
+    named = [str(each) for each in shape.get("architectures") or ()]
+    if not named or any(part in name for name in named for part in GENERATING):
+        return ""
+    found = (text for end, text in OTHER_HEADS.items() if any(name.endswith(end) for name in named))
+    return f"its config.json names {', '.join(named)}; {next(found, HEADLESS)}"
 
 
 def _reason(config: Config, name: str, shape: Mapping[str, Any]) -> str:

@@ -8,6 +8,16 @@ import pytest
 from tests.unit.deploy.mistakes.mistake import BASE, Answered, Mistake, beside, each, scored_by
 
 RUN = "run mine.toml"
+LETTERS = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+CRITIC = {"model/config.json": json.dumps({**LETTERS, "architectures": ["LlamaForTokenClassification"]})}
+HELD_OUT = beside('[evaluate]\nprompts = "rows.jsonl"\n')
 ONE = "a reward function is called with one argument"
 
 
@@ -107,6 +117,10 @@ def test_reward_functions(mistake: Mistake, answered: Answered) -> None:
         RUN,
         "the family 'bert' is not supported",
         files={"model/config.json": json.dumps({"model_type": "bert"})},
+    ),
+    Mistake("critic", RUN, "it is a critic, which values tokens and continues no text: write it in", files=CRITIC),
+    Mistake(
+        "evaluated-critic", "evaluate model --task mine.toml", "it is a critic, which values", HELD_OUT, files=CRITIC
     ),
     Mistake(
         "run-as-model",

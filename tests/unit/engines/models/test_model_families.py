@@ -1,6 +1,7 @@
 """A family that cannot be trained is refused by its name before anything starts, from config.json alone."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def test_what_a_config_says_is_refused_whatever_the_family(shape: dict[str, Any]
     (found,) = problems(tmp_path, **shape)
     assert reason in found.text
     assert not found.is_warning
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("LlamaForTokenClassification", "it is a critic, .* write it in critic.model"),
+        ("LlamaForSequenceClassification", "it scores texts .* write it in reward.model or cost.model"),
+        ("LlamaModel", "it has no head that continues texts"),
+        ("LlamaForCausalLM", ""),
+        ("GPT2LMHeadModel", ""),
+    ],
+)
+def test_a_model_that_continues_no_text_is_refused(architecture: str, reason: str, tmp_path: Path) -> None:
+    found = [str(each) for each in problems(tmp_path, model_type="llama", architectures=[architecture])]
+    assert len(found) == bool(reason)
+    assert all(re.search(f"^model.name: .*its config.json names {architecture}; {reason}", text) for text in found)
 
 
 def test_an_unknown_family_is_warned_about(tmp_path: Path) -> None:
