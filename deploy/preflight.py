@@ -7,7 +7,7 @@ from pathlib import Path
 
 from asyncrl.algorithms.algorithm_by_name import algorithm_problems
 from asyncrl.config.install_hints import missing_packages
-from asyncrl.config.problems import Problem
+from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.service_placement import pool_key, pool_names, pools_of
@@ -28,6 +28,8 @@ from asyncrl.engines.models.folder_contents import content_problems
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
+from asyncrl.engines.models.scoring_models import scoring_model_folders
+from asyncrl.engines.rank_limits import models_of_services, rank_problems
 from asyncrl.environments.loading import environment_problems
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.changes.scaling import MOST_WORKERS
@@ -147,14 +149,23 @@ def _feedback_host_problems(section: FeedbackConfig) -> Iterator[Problem]:
 
 
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
-    """Yields the problems of family, memory, adapters and context window; a model that is not on this machine has none
-    yet."""
+    """Yields the problems of family, layouts, memory, adapters and context window; a model that is not on this machine
+    has none yet."""
     yield from family_problems(config, model)
+    yield from rank_problems(config, models_of_services(config, str(model)))
     yield from (Problem("model.name", "", text) for text in content_problems(model))
     yield from adapter_problems(config, str(model))
     yield from cache_problems(config, str(model))
     yield from memory_of_run(config, str(model))
     yield from _context_problems(config, model)
+
+
+def scoring_folders(config: Config, policy: Path) -> dict[str, Path]:
+    """Returns the folders of `scoring_model_folders`, and raises ConfigError as it does, and where the ranks of a
+    service cannot share out a model, which may have been downloaded just now."""
+    found = scoring_model_folders(config, policy)
+    refuse(rank_problems(config, {service: str(folder) for service, folder in found.items()}))
+    return found
 
 
 def _damages(config: Config) -> Iterator[Problem]:

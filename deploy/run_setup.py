@@ -40,7 +40,7 @@ from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
-from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight
+from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, scoring_folders
 from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.report_writer import report_run
@@ -52,7 +52,6 @@ from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare
-from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
@@ -225,7 +224,7 @@ async def _train(
     with forks_of(config, request.forks, display.say) as forks:
         restored = await asyncio.to_thread(settle_config, request, directory, plan)
         model, questions = await _read_texts_and_model(request, directory, progress)
-        scorers = await asyncio.to_thread(scoring_model_folders, config, model)
+        scorers = await asyncio.to_thread(scoring_folders, config, model)
         state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
         progress.begin("starting the workers")

@@ -32,6 +32,7 @@ from asyncrl.engines.models.model_folder import base_folder, exported_version, i
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folder
 from asyncrl.engines.models.weights_digest import refuse_other_base
+from asyncrl.engines.rank_limits import rank_problems
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.worker.worker_spec import RunFacts
@@ -261,4 +262,6 @@ def _scorer_spec(config: Config, service: Scorer, policy: Path) -> ServiceSpec:
     spec, model = reward_spec(config, service), config.scorers[service].model
     if not model:
         return spec
-    return replace(spec, options={"model": str(scoring_model_folder(config, model, f"{service}.model", policy))})
+    folder = str(scoring_model_folder(config, model, f"{service}.model", policy))
+    refuse(rank_problems(config, {service: folder}))
+    return replace(spec, options={"model": folder})

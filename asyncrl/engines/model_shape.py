@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
+from asyncrl.engines.models.warmed_model_cache import HEADS, HEADS_FOR_VLLM
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.engines.training.batch.packing_families import can_pack
@@ -137,27 +138,34 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 LLAMA = {"tie_word_embeddings": True, "model_type": "llama"}
 
 
-def _tied(vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int) -> Shape:
+def _tied(vocabulary: int, hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int) -> dict[str, Any]:
     sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers}
     attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    return Shape.of({**sizes, **attention, "intermediate_size": intermediate, **LLAMA})
+    return {**sizes, **attention, "intermediate_size": intermediate, **LLAMA}
 
 
-PACKAGED = {"pypi:smollm2": _tied(49152, 576, 30, 1536, heads=9, kv_heads=3)}
-SMALL = _tied(101, 96, 3, 256, heads=4, kv_heads=4)
-"""About the shape of models that `warmed:` makes; a Python process needs much more memory."""
+SMOLLM2 = _tied(49152, 576, 30, 1536, heads=9, kv_heads=3)
+PACKAGED = {"pypi:smollm2": Shape.of(SMOLLM2)}
+
+
+def described(model: str, engine: str = "torch") -> dict[str, Any] | None:
+    """Returns the content of the config.json of a model that is on this machine, and about that of one that comes with
+    a package or that `warmed:` makes for an engine of generation; None before a download."""
+    if model in PACKAGED:
+        return SMOLLM2
+    if model.startswith("warmed:"):
+        heads = HEADS_FOR_VLLM if engine == "vllm" else HEADS
+        return _tied(101, 96, 3, 256, heads=heads, kv_heads=heads)
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def shape_of(model: str) -> Shape | None:
     """Returns the shape of a model that is on this machine or comes with a package; None before a download."""
-    if model in PACKAGED:
-        return PACKAGED[model]
-    if model.startswith("warmed:"):
-        return SMALL
-    described = Path(model).expanduser() / "config.json"
-    if not described.is_file():
-        return None
     try:
-        return Shape.of(json.loads(described.read_text()))
+        return None if (config := described(model)) is None else Shape.of(config)
     except (KeyError, ValueError):
         return None

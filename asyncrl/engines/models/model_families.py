@@ -12,7 +12,6 @@ from typing import Any
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.engines.experts.record_shape import KEY, REPLAYED
-from asyncrl.engines.experts.shared_out_experts import refusal_of_sharing
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 
 WINDOW = "sliding windows"
@@ -91,8 +90,6 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
     name = str(shape.get("model_type") or "")
     if name in WITH_PICTURES and (unable := _unable_with_pictures(config)):
         yield Problem("model.name", "", f"{folder}: the family {name!r} reads pictures, and {unable}")
-    if (ranks := config.training.layout.ep) > 1 and (refusal := refusal_of_sharing(shape, ranks)):
-        yield Problem("training.layout", "", f"{folder}: {refusal}")
     reason = _reason(config, name, shape)
     if reason:
         yield Problem("model.name", "", f"{folder}: {not_computed(name, reason)}")
@@ -147,7 +144,7 @@ def _unable_with_pictures(config: Config) -> str:
         "reward models read text only; take reward functions": bool(config.reward.model or config.cost.model),
         "adapters for its layers are not made; leave out model.lora": config.model.lora is not None,
         "its layers are neither split nor put on stages, nor its weights shared out; write a layout with dp only": (
-            max(max(each.pp, each.tp, each.shard) for each in (config.training.layout, config.reference.layout)) > 1
+            any(each.size > each.dp for each in (config.training.layout, config.reference.layout))
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

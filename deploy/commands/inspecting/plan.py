@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
     from asyncrl.config.sources import load
     from asyncrl.deploy.preflight import memory_of_run
     from asyncrl.engines.model_shape import shape_of
+    from asyncrl.engines.rank_limits import models_of_services, rank_problems
     from asyncrl.errors import ConfigError
 
     config = load(arguments[0], arguments[1:]).config
@@ -35,7 +36,13 @@ def main(arguments: list[str]) -> int:
             f"model.name: the size of {config.model.name} is unknown before it is on this machine: name a folder"
         )
     print("\n".join(plan(config, shape)))
-    problems = [*memory_of_run(config, config.model.name), *config.warnings, *_absent(config)]
+    name = config.model.name
+    problems = [
+        *rank_problems(config, models_of_services(config, name)),
+        *memory_of_run(config, name),
+        *config.warnings,
+        *_absent(config),
+    ]
     for problem in problems:
         print(f"{'note' if problem.is_warning else 'does not fit'}: {problem}")
     return int(any(not problem.is_warning for problem in problems))

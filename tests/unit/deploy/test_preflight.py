@@ -16,12 +16,13 @@ from asyncrl.deploy import cli
 from asyncrl.deploy import preflight as preflight_module
 from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands.checking import doctor
-from asyncrl.deploy.preflight import devices, model_problems, preflight
+from asyncrl.deploy.preflight import devices, model_problems, preflight, scoring_folders
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.tasks import source_problems
 from asyncrl.telemetry.screen.display import open_display
+from tests.unit.letter_model import write_letter_model
 
 PACKAGED = Path("pypi:smollm2")
 UNREAD = 'algorithm.dual_clip, algorithm.loss: nothing reads it with loss = "gspo": remove it'
@@ -216,3 +217,12 @@ def test_a_device_of_a_pool_that_is_not_here_is_refused_with_pool_and_services()
     assert [problem.key for problem in found] == ["pools.gpus.devices[0]", "pools.gpus.devices[1]"]
     assert {problem.others for problem in found} == {("training.pool", "generation.pool")}
     assert 'cuda:7" cannot be used' in str(found[1])
+
+
+def test_models_that_were_downloaded_are_held_to_their_layouts(tmp_path: Path) -> None:
+    write_letter_model(tmp_path)
+    critic = {"model": str(tmp_path), "layout": {"tp": 2}}
+    assert scoring_folders(config(algorithm={"preset": "ppo"}, critic=critic), tmp_path)["critic"] == tmp_path
+    chosen = config(algorithm={"preset": "ppo"}, critic={**critic, "layout": {"tp": 3}})
+    with pytest.raises(ConfigError, match=r"^critic\.layout: .*: tp = 3 does not divide num_attention_heads = 4"):
+        scoring_folders(chosen, tmp_path)

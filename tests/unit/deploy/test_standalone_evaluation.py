@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import asyncrl.deploy.standalone_evaluation as module
 from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config.schema import Config, RewardConfig
+from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.toml_writer import dump
 from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation
@@ -93,6 +94,10 @@ def test_a_reward_model_is_served_with_its_folder_or_refused(started: list[Any],
         run_of(tmp_path / "run", judged).evaluate(ROWS)
     assert started[1].implementation == "asyncrl.services.reward_model:RewardModelService"
     assert started[1].options == {"model": str(folder)}
+    (folder / "config.json").write_text('{"num_attention_heads": 4}')
+    split = judged.reward.model_copy(update={"layout": LayoutConfig(tp=3)})
+    with pytest.raises(ConfigError, match=r"^reward\.layout: .*: tp = 3 does not divide num_attention_heads = 4"):
+        run_of(tmp_path / "split", judged.model_copy(update={"reward": split})).evaluate(ROWS)
     gone = judged.model_copy(update={"reward": judged.reward.model_copy(update={"model": "nowhere"})})
     with pytest.raises(ConfigError, match=r"^reward\.model: there is no folder nowhere"):
         run_of(tmp_path / "other", gone).evaluate(ROWS)

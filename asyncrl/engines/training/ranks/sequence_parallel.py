@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack
+from asyncrl.engines.rank_limits import refusal_of_slicing
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.errors import ConfigError
 
@@ -31,17 +31,8 @@ SEQUENCE = "sequence_ranks"
 def attend_in_slices(whole: Any, size: int) -> None:
     """Lets a transformers model attend with other ranks where its forward pass is given them. Raises ConfigError for
     attention that is not plain and causal, or whose heads cannot be shared out."""
-    config = whole.config
-    if not can_pack(config):
-        raise ConfigError(
-            f"training.layout: sp cuts rows of the families {', '.join(FAMILIES)} whose layers attend to all earlier "
-            f"tokens, and this model is {config.model_type}; write sp = 1"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(config, name) % size:
-            raise ConfigError(
-                f"training.layout: sp = {size} does not divide the model's {name}, {getattr(config, name)}; lower sp"
-            )
+    if refusal := refusal_of_slicing(whole.config.to_dict(), size):
+        raise ConfigError(f"training.layout: {refusal}")
     whole.set_attn_implementation(NAME)
 
 

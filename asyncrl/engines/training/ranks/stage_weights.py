@@ -17,14 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl.engines.rank_limits import refusal_of_stages
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.protocols.distribute_collect import even_parts
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Models whose forward pass is embedding, layers and norm, with nothing between them, by their `model_type`."""
 
 
 class ElsewhereTensor(ABC):
@@ -152,16 +150,9 @@ def keep_stage(whole: Any, mesh: RankMesh) -> StageWeights:
 
 def _modules_of_stages(whole: Any, stages: int) -> list[list[Any]]:
     """Returns the modules of each stage, about as many layers in each, the longer parts first."""
-    kind, body = whole.config.model_type, whole.base_model
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"training.layout: pp splits models of the families {', '.join(FAMILIES)} by layers, and this one is "
-            f"{kind}; write pp = 1, and dp or shard for ranks"
-        )
-    if len(body.layers) < stages:
-        raise ConfigError(
-            f"training.layout: pp = {stages} is more than the {len(body.layers)} layers of the model; lower pp"
-        )
+    if refusal := refusal_of_stages(whole.config.to_dict(), stages):
+        raise ConfigError(f"training.layout: {refusal}")
+    body = whole.base_model
     found = [[body.layers[index] for index in part] for part in even_parts([1] * len(body.layers), stages)]
     found[0].insert(0, body.embed_tokens)
     found[-1] += [body.norm, whole.get_output_embeddings()]

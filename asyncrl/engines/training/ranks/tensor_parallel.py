@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from asyncrl.engines.rank_limits import refusal_of_splitting
 from asyncrl.engines.training.ranks.stage_weights import StageWeights
 from asyncrl.errors import ConfigError
 
@@ -30,9 +31,8 @@ def split_layers(whole: Any, mesh: DeviceMesh, key: str, stage: StageWeights | N
             f"{key}: tp splits {' and '.join(STYLES)} layers alone, and the plan of {type(whole).__name__} "
             f"has {others}; take a Llama or Qwen2 model, or shard instead of tp"
         )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if getattr(config, name) % size:
-            raise ConfigError(f"{key}: tp = {size} does not divide the model's {name}, {getattr(config, name)}")
+    if refusal := refusal_of_splitting(config.to_dict(), size):
+        raise ConfigError(f"{key}: {refusal}")
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

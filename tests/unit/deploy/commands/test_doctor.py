@@ -163,6 +163,13 @@ def test_mistakes_in_the_experiment_are_shown(experiment: Path, capsys: pytest.C
     assert "did you mean steps?" in capsys.readouterr().out
 
 
+def test_a_layout_that_the_model_does_not_allow(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", str(experiment), "--training.layout.tp", "9"]) == 1
+    text = capsys.readouterr().out
+    assert "--training.layout.tp: pypi:smollm2: tp = 9 does not divide num_key_value_heads = 3" in text
+    assert "write 1 or 3" in text
+
+
 def test_rewards_that_are_not_there(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", str(experiment), "--reward.functions", "exact_mach"]) == 1
     assert "did you mean exact_match?" in capsys.readouterr().out

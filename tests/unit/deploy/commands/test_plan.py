@@ -81,6 +81,12 @@ def test_plan_prints_workers_and_refuses_what_does_not_fit(tmp_path: Path, capsy
     assert cli.main(["plan", str(path), "--model.name", "somebody/theirs"]) == 2
 
 
+def test_a_layout_that_the_model_does_not_allow_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "quickstart", "--training.layout.pp", "5"]) == 1
+    said = capsys.readouterr().out
+    assert "training.layout: warmed:reverse: pp = 5 is more than its layers, num_hidden_layers = 3: write 3" in said
+
+
 def test_columns_are_apart_and_every_line_has_a_subject(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "quickstart"]) == 0
     lines = capsys.readouterr().out.splitlines()

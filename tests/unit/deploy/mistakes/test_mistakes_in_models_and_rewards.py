@@ -166,6 +166,12 @@ def test_prompts_and_models(mistake: Mistake, answered: Answered) -> None:
     Mistake("layout", f"{RUN} --training.layout 2", "must be a TOML table, { KEY = VALUE }, not '2'"),
     Mistake("layout-key", f"{RUN} --training.layout.fsdp 2", "there is no such key; did you mean shard?"),
     Mistake(
+        "heads",
+        f"{RUN} --training.layout.tp 3",
+        ("asyncrl: --training.layout.tp: ", "/model: tp = 3 does not divide num_attention_heads = 4"),
+    ),
+    Mistake("layers", f"{RUN} --training.layout.pp 50", "pp = 50 is more than its layers, num_hidden_layers = 2"),
+    Mistake(
         "layout-types",
         RUN,
         ("dp: must be a valid integer, not true", "shard: must be a valid integer, not '2'", "tp: must be greater th"),

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.model_families import family_problems
+from asyncrl.engines.rank_limits import rank_problems
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.rank_layout import Layout
@@ -119,7 +119,7 @@ def test_ranks_with_experts_train_publish_and_save_what_one_rank_does(
 def test_models_whose_experts_cannot_be_shared_out_are_refused(
     family: str, ranks: int, says: str, make_model: Callable[..., Path]
 ) -> None:
-    found = list(family_problems(config_of(layout={"ep": ranks}), make_model(family)))
+    found = list(rank_problems(config_of(layout={"ep": ranks}), {"training": str(make_model(family))}))
     assert [each.key for each in found] == (["training.layout"] if says else [])
     for each in found:
         assert re.search(says, each.text)

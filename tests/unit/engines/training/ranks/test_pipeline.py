@@ -129,7 +129,7 @@ def test_two_stages_train_publish_and_save_what_one_rank_does(name: str, trials:
             2,
             r"pp splits models of the families llama, qwen2, qwen3 by layers, and this one is gemma; write pp",
         ),
-        ("llama", 3, r"pp = 3 is more than the 2 layers of the model; lower pp"),
+        ("llama", 3, "pp = 3 is more than its layers, num_hidden_layers = 2: write 2 or less"),
     ],
 )
 def test_models_that_stages_cannot_share_are_refused(

@@ -194,7 +194,7 @@ def test_slices_predict_every_token_once() -> None:
     ("family", "shape", "size", "says"),
     [
         ("gemma", {}, 2, r"sp cuts rows of the families llama, mistral, qwen2, qwen3 .* is gemma; write sp = 1"),
-        ("llama", {}, 4, r"sp = 4 does not divide the model's num_key_value_heads, 2; lower sp"),
+        ("llama", {}, 4, "sp = 4 does not divide num_key_value_heads = 2: write 1 or 2"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 2, r"attend to all earlier tokens"),
     ],
 )
