@@ -122,11 +122,8 @@ class ServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The machine that a fleet runs on, real or simulated.
-
-    launcher: of the workers of a service. unique_id: returns 8 new hex digits at each call. record: keeps a line
-    about an instance that was spawned or has ended.
-    """
+    """The machine that a fleet runs on, real or simulated. launcher: of the workers of a service. unique_id: returns 8
+    new hex digits at each call. record: keeps a line about an instance that was spawned or has ended."""
 
     wire: Wire
     launcher: Callable[[ServiceSpec], Launcher]
@@ -137,9 +134,9 @@ class Platform:
 class RunningFleet:
     """A fleet that is being started or runs: handles by service, the workers behind them, and the events of workers.
 
-    workers: by service. subscribers: functions that get every FleetEvent; they must not block. Workers that started
-    before the fleet was handed over are not reported again. describe_algorithm: returns lines about the algorithm for
-    the stall watchdog, which says nothing while is_paused.
+    workers: by service. subscribers: functions that get every FleetEvent and do not block, of workers that start after
+    the fleet was handed over. describe_algorithm: returns lines about the algorithm for the stall watchdog, which says
+    nothing while is_paused.
     """
 
     health_poller: HealthPoller
@@ -186,8 +183,7 @@ class RunningFleet:
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
 
     def _slot(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSlot:
-        if spec.restart:
-            worker.on_stuck = partial(self._stuck, spec.name)
+        worker.on_stuck = partial(self._stuck, worker)
         is_awaited = not spec.joined or worker.replica < spec.joined
         replicas, number = self.workers[spec.name], (worker.replica, worker.rank)
         launcher = self._shared.launcher_of(spec.name, *number, self._platform.launcher(spec))
@@ -256,8 +252,8 @@ class RunningFleet:
             case WorkerLost(service, instance, reason) if service in self.restarted:
                 self._report(f"lost {instance}: {reason}; it is started again")
             case WorkerHung(service, instance, seconds):
-                ends = service not in self.restarted and self.supervisor.learners is None
-                effect = "it is killed: the run ends" if ends else "it is killed and started again"
+                lives = service in self.restarted or self.supervisor.learners is not None
+                effect = "it is killed and started again" if lives else "it is killed: the run ends"
                 self._report(f"{instance} has answered no call for {seconds:.0f} s, not even for its health; {effect}")
                 self.supervisor.kill(instance)
             case WorkerStuck(service, instance, reason):
@@ -268,12 +264,19 @@ class RunningFleet:
         for notify in self.subscribers:
             notify(event)
 
-    def _stuck(self, service: str, instance: str, reason: str) -> None:
-        """Reports an instance that holds calls without progress, once: the calls that follow say the same."""
+    def _stuck(self, worker: RemoteWorker, instance: str, reason: str, is_work: bool) -> None:
+        """Reports an instance that holds calls without progress, once: the calls that follow say the same. Of ranks,
+        which wait for each other, it is the one silent for longest; none where its death ends the run."""
+        learns = worker.service not in self.restarted
+        if self.supervisor.learners is None if learns else not is_work:
+            return  # Its caller acts on that.
+        if learns:
+            ranks = (each for each in self.workers[worker.service] if each.replica == worker.replica and each.alive)
+            instance = min(ranks, key=lambda rank: rank.last_answer_at, default=worker).instance
         running = any(each.spec.instance == instance for each in self.supervisor.instances.values())
         if running and instance not in self._stuck_instances:
             self._stuck_instances.append(instance)
-            self.emit(WorkerStuck(service, instance, reason))
+            self.emit(WorkerStuck(worker.service, instance, reason))
 
 
 def _new_fleet_file(run_dir: Path) -> LineFile:
@@ -323,8 +326,8 @@ async def running_fleet(
     """Starts all workers in parallel, waits until all take calls, keeps them alive, and stops them at the end.
 
     launcher: starts the workers of services that are not `here`; None: all of them run in this process. join_point:
-    launches those of services whose workers join. report: takes
-    what a person should read about workers that are lost, hang or stall. resume: the command that resumes the run.
+    launches those of services whose workers join. report: takes what a person should read about workers that are lost,
+    hang or stall. resume: the command that resumes the run.
 
     Raises:
         FleetFailed: trainer or critic died, or another worker too often; raised out of the block too, whose tasks are
@@ -361,8 +364,6 @@ async def fleet_on(
     """Does what `running_fleet` does, on any platform."""
     running = RunningFleet(platform, specs, facts, report, resume)
     seconds = facts.config.fleet.watchdog
-    # A trainer that hangs is left to the deadlines of its calls.
-    watched = [spec.name for spec in specs if not issubclass(spec.contract, Training)]
     watches: list[asyncio.Task[None]] = []
     with one_error(_cause):
         async with asyncio.TaskGroup() as tasks:
@@ -374,7 +375,7 @@ async def fleet_on(
                 described = (lambda: running.describe_algorithm(), lambda: running.is_paused())
                 stalls = watch_for_stalls(poller, seconds, running.emit, *described)
                 watches.append(tasks.create_task(stalls, name="stall watchdog"))
-                hangs = detect_hangs(poller, watched, seconds, running.emit)
+                hangs = detect_hangs(poller, seconds, running.emit)
                 watches.append(tasks.create_task(hangs, name="hang detection"))
                 queues = watch_queues(poller, facts.config.fleet.call_deadline, running.emit)
                 watches.append(tasks.create_task(queues, name="queue watchdog"))

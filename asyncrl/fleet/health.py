@@ -6,7 +6,7 @@ event loop came late, or no worker answered at all proves nothing.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,11 +113,9 @@ def round_seconds(seconds: float) -> float:
     return max(seconds, MIN_SECONDS) / ROUNDS
 
 
-async def detect_hangs(
-    poller: HealthPoller, services: Collection[str], seconds: float, emit: Callable[[WorkerHung], None]
-) -> None:
-    """Emits WorkerHung for a worker of one of `services` that answered nothing for `seconds`, within (ROUNDS + 1) /
-    ROUNDS of them; runs until cancelled. Workers that are starting are not asked: they have a start deadline."""
+async def detect_hangs(poller: HealthPoller, seconds: float, emit: Callable[[WorkerHung], None]) -> None:
+    """Emits WorkerHung for a worker that answered nothing for `seconds`, within (ROUNDS + 1) / ROUNDS of them; runs
+    until cancelled. Workers that are starting are not asked: they have a start deadline."""
     loop, length = asyncio.get_running_loop(), round_seconds(seconds)
     silent_rounds: dict[str, int] = {}
     await asyncio.sleep(length)
@@ -135,7 +133,7 @@ async def detect_hangs(
             silent = []
         silent_rounds = {worker.instance: silent_rounds.get(worker.instance, 0) + 1 for worker in silent}
         for worker in silent:
-            if silent_rounds[worker.instance] == ROUNDS and worker.service in services:
+            if silent_rounds[worker.instance] == ROUNDS:
                 emit(WorkerHung(worker.service, worker.instance, ROUNDS * length))
 
 

@@ -29,6 +29,9 @@ before the kernel reports the death, but only the kernel knows the cause."""
 NOWHERE = HostId("")
 """Host of a worker of which no instance was started yet."""
 
+SHORT_CALLS = ("health", "profile")
+"""Calls whose callers set a short deadline and go on without an answer."""
+
 MAX_FAILED_CALLS = 256
 """Failed calls that a worker remembers for a moment."""
 
@@ -148,10 +151,10 @@ class RemoteWorker:
     """One worker, whichever instance of it is alive at the moment.
 
     host: where its newest instance was started. on_stuck: takes an instance that made no progress for the deadline of a
-    call, and what the caller says of it. answer_count: calls that were answered and items that came, health excluded.
-    has_worked: whether the present instance, or the last one, answered a call of the work lane. last_answer_at: loop
-    time of the newest answer to any call. restarting: whether another instance is started after a death. changed:
-    called whenever the worker was connected or lost.
+    call, what the caller says of it, and whether it is of the work lane. answer_count: calls that were answered and
+    items that came, health excluded. has_worked: whether the present instance, or the last one, answered a call of the
+    work lane. last_answer_at: loop time of the newest answer to any call. restarting: whether another instance is
+    started after a death. changed: called whenever the worker was connected or lost.
     """
 
     def __init__(self, service: str, replica: int, rank: int, changed: Callable[[], None]) -> None:
@@ -171,7 +174,7 @@ class RemoteWorker:
         self.cause.set_result("it is starting")
         self.restarting = True
         self._silence: Silence | None = None
-        self.on_stuck: Callable[[str, str], None] = lambda instance, why: None
+        self.on_stuck: Callable[[str, str, bool], None] = lambda instance, why, is_work: None
         self._changed = changed
 
     @property
@@ -279,8 +282,8 @@ class _TrackedCall:
         del self._worker.outstanding[self._number]
         if raised is not None:
             self._worker.failed.append((_now(), self._call))
-        if isinstance(raised, DeadlineExceeded) and self._spec.lane is Lane.WORK:
-            self._worker.on_stuck(self._call.instance, str(raised))
+        if isinstance(raised, DeadlineExceeded) and self._spec.name not in SHORT_CALLS:
+            self._worker.on_stuck(self._call.instance, str(raised), self._spec.lane is Lane.WORK)
         if isinstance(raised, PeerLost):
             explained = await self._worker.explain(raised, self._call.instance, self._cause)
             raise explained from explained.__cause__

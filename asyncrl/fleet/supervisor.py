@@ -128,11 +128,13 @@ class WorkerSlot:
 
 class Learners:
     """The workers that learn, in a run that goes back to a checkpoint when one of them dies: each dead one waits here
-    until all of them start again, or the run ends. lost: why the first one died since the last start."""
+    until all of them start again, or the run ends. lost: why the first one died since the last start. killed: whether
+    one was killed since, because it hung."""
 
     def __init__(self) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.waiting: dict[str, asyncio.Future[bool]] = {}
+        self.killed = False
 
     async def watch(self) -> None:
         """Raises FleetFailed once a worker that learns died."""
@@ -148,6 +150,7 @@ class Learners:
 
     def start_again(self) -> None:
         self.lost = asyncio.get_running_loop().create_future()
+        self.killed = False
         waiting, self.waiting = self.waiting, {}
         for decided in waiting.values():
             decided.set_result(True)
@@ -215,6 +218,8 @@ class Supervisor:
         for each in self.instances.values():
             if each.spec.instance == instance:
                 each.launched.kill()
+                if self.learners is not None and not each.slot.restart:
+                    self.learners.killed = True
 
     def retire(self, instance: str, seconds: float) -> bool:
         """Ends an instance once it holds nothing that a group needs, or after so many seconds, which is no death.

@@ -45,6 +45,15 @@ def test_a_run_goes_back_to_one_checkpoint_so_often_and_then_ends_with_the_reaso
     assert outcome.ends[1:] == ["finished"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("at", [150, 303], ids=["step", "using"])
+def test_a_trainer_that_is_silent_for_the_deadline_of_a_call_is_killed_and_starts_again(ranks: int, at: int) -> None:
+    silence = (Fault("stall", at, "training", seconds=70.0),)
+    shape = Trial(seed=1, ranks=ranks, steps=12, step_time=2.0, checkpoint_every=2, returns=1, faults=silence)
+    outcome = run_trial(shape)
+    assert (outcome.lives, outcome.returns) == (1, 1), outcome.ends
+
+
 def test_a_newer_checkpoint_makes_room_for_further_deaths() -> None:
     deaths = tuple(Fault("kill", at, "training") for at in (200, 450, 700, 950))
     outcome = run_trial(Trial(seed=1, steps=30, checkpoint_every=1, returns=1, faults=deaths))

@@ -84,16 +84,26 @@ def test_reward_worker_without_progress_is_replaced_within_the_deadline_of_a_cal
     run.leaves_nothing()
 
 
-def test_hung_trainer_ends_the_run_with_the_command_that_resumes(tmp_path: Path) -> None:
+def test_hung_trainer_starts_again_and_without_restarts_ends_the_run_with_the_command_that_resumes(
+    tmp_path: Path,
+) -> None:
     deadlines = ("--fleet.call_deadline", "2", "--generation.deadline", "2", "--reward.deadline", "1")
-    run = Run(tmp_path / "run", (*STEPS, *deadlines))
+    run = Run(tmp_path / "run", (*STEPS, *deadlines, "--fleet.trainer_restarts", "0"))
     with run.running() as process:
         stopped_for_good(run, process, "training")
         assert process.wait(PATIENCE) == 75, run.shown
     one_line_error(run, r"^asyncrl: .*training0.* did not answer \w+ within")
     run.leaves_nothing()
     run.audited()
-    assert run.to_its_end() == 0, run.shown
+    run.flags = (*STEPS, *deadlines, "--fleet.trainer_restarts", "1")
+    with run.running() as process:
+        run.until_step(process, run.version + 5)
+        os.kill(run.pid_of("training"), signal.SIGSTOP)
+        assert process.wait(PATIENCE) == 0, run.shown
+    told = r"training0.* did not answer \w+ within 2 s.* is killed and started again"
+    assert re.search(told, run.shown), run.shown
+    assert "training0.0 died: killed by SIGKILL; the run goes on from its checkpoint" in run.shown
+    run.audited()
 
 
 @pytest.mark.long

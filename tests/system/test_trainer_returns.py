@@ -1,5 +1,6 @@
-"""A training rank or a critic is killed while the quickstart runs: those that learn start again from what a living rank
-holds, or from the checkpoint; the other workers stay the processes that they were, and the run ends at its last step.
+"""A training rank or a critic is killed, or hangs, while the quickstart runs: those that learn start again from what a
+living rank holds, or from the checkpoint; the other workers stay the processes that they were, and the run ends at its
+last step.
 """
 
 import json
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
 STEPS = 20
 PPO = ["--algorithm.preset", "ppo", "--algorithm.kl", "0.01"]
-REPLICAS = ["--training.layout.dp", "2"]
+REPLICAS = ["--training.layout.dp", "2", "--fleet.watchdog", "8"]
 SHARDS = ["--training.layout.shard", "2", "--weights.transport", "file"]
 OTHERS = ("generation", "reward")
 LIVING = "what living workers hold"
@@ -64,7 +65,8 @@ def test_other_workers_outlive_the_death_of_one_that_learns(
         before = {service: pid_of(run_dir, service) for service in others}
         for number, (service, rank) in enumerate(killed):
             shown += until_step(process, 7 + 5 * number)
-            os.kill(pid_of(run_dir, service, rank), signal.SIGKILL)
+            hangs = flags == REPLICAS and number == 1
+            os.kill(pid_of(run_dir, service, rank), signal.SIGSTOP if hangs else signal.SIGKILL)
         shown += until_step(process, 18)
         files = [path.name for path in run_dir.glob("weights/*/*.safetensors")]
         assert {name.split("-")[1] for name in files} == ({str(len(killed))} if flags == SHARDS else set()), files
@@ -77,6 +79,7 @@ def test_other_workers_outlive_the_death_of_one_that_learns(
     lines = metrics(run_dir)
     if flags == REPLICAS:  # A death in the moment in which an update is taken, or reported, is the exception.
         assert any(source == LIVING for *_, source, _ in told), shown
+        assert re.search(r"training0\.0-\S+ has answered no call for 8 s.*; it is killed and started again", shown)
     else:
         assert all(source == "its checkpoint" and int(step) % 5 == 0 for *_, source, step in told), shown
     repeated = Counter(line["step"] for line in lines)

@@ -35,8 +35,8 @@ class FleetConfig(Section):
     """Seconds that a worker may take to start and load its model."""
     watchdog: PositiveFloat = 120.0
     """Seconds without progress after which the state of the whole fleet is printed. A worker that does not even answer
-    about its health for as long (at least 5 s) is killed: generation, reward and reference workers start again, the
-    death of a critic is that of the trainer. The trainer is never killed for it."""
+    about its health for as long (at least 5 s) is killed, as one that dies: trainer and critics go on as
+    `trainer_restarts` says, the others start again."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """Number of times that the command restarts itself after the trainer or the controller died."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 3

@@ -78,7 +78,7 @@ async def train_with_returns(
             return await _train(running, state, train)
         except (PeerLost, FleetFailed):
             running.subscribers[:] = subscribers
-            learners, lost = supervisor.learners, await _why_lost(running)
+            learners, lost = supervisor.learners, await why_lost(running)
             if learners is None or lost is None:
                 raise
             living = await save_living_state(running, state.journal, say) if may_return() else None
@@ -103,10 +103,12 @@ async def _train(running: RunningFleet, state: State, train: Callable[[State], A
         await train(state)
 
 
-async def _why_lost(running: RunningFleet) -> str | None:
+async def why_lost(running: RunningFleet) -> str | None:
     """Returns why a worker that learns died, which is known a moment after calls to it failed; None: none did."""
     learners = running.supervisor.learners
-    if learners is None or all(slot.worker.alive for slot in running.supervisor.slots(learning=True)):
+    if learners is None:
+        return None
+    if not learners.killed and all(slot.worker.alive for slot in running.supervisor.slots(learning=True)):
         return None
     await asyncio.wait([learners.lost], timeout=FAILURE_NOTICE)
     return learners.lost.result() if learners.lost.done() else None

@@ -312,14 +312,16 @@ class ControllerLife(ResumableRun):
         assert fleet is not None, "it has started"
         self._waits = WaitChecks(self._run.faults, self.gate.groups())
         self.make_controller(fleet.fleet, self._run.trial.deadline, self._observe, fleet.supervisor.kill)
-        await self.run_controller(
-            {
-                "worker events": WorkerEvents(fleet, self.controller).follow(),
-                "checks": self._check(fleet),
-                "preemptions": self._preempt(),
-                "tickets": self._count_tickets(fleet.handle("reward", TicketReward)),
-            }
-        )
+        beside = {
+            "worker events": WorkerEvents(fleet, self.controller).follow(),
+            "checks": self._check(fleet),
+            "preemptions": self._preempt(),
+            "tickets": self._count_tickets(fleet.handle("reward", TicketReward)),
+        }
+        try:
+            await self.run_controller(beside)
+        except DeadlineExceeded as late:  # As in a run.
+            raise FleetFailed(str(late)) from late
 
     async def _preempt(self) -> None:
         for _ in range(self._run.trial.preemptions):

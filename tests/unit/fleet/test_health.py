@@ -92,8 +92,7 @@ def watched(script: Callable[[Scene], Awaitable[None]]) -> Scene:
     async def main() -> Scene:
         async with asyncio.TaskGroup() as tasks:
             scene = Scene(tasks)
-            restarted = ("generation", "reward", "critic")
-            watching = tasks.create_task(detect_hangs(scene.poller, restarted, SECONDS, scene.kill))
+            watching = tasks.create_task(detect_hangs(scene.poller, SECONDS, scene.kill))
             await script(scene)
             await asyncio.sleep(10 * SECONDS)
             watching.cancel()
@@ -103,7 +102,7 @@ def watched(script: Callable[[Scene], Awaitable[None]]) -> Scene:
     return virtual_loop.run(main())
 
 
-@pytest.mark.parametrize("service", ["generation", "reward", "critic"])
+@pytest.mark.parametrize("service", ["generation", "reward", "training", "critic"])
 @pytest.mark.parametrize("at", [0.0, 11.0, 14.9])
 def test_a_worker_that_hangs_is_found_within_its_bound_and_only_once(service: str, at: float) -> None:
     async def script(scene: Scene) -> None:
@@ -115,13 +114,6 @@ def test_a_worker_that_hangs_is_found_within_its_bound_and_only_once(service: st
     assert killed == f"{service}-0"
     assert SECONDS <= when - at <= BOUND + 0.1
     assert scene.hung == [WorkerHung(service, f"{service}-0", SECONDS)]
-
-
-def test_a_trainer_that_hangs_is_left_to_the_deadline_of_its_calls() -> None:
-    async def script(scene: Scene) -> None:
-        scene.hang("training")
-
-    assert watched(script).killed == []
 
 
 def test_a_worker_that_is_slow_to_answer_health_is_left_alone() -> None:
