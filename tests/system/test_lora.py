@@ -1,5 +1,6 @@
 """A fleet that trains adapters: deaths, late joiners, a resume, evaluation, and both kinds of export."""
 
+import json
 import os
 import signal
 import sys
@@ -85,6 +86,7 @@ def _exported(run_dir: Path, base: Path, target: Path) -> None:
     assert cli.main(["export", str(run_dir), str(target / "merged"), "--merge"]) == 0
     saved, _ = newest_model(run_dir)
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (saved, target / "adapters")]
+    assert json.loads(files[1].pop("asyncrl_export.json"))["model"] == "policy"
     assert files[0] == files[1]
     assert "adapter_model.safetensors" in files[0]
     lora = read(run_dir / "config.toml").model.lora

@@ -14,6 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.training_step import StepOutcome, gather_keys
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
@@ -67,6 +68,7 @@ class CountingEngine:
 
     def __init__(self, mesh: RankMesh, weight: float = 0.0) -> None:
         self.mesh, self.weight, self.updates = mesh, weight, 0
+        self.trained_weights = TrainedWeights(torch.nn.Module(), lambda: None)
 
     def leave_ranks(self) -> None:
         self.mesh = RankMesh()
