@@ -63,7 +63,7 @@ def queues_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_stuck_worker_is_left_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RunningFleet, "_stuck", lambda running, service, instance, why: None)
+    patch.setattr(RunningFleet, "_stuck", lambda *_: None)
 
 
 def the_deadline_runs_from_the_call(patch: pytest.MonkeyPatch) -> None:
