@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Self
 
 from asyncrl.config.sections.model_config import LoraConfig
@@ -61,7 +60,7 @@ class Shape:
         layer = sum(sizes) + 2 * hidden
         embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
         parameters = embeddings + layers * layer + hidden
-        packs = can_pack(SimpleNamespace(**{"model_type": "", **config}))
+        packs = can_pack(config)
         record = RecordShape.of(config) if config.get("model_type") in REPLAYED else None
         return cls(
             vocabulary,

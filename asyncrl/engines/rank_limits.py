@@ -8,7 +8,6 @@ ep    divides experts
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd
-from types import SimpleNamespace
 from typing import Any
 
 from asyncrl.config.problems import Problem
@@ -33,7 +32,7 @@ def refusal_of_splitting(shape: Mapping[str, Any], ranks: int) -> str:
 
 def refusal_of_slicing(shape: Mapping[str, Any], ranks: int) -> str:
     """Returns why so many ranks cannot compute slices of its rows; "" where they can."""
-    if not can_pack(SimpleNamespace(**{"model_type": "", **shape})):
+    if not can_pack(shape):
         return (
             f"sp cuts rows of the families {', '.join(FAMILIES)} whose layers attend to all earlier tokens, and this "
             f"model is {shape.get('model_type')}; write sp = 1"

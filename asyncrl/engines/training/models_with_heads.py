@@ -93,7 +93,7 @@ class LoadedModel:
         processor = folder / PROCESSOR
         self.processor = processor.read_bytes() if processor.is_file() else None
         self.device: torch.device = whole.device if unfilled is None else torch.empty(0, device=unfilled.device).device
-        self.packs = can_pack(whole.config)
+        self.packs = can_pack(whole.config.to_dict())
         if self.packs:
             whole.set_attn_implementation(NAME)
         self.is_random = False

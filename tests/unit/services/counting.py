@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -177,3 +178,17 @@ async def published_weight(service: CountingService) -> float:
         return float(reader.tensors(published)["w"])
     finally:
         reader.close()
+
+
+@asynccontextmanager
+async def served(
+    worker_context: Callable[..., WorkerContext], tmp_path: Path, **changes: Any
+) -> AsyncIterator[CountingService]:
+    """Runs a service while a block uses it. changes: of its context, see `context_maker`."""
+    async with asyncio.TaskGroup() as tasks:
+        service = CountingService(context_maker(worker_context)(tasks, tmp_path, **changes))
+        await service.start()
+        try:
+            yield service
+        finally:
+            await service.stop()

@@ -3,9 +3,10 @@ it any more."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,30 +18,20 @@ from tests.unit.services.counting import (
     INCARNATION,
     CountingRun,
     CountingService,
-    context_maker,
     cuts,
     published_weight,
     saved,
+    served,
 )
 
 BEFORE_THE_UPDATE, AFTER_THE_UPDATE = 2, 3
 Patch = pytest.MonkeyPatch
-Serving = Callable[[Path], AbstractAsyncContextManager[CountingService]]
+Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
 
 
 @pytest.fixture
 def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
-    @asynccontextmanager
-    async def serve(tmp_path: Path) -> AsyncIterator[CountingService]:
-        async with asyncio.TaskGroup() as tasks:
-            service = CountingService(context_maker(worker_context)(tasks, tmp_path))
-            await service.start()
-            try:
-                yield service
-            finally:
-                await service.stop()
-
-    return serve
+    return partial(served, worker_context)
 
 
 def lose_rank_in_pass(number: int, patch: Patch) -> asyncio.Event:

@@ -4,9 +4,10 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from tests.unit.services.counting import (
     CountingEngine,
     CountingService,
     config,
-    context_maker,
     cuts,
     published_weight,
     saved,
+    served,
 )
 
 Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
@@ -39,17 +40,7 @@ Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
 
 @pytest.fixture
 def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
-    @asynccontextmanager
-    async def serve(tmp_path: Path, **changes: Any) -> AsyncIterator[CountingService]:
-        async with asyncio.TaskGroup() as tasks:
-            service = CountingService(context_maker(worker_context)(tasks, tmp_path, **changes))
-            await service.start()
-            try:
-                yield service
-            finally:
-                await service.stop()
-
-    return serve
+    return partial(served, worker_context)
 
 
 async def test_version_zero_lies_in_the_arena_before_the_first_step(tmp_path: Path, serving: Serving) -> None:

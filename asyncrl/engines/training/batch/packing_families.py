@@ -1,5 +1,6 @@
 """Says which models may compute packed rows, and when that is worth it; without torch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -14,8 +15,9 @@ SHARED_ON_DEVICE = 1.0
 prompts of a quarter was slower than one that computes them again, at 0.86 of its speed."""
 
 
-def can_pack(config: Any) -> bool:
-    """Returns whether rows of a model may be packed: its layers attend to all earlier tokens."""
-    layers = set(getattr(config, "layer_types", None) or ("full_attention",))
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return config.model_type in FAMILIES and layers == {"full_attention"} and not sliding
+def can_pack(config: Mapping[str, Any]) -> bool:
+    """Returns whether rows of a model may be packed: its layers attend to all earlier tokens. config: the content of
+    its config.json."""
+    layers = set(config.get("layer_types") or ("full_attention",))
+    sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return config.get("model_type") in FAMILIES and layers == {"full_attention"} and not sliding

@@ -138,7 +138,7 @@ def test_samples_that_share_their_prompt_take_what_is_predicted(make_folder: Cal
 def test_the_only_pass_of_an_update_finds_no_gradients_of_earlier_ones(
     groups: int, make_folder: Callable[..., Path]
 ) -> None:
-    """Of one group gradients at the end are the most, of two the activations at the beginning."""
+    """Gradients at the end take the most of one group, and activations at the beginning the most of two."""
     folder = make_folder(hidden_size=256, intermediate_size=512, vocabulary=200)
     chosen = config(task={"prompts": "p", "prompts_per_step": groups, "samples_per_prompt": MEMBERS})
     shape = shape_of(str(folder))

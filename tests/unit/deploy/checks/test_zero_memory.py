@@ -1,4 +1,4 @@
-"""What `asyncrl plan` predicts of ranks of DeepSpeed's ZeRO, which is what they take, as torch counts it on CPUs."""
+"""`asyncrl plan` predicts of ranks of DeepSpeed's ZeRO what they take, as torch counts it on CPUs."""
 
 import json
 import subprocess

@@ -26,7 +26,7 @@ from asyncrl.telemetry.source_copies import INDEX, keep, look_at
 
 WEIGHTS = b"weights of version 0"
 HALVES = (torch.arange(2.0), torch.arange(2.0, 4.0))
-"""What each of two ranks has of the weights of a critic."""
+"""Slices of the weights of a critic that each of two ranks has."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What pictures take: patches are counted as the image processor cuts them, and the encoder keeps what is predicted."""
+"""Memory of pictures: patches are counted as the image processor cuts them, and the encoder keeps what is predicted."""
 
 import json
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_the_encoder_keeps_what_is_predicted() -> None:
 
 
 def test_a_micro_batch_encodes_each_of_its_prompts_once() -> None:
-    """Of eight samples on one rank there are two prompts, of four on each of two ranks two too."""
+    """Eight samples on one rank have two prompts, and so have four on each of two ranks."""
     shape, lengths = Shape.of(REAL), RowLengths(200, 400, 10, 300)
     assert shape.encoder is not None
     for ranks in (1, 2):

@@ -220,4 +220,4 @@ def test_attention_of_many_segments_pads_little() -> None:
 )
 def test_only_models_with_plain_causal_attention_pack(config: Any, packs: bool) -> None:
     assert config.model_type in FAMILIES or not packs
-    assert can_pack(config) == packs
+    assert can_pack(config.to_dict()) == packs

@@ -74,7 +74,8 @@ def _of_one_rank(model: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each rank of each trial saw, and "of one", one rank of torch with its model; "folder" has checkpoints."""
+    """Returns what each rank of each trial saw; under "of one" what one rank of torch did, and under "folder" where
+    the checkpoints are."""
     folder = tmp_path_factory.mktemp("zero")
     tied = make_model("llama", tie_word_embeddings=True)
     untied = make_model("llama", tie_word_embeddings=False, mlp_bias=True, intermediate_size=33)  # Odd numbers.

@@ -46,7 +46,7 @@ PARTED = [name for name, (first, _) in BOTH.items() if first]
 OF_LAYERS = [name for name in PARTED if name in TRIALS]
 """Ranks that share out experts do not sample."""
 OF_FROZEN = [name for name in OF_LAYERS if "pp" not in TRIALS[name][0]]
-"""Those whose layouts a reward model can have."""
+"""Trials whose layouts a reward model can have."""
 COUNTERS = 4096
 """Most bytes of what moments hold beside two numbers for each weight."""
 
