@@ -11,7 +11,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from torchless_runs import MARK, Run  # noqa: E402
-from watching import PATIENCE  # noqa: E402
+from watching import PATIENCE, checkpoints_of  # noqa: E402
 
 from asyncrl.telemetry.metrics_file import read_metrics  # noqa: E402
 
@@ -34,7 +34,10 @@ def test_an_interrupted_cell_ends_its_run_with_a_checkpoint(tmp_path: Path) -> N
         process.wait(20)
     assert "ending with a checkpoint" in run.shown
     assert run.shown.endswith("the cell was interrupted\n")
-    newest = max(int(path.name) for path in (run.directory / "checkpoints").iterdir())
-    assert newest == max(line["version"] for line in read_metrics(run.directory / "metrics.jsonl")) >= 5
+    assert (
+        max(checkpoints_of(run.directory))
+        == max(line["version"] for line in read_metrics(run.directory / "metrics.jsonl"))
+        >= 5
+    )
     run.audited()
     run.leaves_nothing()

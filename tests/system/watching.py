@@ -41,3 +41,8 @@ def workers_of(run_dir: Path) -> dict[tuple[str, int, int], int]:
 def pid_of(run_dir: Path, service: str, rank: int = 0) -> int:
     """Of a service's first replica."""
     return workers_of(run_dir)[service, 0, rank]
+
+
+def checkpoints_of(run_dir: Path) -> list[int]:
+    """Returns the versions of the checkpoints that are committed."""
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal())
