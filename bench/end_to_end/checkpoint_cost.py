@@ -114,7 +114,7 @@ def written_again_and_again(copy: StateCopy, folder: Path) -> Iterator[None]:
     def write() -> None:
         while not over.is_set():
             begun.set()
-            copy.write(folder)
+            copy.write_beside_steps(folder)
 
     thread = threading.Thread(target=write, name="checkpoints")
     thread.start()

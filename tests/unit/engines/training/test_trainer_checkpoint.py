@@ -2,6 +2,9 @@
 
 import dataclasses
 import errno
+import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -16,7 +19,7 @@ from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.engines.training.optimizers.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.trainer_checkpoint import StateCopy, own_state
+from asyncrl.engines.training.trainer_checkpoint import GIVES_WAY_FROM, NICENESS, StateCopy, own_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
 from tests.power_cut_disk import Disk
@@ -69,6 +72,21 @@ def test_a_full_disk_is_an_error_of_the_operating_system(tmp_path: Path) -> None
     with pytest.raises(OSError, match="No space left on device") as raised:
         StateCopy(own_state(), None, 1).write(tmp_path)
     assert raised.value.errno == errno.ENOSPC
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no priorities of threads")
+@pytest.mark.parametrize(("size", "gives_way"), [(GIVES_WAY_FROM, True), (GIVES_WAY_FROM - 1, False)])
+def test_a_large_copy_is_written_by_a_thread_that_gives_way_to_steps(
+    size: int, gives_way: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    monkeypatch.setattr(StateCopy, "write", lambda *_: {"niceness": str(niceness())})
+    before = niceness()
+    copy = StateCopy({"optimizer": [{"exp_avg": torch.empty(size, dtype=torch.uint8)}]}, None, 1)
+    assert copy.write_beside_steps(tmp_path) == {"niceness": str(max(before, NICENESS) if gives_way else before)}
+    assert niceness() == before, "the caller's thread stays as it was"
 
 
 def test_the_model_folder_loads_with_transformers(
