@@ -96,7 +96,7 @@ def running(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE)
 
 
 def until_step(process: "subprocess.Popen[str]", step: int) -> str:

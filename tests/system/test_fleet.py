@@ -106,7 +106,7 @@ async def test_closing_a_stream_stops_it_in_the_worker(start: Start) -> None:
             async for number in numbers:
                 if number == 200:
                     break
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await echo.closed() != [1]:
                 pass
 
@@ -164,7 +164,7 @@ async def test_watchdog_names_the_worker_that_holds_a_call(start: Start) -> None
     told: asyncio.Queue[str] = asyncio.Queue()
     async with start(replicas=2, watchdog=0.2, report=told.put_nowait) as running:
         waiting = asyncio.ensure_future(running.handle("echo", Echo).wait())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "has not answered" not in (text := await told.get()):
                 pass
         (busy,) = [worker.name for worker in running.workers["echo"] if worker.outstanding]

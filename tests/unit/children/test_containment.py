@@ -206,7 +206,7 @@ async def test_a_start_that_hangs_leaves_no_process(tmp_path: Path, monkeypatch:
     with pytest.raises(DeadlineExceeded, match="could not be loaded within 3 s"), one_error():
         async with running(lambda tasks: ChildPool([spec], tasks, containment=Containment(), **limits)):
             pass
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await asyncio.to_thread(alive, pid.read_text().strip()):
             await asyncio.to_thread(os.sched_yield)
 

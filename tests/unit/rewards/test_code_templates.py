@@ -84,7 +84,7 @@ async def test_a_row_without_tests_is_an_error(tmp_path: Path, row: dict[str, An
 
 
 async def gone(pids: set[int]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any(map(alive, pids)):
             await asyncio.to_thread(os.sched_yield)
 

@@ -37,6 +37,6 @@ async def running_generation(
 async def until(service: GenerationService, condition: Callable[[], bool]) -> None:
     """Waits for a condition, and looks at it after every step of the engine or two, because each look has a turn of the
     compute thread."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await service.context.compute.run(lambda: None)

@@ -113,7 +113,7 @@ def stored(service: EnvironmentService, row: RowRef) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for _ in iter(condition, True):
             await asyncio.sleep(0)
 

@@ -358,7 +358,7 @@ async def test_the_next_turn_goes_on_when_the_call_that_sampled_the_one_before_e
     start: Start, environment: PlayedEnvironment
 ) -> None:
     """Members of a group finish one after the other, and each goes on at once: in a call of its own."""
-    async with start() as service, asyncio.timeout(30):
+    async with start() as service, asyncio.timeout(60):
         prompts = group()
         stream: Any = service.generate(prompts)
         first = await anext(stream)

@@ -138,7 +138,7 @@ async def test_an_error_of_the_files_ends_the_run_at_its_next_look(run: Any) -> 
         async with scene.commits:
             await scene.begin()
             scene.written.set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while True:
                     await asyncio.sleep(0)
                     scene.commits.check()

@@ -43,7 +43,7 @@ def scored(member: int, attempt: int) -> SampleScored:
 
 async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -> None:
     recorder = recorder_of(NO_FLEET, tmp_path)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(recorder.run())
         for attempt in range(3):
             for member in range(4):
@@ -172,7 +172,7 @@ async def test_a_recorder_that_failed_is_not_waited_for(tmp_path: Path) -> None:
     report = StepReport(0, 1, 1, "", "00", {}, (), None)
 
     async def train() -> None:
-        async with asyncio.timeout(5), recorder.recording():
+        async with asyncio.timeout(60), recorder.recording():
             recorder.observe(StepDone(Cuts(0, 0, BatchRef(()), 0, 0), report, {}, 1.0))
             recorder.observe(Dropped(0, (4,), "stale"))
             await asyncio.Event().wait()
@@ -217,7 +217,7 @@ async def test_rows_are_kept_from_the_beginning_of_a_step_until_their_texts_are_
     )
     recorder.shown.released_by(released.extend)
     row = scored(0, 0).sample
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(recorder.run())
         recorder.observe(StepBegan(Cuts(0, 0, BatchRef((row,)), 1, 1), (row,)))
         assert recorder.shown.take([row.name]) == [], "before the recorder has come to this event"

@@ -74,7 +74,7 @@ async def test_a_worker_that_dies_is_shown_with_its_reason_and_its_next_start(tm
 async def test_the_last_state_says_that_the_run_has_ended(tmp_path: Path) -> None:
     writer = writer_of(tmp_path / "status.json", Poller())
     running = asyncio.create_task(writer.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (status := read_status(writer.path)):
             await asyncio.to_thread(writer.path.exists)
     assert not status.ended
@@ -100,7 +100,7 @@ async def test_a_state_that_is_written_late_does_not_replace_the_last_one(
     monkeypatch.setattr(status_writer, "write_status", slow)
     writer = writer_of(tmp_path / "status.json", Poller())
     running = asyncio.create_task(writer.run())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await begun.wait()
         running.cancel()
         await asyncio.sleep(0)

@@ -31,7 +31,7 @@ async def test_the_printed_address_has_the_token_and_nothing_else_prints_it(
 ) -> None:
     serving = asyncio.ensure_future(dashboard.serve([str(runs)], None, 0))
     printed = ""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while "Ctrl-C" not in printed:
             await asyncio.wait([serving], timeout=0.01)
             assert not serving.done()

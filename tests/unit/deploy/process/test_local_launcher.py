@@ -49,7 +49,7 @@ async def test_a_worker_with_other_threads_than_its_forks_is_spawned(tmp_path: P
         worker = await launcher.spawn(spec(launcher, tmp_path, "echo0.0-0-a"))
         assert parent_of(worker.pid) == os.getpid()
         worker.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await worker.wait()
         launcher.clean_up(worker.spec)
 
@@ -62,11 +62,11 @@ async def test_in_a_hurry_those_that_stop_are_killed_and_those_that_work_are_not
             os.kill(worker.pid, signal.SIGSTOP)  # It hears nothing.
         stopping.stop()
         launcher.hurry()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await stopping.wait() == "killed by SIGKILL"
         assert lives(working)
         working.stop()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await working.wait() == "killed by SIGKILL"
         for each in specs:
             launcher.clean_up(each)
@@ -78,7 +78,7 @@ async def test_the_death_of_a_worker_that_was_told_something_after_it_is_heard_o
         worker = await launcher.spawn(order)
         kill(worker)
         worker.stop()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await worker.wait() == "killed by SIGKILL"
         launcher.clean_up(order)
 

@@ -112,7 +112,7 @@ def plain_loop(make: Callable[[], Any], config: Config, until: Callable[[ActingT
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for a condition, and looks at it after every turn of the loop."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.get_running_loop().run_in_executor(None, lambda: None)
 

@@ -262,7 +262,7 @@ async def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     )
     assert child.stdin is not None
     child.stdin.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await child.wait() == 1
 
 

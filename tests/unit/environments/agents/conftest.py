@@ -58,6 +58,6 @@ async def agent(tmp_path: Path) -> AsyncIterator[MakeAgent]:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Lets the other tasks of this loop run until something is so."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for _ in iter(condition, True):
             await asyncio.sleep(0)

@@ -171,7 +171,7 @@ async def test_all_of_an_agent_ends_with_it(pool: MakePool, own: Containment, tm
             (slot,) = made._slots
             assert slot.running is not None
             os.kill(slot.running.process.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await asyncio.to_thread(is_locked, lock):
                 await asyncio.to_thread(os.sched_yield)
 

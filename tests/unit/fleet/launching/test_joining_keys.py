@@ -51,7 +51,7 @@ async def test_a_host_with_an_admitted_key_gets_a_worker_to_run(address: str, tm
         async with open_join_point(join_point(address, keys), here) as point:
             joining = host(there, address, key)
             task = asyncio.create_task(joining.serve())
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 worker = await point.spawn(spec_of("echo0.0-0-a"))
                 assert worker.host.name == "h1"
                 worker.kill()
@@ -76,7 +76,7 @@ async def test_a_host_starts_its_worker_with_its_own_paths_of_the_files(address:
             joining = host(there, address, key)
             joining.files = FileCache(tmp_path / "cache", lambda text: None)
             task = asyncio.create_task(joining.serve())
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 worker = await point.spawn(spec)  # The run directory has no logs, so it is not written by this host.
                 (started,) = joining.launcher.workers  # type: ignore[attr-defined]
                 assert started.spec.facts.model_dir == model, "it is seen"
@@ -95,7 +95,7 @@ async def test_a_host_with_another_key_is_refused_at_once(whose: str, address: s
     with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(wrong.keys)) as there:
         async with open_join_point(join_point(address, keys), here):
             with pytest.raises(ConfigError, match="does not accept the key of this host"):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     await host(there, address, wrong).serve()
 
 
@@ -124,7 +124,7 @@ async def test_a_key_that_is_made_while_a_run_goes_on_joins_at_once(address: str
             with closing(ZmqWire(key.keys)) as there:
                 joining = host(there, address, key)
                 task = asyncio.create_task(joining.serve())
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     worker = await point.spawn(spec_of("echo0.0-0-a"))
                     worker.kill()
                     await worker.wait()
@@ -137,7 +137,7 @@ async def test_a_revoked_key_ends_what_runs_with_it_and_opens_no_connection(addr
     key, other = (WorkerKey.read(keys.key_of("echo", name)) for name in ("rented", "own"))
     with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
         point = replace(join_point(address, keys), report=said.append)
-        async with running_beside({"keys": keys.follow()}), open_join_point(point, here), asyncio.timeout(20):
+        async with running_beside({"keys": keys.follow()}), open_join_point(point, here), asyncio.timeout(60):
             joining = host(there, address, key)
             task = asyncio.create_task(joining.serve())
             worker = await point.spawn(spec_of("echo0.0-0-a"))

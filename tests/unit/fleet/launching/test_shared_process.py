@@ -61,10 +61,10 @@ async def test_a_guest_starts_and_ends_with_its_host(spec: Callable[[str, int, i
     }
     assert [guest.spec.service, other.spec.replica, guest.labels] == ["generation", 1, first.labels]
     guest.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await guest.wait() == await first.wait() == "was killed"
     last.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert await other.wait() == "ended"
 
 

@@ -105,7 +105,7 @@ def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Lets everybody else run until the condition holds, five seconds at most."""
 
     async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             for _ in iter(condition, True):
                 await asyncio.sleep(0)
 

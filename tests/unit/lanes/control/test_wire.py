@@ -51,7 +51,7 @@ async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
         if there.received == total:
             all_there.set()
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         pumping = tasks.create_task(listener.pump(take))
         await send_all(there, total, 1000)
         await all_there.wait()
@@ -63,7 +63,7 @@ async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
         if back.received == total:
             all_back.set()
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         pumping = tasks.create_task(caller.pump(take_back))
         await send_all(back, total, 1000)
         await all_back.wait()

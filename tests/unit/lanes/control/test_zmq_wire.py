@@ -70,13 +70,13 @@ async def test_other_keys_and_none_get_no_connection(
     stranger = ZmqWire(keys)
     stranger._keys_for = lambda address: keys  # type: ignore[method-assign]
     caller = stranger.connect(listener.address)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(PeerLost, match=r"does not accept our keys|broke"):
             await asked(caller)
     stranger.close()
     known = wire.connect(listener.address)
     assert known.offer([b"ours"])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await receive(listener))[1] == [b"ours"]
 
 
@@ -89,7 +89,7 @@ async def test_strangers_who_knock_without_end_do_not_keep_the_loop(wire: ZmqWir
     keeper._socket.close(linger=0)
     keeper._socket = Knocking(knocks, answered)
     keeper._answer_all()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while answered[0] < knocks:
             steps.append(answered[0])
             await asyncio.sleep(0)
@@ -129,7 +129,7 @@ async def test_one_who_knows_only_the_public_key_is_turned_away_by_the_authentic
     stranger = ZmqWire(other)
     stranger._keys = HalfKnown(other.public, other.secret, wire._keys.public)
     caller = stranger.connect(listener.address)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(PeerLost, match=r"does not accept our keys|broke"):
             await receive(caller)
     assert wire._authenticator is not None
@@ -161,7 +161,7 @@ async def test_a_plain_tcp_stranger_does_not_stop_the_listener(wire: ZmqWire) ->
         writer.close()
     caller = wire.connect(listener.address)
     assert caller.offer([b"hello"])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await receive(listener))[1] == [b"hello"]
 
 
@@ -171,7 +171,7 @@ async def test_a_killed_worker_is_noticed_at_once_after_its_last_words(tmp_path:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER_THAT_DIES, address)
     caller = wire.connect(address)
     assert caller.offer([b"a"])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await receive(caller) == [b"a"]
         assert caller.offer([b"b"])
         with pytest.raises(PeerLost, match="broke"):
@@ -185,7 +185,7 @@ async def test_large_frames_arrive_as_views_and_small_ones_as_bytes(wire: ZmqWir
     caller = wire.connect(listener.address)
     large = np.arange(1_000_000)
     assert caller.offer([b"small", large.data.cast("B")])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         _, (small, view) = await receive(listener)
     assert small == b"small"
     assert isinstance(view, memoryview)
@@ -209,7 +209,7 @@ async def test_a_send_that_consumes_the_edge_does_not_put_the_receiver_to_sleep(
     caller = wire.connect(listener.address)
     assert caller.offer([b"first"])
     peer, _ = await receive(listener)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for _ in range(100):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(receive(caller))
@@ -236,7 +236,7 @@ async def test_a_message_to_a_caller_that_is_gone_is_an_error(wire: ZmqWire) -> 
 
 async def test_closing_the_wire_wakes_who_receives(wire: ZmqWire) -> None:
     listener = wire.listen(TCP)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         receiving = tasks.create_task(receive_until_lost(listener))
         await asyncio.sleep(0)
         wire.close()
@@ -258,7 +258,7 @@ async def test_what_a_taker_raises_is_raised_where_it_pours(wire: ZmqWire, error
     def refuse(message: Any) -> None:
         raise error
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(type(error), match=str(error)):
             await listener.pump(refuse)
 
@@ -275,7 +275,7 @@ async def test_pouring_hands_over_what_came_before_and_ends_with_the_end(wire: Z
 
     for number in range(total):
         assert caller.offer([b"%d" % number])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(PeerLost, match="was closed here"):
             await listener.pump(take)
     assert taken == [b"%d" % number for number in range(total)]
@@ -285,7 +285,7 @@ async def test_a_small_message_is_one_frame(wire: ZmqWire) -> None:
     listener = wire.listen(TCP)
     caller = wire.connect(listener.address)
     await sequence(caller).send(Ping(7))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         _, frames = await receive(listener)
     assert len(frames) == 1
     assert sequence(caller).accept(frames) == Ping(7)
@@ -303,7 +303,7 @@ async def test_an_edge_that_was_missed_costs_one_period_of_the_watchdog(
     pumping = asyncio.ensure_future(listener.pump(arrived.set_result))
     await asyncio.sleep(0)
     caller.offer([b"one"])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         assert (await arrived)[1] == [b"one"]
     pumping.cancel()
     caller.close()

@@ -157,7 +157,7 @@ def together(calls: int) -> Callable[[int, Callable[[Call], Awaitable[Any]]], Ca
 async def test_all_owners_are_asked_before_the_first_has_answered(fleet: Fleet) -> None:
     fleet.answer = together(8)
     refs = fleet.add("inproc", 8)
-    async with asyncio.timeout(5), fleet.reader() as reader:
+    async with asyncio.timeout(60), fleet.reader() as reader:
         assert values(await reader.read(refs, ["tokens"])) == list(range(8))
 
 
@@ -165,7 +165,7 @@ async def test_all_owners_are_asked_before_the_first_has_answered(fleet: Fleet) 
 async def test_the_next_chunk_is_asked_for_before_the_last_has_come(fleet: Fleet) -> None:
     fleet.answer = together(3)
     refs = fleet.add("inproc", 1)
-    async with asyncio.timeout(5), fleet.reader() as reader:
+    async with asyncio.timeout(60), fleet.reader() as reader:
         assert values(await reader.read(refs.take([0] * (2 * ROWS_PER_FETCH + 1)), ["tokens"])) == [0] * 65
 
 

@@ -84,7 +84,7 @@ async def test_a_step_waits_for_rows_that_are_just_being_read(
 ) -> None:
     refs = samples(store, 0, 1)
     reader.may_read.clear()
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         foreseeing = tasks.create_task(ahead.prefetch(refs))
         await asyncio.sleep(0)
         reading = tasks.create_task(ahead.read(refs))

@@ -156,7 +156,7 @@ async def test_rows_of_an_owner_that_is_gone_are_lost(
         for host in owners.hosts:
             host.cancel()
         if owners.hosts:
-            await asyncio.wait(owners.hosts, timeout=5)
+            await asyncio.wait(owners.hosts, timeout=60)
         with pytest.raises(LostRows):
             await reader.read(refs, ["tokens"])
 

@@ -225,7 +225,7 @@ async def test_a_call_whose_samples_fail_ends_before_the_next_one_begins(pool: M
 
 async def test_calls_that_run_when_the_pool_is_stopped_end_and_start_no_process(pool: MakePool, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    async with asyncio.timeout(30), pool("leaves") as running, asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), pool("leaves") as running, asyncio.TaskGroup() as tasks:
         hung = tasks.create_task(running.run(0, [sample("hang", pids=str(pids)) for _ in range(2)]))
         while not (pids.exists() and pids.read_text().endswith("\n")):
             await asyncio.to_thread(os.sched_yield)
@@ -241,7 +241,7 @@ def alive(pid: int) -> bool:
 
 
 async def gone(*pids: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(alive(pid) for pid in pids):
             await asyncio.to_thread(os.sched_yield)
 
@@ -349,7 +349,7 @@ async def test_what_a_function_started_ends_with_a_reward_worker_that_was_killed
         sys.executable, "-c", PARENT, str(tmp_path / "functions.py"), str(pids)
     )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not (pids.exists() and pids.read_text().endswith("\n")):
                 await asyncio.to_thread(os.sched_yield)
         started = [int(pid) for pid in pids.read_text().split()]

@@ -29,7 +29,7 @@ async def test_calls_that_are_given_up_while_they_wait_are_queued_no_longer(tmp_
 
     pool = InProcessPool(named([waits]), 20.0, tmp_path / "printed")
     samples = [Sample("p", "t", {}, group=0, member=member, finish="stop", tokens=1) for member in range(THREADS + 3)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         call = asyncio.ensure_future(pool.run(0, samples))
         for _ in iter(lambda: pool.queued == 3, True):
             await asyncio.sleep(0)

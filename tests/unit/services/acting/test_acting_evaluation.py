@@ -61,7 +61,7 @@ def publish(service: ActingEvaluationService, version: int = 0) -> None:
 
 
 async def played(service: ActingEvaluationService, asked: PromptGroup) -> list[RowRef]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         found = BatchRef.join([samples async for samples in service.generate(asked)])
     return sorted(found, key=lambda row: row.member)
 

@@ -195,7 +195,7 @@ def played(objects: MemoryObjects, run_dir: Path, play: Callable[[Uploads], Awai
     async def main() -> None:
         head, tag = head_of(objects, run_dir)
         uploads = Uploads(objects, run_dir, head, tag, said.append)
-        async with asyncio.timeout(10), uploading(uploads):
+        async with asyncio.timeout(60), uploading(uploads):
             await play(uploads)
 
     asyncio.run(main())
@@ -265,7 +265,7 @@ def test_later_checkpoints_take_the_place_of_one_that_waits(run_dir: Path) -> No
         uploads = Uploads(objects, run_dir, None, "", said.append)
         for version in (0, 1, 2):
             await uploads.committed(version)
-        async with asyncio.timeout(10), uploading(uploads):
+        async with asyncio.timeout(60), uploading(uploads):
             await uploads.finish(2)
 
     said: list[str] = []

@@ -45,7 +45,7 @@ async def stepped(environments: SteppedEnvironments, actions: dict[int, float]) 
     places = np.array(sorted(actions))
     environments.act(places, np.array([[actions[place]] for place in sorted(actions)], np.float32))
     found: list[Answers] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while sum(len(each.places) for each in found) < len(places):
             found += await environments.answers()
     return found
