@@ -77,6 +77,7 @@ UNFUZZED: dict[str, str] = {
     "engines/acting/stepping/picture_server.py": PARENT,
     "engines/acting/stepping/stepping_child.py": VIEW,
     "engines/generation/forward/kv_cache.py": VIEW,
+    "engines/generation/ranks/engine_calls.py": "what the leader of the replica tells, decoded by the message codec",
     "engines/generation/trajectory.py": "the transcript of the worker itself",
     "engines/generation/vllm/arena_weights.py": OWN,
     "engines/generation/vllm/option_problems.py": MODEL,

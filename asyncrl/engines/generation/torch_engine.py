@@ -15,6 +15,7 @@ each prompt has a forward of its own. Other rows and masked positions then do no
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ from asyncrl.engines.canary_logprobs import probe_tokens
 from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.generation.forward.cache_size import cache_blocks, engine_slots
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.sampling import sample
+from asyncrl.engines.generation.forward.layer_slices import ALONE, refuse_slices
+from asyncrl.engines.generation.forward.llama_fast_path import is_llama_like
+from asyncrl.engines.generation.sampling.token_sampling import sample
+from asyncrl.engines.generation.sampling.truncation import Truncation
 from asyncrl.engines.generation.scheduling.block_memory import BlockMemory
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.running_batch import RunningBatch
@@ -43,7 +47,6 @@ from asyncrl.engines.generation.scheduling.sample_requests import (
 )
 from asyncrl.engines.generation.scheduling.step_plan import Chunk, Prefill, plan_chunks, step_budget
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.generation.truncation import Truncation
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
 from asyncrl.engines.model_loading import vocabulary_size
@@ -51,8 +54,10 @@ from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.protocols.batch import SampleName
 
 PREFILL_TOKENS = (2048, 32)
 """Tokens of prompts that a step computes beside a full batch, on other devices and on CPUs, where so many take about as
@@ -69,11 +74,12 @@ class TorchEngine:
     it has no limit. record: of the experts of each token, None where none is kept. active: whether `step` would sample
     a token now. waiting, running: requests without and with slots.
 
-    folder: model and tokenizer, for from_pretrained. Raises ConfigError when the model's attention is not plain and
-    causal.
+    folder: model and tokenizer, for from_pretrained. ranks: each has an engine with its slices of the layers, and the
+    engines get the same calls in the same order (ranks/leading_engine.py); `spec` is of the slices of this rank. Raises
+    ConfigError when the model's attention is not plain and causal, or ranks cannot share the layers out.
     """
 
-    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS) -> None:
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, ranks: Ranks = ALONE) -> None:
         generation = config.generation
         refuse_rotation_by_longest_row(folder, config)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -81,33 +87,19 @@ class TorchEngine:
         if config.model.lora is not None:
             attach(model, config.model.lora, config.seed)
             fill_for_probe(model)
-        limit = longest_row(config)
-        probe = probe_tokens(tokenizer, model.config.get_text_config(), limit)
-        expected = probe_logprobs(model, probe)
-        fixed, exact = generation.deterministic, config.model.float32_head
-        slots = engine_slots(config)
         self.record = RecordShape.of(model.config.to_dict()) if config.training.router_replay else None
-        self._flat = FlatModel(
-            model,
-            slots,
-            limit,
-            vocabulary_size(tokenizer),
-            fixed=fixed,
-            float32_head=exact,
-            blocks=cache_blocks(config, model.config.get_text_config(), slots),
-            record=self.record,
-        )
-        self._flat.verify(probe, expected)
+        self._position_cost = position_cost(model)
+        self._flat = _verified(model, tokenizer, config, self.record, ranks)
+        self._ranks = ranks
         self._config = config
         self._truncation = Truncation(generation.top_p, generation.top_k, generation.min_p)
         self.tokenizer = _with_stops(tokenizer, folder, config)
         self._end_ids = end_ids(model.generation_config, tokenizer)
         self.turns = TurnRenderer(self.tokenizer, self._end_ids)
-        self._batch = RunningBatch(slots, generation.max_new_tokens, record=self.record)
+        self._batch = RunningBatch(self._flat.slots, generation.max_new_tokens, record=self.record)
         self._memory = BlockMemory(self._flat.cache, self._batch)
         self.parked = self._memory.parked
         self._prefill_tokens = generation.prefill_tokens or PREFILL_TOKENS[generation.device == "cpu"]
-        self._position_cost = position_cost(model)
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
         self._is_put_away = False
@@ -159,6 +151,17 @@ class TorchEngine:
 
     def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
         """Ends requests now. Returns those that were running; requests that were waiting are removed."""
+        return self._end(keys, finish)
+
+    def forget(self, samples: Iterable[SampleName], oldest: int) -> None:
+        """Gives up the keys and values kept for later turns of these samples, and of groups before `oldest`."""
+        self.parked.forget(samples, oldest)
+
+    def slice(self) -> AbstractContextManager[None]:
+        """Returns a scope for consecutive steps, between which nothing else is called."""
+        return nullcontext()
+
+    def _end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
         if not (wanted := set(keys)):
             return []  # Each slice asks, and nobody has to look at what waits.
         for request in [request for request in self._waiting if request.key in wanted]:
@@ -171,7 +174,7 @@ class TorchEngine:
     def begin_again(self) -> None:
         """Forgets all requests, and with the version of the weights everything computed with them: nothing is sampled
         before the next `load`."""
-        self.end([request.key for request in (*self._waiting, *self._batch.requests)], "abort")
+        self._end([request.key for request in (*self._waiting, *self._batch.requests)], "abort")
         self.version = NO_WEIGHTS
         self._memory.weights_changed(recompute=True)
 
@@ -304,6 +307,9 @@ class TorchEngine:
         temperatures = np.array([self._batch.requests[row].temperature for row in rows], np.float32)
         tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
         tokens, logprobs = sample(logits, *tensors, self._truncation)
+        if self._ranks.size > 1:  # Another kind of processor may round the same logits differently.
+            drawn = self._ranks.shared(torch.stack([tokens.double(), logprobs.double()]), 0)
+            tokens, logprobs = drawn[0].long(), drawn[1].float()
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, rows: Ints) -> tuple[Ints, Ints]:
@@ -330,6 +336,31 @@ class TorchEngine:
         goes_on = completion.request.may_go_on and finish != "abort" and not self._config.generation.deterministic
         self._memory.leave(row, park=goes_on)
         return completion
+
+
+def _verified(model: Any, tokenizer: Any, config: Config, record: RecordShape | None, ranks: Ranks) -> FlatModel:
+    """Returns the model over a flat row of tokens, compared with transformers, with the slices of this rank."""
+    slots, limit, shape = engine_slots(config), longest_row(config), model.config.get_text_config()
+    probe = probe_tokens(tokenizer, shape, limit)
+    expected = probe_logprobs(model, probe)
+    refuse_slices(model, config, ranks, fast=is_llama_like(model))
+    flat = FlatModel(
+        model,
+        slots,
+        limit,
+        vocabulary_size(tokenizer),
+        fixed=config.generation.deterministic,
+        float32_head=config.model.float32_head,
+        blocks=cache_blocks(config, shape, slots, ranks.size),
+        record=record,
+    )
+    if ranks.size == 1:
+        flat.verify(probe, expected)
+    else:
+        flat.verify_whole(probe, expected)
+        refuse_slices(model, config, ranks, fast=flat.fast)
+        flat.share_out(ranks)
+    return flat
 
 
 def position_cost(model: Any) -> float:

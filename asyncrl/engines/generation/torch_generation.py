@@ -180,7 +180,7 @@ class TorchGeneration:
         """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
         the finished requests, and whether there is more to sample. Keys and values of released samples are dropped."""
         self.core.end(aborted, "abort")
-        self.core.parked.forget(released, self._oldest)
+        self.core.forget(released, self._oldest)
         tracer, core = self._worker.tracer, self.core
         tracer.count("samples", running=core.running, waiting=core.waiting)
         with tracer.lane("decode", running=core.running):
@@ -189,14 +189,15 @@ class TorchGeneration:
     def _decode(self) -> list[Completion]:
         until = time.monotonic() + SLICE_SECONDS
         done: list[Completion] = []
-        while not done and self.core.active:
-            with self._step_lock:
-                if self._paused:
+        with self.core.slice():
+            while not done and self.core.active:
+                with self._step_lock:
+                    if self._paused:
+                        break
+                    self._steps_begun += 1
+                done = self.core.step()
+                if self._worker.compute.queued > 1 or time.monotonic() >= until:
                     break
-                self._steps_begun += 1
-            done = self.core.step()
-            if self._worker.compute.queued > 1 or time.monotonic() >= until:
-                break
         return done
 
     def _set_paused(self, paused: bool) -> int:

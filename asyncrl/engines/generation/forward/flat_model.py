@@ -4,7 +4,8 @@ The model's own modules compute, or `llama_fast_path.py` where that knows the mo
 does not compute are refused: by their config where it tells, and by a comparison of logits where nothing does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.experts.router_replay import ChosenExperts
 from asyncrl.engines.generation.forward.attention import NAME, CachedBeginnings, DecodeBlocks, FlatTokens
 from asyncrl.engines.generation.forward.kv_cache import KVCache
+from asyncrl.engines.generation.forward.layer_slices import ALONE, join_of, keep_slices
 from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
@@ -26,6 +28,7 @@ from asyncrl.engines.models.model_families import DIFFERS, attention_not_compute
 from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.pictures.model_input import FlatPictures
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
+from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -72,6 +75,7 @@ class FlatModel:
         self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed, record=record)
         self._chosen = None if record is None else ChosenExperts(model, record)
         self.fast = is_llama_like(model)
+        self._ranks = ALONE
         self._vocabulary = vocabulary
         self._float32_head = float32_head
         self._scaling = OutputScaling.of(model.config)
@@ -84,8 +88,16 @@ class FlatModel:
         """Must be called after the values or the tensors of the model's parameters changed."""
         head = self.model.get_output_embeddings()
         self._head = deepcopy(head).float() if self._float32_head else head
-        self._body = bind_parameters(self.model.model, self.cache.limit) if self.fast else None
+        join = join_of(self._ranks, fixed=self.cache.tables.fixed)
+        self._body = bind_parameters(self.model.model, self.cache.limit, join) if self.fast else None
         self._pictures.clear()
+
+    def share_out(self, ranks: Ranks) -> None:
+        """Keeps the slices of this rank, which from now on computes together with the others. The fast path must know
+        the model."""
+        self._ranks = ranks
+        keep_slices(self.model, ranks)
+        self.weights_changed()
 
     def put_away(self) -> None:
         """Frees keys and values, and what was made from parameters, until `weights_changed` is called."""
@@ -154,12 +166,13 @@ class FlatModel:
 
     def logits_after(self, tokens: Ints) -> Tensor:
         """Returns the logits [vocabulary] of the token after these, with a KV cache of its own."""
-        own = self.cache
-        self.cache = KVCache(1, len(tokens))
-        try:
+        with self._other_cache(KVCache(1, len(tokens))):
             return self.logits(NOTHING, NOTHING, {0: tokens})[0]
-        finally:
-            self.cache = own
+
+    def verify_whole(self, ids: Ints, expected: Tensor) -> None:
+        """Does what `verify` does before layers are shared out, and leaves the cache, for heads of one rank, empty."""
+        with self._other_cache(KVCache(1, len(ids), fixed=self.cache.tables.fixed)):
+            self.verify(ids, expected)
 
     def verify(self, ids: Ints, expected: Tensor) -> None:
         """Compares this forward, in prefill and decode, with `expected` from `probe_logprobs`.
@@ -174,6 +187,15 @@ class FlatModel:
             self.fast = False
         if not self.fast and not (found := self._largest_difference(ids, expected)) <= tolerance:
             raise ConfigError(f"model.name: {not_computed(self.model.config.model_type, DIFFERS.format(found))}")
+
+    @contextmanager
+    def _other_cache(self, cache: KVCache) -> Iterator[None]:
+        own = self.cache
+        self.cache = cache
+        try:
+            yield
+        finally:
+            self.cache = own
 
     def tensor(self, values: NDArray[Any]) -> Tensor:
         """Copies an array to the device of the model."""

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 
 from asyncrl.engines.generation.forward.attention import FlatTokens, attend
 from asyncrl.engines.generation.forward.attention_rules import AttentionRule
+from asyncrl.engines.generation.forward.layer_slices import Join
 from asyncrl.engines.lora.low_rank import LowRankLinear
 
 KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -29,9 +30,9 @@ def is_llama_like(model: Any) -> bool:
     return plain and all(2 * len(model.model.rotary_emb.inv_freq) == at.self_attn.head_dim for at in model.model.layers)
 
 
-def bind_parameters(body: Any, limit: int) -> Any:
+def bind_parameters(body: Any, limit: int, join: Join | None = None) -> Any:
     """Returns the parts of the decoder as plain objects that hold the same tensors. limit: positions of the longest
-    sequence.
+    sequence. join: sums over ranks with slices of the layers; None where the layers are whole.
 
     A step reads 35 attributes of each layer, and a plain object finds them faster than a module does: 2 % of a step.
     """
@@ -41,7 +42,11 @@ def bind_parameters(body: Any, limit: int) -> Any:
         window = getattr(layer.self_attn, "sliding_window", body.config.sliding_window if _is_mistral(body) else None)
         layer.self_attn.rule = AttentionRule.of({"sliding_window": window}, limit)
     return SimpleNamespace(
-        embeddings=body.embed_tokens.weight, rotary_emb=body.rotary_emb, layers=layers, norm=_bind(body.norm)
+        embeddings=body.embed_tokens.weight,
+        rotary_emb=body.rotary_emb,
+        layers=layers,
+        norm=_bind(body.norm),
+        join=join,
     )
 
 
@@ -68,10 +73,10 @@ def llama_states(body: Any, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tens
         mixed = _attention(layer.self_attn, _normalise(layer.input_layernorm, sums), rotation, flat)
         if layer is body.layers[-1]:
             sums, mixed = sums[last], mixed[last]
-        _add_product(layer.self_attn.o_proj, sums, mixed)
+        _add_product(layer.self_attn.o_proj, sums, mixed, body.join)
         states, mlp = _normalise(layer.post_attention_layernorm, sums), layer.mlp
         gates = silu(_product(mlp.gate_proj, states), inplace=True)
-        _add_product(mlp.down_proj, sums, gates.mul_(_product(mlp.up_proj, states)))
+        _add_product(mlp.down_proj, sums, gates.mul_(_product(mlp.up_proj, states)), body.join)
     return _normalise(body.norm, sums)
 
 
@@ -114,8 +119,11 @@ def _product(module: Any, states: Tensor) -> Tensor:
     return found
 
 
-def _add_product(module: Any, sums: Tensor, states: Tensor) -> None:
-    sums.addmm_(states, module.weight.t())
+def _add_product(module: Any, sums: Tensor, states: Tensor, join: Join | None) -> None:
+    if join is None:
+        sums.addmm_(states, module.weight.t())
+    else:
+        sums += join(torch.mm(states, module.weight.t()))
     if module.bias is not None:
         sums += module.bias
     _add_adapter(module, sums, states)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation.sampling import BLOCK, WHOLE, sample
-from asyncrl.engines.generation.truncation import Truncation
+from asyncrl.engines.generation.sampling.token_sampling import BLOCK, WHOLE, sample
+from asyncrl.engines.generation.sampling.truncation import Truncation
 from asyncrl.errors import WeightsError
 from asyncrl.protocols.seeds import draws, member_seed
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.engines.generation.sampling.truncation import Truncation
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.generation.truncation import Truncation
 from tests.unit.engines.generation.test_sampling import plainly_truncated
 from tests.unit.engines.generation.test_torch_engine import same
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asyncrl.engines.generation.truncation import Truncation
+from asyncrl.engines.generation.sampling.truncation import Truncation
 from asyncrl.errors import WeightsError
 
 BLOCK = 128  # tokens per block; a cumulative sum over a large vocabulary would take twice the time of the rest

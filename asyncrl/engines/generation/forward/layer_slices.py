@@ -1,0 +1,74 @@
+"""The slices of its layers that each rank of a replica generates with, by the plan that the model comes with.
+
+    q, k, v, gate, up    some of the outputs: heads of attention, key-value heads, inner values
+    o, down              the weights of these inputs; ranks sum the outputs
+
+Embedding, norms and head are whole on every rank, so that all ranks have the same states between these layers.
+"""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import reduce
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.rank_limits import refusal_of_splitting
+from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.errors import ConfigError
+
+ALONE = Ranks()
+KEY = "generation.layout"
+
+Join: TypeAlias = Callable[[Tensor], Tensor]
+"""Sums what each rank has computed of the outputs of a layer."""
+
+
+def cut_dims(model: Any) -> dict[str, int]:
+    """Returns the dimension in which ranks cut each parameter of a transformers model; those that they hold whole are
+    not there. Rank i of n has `chunk(n, dimension)[i]`."""
+    prefix, plan, found = f"{model.base_model_prefix}.", model.config.base_model_tp_plan, dict[str, int]()
+    for name, parameter in model.named_parameters():
+        layer = name.removeprefix(prefix).rpartition(".")[0]
+        style = next((style for pattern, style in plan.items() if fnmatchcase(layer, pattern)), "")
+        if style == "colwise":
+            found[name] = 0
+        elif style == "rowwise" and parameter.ndim > 1:  # Its bias is added once, to the sum.
+            found[name] = 1
+    return found
+
+
+def keep_slices(model: Any, ranks: Ranks) -> None:
+    """Leaves a model, which the fast path computes, with the slices of this rank."""
+    for name, dim in cut_dims(model).items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.chunk(ranks.size, dim)[ranks.rank].clone(memory_format=torch.contiguous_format)
+        layer = model.get_submodule(name.rpartition(".")[0])
+        layer.out_features, layer.in_features = layer.weight.shape
+
+
+def join_of(ranks: Ranks, *, fixed: bool) -> Join | None:
+    """Returns how ranks sum; None for one alone. fixed: always in rank order, where the order else depends on the place
+    of a number in what is summed, and so on the row that a sequence has."""
+    if ranks.size == 1:
+        return None
+    return (lambda values: reduce(torch.add, ranks.gather_equal(values))) if fixed else ranks.sum
+
+
+def refuse_slices(model: Any, config: Config, ranks: Ranks, *, fast: bool) -> None:
+    """Raises ConfigError when several ranks cannot generate with slices of a model. fast: whether the fast path
+    computes it."""
+    if ranks.size == 1:
+        return
+    name, family = config.model.name, model.config.model_type
+    if config.model.lora is not None:
+        raise ConfigError(f"{KEY}: tp = {ranks.size} cuts whole weights, and model.lora has adapters; write tp = 1")
+    if not fast:
+        raise ConfigError(
+            f"{KEY}: tp = {ranks.size} cuts plain Llama, Mistral, Qwen2 and Qwen3 models, and {name} is another "
+            f"({family}); write tp = 1"
+        )
+    if refusal := refusal_of_splitting(model.config.to_dict(), ranks.size):
+        raise ConfigError(f"{KEY}: {refusal}")

@@ -1,0 +1,169 @@
+"""A rank that follows, beside an event loop: it repeats what the leader of its replica does, with weights of its own.
+
+leader      load(v) ── told ──┐             ┌── the next calls wait in their order
+this rank   update(v) ────────┴── load(v) ──┘   update returns
+            └── tensors of v, from the trainer's rank in this process
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.engines.devices import refuse_unusable
+from asyncrl.engines.generation.engine_interface import EngineLoad
+from asyncrl.engines.generation.ranks.engine_calls import Call
+from asyncrl.engines.generation.ranks.following_engine import FollowingEngine
+from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
+from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.errors import DeadlineExceeded, Refused
+from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.protocols.batch import SampleName
+from asyncrl.protocols.messages import Published
+
+NextCall = Callable[[], Awaitable[Call | None]]
+"""Waits for the next call of the leader, as long as it is idle; None when the leader has ended. Raises PeerLost when it
+is gone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfferedWeights:
+    """Holds weights until the leader loads the same version. loaded: resolves then."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
+    loaded: asyncio.Future[None]
+
+
+class FollowingGeneration:
+    """Runs a FollowingEngine, `core`, on the compute thread of a worker. It takes no requests. timeout: seconds that
+    this rank and the leader wait for each other where weights are loaded or put away."""
+
+    def __init__(self, core: FollowingEngine, worker: WorkerContext, calls: NextCall, timeout: float) -> None:
+        self.core = core
+        self._worker = worker
+        self._calls = calls
+        self._timeout = timeout
+        self._offer: OfferedWeights | None = None
+        self._is_offered = asyncio.Event()
+        self._is_away = asyncio.Event()
+
+    @classmethod
+    async def open(
+        cls, worker: WorkerContext, *, ranks: Ranks, calls: NextCall, timeout: float
+    ) -> "FollowingGeneration":
+        """Loads the slices of this rank on the compute thread. Raises ConfigError for a model or device that cannot be
+        used."""
+        refuse_unusable("generation.device", worker.config.generation.device)
+        version = worker.spec.options.get("own_version", NO_WEIGHTS)
+        engine = partial(FollowingEngine, ranks=ranks)
+        core = await worker.compute.run(engine, worker.facts.model_dir, worker.config, version)
+        return cls(core, worker, calls, timeout)
+
+    @property
+    def tokenizer(self) -> TokenizerWithStops:
+        return self.core.tokenizer
+
+    @property
+    def turns(self) -> TurnRenderer:
+        return self.core.turns
+
+    @property
+    def context(self) -> int | None:
+        return self.core.context
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Raises Refused: requests go to the leader."""
+        raise Refused(f"{self._worker.spec.instance} follows the leader of its replica: ask that one for samples")
+
+    def abort(self, keys: Iterable[Key]) -> None:
+        """Does nothing: the leader ends samples."""
+
+    def forget(self, samples: Iterable[SampleName], oldest: int) -> None:
+        """Does nothing: the leader gives up keys and values."""
+
+    def load(self) -> EngineLoad:
+        """Reports nothing: the leader counts the samples of the replica."""
+        return EngineLoad(0, 0, 0.0, 0, 0, 0)
+
+    async def pause(self) -> int:
+        return 0
+
+    async def resume(self) -> int:
+        return 0
+
+    async def put_away(self) -> None:
+        """Returns when the leader has put its weights away, and this rank too. Raises DeadlineExceeded."""
+        await self._within(self._is_away.wait(), "the leader of the replica did not put its weights away")
+
+    async def update(self, published: Published) -> None:
+        await self.load_own(published.version)
+
+    async def load_own(self, version: int) -> None:
+        """Returns when the leader has loaded a version, and this rank the same one, from the trainer's rank in this
+        process. Raises Refused when that holds another one, or the leader goes on without this version, and
+        DeadlineExceeded."""
+        assert self._worker.handover is not None, "the trainer's rank is in this process"
+        tensors = self._worker.handover.take(version)
+        self._offer = offer = OfferedWeights(version, tensors, asyncio.get_running_loop().create_future())
+        self._is_offered.set()
+        await self._within(offer.loaded, f"the leader of the replica did not load version {version}")
+
+    async def logprobs_after(self, prompt: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Raises Refused: the leader is asked, and this rank computes with it."""
+        raise Refused(f"{self._worker.spec.instance} follows the leader of its replica: ask that one for log-probs")
+
+    async def run(self, deliver: Callable[[Sequence[Completion]], None]) -> None:
+        """Repeats the calls of the leader until it ends, or until cancelled. Raises PeerLost when it is gone."""
+        while (call := await self._calls()) is not None:
+            name = call[0]
+            if name == "load":
+                await self._load(call)
+                continue
+            await self._worker.compute.run(self.core.apply, call)
+            if name == "put_away":
+                self._is_away.set()
+                self._withdraw()
+
+    def close(self) -> None:
+        self._offer = None
+
+    async def _load(self, call: Call) -> None:
+        """Loads what the leader has loaded, as soon as this rank holds it."""
+        version = call[2]
+        while self._offer is None or self._offer.version != version:
+            self._is_offered.clear()
+            await self._within(self._is_offered.wait(), f"the trainer's rank in this process gave no version {version}")
+        offer, self._offer = self._offer, None
+        await self._worker.compute.run(self.core.apply, call, offer.tensors)
+        self._is_away.clear()
+        if not offer.loaded.done():
+            offer.loaded.set_result(None)
+
+    def _withdraw(self) -> None:
+        """Ends the wait for a load that the leader has left out."""
+        offer, self._offer = self._offer, None
+        if offer is not None and not offer.loaded.done():
+            offer.loaded.set_exception(
+                Refused(f"the leader of the replica put its weights away and did not load version {offer.version}")
+            )
+
+    async def _within(self, wait: Awaitable[object], failed: str) -> None:
+        try:
+            async with asyncio.timeout(self._timeout):
+                await wait
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{failed} within {self._timeout:g} s ({self._worker.spec.instance}); look for the error of the other "
+                "rank"
+            ) from error

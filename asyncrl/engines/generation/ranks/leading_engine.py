@@ -1,0 +1,125 @@
+"""The engine of the rank that leads a replica: it tells the other ranks each call, and what its clock says.
+
+    leader     submit ── told ──> step ── told ──> sums ... sums ── step ── sums ... ── end of the slice ── load ── told
+                 │                  │                │                │                        │               │
+    follower   submit             steps <───────── exchanges of the group of ranks ───────────>              load
+
+All that changes the state of an engine has one place in one order, which is the leader's. A call that exchanges is told
+before it runs, so that the others meet it; every other call after it has succeeded. The steps of a slice are one call:
+each announces itself in the group, because a message for each would take as long as a small step.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.config.schema import Config
+from asyncrl.engines.generation.ranks.engine_calls import Call, plain_request, plain_tokens
+from asyncrl.engines.generation.scheduling.block_pool import Ints
+from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
+from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.protocols.batch import SampleName
+
+NO_STEP = math.nan
+"""Announced in place of the clock where a slice ends."""
+
+
+class LeadingEngine(TorchEngine):
+    """A TorchEngine whose calls the other ranks of its replica repeat. Steps stand in the scope of `slice`.
+
+    ranks: of the replica, of which this is rank 0. tell: gives a call to all others, in this order, on the compute
+    thread. Calls that exchange raise PeerLost when another rank is gone or late.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        version: int = NO_WEIGHTS,
+        *,
+        ranks: Ranks,
+        tell: Callable[[Call], None],
+    ) -> None:
+        assert ranks.rank == 0, "the first rank leads"
+        super().__init__(folder, config, version, ranks)
+        self._tell = tell
+        self._clock = time.monotonic
+        self._now = 0.0
+        self._is_stepping = False
+        self._batch.clock = lambda: self._now
+
+    def submit(self, *requests: SampleRequest) -> None:
+        plain = [plain_request(request) for request in requests]
+        with self._told("submit", plain):
+            super().submit(*requests)
+
+    def end(self, keys: Iterable[Key], finish: Finish) -> list[Completion]:
+        wanted = list(dict.fromkeys(keys))
+        if not wanted:
+            return []
+        with self._told("end", [list(key) for key in wanted], finish):
+            return super().end(wanted, finish)
+
+    def forget(self, samples: Iterable[SampleName], oldest: int) -> None:
+        given_up = list(samples)
+        if len(self.parked):
+            with self._told("forget", [list(sample) for sample in given_up], oldest):
+                super().forget(given_up, oldest)
+
+    def begin_again(self) -> None:
+        with self._told("begin_again"):
+            super().begin_again()
+
+    def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
+        with self._told("load", version):
+            super().load(tensors, version, share=share)
+
+    def put_away(self) -> None:
+        with self._told("put_away"):
+            super().put_away()
+
+    def logprobs_after(self, prompt: Ints) -> NDArray[np.float32]:
+        with self._told("logprobs_after", plain_tokens(prompt), first=True):
+            return super().logprobs_after(prompt)
+
+    @contextmanager
+    def slice(self) -> Iterator[None]:
+        yield
+        self._end_slice()
+
+    def step(self) -> list[Completion]:
+        self._now = self._clock()
+        if not self._is_stepping:
+            self._tell(("step", self._now))
+            self._is_stepping = True
+        self._announce(self._now)
+        return super().step()
+
+    @contextmanager
+    def _told(self, name: str, *args: Any, first: bool = False) -> Iterator[None]:
+        """Tells a call, before it runs or else after it has succeeded."""
+        self._end_slice()
+        self._now = self._clock()
+        call = (name, self._now, *args)
+        if first:
+            self._tell(call)
+        yield
+        if not first:
+            self._tell(call)
+
+    def _end_slice(self) -> None:
+        if self._is_stepping:
+            self._is_stepping = False
+            self._announce(NO_STEP)
+
+    def _announce(self, now: float) -> None:
+        self._ranks.shared(torch.tensor([now], dtype=torch.float64), 0)
