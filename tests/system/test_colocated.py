@@ -34,6 +34,7 @@ def command(
     keys = ["--model.name", str(model), "--steps", str(steps), "--staleness.limit", str(limit)]
     keys += [f"--training.layout.{axis}", str(ranks)]
     keys += ["--generation.deterministic", "true", "--training.checkpoint_every", "2", "--evaluate.prompts="]
+    keys += ["--training.background_checkpoints", "false"]  # So that a run that dies in step 4 goes on from step 2.
     keys += ["--task.samples_per_prompt", "4", "--task.prompts_per_step", "4", "--fleet.start_deadline", str(START)]
     return [sys.executable, "-m", "asyncrl.deploy.cli", "run", "quickstart", "--run-dir", str(run_dir), *keys, *flags]
 
