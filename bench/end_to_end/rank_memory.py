@@ -1,31 +1,26 @@
 """Compares the memory that `asyncrl plan` predicts of each rank of a trainer with what torch allocates in a step.
 
 For each layout a process for each rank trains two steps of a Llama with random weights on CPUs, of a Qwen3-MoE in
-layouts of experts, or of a Qwen2.5-VL whose prompts have pictures; and of the first two with each stage of DeepSpeed's
-ZeRO on two ranks, where DeepSpeed is installed. What a rank took is all tensors that it has between steps, and the most
-that torch had at one moment of the second step beside them. A process takes more: the interpreter, its libraries, and
-what malloc keeps.
+layouts of experts, or of a Qwen2.5-VL whose prompts have pictures; of the first also in layouts of ranks that sample
+too, and of the first two with each stage of DeepSpeed's ZeRO on two ranks, where DeepSpeed is installed. What a rank
+took is all tensors that it has between steps, and the most that torch had at one moment of the second step beside them.
+A process takes more: the interpreter, its libraries, and what malloc keeps.
 """
 
 import argparse
-import gc
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
-
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
 from asyncrl.bench.end_to_end.picture_rows import patches_of, rows_with_pictures
 from asyncrl.bench.end_to_end.rank_processes import run_ranks, write_in_child
+from asyncrl.bench.end_to_end.sampling_ranks import SAMPLING, measure_phases
+from asyncrl.bench.end_to_end.torch_memory import NOT_OF_TORCH, PredictedRank, held_bytes, most_beside
 from asyncrl.bench.measurements import goal_line, table
 from asyncrl.config.install_hints import install_extra
 from asyncrl.config.schema import Config
@@ -35,7 +30,6 @@ from asyncrl.deploy.service_specs import rank_layout
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.rank_layout import Layout
 
@@ -68,23 +62,7 @@ MICRO_BATCH = 1024
 SIZES = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "head_dim": 64}
-NOT_OF_TORCH = ("process", "pixels", "kept by malloc")
-"""Parts that torch does not allocate."""
 WITHIN = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class PredictedRank:
-    """Bytes of one rank, as predicted and as measured."""
-
-    layout: str
-    rank: int
-    predicted: int
-    measured: int
-
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.measured
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -103,6 +81,7 @@ def main(arguments: Sequence[str]) -> None:
             found += [each for layout in LAYOUTS for each in measure(layout, model)]
             found += [each for layout in LAYOUTS_OF_EXPERTS for each in measure(layout, of_experts)]
             found += [each for layout in LAYOUTS_WITH_PICTURES for each in measure(layout, with_eyes, OF_PICTURES)]
+            found += [each for trial in SAMPLING for each in measure_phases(trial, model, MICRO_BATCH)]
         if engine != "torch" and find_spec("deepspeed") is not None:
             found += [each for zero in ZERO for each in measure({"dp": 2}, model, zero=zero)]
             found += [each for zero in ZERO_OF_EXPERTS for each in measure({"dp": 2}, of_experts, zero=zero)]
@@ -112,7 +91,7 @@ def main(arguments: Sequence[str]) -> None:
         for each in found
     ]
     print(table(head, lines))
-    worst = max(abs(each.ratio - 1) for each in found)
+    worst = max(each.error for each in found)
     print(goal_line("predicted over measured bytes, farthest from 1", worst, WITHIN, at_most=True))
 
 
@@ -159,42 +138,5 @@ def measured(config: Config, model: Path, shape: StepShape, mesh: RankMesh) -> i
     all_rows = rows_with_pictures(shape) if model.name == EYES else rows_of(shape)
     rows = all_rows[mesh.rows.rank :: mesh.rows.size]
     run_step(trainer, rows, INCARNATION, 0)
-    held = _held_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run_step(trainer, rows, INCARNATION, 1)
-    assert profiled.profiler is not None, "the profile is over"
-    return held + most_at_once(profiled.profiler.kineto_results)
-
-
-def most_at_once(results: Any) -> int:
-    """Returns the most bytes of tensors that lived at one moment of a profile. What is not seen to be freed is left
-    out: threads of gloo, which the profiler does not follow, free what an exchange has just used."""
-    events, left = list[Any](), [*results.experimental_event_tree()]
-    while left:
-        event = left.pop()
-        left += event.children
-        if event.tag == _EventType.Allocation:
-            events.append(event)
-    events.sort(key=lambda each: each.start_time_ns)
-    changes, living = np.zeros(len(events), np.int64), dict[int, int]()
-    for number, each in enumerate(events):
-        made = each.extra_fields
-        if made.alloc_size > 0:
-            living[made.ptr] = number
-        elif made.ptr in living:
-            changes[living.pop(made.ptr)], changes[number] = -made.alloc_size, made.alloc_size
-    return int(changes.cumsum().max())
-
-
-def _held_bytes() -> int:
-    """Returns the bytes of all tensors of this process, each block of memory once."""
-    gc.collect()
-    found: dict[int, int] = {}
-    for each in gc.get_objects():
-        # Objects that say of which class they are may import what that is.
-        if issubclass(type(each), torch.Tensor) and not each.is_meta:
-            for tensor in (each, each.grad if each.is_leaf else None):
-                if tensor is not None:
-                    storage = own_part(tensor.detach()).untyped_storage()
-                    found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    held = held_bytes()
+    return held + most_beside(partial(run_step, trainer, rows, INCARNATION, 1))[0]

@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.sections.training.optimizers import kept_numbers
+from asyncrl.deploy.checks.generation_memory import EngineMemory, Parts, SamplingRank
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import (
@@ -34,10 +34,6 @@ PROCESS_BYTES, PLAIN_BYTES = 300 * 2**20, 110 * 2**20
 """A process with torch and transformers loaded; one without, with the two processes that run functions."""
 GPU_PROCESS_BYTES = 500 * 2**20
 """CUDA takes so much of a GPU's memory for each process; a process of vLLM counts as much."""
-CHUNK = 32
-"""Positions in a block of the KV cache (generation/scheduling/block_tables.py)."""
-BYTES_PER_SAMPLED = 12
-"""Token, log-prob and version of each token that a slot may sample (generation/scheduling/running_batch.py)."""
 ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
@@ -45,6 +41,16 @@ OFFLOADED = "offloaded moments"
 """Name of the need of what DeepSpeed keeps in the memory of the host."""
 STATE = ("weights", "gradients", "optimizer", "gathered")
 """Parts of a trainer that are there however little is sampled."""
+TO_SAMPLE = (
+    "gathered to sample",
+    "frozen to sample",
+    "held twice",
+    "head",
+    "buckets",
+    "read from files",
+    "sampled tokens",
+)
+"""Further ones of a trainer whose ranks sample too."""
 SMALLER = "take a smaller model (model.name)"
 LESS_AT_ONCE = "take a smaller model (model.name), or train adapters (model.lora)"
 
@@ -53,7 +59,8 @@ LESS_AT_ONCE = "take a smaller model (model.name), or train adapters (model.lora
 class MemoryNeed:
     """Memory of all workers of a service together. bytes: estimate of the most. least: bytes however little is sampled.
     lower: what to lower when that is too much. parts: bytes of each worker by what takes them. likely: bytes with
-    prompts of the mean length; 0: as many as at most."""
+    prompts of the mean length; 0: as many as at most. phases: parts of each phase, where a worker has several in turn;
+    `parts` are those of the largest."""
 
     name: str
     bytes: int
@@ -63,6 +70,7 @@ class MemoryNeed:
     lower: str = SMALLER
     parts: Mapping[str, int] = field(default_factory=dict)
     likely: int = 0
+    phases: Mapping[str, Parts] = field(default_factory=dict)
 
     @property
     def expected(self) -> int:
@@ -73,11 +81,9 @@ def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> li
     """Returns the memory that each service needs on its device. lengths: of prompts, by default the most that the
     config allows."""
     lengths = lengths or RowLengths.allowed(config)
-    found = [
-        _generation(config, shape, lengths, "generation", config.generation_workers),
-        _policy(config, shape, lengths),
-        _scorer("reward", config.reward, shape),
-    ]
+    found = [_policy(config, shape, lengths), _scorer("reward", config.reward, shape)]
+    if config.generation.colocate == "none":  # Else the need of the trainer has it.
+        found.insert(0, _generation(config, shape, lengths, "generation", config.generation.replicas))
     if config.environment.use:
         doc = "without the memory of your environment, which runs in processes of its own"
         found.append(MemoryNeed("environment", config.environment.replicas * PLAIN_BYTES, 0, doc))
@@ -166,37 +172,16 @@ def _offloaded(config: Config, shape: Shape) -> list[MemoryNeed]:
 def _generation(config: Config, shape: Shape, lengths: RowLengths, name: str, replicas: int) -> MemoryNeed:
     if config.generation.engine == "vllm":
         return _vllm(config, shape, name, replicas)
-    model, generation = config.model, config.generation
-    size = BYTES[model.dtype]
-    head = shape.vocabulary * shape.hidden * FLOAT if model.float32_head and model.dtype == "bfloat16" else 0
-    adapters = shape.adapters(model.lora) * size if model.lora is not None else 0
-    weights = shape.parameters * size + head + adapters
-    whole = _cache_bytes(config, shape, longest_row(config), generation.slots)
-    # On a CPU the cache takes what is used, parked sequences with it; where all slots decode from the start, and on
-    # another device, it takes all of it at once.
-    at_first = whole if generation.deterministic or generation.device != "cpu" else 0
-    tables = generation.slots * generation.max_new_tokens * BYTES_PER_SAMPLED
-    gate = GateConfig.of(config)
-    rows = generation.slots if config.environment.use else min(generation.slots, gate.cap * gate.members)
-    cache, likely = (
-        max(at_first, _cache_bytes(config, shape, prompt + config.response_tokens, rows))
-        for prompt in (lengths.longest, lengths.mean)
-    )
+    generation, engine = config.generation, EngineMemory(config, shape, lengths)
+    weights, at_first, tables = engine.weights, engine.reserved, engine.sampled_tokens
+    cache, likely = engine.cache(lengths.longest), engine.cache(lengths.mean, shared=True)
     doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if at_first + tables > weights else SMALLER
-    is_inside = generation.colocate != "none" and name == "generation"
-    process = 0 if is_inside else _process_bytes(generation.device)  # The trainer's need has it.
+    process = _process_bytes(generation.device)
     parts = {"process": process, "weights": weights, "cache": cache, "sampled tokens": tables}
     most, least = sum(parts.values()), weights + at_first + tables
     expected = replicas * (most - cache + likely)
     return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower, parts, expected)
-
-
-def _cache_bytes(config: Config, shape: Shape, tokens: int, rows: int) -> int:
-    """Returns the bytes of keys and values of rows of so many tokens, within `generation.cache_gb`."""
-    block = CHUNK * shape.cache_bytes_per_token * BYTES[config.model.dtype] // FLOAT
-    size = rows * -(-tokens // CHUNK) * block
-    return min(size, int(config.generation.cache_gb * 10**9)) if config.generation.cache_gb else size
 
 
 def _policy(config: Config, shape: Shape, lengths: RowLengths) -> MemoryNeed:
@@ -219,6 +204,14 @@ def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
     return MemoryNeed(name, replicas * most, replicas * (weights + cache), doc, generation.device, lower)
 
 
+def _sum(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def _largest_phase(phases: Mapping[str, Parts]) -> int:
+    return max(map(_sum, phases.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
     """Estimates a service that trains a model. adapters: their parameters, where nothing else is trained."""
@@ -232,39 +225,90 @@ class TrainedModel:
     adapters: int | None = None
 
     def need(self) -> MemoryNeed:
-        largest = largest_pass(self.config, self.lengths, self.layout.data).of_slice(self.layout.sp)
-        largest = with_pictures(largest, self.config, self.shape, self.lengths, self.layout.data, largest=True)
-        most, likely = (
-            [self.parts(size, stage) for stage in range(self.layout.pp)] for size in (largest, self.likely_pass)
+        largest = largest_pass(self.config, self.lengths, self._data).of_slice(self.layout.sp)
+        largest = with_pictures(largest, self.config, self.shape, self.lengths, self._data, largest=True)
+        engine, lengths = self._engine, self.lengths
+        most = self._stages(largest, engine.cache(lengths.longest))
+        size, phases = self._total(most), max(most, key=_largest_phase)
+        expected = self._total([self.likely_phases(stage) for stage in range(self.layout.pp)])
+        least = self._total(self._stages(largest, engine.reserved), (*STATE, *TO_SAMPLE))
+        return MemoryNeed(
+            self.name,
+            size,
+            least,
+            self._doc(phases),
+            self.device,
+            LESS_AT_ONCE,
+            max(phases.values(), key=_sum),
+            min(size, expected),
+            phases if len(phases) > 1 else {},
         )
-        size, parts = self._total(most), max(most, key=lambda each: sum(each.values()))
-        own = sum(parts.get(key, 0) for key in STATE)
+
+    def likely_phases(self, stage: int) -> dict[str, Parts]:
+        """Returns what `phases` does, with prompts of the mean length."""
+        return self.phases(self.likely_pass, stage, self._engine.cache(self.lengths.mean, shared=True))
+
+    def _stages(self, size: ForwardPass, cache: int) -> list[dict[str, Parts]]:
+        return [self.phases(size, stage, cache) for stage in range(self.layout.pp)]
+
+    def _doc(self, phases: Mapping[str, Parts]) -> str:
+        step = phases["step"]
+        own = sum(step.get(key, 0) for key in STATE)
         what = "frozen weights, and adapters as they train," if self.adapters else "weights, gradient and moments"
-        doc = f"{what} {size_text(own)}, a micro-batch {size_text(parts['activations'])}"
-        least, expected = self._total(most, STATE), min(size, self._total(likely))
-        return MemoryNeed(self.name, size, least, doc, self.device, LESS_AT_ONCE, parts, expected)
+        doc = f"{what} {size_text(own)}, a micro-batch {size_text(step['activations'])}"
+        if (sampling := phases.get("sampling")) is None:
+            return doc
+        twice = f", {size_text(sampling['held twice'])} of it held twice" if "held twice" in sampling else ""
+        return f"{doc}; while it samples {size_text(_sum(sampling))}{twice}"
+
+    @property
+    def _samples(self) -> bool:
+        """Returns whether the ranks sample too."""
+        return self.name == "training" and self.config.generation.colocate != "none"
+
+    @property
+    def _data(self) -> int:
+        """Returns the data ranks that train a batch."""
+        in_halves = self._samples and self.config.generation.colocate == "halves"
+        return self.layout.data // (2 if in_halves else 1)
+
+    @property
+    def _engine(self) -> EngineMemory:
+        return EngineMemory(self.config, self.shape, self.lengths, self.layout.size)
 
     @property
     def likely_pass(self) -> ForwardPass:
         """Returns the micro-batch of a rank with prompts of the mean length; slices of rows are not packed."""
         shape = self.shape if self.layout.sp == 1 else replace(self.shape, packs=False)
-        size = likely_pass(self.config, shape, self.lengths, self.layout.data).of_slice(self.layout.sp)
-        return with_pictures(size, self.config, shape, self.lengths, self.layout.data)
+        size = likely_pass(self.config, shape, self.lengths, self._data, self.device).of_slice(self.layout.sp)
+        return with_pictures(size, self.config, shape, self.lengths, self._data)
 
-    def _total(self, stages: list[dict[str, int]], names: Collection[str] = ()) -> int:
-        """Returns the bytes of all ranks, or of these parts of them."""
-        chosen = sum(size for parts in stages for name, size in parts.items() if name in (names or parts))
-        return self.layout.size // self.layout.pp * chosen
+    def _total(self, stages: list[dict[str, Parts]], names: Collection[str] = ()) -> int:
+        """Returns the bytes of all ranks, or of these parts of them, each in its largest phase."""
+        chosen = (
+            max(sum(size for name, size in parts.items() if name in (names or parts)) for parts in phases.values())
+            for phases in stages
+        )
+        return self.layout.size // self.layout.pp * sum(chosen)
+
+    def phases(self, size: ForwardPass, stage: int, cache: int) -> dict[str, Parts]:
+        """Returns the bytes of a rank of a pipeline stage in each phase, by what takes them; in a step alone where it
+        does not sample. cache: bytes of keys and values."""
+        step = self.parts(size, stage)
+        if not self._samples:
+            return {"step": step}
+        shape = self.shape.stage(stage, self.layout.pp)
+        return SamplingRank(self._engine, self.layout, shape, stage, self._state(shape)).phases(step, cache)
 
     def parts(self, size: ForwardPass, stage: int) -> dict[str, int]:
-        """Returns the bytes of a rank of a pipeline stage, by what takes them."""
+        """Returns the bytes of a rank of a pipeline stage in a step, by what takes them."""
         config, layout, lora = self.config, self.layout, self.adapters is not None
         shape, buffers = self.shape.stage(stage, layout.pp), 0
         state = self._state(shape)
         if layout.pp == 1:
             batch = self._pass_beside(state["gradients"], size)
         else:
-            passes = passes_of_update(config, self.lengths, size, layout.data)
+            passes = passes_of_update(config, self.lengths, size, self._data)
             batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora, tp=layout.tp)
         return {
             "process": _process_bytes(self.device),

@@ -1,5 +1,6 @@
 """Reads and checks the prompts of a run, before and after its model is known."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
 from asyncrl.deploy.checks.lost_characters import lost_characters
-from asyncrl.deploy.checks.shared_prompts import shared_prompts
 from asyncrl.engines.generation.tokenization import NO_TEMPLATE, TokenizerWithStops
 from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, has_chat_template
 from asyncrl.errors import TaskError
@@ -17,6 +17,7 @@ from asyncrl.tasks.chat_messages import Messages, ends_with_answer
 from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.curriculum import CurriculumDraw
 from asyncrl.tasks.long_prompts import fitting
+from asyncrl.tasks.prompt_lengths import LOOKED_AT as COMPARED
 from asyncrl.tasks.prompt_lengths import write_longest
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import function_named
@@ -147,3 +148,27 @@ def prompt_tokenizer(config: Config, model: Path) -> TokenizerWithStops:
     from transformers import AutoTokenizer  # not at the top: importing it takes seconds, and few runs count tokens here
 
     return TokenizerWithStops(AutoTokenizer.from_pretrained(model), (), config.task.chat_template_kwargs)
+
+
+def shared_prompts(config: Config, training: PromptRows, held_out: Mapping[str, PromptRows]) -> list[str]:
+    """Returns a line for each held-out set that shares prompts with training. Of a large source, COMPARED rows that
+    are evenly spread are compared."""
+    if config.environment.use or not held_out:  # An environment makes the prompts that count.
+        return []
+    number = min(len(training), COMPARED)
+    trained = {_compared_text(training.row(place * len(training) // number).prompt) for place in range(number)}
+    found = []
+    for name, prompts in held_out.items():
+        chosen = config.evaluate.set_named(name)
+        asked = range(min(chosen.size, len(prompts)))
+        shared = [row for row in asked if _compared_text(prompts.row(row).prompt) in trained]
+        if shared:
+            found.append(
+                f"{chosen.section}.prompts: {len(shared)} of {len(asked)} prompts are trained on too, such as that of "
+                f"{prompts.where(shared[0])}; docs/prompts.md shows how to hold rows out"
+            )
+    return found
+
+
+def _compared_text(prompt: Messages) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)

@@ -18,7 +18,7 @@ from asyncrl.config.sections.training.deepspeed_config import BUCKET, DeepspeedC
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
-from asyncrl.engines.training.batch.packing_families import WORTH
+from asyncrl.engines.training.batch.packing_families import WORTH, is_shared, shared_from
 
 NORMS, FROZEN_NORMS = 6, 4
 HEAD_COPIES = 3
@@ -62,10 +62,12 @@ def largest_pass(config: Config, lengths: RowLengths, ranks: int = 1) -> Forward
     return ForwardPass(tokens, min(tokens, response * min(samples, -(-tokens // (lengths.mean + response)))))
 
 
-def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 1) -> ForwardPass:
+def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 1, device: str = "cpu") -> ForwardPass:
     """Returns the micro-batch of samples with prompts of the mean length and the longest answers."""
     largest, response, members = largest_pass(config, lengths, ranks), config.response_tokens, _members(config)
     prompt = lengths.mean
+    if not is_shared(prompt, members * response, members, shared_from(device)):
+        members = 1
     samples = -(-_samples(config, ranks) // config.training.updates)
     count = min(samples, config.training.micro_batch_tokens // (prompt + response))
     if count < 2 or config.environment.use or config.task.pretrain:

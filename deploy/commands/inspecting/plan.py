@@ -1,6 +1,6 @@
 """`asyncrl plan` prints where each worker of an experiment runs, and how many bytes it takes there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from asyncrl.deploy.commands.command_parser import asks_for_usage
 if TYPE_CHECKING:
     from asyncrl.config.problems import Problem
     from asyncrl.config.schema import Config
+    from asyncrl.deploy.checks.memory_needs import MemoryNeed
     from asyncrl.deploy.checks.placement_plan import PlannedWorker
     from asyncrl.engines.model_shape import Shape
 
@@ -69,9 +70,8 @@ def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     yield f"prompt tokens: {lengths}"
     rows = [("worker", "host", "device", "fails with", "bytes")]
     for worker in workers:
-        parts = ", ".join(f"{what} {size_text(size)}" for what, size in worker.need.parts.items() if size)
         sizes = dict.fromkeys((size_text(worker.likely), size_text(worker.bytes)))
-        what = " to ".join(sizes) + (f": {parts}" if parts else "")
+        what = " to ".join(sizes) + (f": {parts}" if (parts := _parts(worker.need)) else "")
         domain = f"machine of {here.name}" if worker.domain == here.fault_domain else worker.domain
         rows.append((worker.name, worker.host, worker.device, domain, what))
     yield from _aligned(rows)
@@ -80,6 +80,20 @@ def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     yield f"/dev/shm: weights {size_text(need.weights)}, rows {' to '.join(sizes)}"
     for (host, device), size in _totals(workers).items():
         yield f"{host} {device}: {size_text(size)}"
+
+
+def _parts(need: "MemoryNeed") -> str:
+    """Returns the bytes of one worker by what takes them, of each phase where there are several."""
+    from asyncrl.deploy.checks.machine import size_text
+
+    def text(parts: Mapping[str, int]) -> str:
+        return ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
+
+    if not need.phases:
+        return text(need.parts)
+    return "; ".join(
+        f"{phase} {size_text(sum(parts.values()))} ({text(parts)})" for phase, parts in need.phases.items()
+    )
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

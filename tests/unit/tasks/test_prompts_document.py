@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from asyncrl.deploy.checks.shared_prompts import shared_prompts
+from asyncrl.deploy.checks.run_prompts import shared_prompts
 from asyncrl.tasks import Draw, held_out_prompts, load_prompts, training_prompts
 from tests.unit.documents import DOCS, config_of, files_of
 

@@ -26,7 +26,7 @@ from asyncrl.engines.training.batch.contexts import (
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.packed_attention import PackedAttention
 from asyncrl.engines.training.batch.packed_rows import pack_rows
-from asyncrl.engines.training.batch.packing_families import SHARED_ON_DEVICE
+from asyncrl.engines.training.batch.packing_families import shared_from
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.protocols.batch import Batch
@@ -218,8 +218,7 @@ def _all_contexts(
 
 def _model_input(contexts: _Contexts, device: torch.device, budget: float, *, packs: bool) -> ModelInput:
     prompts, responses = contexts.prompts, contexts.responses
-    shared_from = SHARED_ON_DEVICE if device.type == "cuda" else 0.0
-    packed = pack_rows(prompts, responses, budget, shared_from) if packs else None
+    packed = pack_rows(prompts, responses, budget, shared_from(device.type)) if packs else None
     ids, states = _padded_rows(prompts, responses) if packed is None else (packed.ids[None], packed.states)
     positions = [state[own] for state, own in zip(states, contexts.sampled, strict=True)]
     return ModelInput(

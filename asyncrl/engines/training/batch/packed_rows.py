@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from asyncrl.engines.training.batch.packing_families import WORTH
+from asyncrl.engines.training.batch.packing_families import WORTH, is_shared
 from asyncrl.engines.training.batch.train_rows import Ids
 
 Block: TypeAlias = list[int]
@@ -88,7 +88,8 @@ def _blocks(prompts: Sequence[Ids], responses: Sequence[Ids], shared_from: float
     for index, prompt in enumerate(prompts):
         found.setdefault(prompt.tobytes(), []).append(index)
     for block in found.values():
-        if len(prompts[block[0]]) * len(block) >= shared_from * sum(len(responses[index]) for index in block):
+        answers = sum(len(responses[index]) for index in block)
+        if is_shared(len(prompts[block[0]]), answers, len(block), shared_from):
             yield block
         else:
             yield from ([index] for index in block)

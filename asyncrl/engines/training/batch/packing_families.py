@@ -15,6 +15,17 @@ SHARED_ON_DEVICE = 1.0
 prompts of a quarter was slower than one that computes them again, at 0.86 of its speed."""
 
 
+def shared_from(device: str) -> float:
+    """Returns the least length of a prompt, over the mean of its answers, that samples share on this kind of device."""
+    return SHARED_ON_DEVICE if device == "cuda" else 0.0
+
+
+def is_shared(prompt: int, answers: int, samples: int, least: float) -> bool:
+    """Returns whether so many samples share a prompt of so many tokens. answers: tokens of all answers together; least:
+    from `shared_from`."""
+    return prompt * samples >= least * answers
+
+
 def can_pack(config: Mapping[str, Any]) -> bool:
     """Returns whether rows of a model may be packed: its layers attend to all earlier tokens. config: the content of
     its config.json."""

@@ -12,14 +12,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
-from asyncrl.deploy.checks.memory_needs import (
-    BYTES_PER_SAMPLED,
-    CHUNK,
-    GPU_PROCESS_BYTES,
-    PROCESS_BYTES,
-    MemoryNeed,
-    needs,
-)
+from asyncrl.deploy.checks.generation_memory import BYTES_PER_SAMPLED, CHUNK
+from asyncrl.deploy.checks.memory_needs import GPU_PROCESS_BYTES, PROCESS_BYTES, MemoryNeed, needs
 from asyncrl.deploy.checks.placement_plan import planned_workers
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import (

@@ -17,6 +17,8 @@ from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import kept_bytes, largest_pass, likely_pass, pass_bytes
 from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.training.batch.packed_rows import pack_rows
+from asyncrl.engines.training.batch.packing_families import shared_from
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
@@ -159,6 +161,22 @@ def test_layers_are_not_gathered_while_there_are_logits(make_folder: Callable[..
     beside = {gathered: pass_bytes(config(), shape, size, gathered=gathered) for gathered in (0, 1000, 10**9, 10**12)}
     assert beside[0] - beside[1000] == 1000
     assert beside[0] > beside[10**9] == beside[10**12] > 0
+
+
+@pytest.mark.parametrize(("device", "shares"), [("cpu", True), ("cuda", False)])
+def test_short_prompts_are_shared_where_the_trainer_shares_them(
+    device: str, shares: bool, make_folder: Callable[..., Path]
+) -> None:
+    """On a GPU samples have their own copy of a prompt that is shorter than their answers."""
+    shape, prompt = shape_of(str(make_folder())), RESPONSE - 4
+    assert shape is not None
+    chosen = config({"micro_batch_tokens": 8 * (prompt + RESPONSE), "device": device})
+    found = likely_pass(chosen, shape, RowLengths(prompt, prompt, 1), device=device)
+    prompts, answers = [np.full(prompt, member // MEMBERS) for member in range(8)], [np.zeros(RESPONSE, np.int64)] * 8
+    packed = pack_rows(prompts, answers, chosen.training.micro_batch_tokens, shared_from(device))
+    assert (packed is not None) == shares
+    tokens = 8 * (prompt + RESPONSE - 1) if packed is None else len(packed.ids)
+    assert (found.tokens, found.queries > 0) == (tokens, shares)
 
 
 def test_a_critic_takes_what_is_predicted(make_folder: Callable[..., Path]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from asyncrl.bench.end_to_end.rank_memory import most_at_once
+from asyncrl.bench.end_to_end.torch_memory import most_at_once
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel, needs

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch._C._profiler import _EventType
 
-from asyncrl.bench.end_to_end.rank_memory import most_at_once
+from asyncrl.bench.end_to_end.torch_memory import most_at_once
 
 
 def event(at: int, size: int, address: int, *children: Any) -> Any:

@@ -1,0 +1,79 @@
+"""Counts the bytes of tensors that a process has, and the most that it has at one moment while something runs."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from asyncrl.engines.training.ranks.shards import own_part
+
+NOT_OF_TORCH = ("process", "pixels", "kept by malloc")
+"""Parts of a prediction that torch does not allocate."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRank:
+    """Bytes of one rank, as predicted and as measured. is_partly_seen: what was measured may be too little."""
+
+    layout: str
+    rank: int
+    predicted: int
+    measured: int
+    is_partly_seen: bool = False
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+    @property
+    def error(self) -> float:
+        """Returns how far the ratio is from 1; of what is partly seen as far as less was predicted than measured."""
+        return max(0.0, 1 - self.ratio) if self.is_partly_seen else abs(self.ratio - 1)
+
+
+def most_beside(work: Callable[[], T]) -> tuple[int, T]:
+    """Runs `work`. Returns the most bytes that torch had at one moment beside those of before, and what `work` did."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        done = work()
+    assert profiled.profiler is not None, "the profile is over"
+    return most_at_once(profiled.profiler.kineto_results), done
+
+
+def most_at_once(results: Any) -> int:
+    """Returns the most bytes of tensors that lived at one moment of a profile. What is not seen to be freed is left
+    out: threads of gloo, which the profiler does not follow, free what an exchange has just used."""
+    events, left = list[Any](), [*results.experimental_event_tree()]
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation:
+            events.append(event)
+    events.sort(key=lambda each: each.start_time_ns)
+    changes, living = np.zeros(len(events), np.int64), dict[int, int]()
+    for number, each in enumerate(events):
+        made = each.extra_fields
+        if made.alloc_size > 0:
+            living[made.ptr] = number
+        elif made.ptr in living:
+            changes[living.pop(made.ptr)], changes[number] = -made.alloc_size, made.alloc_size
+    return int(changes.cumsum().max(initial=0))
+
+
+def held_bytes() -> int:
+    """Returns the bytes of all tensors of this process, each block of memory once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        # Objects that say of which class they are may import what that is.
+        if issubclass(type(each), torch.Tensor) and not each.is_meta:
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None:
+                    storage = own_part(tensor.detach()).untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())

@@ -1,0 +1,192 @@
+"""Estimates the bytes that a worker samples with, and those of a trainer's rank that samples too, phase by phase.
+
+start       what it trains, the model as it is read from files, and what it gathers of other ranks
+gathering   weights and moments, what it gathers, and the buckets in which that arrives
+sampling    weights and moments, what it has gathered, keys and values, sampled tokens
+step        weights, moments, gradients, a micro-batch; what it samples with is freed, but for frozen weights
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.schema import Config
+from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
+from asyncrl.engines.models.model_folder import longest_row
+
+CHUNK = 32
+"""Positions in a block of the KV cache (generation/scheduling/block_tables.py)."""
+BYTES_PER_SAMPLED = 12
+"""Token, log-prob and version of each token that a slot may sample (generation/scheduling/running_batch.py)."""
+BUCKET_BYTES = 32 << 20
+"""Bytes of one rank that are gathered at once, or of one larger tensor (training/ranks/weight_gathering.py)."""
+
+Parts = dict[str, int]
+"""Bytes by what takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Counts the bytes of one replica of the torch engine. workers: replicas that share out the groups in flight; 1
+    where one of them may have all."""
+
+    config: Config
+    shape: Shape
+    lengths: RowLengths
+    workers: int = 1
+
+    @property
+    def number_bytes(self) -> int:
+        return BYTES[self.config.model.dtype]
+
+    @property
+    def weights(self) -> int:
+        return self.shape.parameters * self.number_bytes + self.head + self.adapters
+
+    @property
+    def head(self) -> int:
+        """Returns the bytes of a copy of the head in float32."""
+        model = self.config.model
+        wants = model.float32_head and model.dtype == "bfloat16"
+        return self.shape.vocabulary * self.shape.hidden * FLOAT if wants else 0
+
+    @property
+    def adapters(self) -> int:
+        lora = self.config.model.lora
+        return 0 if lora is None else self.shape.adapters(lora) * self.number_bytes
+
+    @property
+    def version(self) -> int:
+        """Returns the bytes of what changes with each version."""
+        return self.shape.parameters * self.number_bytes if self.config.model.lora is None else self.adapters
+
+    @property
+    def sampled_tokens(self) -> int:
+        generation = self.config.generation
+        return generation.slots * generation.max_new_tokens * BYTES_PER_SAMPLED
+
+    @property
+    def reserved(self) -> int:
+        """Returns the bytes that the cache takes at once. On a CPU it takes what is used, parked sequences with it;
+        where all slots decode from the start, and on another device, all of it."""
+        generation = self.config.generation
+        if not generation.deterministic and generation.device == "cpu":
+            return 0
+        return self._within(generation.slots * -(-longest_row(self.config) // CHUNK))
+
+    def cache(self, prompt: int, *, shared: bool = False) -> int:
+        """Returns the bytes of keys and values of all rows that run with prompts of so many tokens. shared: members of
+        a group share the full blocks of their prompt, but for its last token."""
+        config, gate = self.config, GateConfig.of(self.config)
+        slots, groups = config.generation.slots, -(-gate.cap // self.workers)
+        rows = slots if config.environment.use else min(slots, groups * gate.members)
+        blocks = rows * -(-(prompt + config.response_tokens) // CHUNK)
+        if shared and not config.environment.use:
+            blocks -= (rows - -(-rows // gate.members)) * (max(0, prompt - 1) // CHUNK)
+        return max(self.reserved, self._within(blocks))
+
+    def _within(self, blocks: int) -> int:
+        """Returns the bytes of so many blocks, within `generation.cache_gb`."""
+        size, most = blocks * CHUNK * self.shape.cache_bytes_per_token * self.number_bytes // FLOAT, 10**9
+        limit = self.config.generation.cache_gb
+        return min(size, int(limit * most)) if limit else size
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRank:
+    """Counts the bytes of a trainer's rank that samples between its steps with all of the model. stage: shape of its
+    pipeline stage; number: of that stage. state: bytes that it keeps from step to step."""
+
+    engine: EngineMemory
+    layout: LayoutConfig
+    stage: Shape
+    number: int
+    state: Mapping[str, int]
+
+    def phases(self, step: Parts, cache: int) -> dict[str, Parts]:
+        """Returns the parts of each phase. step: those of a step without what the rank samples with. cache: bytes of
+        keys and values."""
+        engine, process = self.engine, step["process"]
+        kept = {"weights": self.state["weights"], "optimizer": self.state["optimizer"]}
+        beside = {"gathered to sample": self._others, "held twice": self._twice}
+        frozen = {"frozen to sample": engine.weights - engine.head - engine.adapters} if self._has_adapters else {}
+        made, buckets = self._gathering
+        sampling = {"head": engine.head, "cache": cache, "sampled tokens": engine.sampled_tokens}
+        found = {
+            "step": step | frozen,
+            "sampling": kept | frozen | beside | sampling,
+            "gathering": kept | frozen | {"gathered to sample": made, "buckets": buckets},
+            "start": {"weights": kept["weights"], "read from files": engine.weights} | beside,
+        }
+        return {
+            phase: {"process": process} | {name: size for name, size in parts.items() if size or phase == "step"}
+            for phase, parts in found.items()
+            if phase != "gathering" or made
+        }
+
+    @property
+    def _has_adapters(self) -> bool:
+        return self.engine.config.model.lora is not None
+
+    @property
+    def _held_apart(self) -> bool:
+        """Returns whether all that is sampled with has memory of its own: it has another dtype, or is adapters."""
+        return self.engine.number_bytes != FLOAT or self._has_adapters
+
+    @property
+    def _others(self) -> int:
+        """Returns the bytes gathered of what this rank does not train, or does not hold as it samples with it."""
+        own = 0 if self._held_apart else self.state["weights"]
+        return max(0, self.engine.version - own)
+
+    @property
+    def _twice(self) -> int:
+        """Returns the bytes that this rank trains and holds once more to sample with: shards in any case, slices of
+        tensor ranks and stages where `generation.grouping` is "vanilla", and the table of a head that is the embedding
+        too at the last stage."""
+        own, layout, stage = self.state["weights"], self.layout, self.stage
+        if self._held_apart:
+            return 0
+        vanilla = self.engine.config.generation.grouping == "vanilla"
+        if layout.shard > 1 or (vanilla and layout.pp > 1):
+            return own
+        if vanilla:
+            return self._slices
+        table = stage.vocabulary * stage.hidden
+        is_tied = self.engine.shape.outside < 2 * table
+        return FLOAT * table if is_tied and 1 < layout.pp == self.number + 1 else 0
+
+    @property
+    def _slices(self) -> int:
+        """Returns the bytes of the slices of this tensor rank, as it samples with them."""
+        layers, hidden, tp = self.stage.layers, self.stage.hidden, self.layout.tp
+        matrices = self.stage.layer_parameters() - 2 * hidden
+        return 0 if tp == 1 else layers * matrices // tp * self.engine.number_bytes
+
+    @property
+    def _gathering(self) -> tuple[int, int]:
+        """Returns the most bytes that are made while weights are gathered, and those of the buckets with the last of
+        them: what this rank gives, and what it gets of each rank."""
+        layout, size = self.layout, self.engine.number_bytes
+        if self._has_adapters:
+            return 0, 0
+        held = self.state["weights"] // FLOAT * layout.shard * size
+        joined = held if layout.shard > 1 or size != FLOAT else 0
+        table = self.stage.vocabulary * self.stage.hidden * size
+        gate = self.stage.hidden * self.stage.width("gate_proj") * size // layout.tp
+        of_shards = 0 if layout.shard == 1 else (1 + layout.shard) * _bucket(held, table, layout.shard)
+        made = exchanged = 0
+        if layout.tp > 1:
+            made, exchanged = self._slices * layout.tp, (1 + layout.tp) * _bucket(self._slices, gate)
+        if layout.pp > 1:
+            made, exchanged = self.engine.version, max(exchanged, 2 * _bucket(held, table))
+        if of_shards >= made + exchanged:
+            return joined, of_shards
+        return joined + made, exchanged
+
+
+def _bucket(size: int, largest: int, ranks: int = 1) -> int:
+    """Returns the bytes of the largest bucket of tensors of so many bytes, of which each rank has a part."""
+    return max(min(BUCKET_BYTES, size // ranks), min(size, largest) // ranks)
