@@ -83,7 +83,8 @@ class TorchEngine:
         generation = config.generation
         refuse_rotation_by_longest_row(folder, config)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = load_model(folder, DTYPES[config.model.dtype], generation.device)
+        # The memory of a device may hold the slices of a rank alone.
+        model = load_model(folder, DTYPES[config.model.dtype], "cpu" if ranks.size > 1 else generation.device)
         if config.model.lora is not None:
             attach(model, config.model.lora, config.seed)
             fill_for_probe(model)
@@ -359,7 +360,7 @@ def _verified(model: Any, tokenizer: Any, config: Config, record: RecordShape | 
     else:
         flat.verify_whole(probe, expected)
         refuse_slices(model, config, ranks, fast=flat.fast)
-        flat.share_out(ranks)
+        flat.share_out(ranks, torch.device(config.generation.device))
     return flat
 
 

@@ -92,11 +92,13 @@ class FlatModel:
         self._body = bind_parameters(self.model.model, self.cache.limit, join) if self.fast else None
         self._pictures.clear()
 
-    def share_out(self, ranks: Ranks) -> None:
-        """Keeps the slices of this rank, which from now on computes together with the others. The fast path must know
-        the model."""
+    def share_out(self, ranks: Ranks, device: torch.device) -> None:
+        """Keeps the slices of this rank, on a device, where it computes from now on together with the others. The fast
+        path must know the model."""
         self._ranks = ranks
         keep_slices(self.model, ranks)
+        self.model.to(device)
+        self.device = device
         self.weights_changed()
 
     def put_away(self) -> None:

@@ -135,7 +135,7 @@ class Watched:
         engine._finish = self._finish  # type: ignore[method-assign]
 
     def _sample(self, logits: Tensor, rows: Any) -> Any:
-        self.logits.update(logits.numpy().tobytes())
+        self.logits.update(logits.float().numpy().tobytes())
         return self._engine_sample(logits, rows)
 
     def _finish(self, *args: Any) -> Completion:
@@ -164,8 +164,8 @@ def play_case(case: dict[str, Any], mesh: RankMesh) -> dict[str, Any]:
 
 
 def die(case: dict[str, Any], mesh: RankMesh, dead: int) -> str:
-    """Returns what this rank finds out about the death of another one: within a slice that of the leader, at the start
-    of one that of a follower."""
+    """Returns what this rank finds out about the death of another one, which all others meet in an exchange of the
+    second step of a slice."""
     ranks, folder, config = mesh.tensor, Path(case["model"]), engine_config(**case["settings"])
     assert mesh.announcements is not None, "the ranks are led"
     try:
@@ -179,13 +179,25 @@ def die(case: dict[str, Any], mesh: RankMesh, dead: int) -> str:
                 leader.step()
         else:
             follower = FollowingEngine(folder, config, 0, ranks=ranks)
+            if dead == ranks.rank:
+                dies_in_second_step(follower)
             while call := mesh.announcements.next():
-                if dead == ranks.rank and call[0] == "step":
-                    os._exit(0)
                 follower.apply(call)
     except PeerLost as lost:
         return str(lost)
     return ""
+
+
+def dies_in_second_step(follower: FollowingEngine) -> None:
+    step, made = follower.step, list[int]()
+
+    def counted() -> list[Completion]:
+        made.append(len(made))
+        if len(made) == 2:
+            os._exit(0)
+        return step()
+
+    follower.step = counted  # type: ignore[method-assign]
 
 
 def run_rank(rank: int, told: list[int], heard: int, folder: Path, cases: dict[str, Any]) -> None:

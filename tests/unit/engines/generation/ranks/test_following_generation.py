@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.concurrency import gather
+from asyncrl.engines.generation import torch_engine
+from asyncrl.engines.generation.forward.flat_model import FlatModel, load_model
 from asyncrl.engines.generation.ranks.following_engine import FollowingEngine
 from asyncrl.engines.generation.ranks.following_generation import FollowingGeneration
 from asyncrl.engines.generation.ranks.leading_engine import LeadingEngine
@@ -229,6 +231,25 @@ async def _lost() -> Any:
 
 async def _loading() -> Any:
     return "load", 0.0, 7
+
+
+def test_the_device_of_a_rank_holds_its_slices_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model is loaded and compared in the memory of the host."""
+    asked_for: list[str] = []
+
+    def loaded(*args: Any) -> Any:
+        asked_for.append(args[2])
+        raise PeerLost("enough")
+
+    monkeypatch.setattr(torch_engine, "load_model", loaded)
+    ranks = SummingRanks(1, [None] * 2, Barrier(2))
+    for group in ({"ranks": ranks}, {}):
+        with pytest.raises(PeerLost):
+            TorchEngine(folder, engine_config(**SHAPE, device="cuda"), **group)
+    assert asked_for == ["cpu", "cuda"]
+    flat = FlatModel(load_model(folder, torch.float32, "cpu"), 2, 32, 261)
+    flat.share_out(ranks, torch.device("meta"))
+    assert {each.device.type for each in flat.model.parameters()} == {flat.device.type} == {"meta"}
 
 
 @pytest.mark.parametrize(
