@@ -75,6 +75,15 @@ class Layout:
         return self.dp * self.shard * self.ep
 
     @property
+    def parts(self) -> int:
+        """Returns the number of ranks that hold one copy of the model together."""
+        return self.pp * self.tp * self.shard * self.ep
+
+    def part(self, rank: int) -> int:
+        """Returns which part of the model a rank holds, as ranks with copies of it do."""
+        return rank // self.sp % self.parts
+
+    @property
     def gpp(self) -> int:
         return self.pp if self.generation_pp is None else self.generation_pp
 

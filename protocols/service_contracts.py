@@ -325,6 +325,7 @@ class Training(Contract):
 
     @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
     async def leave_ranks(self, incarnation: int, version: int) -> None:
-        """Keeps the whole state of `version` to be copied and written by this rank alone, because another rank died; no
-        step follows. Raises Refused where this rank shares it out with others, or no longer holds that of `version`."""
+        """Keeps the state of `version`, or this rank's part of it, to be copied and written by this rank alone, because
+        another rank died; no step follows. Raises Refused where it is saved by all ranks together, or this rank no
+        longer holds that of `version`."""
         raise NotImplementedError

@@ -196,7 +196,8 @@ def own_state() -> dict[str, Any]:
 
 def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[str, Any]:
     """Restores optimizer and RNG, and returns all that trainer.pt holds. Raises JournalError when the directory is not
-    the checkpoint of a trainer, and ConfigError when another number of ranks with different states wrote it."""
+    the checkpoint of a trainer, and ConfigError when another number of ranks with different states wrote it, unless
+    these held one copy together: then each copy takes their random states."""
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)
@@ -204,12 +205,13 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
     others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
     optimizer.load(state["optimizer"], stored)
     random = [each["rng"] for each in (state, *others)]
-    if len(random) != mesh.size and not all(torch.equal(each, random[0]) for each in random):
+    own = {mesh.parts: mesh.part, mesh.size: mesh.rank}.get(len(random))
+    if own is None and not all(torch.equal(each, random[0]) for each in random):
         raise ConfigError(
             f"{len(random)} ranks with different random states wrote checkpoint {directory}, and {mesh.key} has "
             f"{mesh.size}; write one of {len(random)}"
         )
-    torch.set_rng_state(random[mesh.rank if len(random) == mesh.size else 0])
+    torch.set_rng_state(random[own or 0])
     return state
 
 

@@ -138,12 +138,13 @@ class Trainer(ABC):
         return TrainedWeights(self._held.whole, self.optimizer.parts_moved)
 
     def leave_ranks(self) -> None:
-        """Goes on as a trainer of one rank, without gradients. Raises Refused where ranks share out weights or
-        moments."""
-        if self.mesh.is_parted:
+        """Drops gradients, and exchanges nothing from now on. Where ranks have copies of the whole state this one goes
+        on as a trainer of one rank; where they share it out, it saves its part. Raises Refused where parts are saved
+        by all ranks together: moments that DeepSpeed cuts, and adapters."""
+        if self.mesh.zero or (self.mesh.is_parted and self.config.model.lora is not None):
             raise Refused(f"rank {self.mesh.rank} of {self.mesh.key} holds a part of the state alone")
         self.optimizer.discard()
-        self.mesh = RankMesh(service=self.mesh.service)
+        self.mesh = self.mesh.without_others()
         self._held = replace(self._held, mesh=self.mesh)
 
     @property

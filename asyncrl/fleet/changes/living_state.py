@@ -1,29 +1,31 @@
 """Finds the workers that still hold the whole state of all that learn, after one of them died.
 
-Of a trainer with copies of its weights one living rank is enough, if it is at the version that the journal says and no
-optimizer step from there was taken: a step counts once all ranks have reported it, and is undone on none. Of a trainer
-whose ranks share out the weights, and of a critic, all ranks have to live.
+Of a trainer one living rank with each part of the model is enough, if it is at the version that the journal says and
+took no optimizer step from there: a step counts once all ranks have reported it, and is undone on none. Of a critic all
+ranks have to live.
+
+copies of the whole model   one rank saves the state; all that hold it stay, and meet the new ones
+parts of it                 the first rank that holds a part saves it, and each ends once it is not needed
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError
+from asyncrl.fleet.changes.living_parts import HOLD_DEADLINE, LivingParts
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.protocols.messages import Checkpointed
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Critic, Training
-
-HOLD_DEADLINE = 60.0
-"""Seconds for a rank to end the step that it is in: at most one pass, because its next exchange fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class LivingState:
-    """Workers that hold the state of a version together. trainers: one rank that holds all, or all ranks.
-    critics: all of their ranks. deadline: of a call, in seconds. left: names of ranks that have left the
-    others, each with the whole state of the trainer."""
+    """Workers that hold the state of a version together. trainers: one rank that holds all, or all ranks. parts: where
+    ranks that share out the state lost one. critics: all of their ranks. deadline: of a call, in seconds. left: names
+    of ranks that have left the others, each with the whole state of the trainer."""
 
     trainers: Sequence[RemoteWorker]
     critics: Sequence[RemoteWorker]
@@ -31,11 +33,12 @@ class LivingState:
     version: int
     deadline: float
     left: Sequence[str] = ()
+    parts: LivingParts | None = None
 
     async def write(self, directory: str) -> Checkpointed:
         """Writes the files of a checkpoint. Raises what the workers raise."""
         position = (self.incarnation, self.version)
-        found: list[Checkpointed] = []
+        found = [] if self.parts is None else await self.parts.write(directory)
         for contract, workers in ((Training, self.trainers), (Critic, self.critics)):
             copy, write = contract.endpoints["copy_state"], contract.endpoints["checkpoint"]
             await gather(*(worker.call(copy, position, self.deadline) for worker in workers))
@@ -47,18 +50,33 @@ class LivingState:
 async def living_state(running: RunningFleet, incarnation: int, version: int) -> LivingState | None:
     """Returns the workers that hold the state of this version; None where what one of them held is lost."""
     workers = [slot.worker for slot in running.supervisor.slots(learning=True)]
-    contracts = {spec.name: spec.contract for spec in running.specs.values()}
-    ranks = [worker for worker in workers if issubclass(contracts[worker.service], Training)]
-    critics = [worker for worker in workers if issubclass(contracts[worker.service], Critic)]
+    specs = {spec.name: spec for spec in running.specs.values()}
+    ranks = [worker for worker in workers if issubclass(specs[worker.service].contract, Training)]
+    critics = [worker for worker in workers if issubclass(specs[worker.service].contract, Critic)]
     if not all(worker.alive for worker in critics):
         return None
     living = [worker for worker in ranks if worker.alive]
+    layout = next((specs[worker.service].layout for worker in ranks), Layout())
+    state = LivingState(ranks, critics, incarnation, version, running.facts.config.fleet.call_deadline)
+    if layout.parts > 1:
+        return state if len(living) == len(ranks) else _in_parts(state, living, layout, running)
     holds = await gather(*(_holds(worker, incarnation, version) for worker in living))
     holders = [worker for worker, held in zip(living, holds, strict=True) if held]
-    if not holders and len(living) < len(ranks):
+    if not holders:
+        return state if len(living) == len(ranks) else None
+    return replace(state, trainers=holders[:1], left=[worker.name for worker in holders])
+
+
+def _in_parts(
+    state: LivingState, living: Sequence[RemoteWorker], layout: Layout, running: RunningFleet
+) -> LivingState | None:
+    """Returns the state where each part was copied to a rank that lives; None where one is lost."""
+    holders = [(layout.part(worker.rank), worker) for worker in living]
+    if len({part for part, _ in holders}) < layout.parts:
         return None
-    deadline, left = running.facts.config.fleet.call_deadline, [worker.name for worker in holders]
-    return LivingState(holders[:1] or ranks, critics, incarnation, version, deadline, left)
+    position = (state.incarnation, state.version)
+    parts = LivingParts(holders, layout.parts, position, state.deadline, running.supervisor.instances)
+    return replace(state, trainers=(), parts=parts)
 
 
 async def _holds(worker: RemoteWorker, incarnation: int, version: int) -> bool:

@@ -23,7 +23,6 @@ from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.launching.join_point import open_join_point
 from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts
 from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Environment, Generation, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
@@ -282,7 +281,7 @@ class ControllerLife(ResumableRun):
         training: Implementation = partial(TrialTraining, truth, self.disk)
         if trial.ranks > 1:
             training = partial(TrialTrainingRank, truth, self.disk, RankExchanges(trial))
-        yield ServiceSpec("training", Training, training, layout=Layout(dp=trial.ranks))
+        yield ServiceSpec("training", Training, training, layout=trial.layout)
         if trial.turns:
             yield ServiceSpec("environment", Environment, partial(TrialEnvironment, truth))
         if trial.reference:

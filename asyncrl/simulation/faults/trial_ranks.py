@@ -1,7 +1,10 @@
-"""Several ranks of a trainer with copies of its weights, of which one dies between two exchanges, or during one.
+"""Several ranks of a trainer with copies of its weights, or of parts of them, of which one dies between two exchanges,
+or during one.
 
 give ──> all have given ──> each gets what all gave, some time later ──> takes the update ──> the next exchange
                              └── a rank died meanwhile: PeerLost, also where another one had its answer before
+
+A rank learns of the death of one with the same part or of the same copy; it waits for others until such a one ends.
 """
 
 import asyncio
@@ -18,9 +21,10 @@ from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts, RowRef
 from asyncrl.protocols.hash_chain import chain
 from asyncrl.protocols.messages import StepReport
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.simulation.fakes.fake_service import now
 from asyncrl.simulation.faults.trial_plan import Trial
-from asyncrl.simulation.faults.trial_services import GroundTruth, TrialTraining
+from asyncrl.simulation.faults.trial_services import STATE, GroundTruth, TrialTraining
 
 if TYPE_CHECKING:
     from asyncrl.simulation.faults.faulty_platform import SlowDisk
@@ -31,22 +35,30 @@ KEPT_STATE = 60.0
 """Seconds for which a rank that lost another one stays."""
 
 
-class RankExchange:
-    """Connects the ranks of one start of a trainer. lost: set once one of them is gone."""
+def file_of(part: int) -> str:
+    """Returns the name of the file of a part of the state in a checkpoint."""
+    return f"part-{part}" if part else STATE
 
-    def __init__(self, size: int, seed: str) -> None:
-        self.lost = asyncio.Event()
-        self._size = size
+
+class RankExchange:
+    """Connects the ranks of one start of a trainer."""
+
+    def __init__(self, layout: Layout, seed: str) -> None:
+        self._layout = layout
+        self._size = layout.size
+        self._lost = [asyncio.Event() for _ in range(layout.size)]
         self._chance = random.Random(seed)
         self._given: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         self._complete: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def give(self, number: int, rank: int, value: Any) -> list[Any]:
-        """Returns what all ranks gave in the exchange of this number. Raises PeerLost once one of them is gone."""
+        """Returns what all ranks gave in the exchange of this number. Raises PeerLost once one is gone that this rank
+        is connected to."""
+        lost = self._lost[rank]
         self._given[number][rank] = value
         if len(self._given[number]) == self._size:
             self._complete[number].set()
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._complete[number], self.lost)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._complete[number], lost)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -54,10 +66,17 @@ class RankExchange:
                 each.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._chance.uniform(0.0, SLOWEST)):
-                await self.lost.wait()
-        if self.lost.is_set():
+                await lost.wait()
+        if lost.is_set():
             raise PeerLost(f"rank {rank} lost another rank in exchange {number}")
         return [self._given[number][other] for other in range(self._size)]
+
+    def end(self, rank: int) -> None:
+        """Ends the connections of a rank whose process is gone."""
+        part, copy = self._layout.part(rank), rank // self._layout.parts
+        for other, lost in enumerate(self._lost):
+            if self._layout.part(other) == part or other // self._layout.parts == copy:
+                lost.set()
 
 
 class RankExchanges:
@@ -69,7 +88,7 @@ class RankExchanges:
 
     def of(self, incarnation: int) -> RankExchange:
         if incarnation not in self._made:
-            self._made[incarnation] = RankExchange(self._trial.ranks, f"exchange {self._trial.seed} {incarnation}")
+            self._made[incarnation] = RankExchange(self._trial.layout, f"exchange {self._trial.seed} {incarnation}")
         return self._made[incarnation]
 
 
@@ -94,8 +113,14 @@ class TrialTrainingRank(TrialTraining):
     async def start(self) -> None:
         await super().start()
         self.truth.services[self.instance] = self
-        if (folder := self.context.facts.checkpoint_dir) is not None and folder.name != str(self.version):
-            self.truth.report(f"checkpoint {folder.name} holds the weights of version {self.version}")
+        if (folder := self.context.facts.checkpoint_dir) is None:
+            return
+        for part in range(self.truth.trial.parts):
+            found = "nothing"
+            with suppress(FileNotFoundError):
+                found = self._disk.open(str(folder), file_of(part)).read().decode().partition(" ")[0]
+            if folder.name != found:
+                self.truth.report(f"checkpoint {folder.name} holds of part {part} the weights of version {found}")
 
     async def renew(self, facts: RunFacts) -> None:
         if not self._left_ranks.is_set():
@@ -156,6 +181,10 @@ class TrialTrainingRank(TrialTraining):
         self.truth.updated(self.version, BatchRef(tuple(row for row, _ in trained)), [stamps for _, stamps in trained])
         self.weights = self.version + 1
 
+    @property
+    def state_file(self) -> str:
+        return file_of(self.truth.trial.layout.part(self.context.spec.rank))
+
     async def leave_ranks(self, incarnation: int, version: int) -> None:
         self._left_ranks.set()
         if self._last_step is not None:
@@ -165,7 +194,7 @@ class TrialTrainingRank(TrialTraining):
             raise Refused(f"an update from version {version} was taken, and its step has not ended")
 
     def ended(self) -> None:
-        self._exchange.lost.set()
+        self._exchange.end(self.context.spec.rank)
 
     async def _give(self, value: Any) -> list[Any]:
         self._exchanges += 1

@@ -92,3 +92,14 @@ def test_each_sum_over_rows_counts_every_row_once(sizes: tuple[int, int, int, in
     for copies, shards in product(layout.groups("copies"), layout.groups("shards")):
         assert len(set(copies) & set(shards)) <= 1
     assert THREE_D_PROTO.collect(layout) == [layout.rank(pp=-1, dp=index) for index in range(dp * shard)]
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"tp": 2}, {"pp": 2}, {"ep": 2}, {"sp": 2}, {"pp": 2, "tp": 2}])
+def test_ranks_of_the_same_part_are_copies_and_one_of_each_makes_up_the_model(sizes: dict[str, int]) -> None:
+    layout = Layout(dp=3, **sizes)
+    held: dict[int, list[int]] = {}
+    for rank in range(layout.size):
+        held.setdefault(layout.part(rank), []).append(rank)
+    assert sorted(held) == list(range(layout.parts))
+    axis = "expert_copies" if layout.ep > 1 else "copies"
+    assert sorted(held.values()) == sorted(layout.groups(axis))

@@ -75,6 +75,14 @@ class Ranks:
         return values
 
 
+class FormerRanks(Ranks):
+    """Remembers the place of a rank in a group that it has left: it exchanges nothing any more."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+
 class DistributedRanks(Ranks):
     """Exchanges over a process group of torch.distributed, on its device. Every method raises PeerLost when another
     rank is gone or late; no exchange works after it."""

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.engines.training.ranks.announcements import Announcements
-from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Exchange, Ranks
+from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Exchange, FormerRanks, Ranks
 from asyncrl.engines.training.ranks.rank_store import open_line, open_store
 from asyncrl.errors import PeerLost, Refused
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
@@ -50,7 +50,7 @@ class RankMesh:
     piping: the group of the stages; None where there is none. zero: stage of DeepSpeed's ZeRO, by which ranks share out
     moments, gradients and, in stage 3, weights; 0 where they do not. failing: scope in which torch may fail because a
     rank is gone. announcements: of rank 0, where the ranks take their work from it; they then take the parts of a step
-    together. service: whose ranks they are.
+    together. service: whose ranks they are. part, parts: which part of the model this rank holds, of how many.
     """
 
     everyone: Ranks = field(default_factory=Ranks)
@@ -72,6 +72,8 @@ class RankMesh:
     failing: Exchange = nullcontext
     announcements: Announcements | None = None
     service: str = "training"
+    part: int = 0
+    parts: int = 1
 
     @property
     def key(self) -> str:
@@ -107,6 +109,25 @@ class RankMesh:
     def of_data(cls, ranks: Ranks) -> "RankMesh":
         """Returns a mesh of data ranks that hold whole weights."""
         return cls(ranks, ranks, ranks)
+
+    def without_others(self) -> "RankMesh":
+        """Returns the mesh of this rank once it has left the others. It keeps its place among those that hold one copy
+        of the model with it, so that it saves its part, and exchanges nothing."""
+        experts = FormerRanks(self.experts.rank, self.experts.size)
+        return RankMesh(
+            everyone=FormerRanks(self.part, self.parts),
+            copies=experts,  # Of weights outside of experts.
+            shards=FormerRanks(self.shards.rank, self.shards.size),
+            experts=experts,
+            tensor=FormerRanks(self.tensor.rank, self.tensor.size),
+            stages=FormerRanks(self.stages.rank, self.stages.size),
+            sharding=self.sharding,
+            splitting=self.splitting,
+            routing=self.routing,
+            service=self.service,
+            part=self.part,
+            parts=self.parts,
+        )
 
     def pass_budget(self, tokens: int) -> float:
         """Returns the most tokens of one pass, of at most so many in a micro-batch. Passes of sharded weights, of
@@ -178,6 +199,8 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
         failing=_scope(place, late, nullcontext, only_exchanges=True),
         announcements=led,
         service=place.service,
+        part=layout.part(place.rank),
+        parts=layout.parts,
     )
 
 

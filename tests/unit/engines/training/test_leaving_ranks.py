@@ -1,15 +1,15 @@
 """A rank with a copy of the weights goes on alone after another one died: its state is that of all."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_group import FormerRanks, Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import tensor_digests
 from asyncrl.engines.training.training_step import run_step
@@ -72,8 +72,16 @@ def test_wherever_another_rank_dies_a_rank_without_an_update_has_the_weights_bef
     assert tensor_digests(resumed.named_tensors()) == tensor_digests(trainer.named_tensors())
 
 
-def test_a_rank_with_a_part_of_the_state_does_not_leave_the_others(make_model: Callable[..., Path]) -> None:
-    trainer = PolicyTrainer(Config.model_validate(CONFIG), make_model())
-    trainer.mesh = replace(trainer.mesh, zero=1)
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [({}, RankMesh(zero=1)), ({"lora": {}}, RankMesh(stages=FormerRanks(0, 2)))],
+    ids=["moments of DeepSpeed", "adapters"],
+)
+def test_a_rank_with_a_part_that_all_save_together_does_not_leave_the_others(
+    model: dict[str, Any], mesh: RankMesh, make_model: Callable[..., Path]
+) -> None:
+    config = Config.model_validate(CONFIG | {"model": {"name": "tiny", **model}})
+    trainer = PolicyTrainer(config, make_model())
+    trainer.mesh = mesh
     with pytest.raises(Refused, match=r"rank 0 of training\.layout holds a part of the state alone"):
         trainer.leave_ranks()

@@ -202,6 +202,9 @@ def test_ranks_with_random_numbers_of_their_own_get_them_back_and_others_are_ref
     assert torch.equal(torch.rand(3), expected)
     with pytest.raises(ConfigError, match=r"2 ranks with different random states .*layout has 1; write one of 2"):
         PolicyTrainer.resume(make_config(), tmp_path)
+    second_of_a_copy = dataclasses.replace(thread_ranks(4)[3], part=1, parts=2)
+    PolicyTrainer.resume(make_config(), tmp_path, second_of_a_copy)
+    assert torch.equal(torch.rand(3), expected), "each copy of two ranks takes what two ranks saved"
 
 
 def save_on_two_ranks(
