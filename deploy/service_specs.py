@@ -8,6 +8,7 @@ from asyncrl.config.schema import Config, CriticConfig, Scorer
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
 from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.service_placement import assignment
+from asyncrl.engines.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
 from asyncrl.protocols.rank_layout import Layout
@@ -28,12 +29,9 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a training run."""
     if config.acting.env:
         return _acting_specs(config)
-    is_inside = config.generation.colocate != "none"
-    layout = rank_layout(config.training.layout, 1 if is_inside else None)
-    layout = replace(layout, takes_turns=config.generation.colocate == "halves")
-    inside = {"inside": "training", "scales": False} if is_inside else {}
+    layout = _layout_of_trainer(config)
     specs = [
-        generation_spec(config, "generation", replicas=config.generation_workers, **inside),
+        generation_spec(config, "generation", replicas=config.generation_replicas, **_inside_trainer(config)),
         reward_spec(config, "reward"),
         ServiceSpec(
             "training", Training, "asyncrl.services.policy_training:TrainingService", layout=layout, origin="torch"
@@ -54,7 +52,25 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     if config.evaluate.is_on:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
     places = assignment(config)
-    return [replace(spec, devices=_gpus(places.get(spec.inside or spec.name, ()))) for spec in specs]
+    return [replace(spec, devices=_devices(spec, places.get(spec.inside or spec.name, ()))) for spec in specs]
+
+
+def _layout_of_trainer(config: Config) -> Layout:
+    """Returns the layout of the trainer's ranks. Where they sample too, its sizes in generation tell what each rank
+    gathers: with the vanilla grouping all slices, whichever of them it samples with."""
+    generation = config.generation
+    if generation.colocate == "none":
+        return rank_layout(config.training.layout)
+    gathered = 1 if generation.grouping == "vanilla" else generation.layout.tp
+    return replace(rank_layout(config.training.layout, gathered), takes_turns=generation.colocate == "halves")
+
+
+def _inside_trainer(config: Config) -> dict[str, Any]:
+    """Returns what a spec of generation says about the trainer's ranks that sample; nothing where none do."""
+    if not (ranks := sampling_ranks(config)):
+        return {}
+    layout = Layout(tp=config.generation.layout.tp)
+    return {"inside": "training", "inside_ranks": ranks, "layout": layout, "scales": False}
 
 
 def _acting_specs(config: Config) -> list[ServiceSpec]:
@@ -80,8 +96,11 @@ def device_of(config: Config, spec: ServiceSpec) -> Device:
     return CPU if spec.origin == "plain" else Device(getattr(config, name).device)
 
 
-def _gpus(workers: Sequence[tuple[DevicePlace, ...]]) -> list[tuple[str, ...]]:
-    """Returns the GPUs of each worker; none where all are on the CPU."""
+def _devices(spec: ServiceSpec, places: Sequence[tuple[DevicePlace, ...]]) -> list[tuple[str, ...]]:
+    """Returns the GPUs of each worker of a service, of the places of all workers of its pool; none where all are on the
+    CPU."""
+    inside = [places[rank] for ranks in spec.inside_ranks for rank in ranks] if places else []
+    workers = inside or places
     return [tuple(place.device for place in each) for each in workers if all(place.device != CPU for place in each)]
 
 
@@ -126,9 +145,11 @@ def _critic_spec(name: str, critic: CriticConfig) -> ServiceSpec:
     return ServiceSpec(name, Critic, implementation, layout=rank_layout(critic.layout), origin="torch")
 
 
-def rank_layout(chosen: LayoutConfig, generation: int | None = None) -> Layout:
-    """Returns the layout that a table of the config describes. generation: pp and tp of the model in generation."""
-    return Layout(chosen.pp, chosen.tp, chosen.dp, generation, generation, chosen.shard, chosen.sp, chosen.ep)
+def rank_layout(chosen: LayoutConfig, generation_tp: int | None = None) -> Layout:
+    """Returns the layout that a table of the config describes. generation_tp: slices of the model in generation, whose
+    ranks have all stages."""
+    stages = None if generation_tp is None else 1
+    return Layout(chosen.pp, chosen.tp, chosen.dp, stages, generation_tp, chosen.shard, chosen.sp, chosen.ep)
 
 
 def worker_count(config: Config) -> int:

@@ -23,6 +23,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.engines.generation.engine_interface import GenerationEngine
+from asyncrl.engines.generation.ranks.following_generation import FollowingGeneration
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key
 from asyncrl.engines.generation.stored_sample_engine import StoredSampleEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
@@ -40,6 +41,7 @@ from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.row_columns import EXPERTS, SPANS, restored_columns, sampled_places, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
+from asyncrl.services.ranks.sampling_group import SamplingGroup
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
@@ -55,6 +57,8 @@ SHOWN_OF_EPISODES = ("transcript", "turn_rewards", SPANS)
 COUNTERS = ("samples", "tokens", "aborted", "running", "waiting", "cache_used", "preemptions")
 
 CompletionQueue = asyncio.Queue[Completion]
+OwnEngine = TorchGeneration | FollowingGeneration
+"""An engine that samples with weights of the trainer's rank in this process."""
 
 
 class GenerationService(Service, Generation):
@@ -75,13 +79,14 @@ class GenerationService(Service, Generation):
         self._published: Published | None = None
         self._canary_distance: float | None = None
         self._pictures = GroupPictures()
+        self._group: SamplingGroup | None = None  # Ranks that sample together, this one among them.
         self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def start(self) -> None:
         context = self.context
         self._engine = await self._open_engine()
         self._closing.callback(self._engine.close)
-        config, generation, tokenizer = context.config, context.config.generation, self._engine.tokenizer
+        config, tokenizer = context.config, self._engine.tokenizer
         prompt, response = config.task.max_prompt_tokens, config.response_tokens
         episodes = bool(config.environment.use)
         key = "environment.max_tokens" if episodes else "generation.max_new_tokens"
@@ -92,22 +97,32 @@ class GenerationService(Service, Generation):
             answered = partial(self._engine.turns.prompt_ids, role=answer_role(config.environment))
             prompt_ids = answered if episodes else tokenizer.prompt_ids
             await context.compute.run(refuse_what_has_no_room, Path(prompts), prompt_ids, budget)
+        if not self._follows:
+            self._open_rows()
+        run = self._engine.run if self._group is None else self._group.run
+        context.tasks.create_task(run(self._deliver), name="decode loop")
+
+    def _open_rows(self) -> None:
+        """Opens the store of samples, for the longest ones."""
+        context, config, tokenizer = self.context, self.context.config, self._engine.tokenizer
+        prompt, response = config.task.max_prompt_tokens, config.response_tokens
         # One group of the run at least, and as many groups as an evaluation samples at a time.
-        evaluation_slots = max(generation.slots, config.evaluate.most_samples)
+        evaluation_slots = max(config.generation.slots, config.evaluate.most_samples)
         # And one more, because the row of a turn is stored before that of the turn before is freed.
         slots = evaluation_slots + 1 if self._evaluates else GateConfig.of(config).row_slots
         text = response * tokenizer.longest_token_bytes()
         longest = restored_columns(prompt, response, text)
         longest |= recorded_columns(config, context.facts.model_dir, prompt + response)
-        if episodes:
+        if config.environment.use:
             said = text + config.environment.max_turns * config.environment.max_bytes
             longest |= trajectory_columns(config.environment.max_turns, JSON_BYTES * said)
         pictures = tokenizer.picture_columns(prompt)  # A row of them for each group; a restored sample has its own.
         slots += -(-slots // config.task.samples_per_prompt) if pictures else 0
         self.rows = context.open_rows(slots, bytes_of_row(longest | pictures))
-        context.tasks.create_task(self._engine.run(self._deliver), name="decode loop")
 
     async def stop(self) -> None:
+        if self._group is not None:
+            await self._group.stop()
         self._closing.close()
         await super().stop()
 
@@ -172,7 +187,7 @@ class GenerationService(Service, Generation):
         async with self._weights_lock:
             if must_flip(self._published, published):
                 await self._engine.update(published)
-                if published.canary is not None and not self._evaluates:
+                if published.canary is not None and not self._evaluates and not self._follows:
                     logprobs = await self._engine.logprobs_after(np.array(published.canary.prompt))
                     self._canary_distance = canary_distance(published.canary, logprobs)
                 self._published = published
@@ -197,7 +212,7 @@ class GenerationService(Service, Generation):
         return Boundary(STEP, await self._engine.resume())
 
     async def restore_rows(self, directory: str, samples: BatchRef) -> BatchRef:
-        return await self.restored_rows(directory, samples)
+        return BatchRef(()) if self._follows else await self.restored_rows(directory, samples)
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         texts = []
@@ -308,17 +323,29 @@ class GenerationService(Service, Generation):
             return await VllmGeneration.open(self.context)
         if self.context.config.generation.stored_samples and not self._evaluates:
             return await TorchGeneration.open(self.context, copies=False, engine=StoredSampleEngine)
-        engine = await TorchGeneration.open(self.context, copies=self._evaluates)
+        if self.context.spec.layout.size > 1:
+            self._group = await SamplingGroup.open(self.context)
+        engine = (
+            await TorchGeneration.open(self.context, copies=self._evaluates)
+            if self._group is None
+            else self._group.engine
+        )
         if (handover := self.context.handover) is not None:
-            handover.attach(partial(self._restore, engine), partial(self._put_away, engine))
+            put_away = engine.put_away if self._follows else partial(self._put_away, engine)
+            handover.attach(partial(self._restore, engine), put_away, waits=self._follows)
         return engine
 
-    async def _restore(self, engine: TorchGeneration, version: int) -> None:
+    @property
+    def _follows(self) -> bool:
+        """Returns whether this rank samples what the first of its group says, and answers no calls."""
+        return self._group is not None and self._group.follows
+
+    async def _restore(self, engine: OwnEngine, version: int) -> None:
         """Goes on with the weights that the engine had before a step of the trainer in this process."""
         async with self._weights_lock:
             await engine.load_own(version)
 
-    async def _put_away(self, engine: TorchGeneration) -> None:
+    async def _put_away(self, engine: OwnEngine) -> None:
         """Frees the engine's memory for a step of the trainer in this process."""
         async with self._weights_lock:
             await engine.put_away()

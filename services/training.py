@@ -16,7 +16,7 @@ import torch
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, disconnect_mesh
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
+from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
 from asyncrl.errors import ArenaFull, FleetFailed, LostRows, PeerLost, Refused
@@ -365,10 +365,10 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
     def _gather(self) -> tuple[dict[str, torch.Tensor], int, int]:
         """Returns what this rank generates with, the bytes received, and those that memory then holds twice."""
-        engine, layout = self._engine, self.context.spec.layout
+        engine, groups = self._engine, regrouping_of(self.context.spec.layout, self.context.config.generation)
         with self._mesh.failing(), self.context.occupancy.exchanging():
-            tensors, received = gather_for_generation(engine.named_tensors(), engine.weights_spec, layout, self._mesh)
-            if self.context.config.generation.grouping == "zero-redundancy":
+            tensors, received = gather_for_generation(engine.named_tensors(), engine.weights_spec, groups, self._mesh)
+            if groups.grouping == "zero-redundancy":
                 engine.trained_weights.hold_once(tensors)
             redundant = engine.trained_weights.held_twice(tensors)
             largest = self._mesh.everyone.largest(torch.tensor([received, redundant])).tolist()

@@ -42,7 +42,7 @@ class GateConfig:
             members=members,
             limit=config.staleness.limit,
             policy=config.staleness.policy,
-            slots=config.generation.slots * config.generation_workers,
+            slots=config.generation.slots * config.generation_replicas,
             cut_at=None if cut_at == "never" else cut_at or min(members, max(2, members // 2)),
             baseline=1 if config.algorithm.advantage in ("batch", "gae", "greedy") else 2,
             need_signal=config.algorithm.dynamic_sampling,

@@ -21,7 +21,7 @@ from asyncrl.config.sections.reward_function import RewardFunction as RewardFunc
 from asyncrl.config.sections.task_config import IN_MEMORY as IN_MEMORY
 from asyncrl.config.sections.task_config import TaskConfig as TaskConfig
 from asyncrl.config.sections.telemetry_config import TelemetryConfig
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig, LayoutConfig
 from asyncrl.config.sections.training.training_config import TrainingConfig as TrainingConfig
 from asyncrl.config.service_placement import place_services
 
@@ -42,11 +42,15 @@ class GenerationConfig(Section):
     """Number of generation workers, each with its own copy of the model."""
     colocate: Literal["none", "training", "halves"] = "none"
     """Processes that sample. `none`: generation workers. `training`: the trainer's ranks, between two steps, with the
-    whole model, which they gather from each other. It needs staleness.limit = 0. `halves`: the trainer's ranks take
-    turns; one half trains a batch while the other samples the next. It needs staleness.admission = "lockstep"."""
+    model that they gather from each other. It needs staleness.limit = 0. `halves`: the trainer's ranks take turns; one
+    half trains a batch while the other samples the next. It needs staleness.admission = "lockstep"."""
+    layout: GenerationLayoutConfig = GenerationLayoutConfig()
+    """Groups in which the trainer's ranks sample, with colocate = "training": { tp = 1 }; each rank has 1/tp of the
+    layers, and of the keys and values. 1: each has the whole model. tp divides that of training.layout."""
     grouping: Literal["zero-redundancy", "vanilla"] = "zero-redundancy"
-    """Memory of the slices that a rank which samples trains too. `zero-redundancy`: they are a part of what it gathers,
-    and are held once. `vanilla`: they are held beside it, for comparison."""
+    """Choice of the ranks that sample together, and of what each gathers. `zero-redundancy`: those whose slices in
+    training are a part of what they sample with, which is held once. `vanilla`: consecutive ranks, which gather the
+    whole model and hold their slices in training beside what they sample with, for comparison."""
     slots: Positive = 32
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0
@@ -300,6 +304,11 @@ class Config(Section):
     def generation_workers(self) -> int:
         """Returns the number of workers that sample: with `generation.colocate` one inside each rank of the trainer."""
         return self.generation.replicas if self.generation.colocate == "none" else self.training.layout.size
+
+    @property
+    def generation_replicas(self) -> int:
+        """Returns the number of models that sample, each by one worker, or by ranks of the trainer in a group."""
+        return self.generation_workers // self.generation.layout.tp
 
     @property
     def publishes_weights(self) -> bool:

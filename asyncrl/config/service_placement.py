@@ -163,6 +163,7 @@ def deepspeed_problems(config: "Config") -> Iterator[Problem]:
 def colocation_problems(config: "Config") -> Iterator[Problem]:
     """Yields what keeps the ranks of the trainer from sampling between their steps."""
     generation, training, fleet = config.generation, config.training, config.fleet
+    yield from _group_problems(config)
     if generation.colocate == "none":
         if "grouping" in generation.model_fields_set:
             text = 'nothing reads it where generation workers sample: remove it, or write colocate = "training"'
@@ -189,6 +190,39 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
     ):
         if is_wrong:
             yield Problem(key, "", f'{text}, or write generation.colocate = "none"', ("generation.colocate",))
+
+
+def _group_problems(config: "Config") -> Iterator[Problem]:
+    """Yields what keeps ranks of the trainer from sampling in groups."""
+    generation, trained = config.generation, config.training.layout.tp
+    if (size := generation.layout.tp) == 1:
+        return
+    divisors = [number for number in range(1, trained + 1) if trained % number == 0]
+    near = {max(each for each in divisors if each <= size), min((each for each in divisors if each > size), default=1)}
+    choice = " or ".join(f"{{ tp = {each} }}" for each in sorted(near - {1})) or "{ tp = 1 }"
+    one, vllm = "or write generation.layout = { tp = 1 }", generation.engine == "vllm"
+    apart = "ranks of the trainer sample together, which"
+    for key, is_wrong, text in (
+        (
+            "generation.colocate",
+            generation.colocate != "training",
+            f'{apart} needs colocate = "training": write that, {one}{" and layout_tp for vLLM" if vllm else ""}',
+        ),
+        (
+            "training.layout",
+            trained % size > 0,
+            f"tp = {trained} slices of each layer cannot be shared out as generation.layout.tp = {size} asks: write "
+            f"generation.layout = {choice}",
+        ),
+        ("environment.use", bool(config.environment.use), f"{apart} was never tried with episodes: remove it, {one}"),
+        (
+            "training.router_replay",
+            config.training.router_replay,
+            f"{apart} keeps no record of experts: write router_replay = false, {one}",
+        ),
+    ):
+        if is_wrong:
+            yield Problem(key, "", text, ("generation.layout",))
 
 
 def _turn_rules(config: "Config") -> list[tuple[str, bool, str]]:

@@ -1,4 +1,5 @@
-"""Tells in which layouts ranks can share out a model, from the content of its config.json, without torch.
+"""Tells in which layouts ranks can share out a model, from the content of its config.json, and which ranks of the
+trainer sample together, without torch.
 
 tp    divides heads, key-value heads and the inner size of feed-forward layers
 pp    is at most the number of layers
@@ -18,9 +19,13 @@ from asyncrl.engines.experts.shared_out_experts import refusal_of_sharing
 from asyncrl.engines.model_shape import described
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack
+from asyncrl.lanes.weights.plan.regrouping import Regrouping
+from asyncrl.protocols.rank_layout import Layout
 
 STAGED = ("llama", "qwen2", "qwen3")
 """Models whose forward pass is embedding, layers and norm, with nothing between them, by their `model_type`."""
+SLICED = ("llama", "mistral", "qwen2", "qwen3")
+"""Models that ranks can sample with together, by their `model_type`: those of generation's fast path."""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 SPLIT = (*HEADS, "intermediate_size")
 
@@ -87,6 +92,31 @@ def rank_problems(config: Config, models: Mapping[str, str]) -> Iterator[Problem
         if shape is not None and shape.get("model_type") not in WITH_PICTURES:
             for refusal in layout_refusals(shape, layout):
                 yield Problem(f"{service}.layout", "", f"{name}: {refusal}")
+    yield from _sampling_problems(config, models.get("training", ""))
+
+
+def _sampling_problems(config: Config, policy: str) -> Iterator[Problem]:
+    """Yields a problem where ranks that sample together cannot share out the layers of a policy."""
+    if config.generation.layout.tp == 1 or not policy:
+        return
+    shape = described(policy, config.generation.engine)
+    if shape is not None and (family := shape.get("model_type")) not in SLICED:
+        text = (
+            f"{policy}: tp = {config.generation.layout.tp} cuts models of the families {', '.join(SLICED)}, and this "
+            f"one is {family}; write tp = 1"
+        )
+        yield Problem("generation.layout", "", text)
+
+
+def sampling_ranks(config: Config) -> list[list[int]]:
+    """Returns the ranks of the trainer that sample together, by replica of generation and rank in it; none where
+    workers of their own sample."""
+    if config.generation.colocate == "none":
+        return []
+    trained, generation = config.training.layout, config.generation
+    copies = trained.size // (trained.pp * trained.tp)
+    layout = Layout(trained.pp, trained.tp, copies, 1, generation.layout.tp)
+    return Regrouping(layout, generation.grouping).replicas()
 
 
 def _undivided(axis: str, shape: Mapping[str, Any], names: Sequence[str], ranks: int) -> str:

@@ -97,7 +97,8 @@ class ServiceSpec:
     joined: workers that have to join before the fleet is handed over; others may join later. 0: none joins. scales:
     whether the number of its workers may change while it runs. devices: of each worker, in the order of replica and
     rank, and of those that it may get later, where the service is in a pool of GPUs; none: as the config says. inside:
-    the service whose rank N has replica N of this one in its process.
+    the service whose ranks have this one in their processes. inside_ranks: which of them, by replica and rank of this
+    one; none: rank N has replica N.
     """
 
     name: str
@@ -112,6 +113,7 @@ class ServiceSpec:
     scales: bool = True
     devices: Sequence[tuple[str, ...]] = ()
     inside: str = ""
+    inside_ranks: Sequence[Sequence[int]] = ()
 
     @property
     def restart(self) -> bool:
@@ -168,7 +170,7 @@ class RunningFleet:
             spec.name: make_handle(spec.contract, self.workers[spec.name], config.call_deadline) for spec in specs
         }
         self.specs = {spec.name: spec for spec in specs}
-        self._shared = SharedProcesses({spec.name: spec.inside for spec in specs if spec.inside})
+        self._shared = SharedProcesses({spec.name: (spec.inside, spec.inside_ranks) for spec in specs if spec.inside})
         slots = [self._slot(spec, worker) for spec in specs for worker in self.workers[spec.name]]
         self.introductions = Introductions()
         self.meetings = RankMeetings()
@@ -185,9 +187,8 @@ class RunningFleet:
     def _slot(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSlot:
         worker.on_stuck = partial(self._stuck, worker)
         is_awaited = not spec.joined or worker.replica < spec.joined
-        replicas, number = self.workers[spec.name], (worker.replica, worker.rank)
-        launcher = self._shared.launcher_of(spec.name, *number, self._platform.launcher(spec))
-        make_spec = partial(self._next_instance, spec, worker)
+        launcher = self._shared.launcher_of(spec.name, worker.replica, worker.rank, self._platform.launcher(spec))
+        replicas, make_spec = self.workers[spec.name], partial(self._next_instance, spec, worker)
         return WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, bool(spec.inside), is_awaited)
 
     def _next_instance(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSpec:

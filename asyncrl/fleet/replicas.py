@@ -150,7 +150,7 @@ class Replicas:
     """All workers of one service.
 
     isolated: groups whose calls run alone, and the fault domains that they avoid. holders: which replicas may hold rows
-    of which samples. trainer: layout of the trainer whose ranks have one replica each in their process; None: replicas
+    of which samples. trainer: layout of the trainer whose ranks have these replicas in their processes; None: replicas
     have processes of their own.
     """
 
@@ -231,18 +231,18 @@ class Replicas:
         return [] if worker is None else worker.groups_at(instance)
 
     def of_prompt(self, group: int, version: int = 0) -> Replica | None:
-        """Returns the replica in the rank of the trainer that gets the prompt of a group, when the prompts of
-        consecutive groups are split over its ranks, one each. version: of the weights that it is sampled with, while
-        the step from it trains on the other half of the ranks, where halves take turns. None when the replica takes no
-        new calls, or there is no such."""
+        """Returns the replica in ranks of the trainer that gets the prompt of a group, when the prompts of consecutive
+        groups are split over the replicas, one each. version: of the weights that it is sampled with, while the step
+        from it trains on the other half of the ranks, where halves take turns. None when the replica takes no new
+        calls, or there is no such."""
         if self.trainer is None:
             return None
-        replicas, layout = self.replicas, self.trainer
-        if layout.takes_turns:
-            sampling, layout = layout.training_half(version + 1), layout.half
+        replicas = self.replicas
+        if self.trainer.takes_turns:
+            sampling = self.trainer.training_half(version + 1)
             replicas = replicas[sampling.start : sampling.stop]
         count = len(replicas)
-        shares = THREE_D_ALL_MICRO_DP.distribute([1] * count, layout)
+        shares = THREE_D_ALL_MICRO_DP.distribute([1] * count, Layout(dp=count))
         own = next(each for each, share in zip(replicas, shares, strict=True) if group % count in share)
         return own if own.free else None
 

@@ -26,7 +26,7 @@ from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
+from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.rank_layout import Layout
 
@@ -147,8 +147,9 @@ class MeasuredRank:
 
     def _gather(self) -> dict[str, Any]:
         trainer = self._trainer
-        tensors, _ = gather_for_generation(trainer.named_tensors(), trainer.weights_spec, self._layout, self._mesh)
-        if self._config.generation.grouping == "zero-redundancy":
+        groups = regrouping_of(self._layout, self._config.generation)
+        tensors, _ = gather_for_generation(trainer.named_tensors(), trainer.weights_spec, groups, self._mesh)
+        if groups.grouping == "zero-redundancy":
             trainer.trained_weights.hold_once(tensors)
         return tensors
 

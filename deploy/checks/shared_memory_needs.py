@@ -63,7 +63,7 @@ def _rows_of_pictures(config: Config, shape: Shape, lengths: RowLengths, *, larg
         return 0
     row = bytes_of_row(picture_columns(patches // shape.encoder.merge**2, shape.encoder.patch, shape.encoder.merge))
     members, evaluated = config.task.samples_per_prompt, max(config.generation.slots, config.evaluate.most_samples)
-    total = bytes_of_rows(-(-GateConfig.of(config).kept // members), row, config.generation_workers)
+    total = bytes_of_rows(-(-GateConfig.of(config).kept // members), row, config.generation_replicas)
     return total + (bytes_of_rows(-(-evaluated // members), row) if config.evaluate.is_on else 0)
 
 
@@ -73,7 +73,7 @@ def _rows(config: Config, shape: Shape, prompt: int, text: int) -> int:
     gate, response = GateConfig.of(config), config.response_tokens
     experts = _recorded(config, shape, prompt + response)
     sample = bytes_of_row(sample_columns(prompt, response, text * response) | experts)
-    total = bytes_of_rows(gate.kept, sample, config.generation_workers)
+    total = bytes_of_rows(gate.kept, sample, config.generation_replicas)
     if config.environment.use:
         total += bytes_of_rows(gate.kept, _episode_bytes(config, prompt, text, experts), config.environment.replicas)
     if stores_token_rewards(config):

@@ -75,7 +75,7 @@ class LedRanks:
 
     async def _follow(self, announcements: Announcements) -> None:
         try:
-            while (announced := await _next_of(announcements)) is not None:
+            while (announced := await next_announced(announcements)) is not None:
                 name, args = announced
                 async with self._running:
                     with suppress(LostRows):  # Rank 0 says so.
@@ -85,7 +85,7 @@ class LedRanks:
             raise
 
 
-async def _next_of(announcements: Announcements) -> Any:
+async def next_announced(announcements: Announcements) -> Any:
     """Waits for the next announcement on a thread that does not keep the process from ending. Raises PeerLost when rank
     0 is gone."""
     loop = asyncio.get_running_loop()

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import torch
 
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_beside, connect_mesh
 from asyncrl.errors import LostRows
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import WorkerContext
@@ -24,8 +24,19 @@ def open_mesh(context: WorkerContext, meeting: MeetingPlace | None, *, is_led: b
     """Connects the ranks, where there are several. is_led: rank 0 announces what all ranks compute."""
     if meeting is None:
         return RankMesh(service=context.spec.service)
+    return connect_mesh(meeting, _place(context, is_led=is_led))
+
+
+def open_mesh_beside(context: WorkerContext, meeting: MeetingPlace | None) -> RankMesh:
+    """Connects the ranks of a replica whose processes have ranks of another service too. Rank 0 announces what all of
+    them compute."""
+    assert meeting is not None, "there are several ranks"
+    return connect_beside(meeting, _place(context, is_led=True))
+
+
+def _place(context: WorkerContext, *, is_led: bool) -> RankPlace:
     fleet = context.config.fleet
-    place = RankPlace(
+    return RankPlace(
         context.spec.rank,
         context.spec.layout,
         context.spec.device,
@@ -37,7 +48,6 @@ def open_mesh(context: WorkerContext, meeting: MeetingPlace | None, *, is_led: b
         service=context.spec.service,
         is_led=is_led,
     )
-    return connect_mesh(meeting, place)
 
 
 def warn_of_whole_load(context: WorkerContext, reason: str) -> None:

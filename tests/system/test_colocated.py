@@ -133,6 +133,77 @@ def test_shards_and_stages_sample_what_separate_processes_would(
     assert (redundant > 0) == (axis == "shard"), "FSDP2 keeps its shards beside what they are gathered to"
 
 
+IN_GROUPS = ("--generation.colocate", "training", "--generation.layout.tp", "2")
+"""Options of a run whose ranks sample two by two."""
+
+
+def rewards(run_dir: Path) -> list[object]:
+    return [line["reward/mean"] for line in curve(run_dir)]
+
+
+def test_two_ranks_sample_together_and_resume_after_the_death_of_the_second(
+    quickstart_model: Path, tmp_path: Path
+) -> None:
+    """Sums over two ranks are rounded differently, so that samples are equal and their log-probs nearly."""
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    finished(command(quickstart_model, apart, axis="dp", ranks=1, steps=4))
+    colocated = command(quickstart_model, together, *IN_GROUPS, steps=4)
+    with running(colocated) as process:
+        until_step(process, KILLED_AT)
+        os.kill(pid_of(together, "training", 1), signal.SIGKILL)
+        shown, _ = process.communicate(timeout=START)
+    assert process.returncode == 75, shown
+    assert "training0.1 died: killed by SIGKILL" in shown
+    assert "resuming" in finished(colocated)
+    assert audit(together).ok
+    assert rewards(together) == rewards(apart)
+    assert len(set(rewards(apart))) > 1
+    assert transitions(together) == {incarnation: {(0.0, 0.0)} for incarnation in (0, 1)}, "they train these slices"
+    traces = {path.name[:13]: path.read_text() for path in (together / "logs").glob("generation*.trace.jsonl")}
+    assert {name: '"generate"' in text for name, text in traces.items()} == {
+        "generation0.0": True,
+        "generation0.1": False,
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("grouping", ["zero-redundancy", "vanilla"])
+def test_four_ranks_sample_two_by_two_and_resume_after_the_death_of_a_leader(
+    grouping: str, quickstart_model: Path, tmp_path: Path
+) -> None:
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    finished(command(quickstart_model, apart, axis="dp", ranks=1))
+    colocated = command(quickstart_model, together, *IN_GROUPS, "--generation.grouping", grouping, ranks=4)
+    second = {"zero-redundancy": 1, "vanilla": 2}[grouping]
+    with running(colocated) as process:
+        until_step(process, KILLED_AT)
+        workers = workers_of(together)
+        assert workers["training", 0, second] == workers["generation", 1, 0]
+        os.kill(pid_of(together, "training", second), signal.SIGKILL)
+        shown, _ = process.communicate(timeout=START)
+    assert process.returncode == 75, shown
+    assert "resuming" in finished(colocated)
+    assert audit(together).ok
+    assert rewards(together) == rewards(apart)
+    part = cut_bytes(quickstart_model) / 4
+    table_2 = {"zero-redundancy": (part, 0.0), "vanilla": (3 * part, part)}[grouping]
+    assert transitions(together) == {0: {table_2}, 1: {table_2}}
+    for replica in (0, 1):
+        assert {group % 2 for group in sampled(together, replica)} == {replica}, "THREE_D_ALL_MICRO_DP"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axis", ["pp", "shard", "dp"])
+def test_tensor_ranks_of_every_layout_sample_together(axis: str, quickstart_model: Path, tmp_path: Path) -> None:
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    finished(command(quickstart_model, apart, axis="dp", ranks=1, steps=3))
+    more = [f"--training.layout.{axis}", "2"]
+    finished(command(quickstart_model, together, *IN_GROUPS, *more, steps=3))
+    assert audit(together).ok
+    assert rewards(together) == rewards(apart)
+    assert list((together / "logs").glob("generation1.1-*.trace.jsonl")), "two replicas of two ranks"
+
+
 def _run_of(run_dir: Path) -> str:
     """Returns the name of this start of the run in shared memory, from the address of a worker."""
     line = json.loads((run_dir / "fleet.jsonl").read_text().splitlines()[0])

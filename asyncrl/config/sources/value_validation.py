@@ -15,7 +15,7 @@ from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.task_config import SOURCE, SOURCES, MixedSource
 from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig, LayoutConfig
 from asyncrl.config.sources.keys import all_keys, closest
 from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
@@ -50,6 +50,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "pools": PoolConfig,
     "evaluate": EvaluationSet,
     "task": MixedSource,
+    "generation": GenerationLayoutConfig,
     "layout": LayoutConfig,
     "deepspeed": DeepspeedConfig,
 }

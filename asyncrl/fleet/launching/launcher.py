@@ -3,7 +3,7 @@ tests and reward functions that no other process can import. deploy/process/loca
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -194,18 +194,19 @@ class GuestLauncher:
 
 
 class SharedProcesses:
-    """The processes of a fleet that have guests. hosts: the service that is the host, by that of its guests: replica N
-    of these is in the process of rank N."""
+    """The processes of a fleet that have guests. hosts: the service that is the host, by that of its guests, and those
+    of its ranks that have the guests, by replica and rank of these; none: rank N has replica N."""
 
-    def __init__(self, hosts: Mapping[str, str]) -> None:
+    def __init__(self, hosts: Mapping[str, tuple[str, Sequence[Sequence[int]]]]) -> None:
         self._hosts = hosts
         self._processes: dict[tuple[str, int], SharedProcess] = {}
 
     def launcher_of(self, service: str, replica: int, rank: int, launcher: Launcher) -> Launcher:
         """Returns what starts a worker. launcher: what would, without guests."""
         if service in self._hosts:
-            return GuestLauncher(self._process(self._hosts[service], replica))
-        if service not in self._hosts.values():
+            host, ranks = self._hosts[service]
+            return GuestLauncher(self._process(host, ranks[replica][rank] if ranks else replica))
+        if service not in {host for host, _ in self._hosts.values()}:
             return launcher
         process = self._process(service, rank)
         process.launcher = launcher

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -101,14 +100,19 @@ class Service:
 
     async def begin(self) -> None:
         """Calls `start`; `started` then returns or raises what it raised, of any class: a supervised boundary."""
+        handover, is_guest = self.context.handover, self.context.spec.guest is None
         try:
-            async with nullcontext() if self.context.handover is None else self.context.handover.loading:
-                await self.start()
+            if handover is not None and is_guest:
+                await handover.trainer_began.wait()
+            await self.start()
         except Exception as error:  # every failure to start is raised where the fleet is started
             self.context.log.error("could not start", error=repr(error))
             self.ready.set_exception(error)
         else:
             self.ready.set_result(None)
+        finally:
+            if handover is not None and not is_guest:
+                handover.trainer_began.set()
 
     def start_again(self) -> None:
         """Calls `start` once more, beside the caller; calls wait for it. Ranks meet at another place then. An error in

@@ -5,7 +5,8 @@
     generation                  └─ take(v), samples ... ends ────────┘
 
 The engine takes a version when the controller announces it, as elsewhere; one that it had already, after a step that
-changed nothing, at once.
+changed nothing, at once. An engine that samples with those of other ranks puts its weights away when all of them do,
+and may take a version until then.
 """
 
 import asyncio
@@ -20,19 +21,25 @@ if TYPE_CHECKING:
 
 class WeightHandover:
     """Holds the weights of one version until they are taken. All methods are for the event loop of the process.
-    loading: held by the side that loads, since torch imports parts of itself on first use, as only one thread may."""
+    trainer_began: set once the start of the trainer has ended. The engine loads after it, since torch imports parts of
+    itself on first use, as only one thread may, and engines that sample together connect as the trainer's ranks do."""
 
     def __init__(self) -> None:
-        self.loading = asyncio.Lock()
+        self.trainer_began = asyncio.Event()
         self._offered: tuple[int, Mapping[str, Tensor]] | None = None
         self._wanted: int | None = None
         self._restore: Callable[[int], Awaitable[None]] | None = None
         self._put_away: Callable[[], Awaitable[None]] | None = None
+        self._waits = False
 
-    def attach(self, restore: Callable[[int], Awaitable[None]], put_away: Callable[[], Awaitable[None]]) -> None:
-        """Connects the engine. restore: takes a version that it took, or wanted, before; put_away: frees its memory."""
+    def attach(
+        self, restore: Callable[[int], Awaitable[None]], put_away: Callable[[], Awaitable[None]], *, waits: bool = False
+    ) -> None:
+        """Connects the engine. restore: takes a version that it took, or wanted, before; put_away: frees its memory.
+        waits: the engine may need the offered weights until `put_away` returns, because other ranks sample with it."""
         self._restore = restore
         self._put_away = put_away
+        self._waits = waits
 
     async def offer(self, version: int, tensors: Mapping[str, "Tensor"]) -> None:
         """Offers the weights of a version."""
@@ -52,6 +59,8 @@ class WeightHandover:
 
     async def put_away(self) -> None:
         """Frees the memory of weights, keys and values, before a step."""
-        self._offered = None
+        if not self._waits:
+            self._offered = None
         if self._put_away is not None:
             await self._put_away()
+        self._offered = None

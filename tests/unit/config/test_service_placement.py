@@ -84,6 +84,11 @@ def inside(**generation: Any) -> dict[str, Any]:
     return INSIDE | {"generation": INSIDE["generation"] | generation}
 
 
+def sampled_by(trained: int, sampled: int) -> dict[str, Any]:
+    """Sections of a run whose tensor ranks sample in groups."""
+    return inside(layout={"tp": sampled}) | {"training": {"layout": {"tp": trained}}}
+
+
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
@@ -94,6 +99,21 @@ def inside(**generation: Any) -> dict[str, Any]:
         (inside(stored_samples="file.parquet"), "nothing is sampled: remove one of them"),
         (inside(device="cuda:0"), 'ranks sample on the device that they train on: write device = "cpu"'),
         (inside(pool="p") | {"pools": {"p": {"devices": ["cuda:0"]}}}, "ranks sample on their own devices"),
+        ({"generation": {"layout": {"tp": 2}}}, 'which needs colocate = "training": write that, or write generation.l'),
+        (
+            {"generation": {"layout": {"tp": 2}, "engine": "vllm"}},
+            "or write generation.layout = { tp = 1 } and layout_tp for vLLM",
+        ),
+        (sampled_by(4, 3), "tp = 4 slices of each layer cannot be shared out as generation.layout.tp = 3 asks: write"),
+        (sampled_by(4, 3), "generation.layout = { tp = 2 } or { tp = 4 }"),
+        (sampled_by(2, 4), "generation.layout = { tp = 2 }"),
+        (sampled_by(1, 2), "generation.layout = { tp = 1 }"),
+        (HALVES | {"generation": {"colocate": "halves", "layout": {"tp": 2}}}, 'needs colocate = "training"'),
+        (sampled_by(2, 2) | {"environment": {"use": "countdown"}}, "never tried with episodes: remove it"),
+        (
+            sampled_by(2, 2) | {"training": {"layout": {"tp": 2}, "router_replay": True}},
+            "keeps no record of experts: write router_replay = false",
+        ),
         (INSIDE | {"fleet": {"wire": "inproc"}}, "the trainer needs a process of its own: write wire"),
         (INSIDE | JOINING, "a trainer that joins does not sample: remove training"),
         (HALVES | {"staleness": {"limit": 1}}, 'the other samples the next batch: write admission = "lockstep"'),

@@ -57,6 +57,18 @@ def test_layouts_of_the_trainer(layout: dict[str, int], shape: dict[str, Any], s
     assert all(text.startswith(f"training.layout: {says}") for text in found), found
 
 
+@pytest.mark.parametrize(("family", "refused"), [("llama", False), ("gemma", True), ("qwen2_5_vl", True)])
+def test_families_that_ranks_cannot_sample_with_together(family: str, refused: bool, tmp_path: Path) -> None:
+    sections = {
+        "generation": {"colocate": "training", "layout": {"tp": 2}},
+        "training": {"layout": {"tp": 2}},
+        "staleness": {"limit": 0},
+    }
+    found = problems(tmp_path, {**LLAMA, "model_type": family}, **sections)
+    says = "generation.layout: tp = 2 cuts models of the families llama, mistral, qwen2, qwen3, and this one is"
+    assert found == [f"{says} {family}; write tp = 1"] * refused
+
+
 def test_each_service_is_held_to_its_own_model(tmp_path: Path) -> None:
     scorer = tmp_path / "scorer"
     scorer.mkdir()

@@ -1,4 +1,4 @@
-"""The tables `training.layout`, `critic.layout` and others: how ranks share rows and weights."""
+"""The tables `training.layout`, `generation.layout`, `critic.layout` and others: how ranks share rows and weights."""
 
 from typing import Annotated
 
@@ -35,3 +35,11 @@ class LayoutConfig(Section):
     def size(self) -> int:
         """Returns the number of ranks."""
         return self.pp * self.tp * self.sp * self.data
+
+
+class GenerationLayoutConfig(Section):
+    """Sizes of the groups in which the trainer's ranks sample together."""
+
+    tp: Ranks = 1
+    """Ranks that hold parts of every layer, and of the keys and values of every sample; a divisor of that in training.
+    """

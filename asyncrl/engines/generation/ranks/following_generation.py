@@ -52,7 +52,9 @@ class FollowingGeneration:
         self._timeout = timeout
         self._offer: OfferedWeights | None = None
         self._is_offered = asyncio.Event()
-        self._is_away = asyncio.Event()
+        self._steps_asked = 0  # Steps of the trainer in this process, before each of which all ranks put away.
+        self._times_away = 0
+        self._went_away = asyncio.Event()
 
     @classmethod
     async def open(
@@ -103,8 +105,10 @@ class FollowingGeneration:
         return 0
 
     async def put_away(self) -> None:
-        """Returns when the leader has put its weights away, and this rank too. Raises DeadlineExceeded."""
-        await self._within(self._is_away.wait(), "the leader of the replica did not put its weights away")
+        """Returns when the leader has put its weights away as often as it is asked for here, and this rank too. Raises
+        DeadlineExceeded."""
+        self._steps_asked += 1
+        await self._within(self._away(self._steps_asked), "the leader of the replica did not put its weights away")
 
     async def update(self, published: Published) -> None:
         await self.load_own(published.version)
@@ -132,7 +136,8 @@ class FollowingGeneration:
                 continue
             await self._worker.compute.run(self.core.apply, call)
             if name == "put_away":
-                self._is_away.set()
+                self._times_away += 1
+                self._went_away.set()
                 self._withdraw()
 
     def close(self) -> None:
@@ -146,9 +151,13 @@ class FollowingGeneration:
             await self._within(self._is_offered.wait(), f"the trainer's rank in this process gave no version {version}")
         offer, self._offer = self._offer, None
         await self._worker.compute.run(self.core.apply, call, offer.tensors)
-        self._is_away.clear()
         if not offer.loaded.done():
             offer.loaded.set_result(None)
+
+    async def _away(self, times: int) -> None:
+        while self._times_away < times:
+            self._went_away.clear()
+            await self._went_away.wait()
 
     def _withdraw(self) -> None:
         """Ends the wait for a load that the leader has left out."""

@@ -204,6 +204,25 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
     )
 
 
+def connect_beside(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
+    """Connects tensor ranks of a service in processes whose ranks are connected already, as ranks of another service,
+    by a group of their own. Raises PeerLost when not all join."""
+    size = place.layout.size
+    with _scope(place, f"did not all join within {place.start:g} s", place.waiting)():
+        store = open_store(meeting, place.start)
+        store.set(f"joined/{place.rank}", str(dist.get_rank()))
+        joined = [f"joined/{other}" for other in range(size)]
+        store.wait(joined, timedelta(seconds=place.start))
+        ranks = [int(store.get(key)) for key in joined]
+        # The others do not make this group, so these ranks alone agree on it.
+        group = dist.new_group(ranks, timedelta(seconds=place.exchange), use_local_synchronization=True)
+        led = _announcements(meeting, place, store) if place.is_led else None
+    late = f"could not exchange within {place.exchange:g} s, or one of them is gone"
+    device = torch.device(place.device if dist.get_backend() == "nccl" else "cpu")
+    group_ranks = DistributedRanks(group, device, _scope(place, late, place.waiting))
+    return RankMesh(everyone=group_ranks, tensor=group_ranks, announcements=led, service=place.service)
+
+
 def disconnect_mesh() -> None:
     """Ends all connections of this process to other ranks, if there are any; a new mesh may follow. Raises Refused with
     NCCL, whose communicator may wait for a rank that is gone."""

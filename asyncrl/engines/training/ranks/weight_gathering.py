@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from asyncrl.config.schema import GenerationConfig
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import (
@@ -57,8 +58,10 @@ class WeightGathering:
         self.received = 0
 
     def gather(self, slices: Mapping[str, OwnSlice], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns what this rank generates with, in this dtype. All ranks of the group call it with slices of the same
-        tensors in the same order. Raises PeerLost when one of them is gone."""
+        """Returns what this rank generates with, in this dtype: its own slices where it is alone. All ranks of the
+        group call it with slices of the same tensors in the same order. Raises PeerLost when one of them is gone."""
+        if self._group.size == 1:
+            return {name: part.detach().to(dtype) for name, (part, _, _) in slices.items()}
         made: dict[str, Tensor] = {}
         for bucket in _buckets(slices, dtype.itemsize):
             parts = self._exchanged(bucket, dtype)
@@ -85,22 +88,30 @@ class WeightGathering:
         return {self._cells[place]: each.view(dtype) for place, each in zip(givers, gathered, strict=True)}
 
 
+def regrouping_of(layout: Layout, generation: GenerationConfig) -> Regrouping:
+    """Returns who generates with whom, of the ranks of a trainer. Those that share out weights are data ranks here:
+    each has joined its slices."""
+    copies = replace(layout, dp=layout.data, shard=1, generation_pp=1, generation_tp=generation.layout.tp)
+    return Regrouping(copies, generation.grouping)
+
+
 def gather_for_generation(
-    tensors: Mapping[str, Any], spec: WeightsSpec, layout: Layout, mesh: RankMesh
+    tensors: Mapping[str, Any], spec: WeightsSpec, regrouping: Regrouping, mesh: RankMesh
 ) -> tuple[dict[str, Tensor], int]:
-    """Returns the tensors of a specification in its dtype, and the bytes received for them. What this rank holds whole
-    is no copy where it has that dtype. Raises PeerLost when another rank is gone."""
+    """Returns the tensors of a specification in its dtype, or those slices of them that this rank generates with, and
+    the bytes received for them. What this rank generates with as it holds it is no copy where it has that dtype. Raises
+    PeerLost when another rank is gone."""
     dtype, named = DTYPES[spec.dtype], {each.name: tensors[each.name] for each in spec.tensors}
     held = held_tensors(named)
     own, received = _joined_shards(held, dtype, mesh.shards)
     cut = {name: cut_dim(each) for name, each in held.items() if is_split(each)}
     if mesh.stages.size > 1:
         owned = {name: each for name, each in own.items() if owner_of(named[name]) == mesh.stages.rank}
-        made, received_slices = _of_all_stages(owned, cut, layout, mesh)
+        made, received_slices = _of_all_stages(owned, cut, regrouping, mesh)
         return made, received + received_slices
     if not cut:
         return own, received
-    gathering = _gathering_of_slices(layout, mesh)
+    gathering = WeightGathering(regrouping, mesh.rank, mesh.gathering)
     gathered = gathering.gather({name: OwnSlice(own[name], dim) for name, dim in cut.items()}, dtype)
     return {**own, **gathered}, received + gathering.received
 
@@ -124,7 +135,7 @@ class TrainedWeights:
             if not axes_cut(parameter):
                 gathered[name] = own_part(parameter.detach())
             elif axes_cut(parameter) == {"tp"} and is_part(parameter):
-                parameter._local_tensor = whole[own_ranges(parameter)]
+                parameter._local_tensor = _slice_of_own(whole, parameter)
         self.moved()
 
     def hold_apart(self) -> None:
@@ -147,14 +158,16 @@ class TrainedWeights:
         )
 
 
+def _slice_of_own(gathered: Tensor, parameter: Tensor) -> Tensor:
+    """Returns what a rank trains of consecutive slices that it gathered, its own among them."""
+    dim, ranges = cut_dim(parameter), own_ranges(parameter)
+    start = ranges[dim].start % gathered.size(dim)
+    return gathered.narrow(dim, start, ranges[dim].stop - ranges[dim].start)
+
+
 def _alone(part: Tensor) -> Tensor:
     is_view = part.untyped_storage().nbytes() > part.nbytes
     return part.clone(memory_format=torch.contiguous_format) if is_view else part
-
-
-def _gathering_of_slices(layout: Layout, mesh: RankMesh) -> WeightGathering:
-    """Shards are data ranks here: each has joined its slices."""
-    return WeightGathering(Regrouping(replace(layout, dp=layout.data, shard=1)), mesh.rank, mesh.gathering)
 
 
 def _joined_shards(held: Mapping[str, Tensor], dtype: torch.dtype, shards: Ranks) -> tuple[dict[str, Tensor], int]:
@@ -186,7 +199,7 @@ def _padded(tensor: Tensor, shards: int) -> Tensor:
 
 
 def _of_all_stages(
-    owned: Mapping[str, Tensor], cut: Mapping[str, int], layout: Layout, mesh: RankMesh
+    owned: Mapping[str, Tensor], cut: Mapping[str, int], regrouping: Regrouping, mesh: RankMesh
 ) -> tuple[dict[str, Tensor], int]:
     """Returns the tensors of all stages, and the bytes received. owned: those of this stage; cut: dimension of each
     that tensor ranks hold slices of. Slices come from all ranks that hold them, others from the same tensor rank of
@@ -199,9 +212,9 @@ def _of_all_stages(
             part = owned[name] if stage == mesh.stages.rank else torch.empty(shape, device="meta")
             (wholes if dim is None else slices)[name] = OwnSlice(part, dim or 0, stage)
     dtype = next(iter(owned.values())).dtype
-    along = Regrouping(Layout(pp=layout.pp, generation_pp=1))
+    along = Regrouping(Layout(pp=regrouping.layout.pp, generation_pp=1))
     gatherings = [(WeightGathering(along, mesh.stages.rank, mesh.stages), wholes)]
-    gatherings += [(_gathering_of_slices(layout, mesh), slices)] if slices else []
+    gatherings += [(WeightGathering(regrouping, mesh.rank, mesh.gathering), slices)] if slices else []
     made: dict[str, Tensor] = {}
     for gathering, parts in gatherings:
         made |= gathering.gather(parts, dtype)

@@ -43,7 +43,7 @@ def spec(tmp_path: Path) -> Callable[[str, int, int], WorkerSpec]:
 
 
 async def test_a_guest_starts_and_ends_with_its_host(spec: Callable[[str, int, int], WorkerSpec]) -> None:
-    launcher, shared = OneTaskLauncher(), SharedProcesses({"generation": "training"})
+    launcher, shared = OneTaskLauncher(), SharedProcesses({"generation": ("training", ())})
     ranks = [shared.launcher_of("training", 0, rank, launcher) for rank in (0, 1)]
     guests = [shared.launcher_of("generation", replica, 0, launcher) for replica in (0, 1)]
     assert shared.launcher_of("reward", 0, 0, launcher) is launcher
@@ -66,6 +66,20 @@ async def test_a_guest_starts_and_ends_with_its_host(spec: Callable[[str, int, i
     last.stop()
     async with asyncio.timeout(60):
         assert await other.wait() == "ended"
+
+
+async def test_a_guest_is_in_the_rank_that_its_service_says(spec: Callable[[str, int, int], WorkerSpec]) -> None:
+    launcher, shared = OneTaskLauncher(), SharedProcesses({"generation": ("training", [[0, 2], [1, 3]])})
+    ranks = [shared.launcher_of("training", 0, rank, launcher) for rank in range(4)]
+    places = [(replica, rank) for replica in (0, 1) for rank in (0, 1)]
+    guests = [shared.launcher_of("generation", *place, launcher).spawn(spec("generation", *place)) for place in places]
+    started = await gather(*guests, *(each.spawn(spec("training", 0, rank)) for rank, each in enumerate(ranks)))
+    together = {each.rank: (each.guest.replica, each.guest.rank) for each in launcher.spawned if each.guest is not None}
+    assert together == {0: (0, 0), 2: (0, 1), 1: (1, 0), 3: (1, 1)}
+    async with asyncio.timeout(5):
+        for each in started[-4:]:
+            each.stop()
+            await each.wait()
 
 
 def test_a_specification_with_a_guest_reaches_its_process(spec: Callable[[str, int, int], WorkerSpec]) -> None:

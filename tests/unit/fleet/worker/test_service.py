@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
+from asyncrl.lanes.weights.handover import WeightHandover
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import Call, PromptGroup
 from asyncrl.protocols.rank_layout import Layout
@@ -108,6 +110,24 @@ async def test_an_error_of_the_start_is_raised_by_started(tmp_path: Path) -> Non
         await service.begin()
         with pytest.raises(ConfigError, match="not like this"):
             await Dispatcher(service, Lane.CONTROL)(Call(0, "started", (), 5.0))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_a_guest_starts_after_its_host(tmp_path: Path, refuses: bool) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        handover = WeightHandover()
+        inner = replace(context_of(tmp_path, tasks, Hand()), handover=handover)
+        outer = replace(context_of(tmp_path, tasks, Hand(), refuses=refuses), handover=handover)
+        guest, host = StepsService(inner), StepsService(replace(outer, spec=replace(outer.spec, guest=inner.spec)))
+        guest.may_start.set()
+        starting = tasks.create_task(guest.begin())
+        hosting = tasks.create_task(host.begin())
+        await asyncio.sleep(0)
+        assert not guest.ready.done()
+        host.may_start.set()
+        await asyncio.wait([starting, hosting])
+        assert isinstance(host.ready.exception(), ConfigError) == refuses
+        await guest.started()
 
 
 async def test_a_call_on_the_wrong_lane_is_unknown(tmp_path: Path) -> None:

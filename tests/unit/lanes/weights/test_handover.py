@@ -84,3 +84,21 @@ async def test_without_an_engine_there_is_nothing_to_put_away(handover: WeightHa
     await handover.put_away()
     with pytest.raises(Refused):
         handover.take(0)
+
+
+async def test_an_engine_of_several_ranks_may_take_a_version_until_all_put_it_away(handover: WeightHandover) -> None:
+    """The first rank took it before its trainer began the step."""
+    offered, taken = weights(), []
+
+    async def put_away() -> None:
+        taken.append(handover.take(0))
+
+    handover.attach(StandInEngine(WeightHandover()).load, put_away, waits=True)
+    await handover.offer(0, offered)
+    await handover.put_away()
+    assert taken == [offered]
+    handover.attach(StandInEngine(WeightHandover()).load, StandInEngine(WeightHandover()).put_away, waits=True)
+    await handover.offer(1, offered)
+    await handover.put_away()
+    with pytest.raises(Refused):
+        handover.take(1)

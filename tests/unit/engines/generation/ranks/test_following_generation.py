@@ -192,6 +192,23 @@ async def test_a_version_that_the_leader_leaves_out_is_refused(start: Start) -> 
         assert replica.follower.version == 2
 
 
+async def test_a_step_of_the_trainer_waits_for_a_load_that_the_leader_has_made(start: Start) -> None:
+    """Where a replica has no prompts, the next step may begin while its ranks take the version before."""
+    async with start() as replica:
+        await replica.load(0)
+        await gather(replica.follower.put_away(), replica.leader.put_away())
+        await replica.offer(1, 0, 1)
+        await replica.leader.load_own(1)
+        putting_away = asyncio.ensure_future(replica.follower.put_away())
+        await replica.until(lambda: replica.told.count("load") == 2)
+        assert not putting_away.done(), "the leader may sample with version 1"
+        await replica.follower.load_own(1)
+        assert not putting_away.done()
+        await replica.leader.put_away()
+        await putting_away
+        assert not replica.follower.core.active
+
+
 async def test_waits_for_the_leader_end(start: Start) -> None:
     async with start(timeout=0.01) as replica:
         with pytest.raises(DeadlineExceeded, match=r"did not put its weights away within 0\.01 s \(generation0"):

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from asyncrl.config.schema import Config
+from asyncrl.config.schema import Config, GenerationConfig
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.held_parts import HeldModel
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
 from asyncrl.engines.training.ranks.shards import own_part, own_ranges
 from asyncrl.engines.training.ranks.stage_weights import held_tensors, owner_of
-from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation
+from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import fill
@@ -160,7 +160,7 @@ def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
 def sampling(trainer: PolicyTrainer, layout: Layout) -> dict[str, Any]:
     """Gathers what this rank samples with; also returns the bytes of it that this rank gives to others."""
     named, spec = trainer.named_tensors(), trainer.weights_spec
-    gathered, received = gather_for_generation(named, spec, layout, trainer.mesh)
+    gathered, received = gather_for_generation(named, spec, regrouping_of(layout, GenerationConfig()), trainer.mesh)
     held = held_tensors({each.name: named[each.name] for each in spec.tensors}).items()
     own = [each for name, each in held if owner_of(named[name]) == trainer.mesh.stages.rank]
     size = DTYPES[spec.dtype].itemsize

@@ -1,0 +1,73 @@
+"""Ranks of the trainer that sample in groups: which of them are together, and what plans say about them."""
+
+from typing import Any
+
+import pytest
+
+from asyncrl.config.gate_config import GateConfig
+from asyncrl.config.schema import Config
+from asyncrl.deploy.commands.inspecting.graph import graph
+from asyncrl.deploy.service_specs import service_specs, worker_count
+from asyncrl.engines.rank_limits import sampling_ranks
+from asyncrl.fleet.fleet import ServiceSpec
+from asyncrl.protocols.rank_layout import Layout
+
+GPUS = {"gpus": {"devices": [f"cuda:{number}" for number in range(4)]}}
+
+
+def config(layout: dict[str, int], tp: int = 2, **sections: Any) -> Config:
+    generation = {"colocate": "training", "layout": {"tp": tp}} | sections.pop("generation", {})
+    training = {"layout": layout} | sections.pop("training", {})
+    base = {"model": {"name": "pypi:smollm2"}, "task": {"prompts": "none"}, "staleness": {"limit": 0}}
+    return Config.model_validate({**base, "generation": generation, "training": training, **sections})
+
+
+def specs(config: Config) -> dict[str, ServiceSpec]:
+    return {spec.name: spec for spec in service_specs(config)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "grouping", "ranks"),
+    [
+        ({"tp": 4}, "zero-redundancy", [[0, 2], [1, 3]]),
+        ({"tp": 4}, "vanilla", [[0, 1], [2, 3]]),
+        ({"tp": 2}, "zero-redundancy", [[0, 1]]),
+        ({"pp": 2, "tp": 2}, "zero-redundancy", [[0, 1], [2, 3]]),
+        ({"tp": 4, "dp": 2}, "zero-redundancy", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ({"tp": 4, "shard": 2}, "vanilla", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_ranks_that_sample_together_have_one_replica(
+    layout: dict[str, int], grouping: str, ranks: list[list[int]]
+) -> None:
+    wanted = config(layout, generation={"grouping": grouping})
+    assert sampling_ranks(wanted) == ranks
+    generation = specs(wanted)["generation"]
+    assert (generation.replicas, generation.layout, generation.inside_ranks) == (len(ranks), Layout(tp=2), ranks)
+    assert worker_count(wanted) == wanted.training.layout.size + 1, "generation has no process of its own"
+    assert GateConfig.of(wanted).slots == len(ranks) * wanted.generation.slots
+
+
+def test_ranks_gather_what_they_sample_with_or_all_of_it() -> None:
+    """The trainer's layout tells with whom each rank gathers."""
+    for grouping, groups in (("zero-redundancy", [[0, 1], [2, 3]]), ("vanilla", [[0, 1, 2, 3]])):
+        layout = specs(config({"tp": 4}, generation={"grouping": grouping}))["training"].layout
+        assert layout.groups("gathering") == groups
+
+
+def test_each_rank_alone_has_a_replica_by_default() -> None:
+    for layout in ({"sp": 2}, {"shard": 2}, {"pp": 2, "tp": 2}):
+        wanted = config(layout, tp=1)
+        assert sampling_ranks(wanted) == [[rank] for rank in range(wanted.training.layout.size)]
+
+
+def test_a_worker_samples_on_the_device_of_the_rank_that_it_is_in() -> None:
+    wanted = config({"tp": 4}, pools=GPUS, training={"device": "cuda", "pool": "gpus", "layout": {"tp": 4}})
+    found = specs(wanted)
+    assert found["training"].devices == [("cuda:0",), ("cuda:1",), ("cuda:2",), ("cuda:3",)]
+    assert found["generation"].devices == [("cuda:0",), ("cuda:2",), ("cuda:1",), ("cuda:3",)]
+
+
+def test_the_graph_shows_the_groups() -> None:
+    lines = list(graph(config({"tp": 4})))
+    assert any(line.startswith("generation  (Generation: 2 x [pp 1 x tp 2 x dp 1]") for line in lines)
