@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
-from asyncrl.engines.models.warmed_model_cache import HEADS, HEADS_FOR_VLLM
+from asyncrl.engines.models.model_preparation import sees_pictures
+from asyncrl.engines.models.warmed_model_cache import EYES, HEADS, HEADS_FOR_VLLM
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.engines.training.batch.packing_families import can_pack
@@ -154,7 +155,8 @@ def described(model: str, engine: str = "torch") -> dict[str, Any] | None:
         return SMOLLM2
     if model.startswith("warmed:"):
         heads = HEADS_FOR_VLLM if engine == "vllm" else HEADS
-        return _tied(101, 96, 3, 256, heads=heads, kv_heads=heads)
+        eyes = {"model_type": WITH_PICTURES[0], "vision_config": EYES} if sees_pictures(model) else {}
+        return _tied(101, 96, 3, 256, heads=heads, kv_heads=heads) | eyes
     try:
         found = json.loads((Path(model).expanduser() / "config.json").read_text())
     except (OSError, ValueError):

@@ -13,6 +13,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.deploy.checks.row_lengths import RowLengths
+from asyncrl.deploy.checks.training_memory import prompt_patches
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
 from asyncrl.engines.models.model_folder import longest_row
 
@@ -22,6 +23,8 @@ BYTES_PER_SAMPLED = 12
 """Token, log-prob and version of each token that a slot may sample (generation/scheduling/running_batch.py)."""
 BUCKET_BYTES = 32 << 20
 """Bytes of one rank that are gathered at once, or of one larger tensor (training/ranks/weight_gathering.py)."""
+KEPT_PICTURES = 16
+"""Prompts whose pictures stay computed (pictures/model_input.py)."""
 
 Parts = dict[str, int]
 """Bytes by what takes them."""
@@ -62,8 +65,22 @@ class EngineMemory:
         """Returns the bytes of what changes with each version."""
         return self.shape.parameters * self.number_bytes if self.config.model.lora is None else self.adapters
 
+    def rows(self, *, largest: bool) -> Parts:
+        """Returns what samples and prompts take: with prompts of the mean length, whose groups share blocks, or the
+        most."""
+        lengths = self.lengths
+        cache = self._cache(lengths.longest if largest else lengths.mean, shared=not largest)
+        found = {"cache": cache, "sampled tokens": self._sampled_tokens}
+        pictures = self._pictures(largest=largest)
+        return found | ({"pictures": pictures} if pictures else {})
+
     @property
-    def sampled_tokens(self) -> int:
+    def least(self) -> Parts:
+        """Returns what is taken however little is sampled."""
+        return {"cache": self.reserved, "sampled tokens": self._sampled_tokens}
+
+    @property
+    def _sampled_tokens(self) -> int:
         generation = self.config.generation
         return generation.slots * generation.max_new_tokens * BYTES_PER_SAMPLED
 
@@ -76,16 +93,31 @@ class EngineMemory:
             return 0
         return self._within(generation.slots * -(-longest_row(self.config) // CHUNK))
 
-    def cache(self, prompt: int, *, shared: bool = False) -> int:
+    def _cache(self, prompt: int, *, shared: bool) -> int:
         """Returns the bytes of keys and values of all rows that run with prompts of so many tokens. shared: members of
         a group share the full blocks of their prompt, but for its last token."""
         config, gate = self.config, GateConfig.of(self.config)
-        slots, groups = config.generation.slots, -(-gate.cap // self.workers)
-        rows = slots if config.environment.use else min(slots, groups * gate.members)
+        slots = config.generation.slots
+        rows = slots if config.environment.use else min(slots, self._groups * gate.members)
         blocks = rows * -(-(prompt + config.response_tokens) // CHUNK)
         if shared and not config.environment.use:
             blocks -= (rows - -(-rows // gate.members)) * (max(0, prompt - 1) // CHUNK)
         return max(self.reserved, self._within(blocks))
+
+    def _pictures(self, *, largest: bool) -> int:
+        """Returns the bytes of the pictures of all prompts in flight, of their states, which are kept of some, and of a
+        pass of one prompt. largest: all tokens of the longest prompt may be of pictures."""
+        encoder, lengths = self.shape.encoder, self.lengths
+        if encoder is None or (lengths.rows and not lengths.patches):
+            return 0
+        patches, groups = prompt_patches(encoder, lengths, largest=largest), self._groups
+        states = min(KEPT_PICTURES, groups) * (patches // encoder.merge**2) * self.shape.hidden * self.number_bytes
+        return states + groups * patches * encoder.patch * FLOAT + encoder.pass_bytes(patches, self.number_bytes)
+
+    @property
+    def _groups(self) -> int:
+        """Returns the most groups in flight."""
+        return -(-GateConfig.of(self.config).cap // self.workers)
 
     def _within(self, blocks: int) -> int:
         """Returns the bytes of so many blocks, within `generation.cache_gb`."""
@@ -105,18 +137,17 @@ class SamplingRank:
     number: int
     state: Mapping[str, int]
 
-    def phases(self, step: Parts, cache: int) -> dict[str, Parts]:
-        """Returns the parts of each phase. step: those of a step without what the rank samples with. cache: bytes of
-        keys and values."""
+    def phases(self, step: Parts, rows: Parts) -> dict[str, Parts]:
+        """Returns the parts of each phase. step: those of a step without what the rank samples with. rows: what samples
+        and prompts take."""
         engine, process = self.engine, step["process"]
         kept = {"weights": self.state["weights"], "optimizer": self.state["optimizer"]}
         beside = {"gathered to sample": self._others, "held twice": self._twice}
         frozen = {"frozen to sample": engine.weights - engine.head - engine.adapters} if self._has_adapters else {}
         made, buckets = self._gathering
-        sampling = {"head": engine.head, "cache": cache, "sampled tokens": engine.sampled_tokens}
         found = {
             "step": step | frozen,
-            "sampling": kept | frozen | beside | sampling,
+            "sampling": kept | frozen | beside | {"head": engine.head} | rows,
             "gathering": kept | frozen | {"gathered to sample": made, "buckets": buckets},
             "start": {"weights": kept["weights"], "read from files": engine.weights} | beside,
         }

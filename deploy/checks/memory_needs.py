@@ -173,15 +173,13 @@ def _generation(config: Config, shape: Shape, lengths: RowLengths, name: str, re
     if config.generation.engine == "vllm":
         return _vllm(config, shape, name, replicas)
     generation, engine = config.generation, EngineMemory(config, shape, lengths)
-    weights, at_first, tables = engine.weights, engine.reserved, engine.sampled_tokens
-    cache, likely = engine.cache(lengths.longest), engine.cache(lengths.mean, shared=True)
-    doc = f"weights {size_text(weights)} and cache {size_text(at_first)} to {size_text(cache)} a replica"
-    lower = f"lower generation.slots, which is {generation.slots}" if at_first + tables > weights else SMALLER
-    process = _process_bytes(generation.device)
-    parts = {"process": process, "weights": weights, "cache": cache, "sampled tokens": tables}
-    most, least = sum(parts.values()), weights + at_first + tables
-    expected = replicas * (most - cache + likely)
-    return MemoryNeed(name, replicas * most, replicas * least, doc, generation.device, lower, parts, expected)
+    weights, at_first, rows = engine.weights, _sum(engine.least), engine.rows(largest=True)
+    doc = f"weights {size_text(weights)} and cache {size_text(engine.reserved)} to {size_text(rows['cache'])} a replica"
+    lower = f"lower generation.slots, which is {generation.slots}" if at_first > weights else SMALLER
+    own = {"process": _process_bytes(generation.device), "weights": weights}
+    parts, likely = own | rows, _sum(own) + _sum(engine.rows(largest=False))
+    most, least = replicas * _sum(parts), replicas * (weights + at_first)
+    return MemoryNeed(name, most, least, doc, generation.device, lower, parts, replicas * likely)
 
 
 def _policy(config: Config, shape: Shape, lengths: RowLengths) -> MemoryNeed:
@@ -227,11 +225,11 @@ class TrainedModel:
     def need(self) -> MemoryNeed:
         largest = largest_pass(self.config, self.lengths, self._data).of_slice(self.layout.sp)
         largest = with_pictures(largest, self.config, self.shape, self.lengths, self._data, largest=True)
-        engine, lengths = self._engine, self.lengths
-        most = self._stages(largest, engine.cache(lengths.longest))
+        engine = self._engine
+        most = self._stages(largest, engine.rows(largest=True))
         size, phases = self._total(most), max(most, key=_largest_phase)
         expected = self._total([self.likely_phases(stage) for stage in range(self.layout.pp)])
-        least = self._total(self._stages(largest, engine.reserved), (*STATE, *TO_SAMPLE))
+        least = self._total(self._stages(largest, engine.least), (*STATE, *TO_SAMPLE))
         return MemoryNeed(
             self.name,
             size,
@@ -246,10 +244,10 @@ class TrainedModel:
 
     def likely_phases(self, stage: int) -> dict[str, Parts]:
         """Returns what `phases` does, with prompts of the mean length."""
-        return self.phases(self.likely_pass, stage, self._engine.cache(self.lengths.mean, shared=True))
+        return self.phases(self.likely_pass, stage, self._engine.rows(largest=False))
 
-    def _stages(self, size: ForwardPass, cache: int) -> list[dict[str, Parts]]:
-        return [self.phases(size, stage, cache) for stage in range(self.layout.pp)]
+    def _stages(self, size: ForwardPass, rows: Parts) -> list[dict[str, Parts]]:
+        return [self.phases(size, stage, rows) for stage in range(self.layout.pp)]
 
     def _doc(self, phases: Mapping[str, Parts]) -> str:
         step = phases["step"]
@@ -291,14 +289,14 @@ class TrainedModel:
         )
         return self.layout.size // self.layout.pp * sum(chosen)
 
-    def phases(self, size: ForwardPass, stage: int, cache: int) -> dict[str, Parts]:
+    def phases(self, size: ForwardPass, stage: int, rows: Parts) -> dict[str, Parts]:
         """Returns the bytes of a rank of a pipeline stage in each phase, by what takes them; in a step alone where it
-        does not sample. cache: bytes of keys and values."""
+        does not sample. rows: what samples and prompts take while they are sampled."""
         step = self.parts(size, stage)
         if not self._samples:
             return {"step": step}
         shape = self.shape.stage(stage, self.layout.pp)
-        return SamplingRank(self._engine, self.layout, shape, stage, self._state(shape)).phases(step, cache)
+        return SamplingRank(self._engine, self.layout, shape, stage, self._state(shape)).phases(step, rows)
 
     def parts(self, size: ForwardPass, stage: int) -> dict[str, int]:
         """Returns the bytes of a rank of a pipeline stage in a step, by what takes them."""

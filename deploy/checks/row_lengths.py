@@ -11,18 +11,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import chat_template_of
-from asyncrl.engines.models.model_preparation import demonstrations_of
+from asyncrl.engines.models.model_preparation import demonstrations_of, sees_pictures
+from asyncrl.engines.models.warmed_model_cache import MERGE, MOST_PIXELS, PATCH
 from asyncrl.engines.pictures.picture_sizes import PatchCounter
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages
 from asyncrl.tasks.prompt_lengths import longest_rows
 from asyncrl.tasks.prompt_rows import PromptRows
-from asyncrl.tasks.reading.pictures import has_pictures, picture_files, with_pictures_read
+from asyncrl.tasks.reading.pictures import has_pictures, is_picture, picture_files, with_pictures_read
 from asyncrl.tasks.source_problems import is_read_ahead
 
 SPREAD = 256
 """Rows of a source, evenly spread, whose tokens are counted for the mean."""
+PICTURE = "\0\0\0"
+"""Three tokens: the begin of a picture, the picture, and its end."""
 BUILTIN = "asyncrl.tasks.builtin."
 Count = Callable[[Messages], int]
 Seen = Callable[[Messages], tuple[int, int]]
@@ -82,7 +85,8 @@ def _counted(prompts: PromptRows, count: Seen) -> RowLengths:
 
 def _with_pictures(count: Count, model: str) -> Seen:
     """Returns what counts pictures too, each of which is one token for `count`."""
-    pictures = PatchCounter.of_folder(Path(model).expanduser())
+    warmed = PatchCounter(PATCH, MERGE, (PATCH * MERGE) ** 2, MOST_PIXELS) if sees_pictures(model) else None
+    pictures = warmed or PatchCounter.of_folder(Path(model).expanduser())
 
     def seen(prompt: Messages) -> tuple[int, int]:
         if pictures is None or not has_pictures(prompt):
@@ -112,7 +116,15 @@ def _text(prompt: Messages, template: str | None, arguments: Mapping[str, Any]) 
     if isinstance(prompt, str):
         return prompt
     if template is None:
-        return "".join(f"{message['content']}{' ' if message['role'] == 'system' else ''}" for message in prompt)
+        return "".join(f"{_content(message)}{' ' if message['role'] == 'system' else ''}" for message in prompt)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     values: dict[str, Any] = {"messages": prompt, "add_generation_prompt": True, "bos_token": "", **arguments}
     return environment.from_string(template).render(values)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Returns the content of a message for a model that `warmed:` makes."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(PICTURE if is_picture(part) else part["text"] for part in content)

@@ -211,6 +211,12 @@ def demonstrations_of(task: str) -> Demonstrations:
     return found if isinstance(found, Demonstrations) else _demonstrations_of_rows(task)
 
 
+def sees_pictures(name: str) -> bool:
+    """Returns whether a model is warmed up with pictures. Those of a user's own rows are not."""
+    source, _, task = name.partition(":")
+    return source == "warmed" and task in WARMED and demonstrations_of(task).picture is not None
+
+
 def _demonstrations_of_rows(task: str) -> Demonstrations:
     """Returns the rows of a function of the user, each drawn equally often. A character that is not ASCII becomes a
     token too."""

@@ -34,6 +34,12 @@ BATCH = 64
 """Demonstrations of one optimizer step."""
 HEADS, HEADS_FOR_VLLM = 4, 3
 """Heads of a model, of 24 and 32 numbers; vLLM has no attention of less than 32 on CPUs."""
+PATCH, MERGE = 4, 2
+"""Width of a patch of a picture in pixels, and patches of a token in width and in height."""
+MOST_PIXELS = 64 * 64
+EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "fullatt_block_indexes": [0]}
+EYES |= {"out_hidden_size": 96, "patch_size": PATCH, "spatial_merge_size": MERGE}
+"""Encoder of the pictures of a model that is warmed up with some."""
 UNFINISHED = 3600.0
 """Seconds after which a model on its way belongs to a process that was killed; making one takes under a minute."""
 LOCK_TIMEOUT = 10.0
@@ -49,7 +55,7 @@ def recipe_digest(demonstrations: Demonstrations, seed: int, heads: int) -> str:
     found.update((Path(__file__).parent / "warmed_up_model.py").read_bytes())
     if demonstrations.picture is not None:
         found.update((Path(__file__).parent / "warmed_up_picture_model.py").read_bytes())
-        found.update(demonstrations.question.encode())
+        found.update(f"{demonstrations.question}{EYES}{MOST_PIXELS}".encode())
     source = random.Random(seed)
     for _ in range(demonstrations.steps * BATCH):
         drawn = demonstrations.draw(source)

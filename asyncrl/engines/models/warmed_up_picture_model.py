@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from asyncrl.engines.models.warmed_model_cache import BATCH, CONTEXT
+from asyncrl.engines.models.warmed_model_cache import BATCH, CONTEXT, EYES, MERGE, MOST_PIXELS, PATCH
 from asyncrl.engines.models.warmed_up_model import IGNORED, Show, build_tokenizer, fit
 from asyncrl.engines.pictures.model_input import PictureInput, picture_layout
 from asyncrl.engines.pictures.processing import PictureProcessor
@@ -28,8 +28,6 @@ CHAT = (
     "{% if part.type == 'image' %}" + BEGIN + PICTURE + END + "{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}{% if m.role == 'system' %} {% elif m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-PATCH, MERGE = 4, 2
-MOST_PIXELS = 64 * 64
 
 
 def warm_up_with_pictures(demonstrations: Demonstrations, seed: int, target: Path, show: Show) -> None:
@@ -62,14 +60,13 @@ def build_picture_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForCond
         "max_position_embeddings": CONTEXT,
         "vocab_size": len(tokenizer),
     }
-    eyes = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "fullatt_block_indexes": [0]}
     ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
         for name, token in (("image", PICTURE), ("video", VIDEO), ("vision_start", BEGIN), ("vision_end", END))
     }
     config = Qwen2_5_VLConfig(
         text_config={**text, "rope_parameters": rotation, "tie_word_embeddings": True},
-        vision_config={**eyes, "out_hidden_size": 96, "patch_size": PATCH, "spatial_merge_size": MERGE},
+        vision_config=EYES,
         tie_word_embeddings=True,
         **ids,
     )

@@ -14,6 +14,9 @@ from typing import Any, Self
 
 FLOAT = 4
 NORMS, ATTENTION, GATED, OUTSIDE = 6, 7, 4, 6
+ATTENDING, FEEDING, GATES = 11, 4, 3
+"""Values of width `hidden` while a block attends, in float32, and while it feeds forward, beside those of width
+`inner`, where nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +55,9 @@ class EncoderShape:
         block = FLOAT * NORMS * self.hidden + narrow * (ATTENTION * self.hidden + GATED * self.inner)
         blocks = FLOAT * self.hidden * self.blocks + block if again else self.blocks * block
         return patches * (blocks + FLOAT * OUTSIDE * self.hidden)
+
+    def pass_bytes(self, patches: int, narrow: int) -> int:
+        """Returns the most bytes that a pass takes at one moment which keeps nothing. narrow: bytes of a number of the
+        model."""
+        feeding = narrow * (FEEDING * self.hidden + GATES * self.inner)
+        return patches * max(FLOAT * ATTENDING * self.hidden, feeding)

@@ -1,27 +1,36 @@
 """Memory of pictures: patches are counted as the image processor cuts them, and the encoder keeps what is predicted."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from asyncrl.bench.end_to_end.torch_memory import most_at_once
+from asyncrl.bench.end_to_end.torch_memory import most_beside
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import load
+from asyncrl.deploy.checks.generation_memory import KEPT_PICTURES, EngineMemory
 from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
 from asyncrl.deploy.checks.shared_memory_needs import shared_memory
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.model_shape import Shape, shape_of
+from asyncrl.engines.models.model_preparation import demonstrations_of
+from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, build_picture_tokenizer
+from asyncrl.engines.pictures import model_input
+from asyncrl.engines.pictures.encoder_shape import EncoderShape
 from asyncrl.engines.pictures.model_input import picture_states
 from asyncrl.engines.pictures.picture_sizes import PatchCounter
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.errors import TaskError
+from asyncrl.tasks.builtin.colours import training
 
+PATCHES = 512
 SIZES = ((16, 16), (33, 17), (5, 100), (100, 20), (1, 3), (300, 300), (61, 470))
 REAL = {
     "model_type": "qwen2_5_vl",
@@ -86,7 +95,9 @@ def test_parameters_are_those_of_the_models(folder: Path) -> None:
     assert shape.parameters == pytest.approx(sum(each.numel() for each in model.parameters()), rel=0.01)
 
 
-def test_the_encoder_keeps_what_is_predicted() -> None:
+@pytest.fixture(name="encoding", scope="module")
+def make_encoding() -> tuple[EncoderShape, Callable[[], None]]:
+    """The shape of an encoder, and what computes the states of PATCHES patches."""
     torch.set_num_threads(1)
     text = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
@@ -101,13 +112,63 @@ def test_the_encoder_keeps_what_is_predicted() -> None:
     model, shape = Qwen2_5_VLForConditionalGeneration(described), Shape.of(described.to_dict())
     assert shape.encoder is not None
     grid = torch.tensor([[1, 16, 16], [1, 8, 32]])
-    pixels = torch.randn(512, 3 * 2 * 4 * 4)
-    picture_states(model, pixels, grid)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    pixels = torch.randn(PATCHES, 3 * 2 * 4 * 4)
+
+    def encode() -> None:
         picture_states(model, pixels, grid)
-    assert profiled.profiler is not None
-    most = most_at_once(profiled.profiler.kineto_results)
-    assert shape.encoder.kept_bytes(512, 4, again=False) == pytest.approx(most, rel=0.1)
+
+    encode()
+    return shape.encoder, encode
+
+
+Encoding = tuple[EncoderShape, Callable[[], None]]
+
+
+def test_the_encoder_keeps_what_is_predicted(encoding: Encoding) -> None:
+    encoder, encode = encoding
+    assert encoder.kept_bytes(PATCHES, 4, again=False) == pytest.approx(most_beside(encode)[0], rel=0.1)
+
+
+def test_a_pass_of_the_encoder_in_generation_takes_what_is_predicted(encoding: Encoding) -> None:
+    encoder, encode = encoding
+    with torch.no_grad():
+        assert encoder.pass_bytes(PATCHES, 4) == pytest.approx(most_beside(encode)[0], rel=0.1)
+    wide = replace(encoder, inner=10 * encoder.hidden)
+    assert wide.pass_bytes(PATCHES, 4) == pytest.approx(PATCHES * 4 * 34 * encoder.hidden)
+
+
+def test_pictures_of_prompts_in_flight_count_where_they_are_sampled() -> None:
+    """Pixels of each group in flight, states of sixteen prompts, and a pass of one prompt."""
+    shape, lengths = Shape.of(REAL), RowLengths(200, 400, 10, 300)
+    assert shape.encoder is not None
+    assert KEPT_PICTURES == model_input.KEPT
+    chosen = config()
+    found = EngineMemory(chosen, shape, lengths).rows(largest=False)
+    groups, pixels = GateConfig.of(chosen).cap, 4 * 3 * 2 * 14 * 14 * 300
+    assert groups > 16
+    assert found["pictures"] == groups * pixels + 16 * 75 * 2048 * 4 + shape.encoder.pass_bytes(300, 4)
+    for none in (RowLengths(200, 400, 10), RowLengths(200, 400, 10, 300)):
+        text = shape if none.patches == 0 else Shape.of({**REAL, "model_type": "qwen2"})
+        assert "pictures" not in EngineMemory(chosen, text, none).rows(largest=True)
+    need = next(each for each in needs(chosen, shape, lengths) if each.name == "generation")
+    assert need.parts["pictures"] > found["pictures"], "all tokens of the longest prompt may be of pictures"
+    assert need.expected < need.bytes
+
+
+def test_a_model_that_is_warmed_up_with_pictures_has_an_encoder() -> None:
+    words, shape = demonstrations_of("colours").words, shape_of("warmed:colours")
+    tokenizer = build_picture_tokenizer(words)
+    assert shape is not None
+    assert shape.encoder is not None
+    parameters = [each.numel() for each in build_picture_model(tokenizer).parameters()]
+    assert shape.parameters == pytest.approx(sum(parameters), rel=0.01)
+    assert (text := shape_of("warmed:reverse")) is not None
+    assert text.encoder is None
+    chosen = load("colours", []).config
+    lengths, (row, *_) = measured_lengths(chosen, chosen.model.name), training(1)
+    asked = tokenizer.apply_chat_template(row["prompt"], tokenize=False)
+    assert lengths.mean == lengths.longest == len(tokenizer(asked)["input_ids"]) - 1 + 4, "a picture is four tokens"
+    assert lengths.patches == 16
 
 
 def test_a_micro_batch_encodes_each_of_its_prompts_once() -> None:
