@@ -8,6 +8,7 @@ copies of the whole model   one rank saves the state; all that hold it stay, and
 parts of it                 the first rank that holds a part saves it, and each ends once it is not needed
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,10 @@ from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Critic, Training
+
+LATER_HOLDERS = 5.0
+"""Seconds for other ranks once one holds the whole state. One that waits for a living rank in an exchange of gloo
+answers only when that is over; it is killed, and starts again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,7 @@ async def living_state(running: RunningFleet, incarnation: int, version: int) ->
     state = LivingState(ranks, critics, incarnation, version, running.facts.config.fleet.call_deadline)
     if layout.parts > 1:
         return state if len(living) == len(ranks) else _in_parts(state, living, layout, running)
-    holds = await gather(*(_holds(worker, incarnation, version) for worker in living))
-    holders = [worker for worker, held in zip(living, holds, strict=True) if held]
+    holders = await holders_of_all(living, incarnation, version)
     if not holders:
         return state if len(living) == len(ranks) else None
     return replace(state, trainers=holders[:1], left=[worker.name for worker in holders])
@@ -77,6 +81,20 @@ def _in_parts(
     position = (state.incarnation, state.version)
     parts = LivingParts(holders, layout.parts, position, state.deadline, running.supervisor.instances)
     return replace(state, trainers=(), parts=parts)
+
+
+async def holders_of_all(living: Sequence[RemoteWorker], incarnation: int, version: int) -> list[RemoteWorker]:
+    """Returns the ranks that hold the whole state of a version, and have left the others."""
+    async with asyncio.TaskGroup() as tasks:
+        held = [tasks.create_task(_holds(rank, incarnation, version), name=f"state of {rank.name}") for rank in living]
+        late = set(held)
+        while late and not any(each.done() and each.result() for each in held):
+            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        if late:
+            _, late = await asyncio.wait(late, timeout=LATER_HOLDERS)
+        for each in late:
+            each.cancel()
+    return [rank for rank, each in zip(living, held, strict=True) if not each.cancelled() and each.result()]
 
 
 async def _holds(worker: RemoteWorker, incarnation: int, version: int) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks that give their parts of a trainer's state, after one died: each is ended once it has answered."""
+"""Ranks that give their parts of a trainer's state, or all of it, after one died."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,7 +8,9 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.errors import JournalError, PeerLost, Refused
+from asyncrl.fleet.changes import living_state
 from asyncrl.fleet.changes.living_parts import LivingParts
+from asyncrl.fleet.changes.living_state import holders_of_all
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.protocols.service_contracts import EndpointSpec
 
@@ -82,3 +84,26 @@ async def test_a_part_is_taken_from_another_rank_where_the_first_no_longer_holds
 async def test_ranks_that_trained_different_samples_save_nothing() -> None:
     with pytest.raises(JournalError, match=r"at version 7 with different chains \['beef', 'c0ffee'\]"):
         await written(FakeRank(0, 0), FakeRank(3, 1, chain="beef"))
+
+
+async def holders(*ranks: FakeRank) -> list[str]:
+    return [each.name for each in await holders_of_all(cast(Any, ranks), *POSITION)]
+
+
+async def test_all_ranks_that_hold_the_whole_state_stay_but_for_one_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(living_state, "LATER_HOLDERS", 0.0)
+    hangs, another_version = FakeRank(3, 0, FakeRank(9, 9)), FakeRank(4, 0, fails="leave_ranks")
+    first = FakeRank(0, 0)
+    async with asyncio.timeout(20.0):
+        assert await holders(another_version, first, hangs) == [first.name]
+        assert await holders(another_version) == []
+
+
+async def test_no_rank_is_left_out_that_answers_later_than_the_first_one() -> None:
+    first = FakeRank(0, 0)
+    second = FakeRank(2, 0, first)
+    asyncio.get_running_loop().call_later(0, lambda: asyncio.get_running_loop().call_soon(first.ended.set))
+    async with asyncio.timeout(20.0):
+        assert await holders(first, second) == [first.name, second.name]
