@@ -78,14 +78,14 @@ def play(engine: TorchEngine, weights: Weights) -> dict[str, Any]:
             engine.load(weights(2), 2, share=True)
         if not engine.active:
             break
-    cache = engine._flat.cache
+    cache, alone = engine._flat.cache, (-1, 0) if engine._config.generation.deterministic else ()
     return {
         "done": {each.request.key: recorded(each) for each in done},
         "preemptions": engine.preemptions,
         "blocks": [len(cache.tables.pool), cache.tables.pool.touched],
         "bytes": cache.bytes,
         "after": engine.logprobs_after(np.arange(5, 20)),
-        "alone and among others": [finished(engine, wanted[first:])[wanted[-1].key] for first in (-1, 0)],
+        "alone and among others": [finished(engine, wanted[first:])[wanted[-1].key] for first in alone],
     }
 
 

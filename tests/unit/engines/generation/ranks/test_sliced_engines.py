@@ -17,6 +17,7 @@ from tests.unit.engines.generation.conftest import engine_config, make_model
 from tests.unit.engines.generation.ranks import engine_process
 from tests.unit.engines.generation.ranks.engine_process import play, versions_of
 
+pytestmark = pytest.mark.timeout(600)  # The ranks are in the first test.
 SHAPE = {"slots": 5, "max_prompt_tokens": 40, "max_new_tokens": 16}
 SCARCE = (16 * 2 * 2 * 2 * 12 * 4 * 4 + 1) / GB
 """Gigabytes of 16 blocks of the Llama, of which the longest row needs 14: keys and values, layers, kv heads, head size,
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             settings["cache_gb"] /= ranks
         told.setdefault(ranks, {})[name] = {"model": str(model), "settings": SHAPE | settings}
     (root / "cases.json").write_text(json.dumps(told))
-    subprocess.run([sys.executable, engine_process.__file__, str(root)], check=True, timeout=250)
+    subprocess.run([sys.executable, engine_process.__file__, str(root)], check=True, timeout=500)
     return root
 
 
