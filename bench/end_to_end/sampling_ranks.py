@@ -20,6 +20,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.service_specs import rank_layout
+from asyncrl.engines.generation.forward.layer_slices import ALONE
 from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.model_shape import shape_of
@@ -33,13 +34,15 @@ from asyncrl.protocols.rank_layout import Layout
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"layout": {"tp": 2}},
     {"layout": {"tp": 2}, "grouping": "vanilla"},
+    {"layout": {"tp": 2}, "groups of": 2},
+    {"layout": {"tp": 2}, "groups of": 2, "grouping": "vanilla"},
     {"layout": {"shard": 2}},
     {"layout": {"pp": 2}},
     {"layout": {"pp": 2}, "grouping": "vanilla"},
     {"layout": {"dp": 2}},
     {"layout": {"dp": 2}, "colocate": "halves"},
 )
-"""Layouts of ranks that sample, with keys of `generation`."""
+"""Layouts of ranks that sample, with keys of `generation`. groups of: ranks that sample together, all of them."""
 SAMPLED = StepShape(64, 64, 16, 2)
 """Rows of a step. A rank samples a group at a time, as many as it has slots."""
 STEPS, TURNS = 2, 3
@@ -54,13 +57,17 @@ def measure_phases(
     """Yields the memory of each rank in each phase; of gathering that of the rank of which most was seen, which is a
     part where threads of gloo free buckets unseen. Raises RuntimeError as `run_ranks`."""
     chosen = {"colocate": "training", **trial}
-    layout = replace(Layout(**chosen.pop("layout")), generation_pp=1, generation_tp=1)
-    config = config_of(model, trial["layout"], chosen, rows, micro_batch)
+    layout, size = Layout(**chosen.pop("layout")), chosen.pop("groups of", 1)
+    gathered = 1 if chosen.get("grouping") == "vanilla" else size
+    layout = replace(layout, generation_pp=1, generation_tp=gathered)
+    config = config_of(model, trial["layout"], {**chosen, "layout": {"tp": size}}, rows, micro_batch)
     layout = replace(layout, takes_turns=chosen["colocate"] == "halves")
     settings = [*trial["layout"].items(), *((key, value) for key, value in trial.items() if key != "layout")]
     text = ", ".join([model.name, *(f"{key} {value}" for key, value in settings)])
     found = run_ranks(layout, partial(phases_of_rank, config, model, rows, layout))
     for phase in found[0][0]:
+        if phase == "start" and size > 1:
+            continue  # Of the model that each rank reads, it holds slices by the time that its memory is looked at.
         pairs = [(rank, *(each[phase] for each in bytes_of)) for rank, bytes_of in enumerate(found)]
         for rank, predicted, measured in [max(pairs, key=lambda each: each[2])] if phase == "gathering" else pairs:
             yield PredictedRank(f"{text}, {phase}", rank, predicted, measured, is_partly_seen=phase == "gathering")
@@ -109,7 +116,7 @@ class MeasuredRank:
         self._layout = layout
         self._mesh = mesh
         self._before = held_bytes()
-        self._engine = TorchEngine(model, config)
+        self._engine = TorchEngine(model, config, ranks=mesh.tensor if config.generation.layout.tp > 1 else ALONE)
         self._engine._flat.cache.free_memory()  # Its reserve counts as it is used.
         self._trainer = PolicyTrainer(config, model, mesh)
         self._found: Phases = {}

@@ -32,13 +32,14 @@ Parts = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Counts the bytes of one replica of the torch engine. workers: replicas that share out the groups in flight; 1
-    where one of them may have all."""
+    """Counts the bytes of one replica of the torch engine, or of one of the ranks that share out its layers. workers:
+    replicas that share out the groups in flight; 1 where one of them may have all. tp: ranks of a replica."""
 
     config: Config
     shape: Shape
     lengths: RowLengths
     workers: int = 1
+    tp: int = 1
 
     @property
     def number_bytes(self) -> int:
@@ -63,7 +64,10 @@ class EngineMemory:
     @property
     def version(self) -> int:
         """Returns the bytes of what changes with each version."""
-        return self.shape.parameters * self.number_bytes if self.config.model.lora is None else self.adapters
+        if self.config.model.lora is not None:
+            return self.adapters
+        matrices = self.shape.layers * (self.shape.layer_parameters() - 2 * self.shape.hidden)
+        return (self.shape.parameters - matrices + matrices // self.tp) * self.number_bytes
 
     def rows(self, *, largest: bool) -> Parts:
         """Returns what samples and prompts take: with prompts of the mean length, whose groups share blocks, or the
@@ -121,15 +125,16 @@ class EngineMemory:
 
     def _within(self, blocks: int) -> int:
         """Returns the bytes of so many blocks, within `generation.cache_gb`."""
-        size, most = blocks * CHUNK * self.shape.cache_bytes_per_token * self.number_bytes // FLOAT, 10**9
+        of_token = self.shape.cache_bytes_per_token // self.tp
+        size, most = blocks * CHUNK * of_token * self.number_bytes // FLOAT, 10**9
         limit = self.config.generation.cache_gb
         return min(size, int(limit * most)) if limit else size
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRank:
-    """Counts the bytes of a trainer's rank that samples between its steps with all of the model. stage: shape of its
-    pipeline stage; number: of that stage. state: bytes that it keeps from step to step."""
+    """Counts the bytes of a trainer's rank that samples between its steps, with all of the model or slices of it.
+    stage: shape of its pipeline stage; number: of that stage. state: bytes that it keeps from step to step."""
 
     engine: EngineMemory
     layout: LayoutConfig
@@ -210,7 +215,13 @@ class SamplingRank:
         of_shards = 0 if layout.shard == 1 else (1 + layout.shard) * _bucket(held, table, layout.shard)
         made = exchanged = 0
         if layout.tp > 1:
-            made, exchanged = self._slices * layout.tp, (1 + layout.tp) * _bucket(self._slices, gate)
+            vanilla = self.engine.config.generation.grouping == "vanilla"
+            parts = layout.tp // self.engine.tp  # Slices that a rank samples with; it may gather all of them for that.
+            ranks = layout.tp if vanilla else parts
+            # Before its slices are made of it, a bucket is in memory twice: gloo has its own.
+            made, exchanged = self._slices * parts, (1 + 2 * ranks - parts) * _bucket(self._slices, gate)
+            if ranks == 1:
+                made = exchanged = 0
         if layout.pp > 1:
             made, exchanged = self.engine.version, max(exchanged, 2 * _bucket(held, table))
         if of_shards >= made + exchanged:

@@ -272,7 +272,8 @@ class TrainedModel:
 
     @property
     def _engine(self) -> EngineMemory:
-        return EngineMemory(self.config, self.shape, self.lengths, self.layout.size)
+        tp = self.config.generation.layout.tp
+        return EngineMemory(self.config, self.shape, self.lengths, self.layout.size // tp, tp)
 
     @property
     def likely_pass(self) -> ForwardPass:

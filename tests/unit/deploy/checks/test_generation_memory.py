@@ -68,7 +68,7 @@ def test_ranks_of_all_layouts_that_sample_take_what_is_predicted() -> None:
     assert all(error <= WITHIN for error in found.values()), found
 
 
-def planned(layout: dict[str, int], **generation: Any) -> MemoryNeed:
+def planned(layout: dict[str, int], /, **generation: Any) -> MemoryNeed:
     staleness = (
         {"admission": "lockstep", "limit": 1}
         if generation.get("colocate") == "halves"
@@ -87,7 +87,7 @@ def planned(layout: dict[str, int], **generation: Any) -> MemoryNeed:
     return found["training"]
 
 
-def phases(layout: dict[str, int], **generation: Any) -> dict[str, Parts]:
+def phases(layout: dict[str, int], /, **generation: Any) -> dict[str, Parts]:
     return dict(planned(layout, **generation).phases)
 
 
@@ -169,3 +169,24 @@ def test_the_line_of_a_rank_names_its_phases_and_what_is_held_twice(capsys: pyte
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("training0", "generation"))]
     assert [line.split()[0] for line in lines] == ["training0.0", "training0.1"]
     assert all(re.search(r"step .*; sampling [^;]*held twice 648 kB.*; gathering .*; start ", line) for line in lines)
+
+
+def test_ranks_that_sample_together_hold_slices_and_their_share_of_the_cache() -> None:
+    """tp = 4: whole, halves, and the quarters that train, of which nothing is gathered."""
+    found = {tp: phases({"tp": 4}, layout={"tp": tp}) for tp in (1, 2, 4)}
+    assert [each["sampling"].get("gathered to sample", 0) for each in found.values()] == [
+        MATRICES * 3 // 4,
+        MATRICES // 4,
+        0,
+    ]
+    assert [each["gathering"]["gathered to sample"] for each in (found[1], found[2])] == [MATRICES, MATRICES // 2]
+    assert [each["gathering"]["buckets"] / BUCKET_BYTES for each in (found[1], found[2])] == [5, 3]
+    assert "gathering" not in found[4]
+    whole = found[1]["sampling"]["cache"]
+    assert [found[tp]["sampling"]["cache"] for tp in (2, 4)] == [whole, whole // 2], "16 rows, 32, and all 32 slots"
+    vanilla = phases({"tp": 4}, layout={"tp": 2}, grouping="vanilla")
+    assert vanilla["sampling"]["held twice"] == vanilla["sampling"]["gathered to sample"] == MATRICES // 4
+    assert (vanilla["gathering"]["gathered to sample"], vanilla["gathering"]["buckets"]) == (
+        MATRICES // 2,
+        7 * BUCKET_BYTES,
+    )
