@@ -319,18 +319,22 @@ class TrainedModel:
         }
 
     def _pass_beside(self, gradients: int, size: ForwardPass) -> int:
-        """Returns the most bytes of a pass beside all gradients. The only pass of an update has all activations while
-        there is the gradient of the head alone, and those of the first layer before there are gradients of it."""
+        """Returns the most bytes of a pass beside all gradients. The first pass of an update has all activations while
+        there is the gradient of the head alone, and those of the first layer before there are gradients of it; the next
+        one finds all gradients."""
         layout, shape, is_policy = self.layout, self.shape, self.name == "training"
-        lora = self.adapters is not None
+        lora, stage = self.adapters is not None, self.config.training.zero_stage if is_policy else 0
         gathered = 0 if layout.shard == 1 else gathered_layers(shape, layout.tp, frozen=lora)
-        taken = partial(pass_bytes, self.config, size=size, lora=lora, tp=layout.tp, ep=layout.ep, gathered=gathered)
-        batch = taken(shape, head=is_policy)
-        if not size.is_only or self.config.training.zero_stage:
+        taken = partial(pass_bytes, self.config, lora=lora, tp=layout.tp, ep=layout.ep, gathered=gathered)
+        batch = taken(shape, size, head=is_policy)
+        if size.next_part == 1 or stage == 3:
             return batch
-        head = FLOAT * shape.vocabulary * shape.hidden if is_policy else 0
-        at_end = taken(replace(shape, layers=1), head=False)
-        return max(batch - max(0, gradients - head), at_end - gradients // shape.layers, 0)
+        growing, head = gradients, FLOAT * shape.vocabulary * shape.hidden if is_policy else 0
+        if stage:
+            growing, head = (FLOAT * each for each in zero_memory(self.config, shape).growing())
+        at_end = taken(replace(shape, layers=1), size, head=False) - growing // shape.layers
+        later = taken(shape, size.next, head=is_policy) if size.next_part else 0
+        return max(batch - max(0, growing - head), at_end, later, 0)
 
     def _state(self, shape: Shape) -> dict[str, int]:
         """Returns the bytes that a rank keeps from step to step, and those of weights that it gathers."""

@@ -11,6 +11,7 @@ layer, where `model`, `queries`, `keys` and `inner` are widths:
     head, for each sampled token of a chunk  3 vocabulary
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from asyncrl.config.schema import Config, TrainingConfig
@@ -33,15 +34,16 @@ OUTSIDE = 3
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
     """One micro-batch. tokens: with padding. sampled: those that logits are computed of. queries, keys: tokens
-    whose queries, or keys and values, the attention of a packed row collects; 0 where rows are padded. is_only: its
-    update has no other one, so there are gradients of earlier ones at no time. patches: of the pictures of all
-    its prompts. pixels: bytes of the pictures of all prompts of a step, and once more of this micro-batch."""
+    whose queries, or keys and values, the attention of a packed row collects; 0 where rows are padded. next_part:
+    tokens of the next one of its update, which finds gradients of this one, as a part of these; 0 where there is none.
+    patches: of the pictures of all its prompts. pixels: bytes of the pictures of all prompts of a step, and once more
+    of this micro-batch."""
 
     tokens: int
     sampled: int
     queries: int = 0
     keys: int = 0
-    is_only: bool = False
+    next_part: float = 1.0
     patches: int = 0
     pixels: int = 0
 
@@ -49,6 +51,12 @@ class ForwardPass:
         """Returns the part of one of several ranks that share out the tokens; all sampled ones may be in its slice."""
         tokens = -(-self.tokens // ranks)
         return replace(self, tokens=tokens, sampled=min(tokens, self.sampled))
+
+    @property
+    def next(self) -> "ForwardPass":
+        """Returns the next micro-batch of the update."""
+        names = ("tokens", "sampled", "queries", "keys", "patches")
+        return replace(self, **{name: math.ceil(self.next_part * getattr(self, name)) for name in names})
 
 
 def largest_pass(config: Config, lengths: RowLengths, ranks: int = 1) -> ForwardPass:
@@ -72,12 +80,12 @@ def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 
     count = min(samples, config.training.micro_batch_tokens // (prompt + response))
     if count < 2 or config.environment.use or config.task.pretrain:
         return largest
-    is_only, answers = count == samples, count * (response - 1)
+    next_part, answers = min(1.0, samples / count - 1), count * (response - 1)
     tokens = -(-count // members) * prompt + answers
     if shape.packs and tokens <= WORTH * (count * prompt + answers):
         keys = tokens + count * prompt
-        return ForwardPass(tokens, count * response, keys if prompt < response else tokens, keys, is_only)
-    return ForwardPass(count * prompt + answers, count * response, is_only=is_only)
+        return ForwardPass(tokens, count * response, keys if prompt < response else tokens, keys, next_part)
+    return ForwardPass(count * prompt + answers, count * response, next_part=next_part)
 
 
 def with_pictures(
@@ -263,6 +271,13 @@ class ZeroMemory:
         if stage == 3:
             return found | {"gathered": self._gathered}
         return found | ({"gathered": self._table} if offload else {})
+
+    def growing(self) -> tuple[int, int]:
+        """Returns the numbers of gradients that the first backward pass makes in stages 1 and 2, and those of the head
+        among them: all, or the sum of a share."""
+        if self._settings.stage == 1:
+            return self._learnt, self._table
+        return (0, 0) if self._settings.offload else (self._share, -(-self._table // self.training.layout.dp))
 
     def on_host(self) -> int:
         """Returns the numbers that are offloaded into the memory of the host."""

@@ -58,10 +58,10 @@ def test_a_rank_that_samples_takes_what_is_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_ranks_of_all_layouts_that_sample_take_what_is_predicted() -> None:
     command = [sys.executable, "-c", PROGRAM]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=580).stdout
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=1180).stdout
     found = json.loads(shown.splitlines()[-1])
     assert any("halves, sampling" in name for name in found)
     assert any("vanilla, gathering" in name for name in found)

@@ -136,18 +136,19 @@ def test_samples_that_share_their_prompt_take_what_is_predicted(make_folder: Cal
     check(chosen, folder, "training", PolicyTrainer(chosen, folder), shared=True)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_the_only_pass_of_an_update_finds_no_gradients_of_earlier_ones(
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_the_first_pass_of_an_update_finds_no_gradients_of_earlier_ones(
     groups: int, make_folder: Callable[..., Path]
 ) -> None:
-    """Gradients at the end take the most of one group, and activations at the beginning the most of two."""
+    """Gradients at the end take the most of one group, and activations at the beginning the most of two. Of three, the
+    last is the second pass, which finds all gradients."""
     folder = make_folder(hidden_size=256, intermediate_size=512, vocabulary=200)
     chosen = config(task={"prompts": "p", "prompts_per_step": groups, "samples_per_prompt": MEMBERS})
     shape = shape_of(str(folder))
     assert shape is not None
     trained = TrainedModel("training", chosen, shape, LENGTHS, "cpu", chosen.training.layout)
     size = trained.likely_pass
-    parts, with_others = (trained.parts(each, 0) for each in (size, replace(size, is_only=False)))
+    parts, with_others = (trained.parts(each, 0) for each in (size, replace(size, next_part=1.0)))
     trainer, given = PolicyTrainer(chosen, folder), rows(shared=True)[: groups * MEMBERS]
     run_step(trainer, given, 1, 5)
     most = most_allocated(lambda: run_step(trainer, given, 1, 5))
