@@ -58,8 +58,8 @@ def rows(*names: SampleName) -> BatchRef:
     return BatchRef(tuple([RowRef(*name, 0, 1, 1, 0, 0, "stop", (place,)) for name in names]))
 
 
-def service(count: int) -> tuple[Replicas, list[Worker]]:
-    replicas, workers = Replicas("generation", count, Layout()), [Worker() for _ in range(count)]
+def service(count: int, ranks: int = 1) -> tuple[Replicas, list[Worker]]:
+    replicas, workers = Replicas("generation", count, Layout(tp=ranks)), [Worker() for _ in range(count * ranks)]
     for remote, worker in zip(replicas, workers, strict=True):
         remote.connected(f"{remote.name}-0-a", dict.fromkeys(Lane, worker))
     return replicas, workers
@@ -81,6 +81,17 @@ async def test_prompts_of_groups_are_split_over_the_ranks_that_sample_themselves
     await generate(handle, group(10))
     assert not any(10 in worker.of("generate") for worker in workers[2:3])
     assert sum(10 in worker.of("generate") for worker in workers) == 1
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=4, generation_pp=1, generation_tp=2), Layout(tp=4, dp=2), Layout(sp=2)])
+async def test_the_first_ranks_of_replicas_get_the_prompts(layout: Layout) -> None:
+    """Whichever ranks of the trainer they are in."""
+    replicas, workers = service(2, ranks=2)
+    replicas.trainer = layout
+    handle = make_handle(Generation, replicas, 5.0)
+    for number in range(4):
+        await generate(handle, group(number))
+    assert [worker.of("generate") for worker in workers] == [[0, 2], [], [1, 3], []]
 
 
 async def test_prompts_go_to_the_half_of_the_ranks_that_does_not_train_from_their_version() -> None:
