@@ -90,13 +90,13 @@ class CountingEngine:
 
 @dataclass
 class CountedCopy:
-    """Stands in for a StateCopy. faults: raised by the first calls of `write`."""
+    """Stands in for a StateCopy. faults: raised by the first calls of `write_beside_steps`."""
 
     name: str
     text: str
     faults: ClassVar[list[OSError]] = []
 
-    def write(self, directory: Path) -> dict[str, str]:
+    def write_beside_steps(self, directory: Path) -> dict[str, str]:
         directory.mkdir(exist_ok=True)
         if self.faults:
             raise self.faults.pop()
