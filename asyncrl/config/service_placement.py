@@ -174,7 +174,11 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
         *_turn_rules(config),
         ("generation.engine", generation.engine == "vllm", 'vLLM has processes of its own: write engine = "torch"'),
         ("generation.replicas", generation.replicas > 1, "each rank of the trainer is a replica: write replicas = 1"),
-        ("generation.layout_tp", generation.layout_tp > 1, "each rank has the whole model: write layout_tp = 1"),
+        (
+            "generation.layout_tp",
+            generation.layout_tp > 1,
+            "it is of vLLM, and ranks of the trainer share out layers by generation.layout: write layout_tp = 1",
+        ),
         ("generation.stored_samples", bool(generation.stored_samples), "nothing is sampled: remove one of them"),
         ("generation.pool", bool(generation.pool), "ranks sample on their own devices: name training.pool alone"),
         (
