@@ -21,6 +21,7 @@ from asyncrl.deploy.checks.training_memory import (
     pass_bytes,
     passes_of_update,
     stage_bytes,
+    summed_bytes,
     with_pictures,
 )
 from asyncrl.engines.generation.vllm.option_problems import cache_tokens
@@ -309,6 +310,10 @@ class TrainedModel:
         else:
             passes = passes_of_update(config, self.lengths, size, self._data)
             batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora, tp=layout.tp)
+        if self.name == "training" and config.training.zero_stage:
+            batch = max(batch, FLOAT * zero_memory(config, shape).stepping())
+        else:
+            batch = max(batch, summed_bytes(shape, layout, state["gradients"]))
         return {
             "process": _process_bytes(self.device),
             **state,

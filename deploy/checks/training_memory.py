@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.config.sections.training.deepspeed_config import BUCKET, DeepspeedConfig
+from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
@@ -27,6 +28,8 @@ HEAD_COPIES = 3
 KEPT_SHARE, KEPT_BELOW = 0.8, 32 * 2**20
 """glibc's malloc returns tensors of more bytes than the latter to the system at once. Smaller ones, whose sizes differ
 from step to step, leave holes in the heap: measured, a process keeps 1.8 times what torch has at one moment."""
+BUCKET_BYTES = 32 * 2**20
+"""Bytes of gradients that are summed at once (training/ranks/gradients.py), or of one larger tensor."""
 OUTSIDE = 3
 """Hidden states outside of layers: embedded tokens, the last norm, and its gradient."""
 
@@ -279,12 +282,25 @@ class ZeroMemory:
             return self._learnt, self._table
         return (0, 0) if self._settings.offload else (self._share, -(-self._table // self.training.layout.dp))
 
+    def stepping(self) -> int:
+        """Returns the numbers of a share that its optimizer step copies or computes, beside all that is kept, where
+        these are more than its parts: gradients in one piece, and a denominator for each."""
+        return 2 * self._share if self._settings.stage == 2 and not self._settings.offload else 0
+
     def on_host(self) -> int:
         """Returns the numbers that are offloaded into the memory of the host."""
         if not self._settings.offload:
             return 0
         sums = {1: 2 * self._share + self._table, 2: 3 * self._share + self._table, 3: 2 * self._share}
         return self._kept + sums[self._settings.stage]
+
+
+def summed_bytes(shape: Shape, layout: LayoutConfig, gradients: int) -> int:
+    """Returns the bytes of a bucket of gradients, which copies of the weights sum after their passes. gradients: bytes
+    of all; those of shards are summed in the passes."""
+    if layout.shard > 1 or layout.dp * layout.sp * layout.ep == 1:
+        return 0
+    return min(gradients, max(BUCKET_BYTES, FLOAT * shape.vocabulary * shape.hidden))
 
 
 def kept_bytes(config: Config, shape: Shape, size: ForwardPass, allocated: int, device: str) -> int:

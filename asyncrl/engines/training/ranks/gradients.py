@@ -44,10 +44,15 @@ def _by_copies(mesh: RankMesh, tensors: Iterable[Tensor]) -> Iterator[tuple[Rank
 
 def _sum_in_buckets(copies: Ranks, gradients: Sequence[Tensor]) -> None:
     for bucket in _buckets(gradients) if copies.size > 1 else ():
-        summed = copies.sum(torch.cat([gradient.flatten() for gradient in bucket]))
-        parts = torch.split(summed, [gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        _sum_at_once(copies, bucket)
+
+
+def _sum_at_once(copies: Ranks, gradients: Sequence[Tensor]) -> None:
+    """Sums gradients in memory that is free again before that of the next ones is taken."""
+    summed = copies.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+    parts = torch.split(summed, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def own_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

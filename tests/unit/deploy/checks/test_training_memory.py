@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.checks.training_memory import kept_bytes, largest_pass, likely_pass, pass_bytes
-from asyncrl.engines.model_shape import shape_of
+from asyncrl.deploy.checks.training_memory import BUCKET_BYTES, kept_bytes, largest_pass, likely_pass, pass_bytes
+from asyncrl.engines.model_shape import FLOAT, shape_of
 from asyncrl.engines.training.batch.packed_rows import pack_rows
 from asyncrl.engines.training.batch.packing_families import shared_from
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
+from asyncrl.engines.training.ranks import gradients
 from asyncrl.engines.training.training_step import run_step
 
 WITHIN = 0.15
@@ -178,6 +179,18 @@ def test_short_prompts_are_shared_where_the_trainer_shares_them(
     assert (packed is not None) == shares
     tokens = 8 * (prompt + RESPONSE - 1) if packed is None else len(packed.ids)
     assert (found.tokens, found.queries > 0) == (tokens, shares)
+
+
+def test_copies_sum_gradients_in_a_bucket_where_passes_take_less(make_folder: Callable[..., Path]) -> None:
+    assert BUCKET_BYTES == FLOAT * gradients.BUCKET
+    folder = make_folder(vocabulary=200, hidden_size=512, intermediate_size=4096, num_hidden_layers=2)
+    (shape, found), settings = (shape_of(str(folder)), {}), {"gradient_checkpointing": True, "micro_batch_tokens": 96}
+    assert shape is not None
+    for layout in ({"dp": 1}, {"dp": 2}, {"sp": 2}, {"shard": 2}):
+        chosen = config({**settings, "layout": layout})
+        trained = TrainedModel("training", chosen, shape, LENGTHS, "cpu", chosen.training.layout)
+        found[str(layout)] = trained.parts(trained.likely_pass, 0)["activations"] == BUCKET_BYTES
+    assert list(found.values()) == [False, True, True, False]
 
 
 def test_a_critic_takes_what_is_predicted(make_folder: Callable[..., Path]) -> None:

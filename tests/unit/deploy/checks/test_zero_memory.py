@@ -66,6 +66,15 @@ def test_ranks_of_deepspeed_hold_shares_by_the_stage() -> None:
     assert ["gathered" in parts for parts in stages] == [False, False, True]
 
 
+def test_a_step_of_stage_2_takes_its_gradients_in_one_piece_and_a_denominator_for_each() -> None:
+    small = {"gradient_checkpointing": True, "micro_batch_tokens": 600, "logits_chunk": 16}
+    share = SMOLLM2.parameters
+    stages = [next(each.parts for each in _zero_need(stage, **small) if each.name == "training") for stage in (1, 2)]
+    assert stages[0]["activations"] < stages[1]["activations"] == 2 * share
+    offloaded = next(each.parts for each in _zero_need(2, offload=True, **small) if each.name == "training")
+    assert offloaded["activations"] == stages[0]["activations"]
+
+
 def test_what_ranks_on_gpus_offload_counts_as_memory_of_the_host() -> None:
     share = SMOLLM2.parameters
     here = next(each for each in _zero_need(3, offload=True) if each.name == "training")

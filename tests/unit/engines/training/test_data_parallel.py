@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -212,6 +213,22 @@ def test_gradients_are_summed_whatever_the_bucket(bucket: int, monkeypatch: pyte
     for parameter, gradient in zip(parameters[:-1], given, strict=False):
         assert torch.equal(parameter.grad, 2 * gradient)
     assert torch.equal(parameters[-1].grad, torch.zeros(90))
+
+
+def test_a_bucket_is_free_before_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    living: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Watching(Doubling):
+        def sum(self, values: torch.Tensor) -> torch.Tensor:
+            living.append(sum(each() is not None for each in made))
+            made.append(weakref.ref(values))
+            return values
+
+    monkeypatch.setattr(gradients, "BUCKET", 4)
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)]
+    gradients.sum_gradients(RankMesh.of_data(Watching()), parameters)
+    assert living == [0, 0, 0]
 
 
 class Doubling(Ranks):
