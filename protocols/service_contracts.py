@@ -261,6 +261,12 @@ class Critic(Contract):
         digests."""
         raise NotImplementedError
 
+    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
+    async def leave_ranks(self, incarnation: int, version: int) -> None:
+        """Keeps the state to be copied and written by this rank alone, for a checkpoint of `version`, because another
+        rank died. Raises Refused in the middle of a batch, of which an update was taken."""
+        raise NotImplementedError
+
 
 class Training(Contract):
     """Trains the policy; publishes each new version into the weight arena."""

@@ -1,7 +1,7 @@
 """Predicts a value for each token of a sample, and learns from the batches that train the policy."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
-from asyncrl.errors import LostRows, Refused
+from asyncrl.errors import LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
@@ -39,7 +39,8 @@ class CriticService(Service, Critic):
     A sample enters the loss of the critic once, even if the step of the policy is lost and a batch of this version or a
     later one, or of a resumed run, holds the sample again. A batch with lost rows is skipped.
 
-    Of several ranks the first one answers, keeps the rows and knows which samples were learnt; the others follow it.
+    Of several ranks the first one answers and keeps the rows; the others follow it. Each knows which samples were
+    learnt, so that one with a copy of the weights can save the state when another one is dead.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -54,6 +55,8 @@ class CriticService(Service, Critic):
         self._version = 0
         self._copy: HeldCopy | None = None
         self._used: dict[SampleName, None] = {}  # samples in flight that were learnt: as many as there are row slots
+        self._learning: dict[SampleName, None] = {}  # those of the running batch
+        self._updates = 0  # of the engine, when it had learnt the last batch
 
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and opens rows for every sample in flight."""
@@ -63,13 +66,14 @@ class CriticService(Service, Critic):
             self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
         self._engine = await self.context.compute.run(self._load, await find_meeting(self.context))
         self._engine.lane = self.context.tracer.lane
+        self._updates = self._engine.updates
         work: Mapping[str, Work] = {
             "values": self._values,
             "begin": self._begin,
             "advance": self._advance,
             "copy": self._copy_engine,
         }
-        self._ranks = LedRanks(self.context, self._engine.mesh, work)
+        self._ranks = LedRanks(self.context, self._engine.mesh, work, stays=not self._engine.mesh.is_parted)
 
     async def stop(self) -> None:
         await self._ranks.stop()
@@ -116,12 +120,24 @@ class CriticService(Service, Critic):
             await self._finish_update()
             self._refuse_earlier("save", incarnation, version)
             learnt = [list(name) for name in self._used]
-            await self._ranks.run("copy", incarnation, version, {"version": version, "learnt": learnt})
+            arguments = (incarnation, version, {"version": version, "learnt": learnt})
+            await (self._copy_engine(*arguments) if self._ranks.has_left else self._ranks.run("copy", *arguments))
 
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         await self._ranks.idle()
         held = copy_of(self._copy, incarnation, version)
         return await held.write(Path(directory), self.context.tasks, self._target.critic)
+
+    async def leave_ranks(self, incarnation: int, version: int) -> None:
+        if self._engine.mesh.is_parted:
+            raise Refused(f"{self.context.spec.instance} holds a part of the critic alone")
+        await self._ranks.leave()
+        await self._finish_update()
+        self._refuse_earlier("save", incarnation, version)
+        if self._engine.updates != self._updates:
+            raise Refused(f"{self.context.spec.instance} has learnt a part of the batch of version {self._version}")
+        self._used = {name: None for name in self._used if name not in self._learning}
+        await self.context.compute.run(self._engine.leave_ranks)
 
     async def _finish_update(self) -> None:
         """Waits for the running update; its call may have ended."""
@@ -137,18 +153,19 @@ class CriticService(Service, Critic):
             )
 
     async def _learn(self, cuts: Cuts) -> ValueReport:
-        self._version = max(self._version, cuts.version)
         fresh = BatchRef(tuple(row for row in cuts.batch if row.name not in self._used))
         if not fresh.rows:
+            self._version = max(self._version, cuts.version)
             return self._skipped(cuts, "learnt before")
         try:
-            await self._ranks.run("begin", cuts, fresh)
+            await self._ranks.run("begin", cuts, fresh, [list(name) for name in self._used])
+            while await self._ranks.run("advance"):
+                pass
         except LostRows as lost:
             self.context.log.warning("update skipped", reason=str(lost))
             return self._skipped(cuts, "rows lost")
-        self._used |= dict.fromkeys(row.name for row in fresh)
-        while await self._ranks.run("advance"):
-            pass
+        except PeerLost:
+            return self._skipped(cuts, "ranks lost")  # The controller has ended.
         outcome = self._run.outcome
         return ValueReport(cuts.incarnation, cuts.version, outcome.updates, outcome.skipped, outcome.metrics)
 
@@ -157,19 +174,29 @@ class CriticService(Service, Critic):
     async def _values(self, samples: BatchRef) -> list[tuple[NDArray[np.float32], int]]:
         return await results_of_forward_passes(self.context, samples, self._forward, mesh=self._engine.mesh)
 
-    async def _begin(self, cuts: Cuts, fresh: BatchRef) -> None:
-        """Reads this rank's share of a batch, and starts the step on it. Raises LostRows."""
+    async def _begin(self, cuts: Cuts, fresh: BatchRef, learnt: list[list[int]]) -> None:
+        """Reads this rank's share of a batch, and starts the step on it. learnt: names of the samples in flight that
+        were. Raises LostRows."""
+        self._version = max(self._version, cuts.version)
         config, mesh = self.context.config, self._engine.mesh
         share = fresh.take(balanced_parts(fresh.row_weights(), mesh.rows.size)[mesh.rows.rank])
         rows = await agreed(self.context, mesh, self.context.reader.read(share, columns_of(config)))
         self._run = await self.context.compute.run(self._step, cuts, share, rows)
+        self._learning = dict.fromkeys(row.name for row in fresh)
+        if self._ranks.follows:
+            self._used = _names(learnt)
+        self._used |= self._learning
 
     def _step(self, cuts: Cuts, share: BatchRef, rows: Batch) -> CriticStep:
         joined = train_rows(share, rows, self.context.config.generation.temperature)
         return self._engine.begin(joined, cuts.incarnation, cuts.version)
 
     async def _advance(self) -> bool:
-        return await self.context.compute.run(self._run.advance)
+        goes_on = await self.context.compute.run(self._run.advance)
+        if not goes_on:
+            self._learning = {}
+            self._updates = self._engine.updates
+        return goes_on
 
     async def _copy_engine(self, incarnation: int, version: int, extra: dict[str, Any]) -> None:
         """Copies the state; returns at rank 0 once the others have begun to."""
@@ -191,7 +218,7 @@ class CriticService(Service, Critic):
             folder = context.facts.checkpoint_dir / target.critic
             engine, extra = CriticTrainer.resume(context.config, folder, target, mesh)
             self._version = extra["version"]
-            self._used = dict.fromkeys((group, member, attempt) for group, member, attempt in extra.get("learnt", ()))
+            self._used = _names(extra.get("learnt", ()))
         warn_of_whole_load(context, engine.model.loaded_whole)
         return engine
 
@@ -200,3 +227,8 @@ class CriticService(Service, Critic):
         prompts, responses = token_ids(rows) if len(rows) else ([], [])
         values = self._engine.values(prompts, responses, spans_of(rows))
         return [(own, self._engine.optimizer.updates) for own in values]
+
+
+def _names(listed: Iterable[Iterable[int]]) -> dict[SampleName, None]:
+    """Returns names of samples as a message or a checkpoint lists them."""
+    return dict.fromkeys((group, member, attempt) for group, member, attempt in listed)

@@ -12,7 +12,7 @@ from asyncrl.fleet.changes import living_state
 from asyncrl.fleet.changes.living_parts import LivingParts
 from asyncrl.fleet.changes.living_state import holders_of_all
 from asyncrl.protocols.messages import Checkpointed
-from asyncrl.protocols.service_contracts import EndpointSpec
+from asyncrl.protocols.service_contracts import EndpointSpec, Training
 
 POSITION = (1, 7)
 
@@ -87,7 +87,7 @@ async def test_ranks_that_trained_different_samples_save_nothing() -> None:
 
 
 async def holders(*ranks: FakeRank) -> list[str]:
-    return [each.name for each in await holders_of_all(cast(Any, ranks), *POSITION)]
+    return [each.name for each in await holders_of_all(cast(Any, ranks), Training, *POSITION)]
 
 
 async def test_all_ranks_that_hold_the_whole_state_stay_but_for_one_that_does_not_answer(

@@ -39,6 +39,7 @@ DIGESTS = {
     33: "7c5e6c2ba9cf33fe",
     34: "7d1f551d9d0e2f6e",
     35: "51a6390fc6e34bff",
+    36: "ddec2a25c7dcada2",
 }
 """Of what the messages and the calls of each protocol are made of."""
 
