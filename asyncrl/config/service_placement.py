@@ -173,7 +173,7 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
     for key, is_wrong, text in (
         *_turn_rules(config),
         ("generation.engine", generation.engine == "vllm", 'vLLM has processes of its own: write engine = "torch"'),
-        ("generation.replicas", generation.replicas > 1, "each rank of the trainer is a replica: write replicas = 1"),
+        ("generation.replicas", generation.replicas > 1, "ranks of the trainer are the replicas: write replicas = 1"),
         (
             "generation.layout_tp",
             generation.layout_tp > 1,

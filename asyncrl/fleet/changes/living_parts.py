@@ -35,6 +35,7 @@ class LivingParts:
     instances: Mapping[str, RunningInstance]
     _taken: set[int] = field(default_factory=set)
     _made: dict[int, Checkpointed] = field(default_factory=dict)
+    _refused: dict[int, str] = field(default_factory=dict)
 
     async def write(self, directory: str) -> list[Checkpointed]:
         """Has the first rank that leaves the others with a part write it, and ends each rank once it has answered.
@@ -49,7 +50,8 @@ class LivingParts:
             for each in giving:
                 each.cancel()
         if missing := sorted(set(range(self.parts)) - self._made.keys()):
-            raise Refused(f"no living rank gave part {missing[0]} of the {self.parts} parts of the trainer's state")
+            part, why = missing[0], self._refused.get(missing[0], "none answered")
+            raise Refused(f"no living rank gave part {part} of the {self.parts} parts of the trainer's state: {why}")
         if len(chains := {each.chain[:16] for each in self._made.values()}) > 1:
             version = self.position[1]
             raise JournalError(f"ranks of the trainer are at version {version} with different chains {sorted(chains)}")
@@ -64,8 +66,8 @@ class LivingParts:
                 self._taken.add(part)
                 await rank.call(endpoints["copy_state"], position, self.deadline)
                 self._made[part] = await rank.call(endpoints["checkpoint"], (directory, *position), self.deadline)
-        except AsyncrlError:
-            return  # Another rank may give this part.
+        except AsyncrlError as error:
+            self._refused[part] = str(error)  # Another rank may give this part.
         finally:
             if (instance := self.instances.get(rank.name)) is not None:
                 instance.launched.kill()

@@ -94,7 +94,7 @@ def sampled_by(trained: int, sampled: int) -> dict[str, Any]:
     [
         (INSIDE | {"staleness": {"limit": 1}}, "a rank that trains does not sample: write limit = 0, or write gen"),
         (inside(engine="vllm"), 'vLLM has processes of its own: write engine = "torch"'),
-        (inside(replicas=2), "each rank of the trainer is a replica: write replicas = 1"),
+        (inside(replicas=2), "ranks of the trainer are the replicas: write replicas = 1"),
         (inside(layout_tp=2), "share out layers by generation.layout: write layout_tp = 1"),
         (inside(stored_samples="file.parquet"), "nothing is sampled: remove one of them"),
         (inside(device="cuda:0"), 'ranks sample on the device that they train on: write device = "cpu"'),
