@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config, CriticConfig, Scorer
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig, LayoutConfig
 from asyncrl.config.service_placement import assignment
 from asyncrl.engines.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
@@ -61,7 +61,7 @@ def _layout_of_trainer(config: Config) -> Layout:
     generation = config.generation
     if generation.colocate == "none":
         return rank_layout(config.training.layout)
-    gathered = 1 if generation.grouping == "vanilla" else generation.layout.tp
+    gathered = GenerationLayoutConfig() if generation.grouping == "vanilla" else generation.layout
     return replace(rank_layout(config.training.layout, gathered), takes_turns=generation.colocate == "halves")
 
 
@@ -69,7 +69,8 @@ def _inside_trainer(config: Config) -> dict[str, Any]:
     """Returns what a spec of generation says about the trainer's ranks that sample; nothing where none do."""
     if not (ranks := sampling_ranks(config)):
         return {}
-    layout = Layout(tp=config.generation.layout.tp)
+    # The first rank of a group answers for it, whatever its stage, as among tensor ranks.
+    layout = Layout(tp=config.generation.layout.size)
     return {"inside": "training", "inside_ranks": ranks, "layout": layout, "scales": False}
 
 
@@ -145,11 +146,11 @@ def _critic_spec(name: str, critic: CriticConfig) -> ServiceSpec:
     return ServiceSpec(name, Critic, implementation, layout=rank_layout(critic.layout), origin="torch")
 
 
-def rank_layout(chosen: LayoutConfig, generation_tp: int | None = None) -> Layout:
-    """Returns the layout that a table of the config describes. generation_tp: slices of the model in generation, whose
-    ranks have all stages."""
-    stages = None if generation_tp is None else 1
-    return Layout(chosen.pp, chosen.tp, chosen.dp, stages, generation_tp, chosen.shard, chosen.sp, chosen.ep)
+def rank_layout(chosen: LayoutConfig, generation: GenerationLayoutConfig | None = None) -> Layout:
+    """Returns the layout that a table of the config describes. generation: stages and slices with which ranks of the
+    trainer sample."""
+    pp, tp = (None, None) if generation is None else (generation.pp, generation.tp)
+    return Layout(chosen.pp, chosen.tp, chosen.dp, pp, tp, chosen.shard, chosen.sp, chosen.ep)
 
 
 def worker_count(config: Config) -> int:

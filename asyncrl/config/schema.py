@@ -45,8 +45,9 @@ class GenerationConfig(Section):
     model that they gather from each other. It needs staleness.limit = 0. `halves`: the trainer's ranks take turns; one
     half trains a batch while the other samples the next. It needs staleness.admission = "lockstep"."""
     layout: GenerationLayoutConfig = GenerationLayoutConfig()
-    """Groups in which the trainer's ranks sample, with colocate = "training": { tp = 1 }; each rank has 1/tp of the
-    layers, and of the keys and values. 1: each has the whole model. tp divides that of training.layout."""
+    """Groups in which the trainer's ranks sample, with colocate = "training": { pp = 1, tp = 1 }; each rank has 1/tp
+    of 1/pp of the layers, and of the keys and values. 1: each has the whole model. Both divide those of
+    training.layout."""
     grouping: Literal["zero-redundancy", "vanilla"] = "zero-redundancy"
     """Choice of the ranks that sample together, and of what each gathers. `zero-redundancy`: those whose slices in
     training are a part of what they sample with, which is held once. `vanilla`: consecutive ranks, which gather the
@@ -308,7 +309,7 @@ class Config(Section):
     @property
     def generation_replicas(self) -> int:
         """Returns the number of models that sample, each by one worker, or by ranks of the trainer in a group."""
-        return self.generation_workers // self.generation.layout.tp
+        return self.generation_workers // self.generation.layout.size
 
     @property
     def publishes_weights(self) -> bool:

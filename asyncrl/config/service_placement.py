@@ -198,25 +198,27 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
 
 def _group_problems(config: "Config") -> Iterator[Problem]:
     """Yields what keeps ranks of the trainer from sampling in groups."""
-    generation, trained = config.generation, config.training.layout.tp
-    if (size := generation.layout.tp) == 1:
+    generation, trained = config.generation, config.training.layout
+    if (chosen := generation.layout).size == 1:
         return
-    divisors = [number for number in range(1, trained + 1) if trained % number == 0]
-    near = {max(each for each in divisors if each <= size), min((each for each in divisors if each > size), default=1)}
-    choice = " or ".join(f"{{ tp = {each} }}" for each in sorted(near - {1})) or "{ tp = 1 }"
-    one, vllm = "or write generation.layout = { tp = 1 }", generation.engine == "vllm"
+    ones = ", ".join(f"{axis} = 1" for axis in chosen.shared_out)
+    one, vllm = f"or write generation.layout = {{ {ones} }}", generation.engine == "vllm"
     apart = "ranks of the trainer sample together, which"
-    for key, is_wrong, text in (
+    rules = [
         (
             "generation.colocate",
             generation.colocate != "training",
             f'{apart} needs colocate = "training": write that, {one}{" and layout_tp for vLLM" if vllm else ""}',
         ),
+        *(
+            ("training.layout", bool(text), text)
+            for axis, size in chosen.shared_out.items()
+            for text in [_undivided(axis, getattr(trained, axis), size)]
+        ),
         (
-            "training.layout",
-            trained % size > 0,
-            f"tp = {trained} slices of each layer cannot be shared out as generation.layout.tp = {size} asks: write "
-            f"generation.layout = {choice}",
+            "generation.grouping",
+            chosen.pp > 1 and generation.grouping == "vanilla",
+            f'stages sample with the layers that they train: write "zero-redundancy", {one}',
         ),
         ("environment.use", bool(config.environment.use), f"{apart} was never tried with episodes: remove it, {one}"),
         (
@@ -224,9 +226,24 @@ def _group_problems(config: "Config") -> Iterator[Problem]:
             config.training.router_replay,
             f"{apart} keeps no record of experts: write router_replay = false, {one}",
         ),
-    ):
+    ]
+    for key, is_wrong, text in rules:
         if is_wrong:
             yield Problem(key, "", text, ("generation.layout",))
+
+
+def _undivided(axis: str, trained: int, size: int) -> str:
+    """Returns why so many ranks of an axis cannot share out what those of the trainer hold; "" where they can."""
+    if trained % size == 0:
+        return ""
+    divisors = [number for number in range(1, trained + 1) if trained % number == 0]
+    near = {max(each for each in divisors if each <= size), min((each for each in divisors if each > size), default=1)}
+    choice = " or ".join(f"{{ {axis} = {each} }}" for each in sorted(near - {1})) or f"{{ {axis} = 1 }}"
+    what = {"pp": "stages", "tp": "slices of each layer"}[axis]
+    return (
+        f"{axis} = {trained} {what} cannot be shared out as generation.layout.{axis} = {size} asks: write "
+        f"generation.layout = {choice}"
+    )
 
 
 def _turn_rules(config: "Config") -> list[tuple[str, bool, str]]:

@@ -97,13 +97,14 @@ def rank_problems(config: Config, models: Mapping[str, str]) -> Iterator[Problem
 
 def _sampling_problems(config: Config, policy: str) -> Iterator[Problem]:
     """Yields a problem where ranks that sample together cannot share out the layers of a policy."""
-    if config.generation.layout.tp == 1 or not policy:
+    if (layout := config.generation.layout).size == 1 or not policy:
         return
     shape = described(policy, config.generation.engine)
     if shape is not None and (family := shape.get("model_type")) not in SLICED:
+        chosen = ", ".join(f"{axis} = {size}" for axis, size in layout.shared_out.items())
+        one = ", ".join(f"{axis} = 1" for axis in layout.shared_out)
         text = (
-            f"{policy}: tp = {config.generation.layout.tp} cuts models of the families {', '.join(SLICED)}, and this "
-            f"one is {family}; write tp = 1"
+            f"{policy}: {chosen} cuts models of the families {', '.join(SLICED)}, and this one is {family}; write {one}"
         )
         yield Problem("generation.layout", "", text)
 
@@ -115,7 +116,7 @@ def sampling_ranks(config: Config) -> list[list[int]]:
         return []
     trained, generation = config.training.layout, config.generation
     copies = trained.size // (trained.pp * trained.tp)
-    layout = Layout(trained.pp, trained.tp, copies, 1, generation.layout.tp)
+    layout = Layout(trained.pp, trained.tp, copies, generation.layout.pp, generation.layout.tp)
     return Regrouping(layout, generation.grouping).replicas()
 
 

@@ -116,7 +116,8 @@ class MeasuredRank:
         self._layout = layout
         self._mesh = mesh
         self._before = held_bytes()
-        self._engine = TorchEngine(model, config, ranks=mesh.tensor if config.generation.layout.tp > 1 else ALONE)
+        slices = RankMesh(everyone=mesh.tensor, tensor=mesh.tensor)
+        self._engine = TorchEngine(model, config, ranks=slices if config.generation.layout.tp > 1 else ALONE)
         self._engine._flat.cache.free_memory()  # Its reserve counts as it is used.
         self._trainer = PolicyTrainer(config, model, mesh)
         self._found: Phases = {}

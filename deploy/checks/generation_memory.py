@@ -33,13 +33,16 @@ Parts = dict[str, int]
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """Counts the bytes of one replica of the torch engine, or of one of the ranks that share out its layers. workers:
-    replicas that share out the groups in flight; 1 where one of them may have all. tp: ranks of a replica."""
+    replicas that share out the groups in flight; 1 where one of them may have all. pp, tp: ranks of a replica. stage:
+    shape of the stage that this rank samples with; None where it has all layers."""
 
     config: Config
     shape: Shape
     lengths: RowLengths
     workers: int = 1
     tp: int = 1
+    pp: int = 1
+    stage: Shape | None = None
 
     @property
     def number_bytes(self) -> int:
@@ -66,8 +69,9 @@ class EngineMemory:
         """Returns the bytes of what changes with each version."""
         if self.config.model.lora is not None:
             return self.adapters
-        matrices = self.shape.layers * (self.shape.layer_parameters() - 2 * self.shape.hidden)
-        return (self.shape.parameters - matrices + matrices // self.tp) * self.number_bytes
+        shape = self.stage or self.shape
+        matrices = shape.layers * (shape.layer_parameters() - 2 * shape.hidden)
+        return (shape.parameters - matrices + matrices // self.tp) * self.number_bytes
 
     def rows(self, *, largest: bool) -> Parts:
         """Returns what samples and prompts take: with prompts of the mean length, whose groups share blocks, or the
@@ -125,7 +129,8 @@ class EngineMemory:
 
     def _within(self, blocks: int) -> int:
         """Returns the bytes of so many blocks, within `generation.cache_gb`."""
-        of_token = self.shape.cache_bytes_per_token // self.tp
+        layers = self.shape.layers
+        of_token = self.shape.cache_bytes_per_token // self.tp * -(-layers // self.pp) // layers
         size, most = blocks * CHUNK * of_token * self.number_bytes // FLOAT, 10**9
         limit = self.config.generation.cache_gb
         return min(size, int(limit * most)) if limit else size
@@ -192,7 +197,8 @@ class SamplingRank:
             return self._slices
         table = stage.vocabulary * stage.hidden
         is_tied = self.engine.shape.outside < 2 * table
-        return FLOAT * table if is_tied and 1 < layout.pp == self.number + 1 else 0
+        gathers = self.engine.pp < layout.pp == self.number + 1
+        return FLOAT * table if is_tied and gathers else 0
 
     @property
     def _slices(self) -> int:
@@ -222,7 +228,7 @@ class SamplingRank:
             made, exchanged = self._slices * parts, (1 + 2 * ranks - parts) * _bucket(self._slices, gate)
             if ranks == 1:
                 made = exchanged = 0
-        if layout.pp > 1:
+        if layout.pp > self.engine.pp:
             made, exchanged = self.engine.version, max(exchanged, 2 * _bucket(held, table))
         if of_shards >= made + exchanged:
             return joined, of_shards

@@ -273,8 +273,10 @@ class TrainedModel:
 
     @property
     def _engine(self) -> EngineMemory:
-        tp = self.config.generation.layout.tp
-        return EngineMemory(self.config, self.shape, self.lengths, self.layout.size // tp, tp)
+        layout = self.config.generation.layout
+        return EngineMemory(
+            self.config, self.shape, self.lengths, self.layout.size // layout.size, layout.tp, layout.pp
+        )
 
     @property
     def likely_pass(self) -> ForwardPass:
@@ -298,7 +300,9 @@ class TrainedModel:
         if not self._samples:
             return {"step": step}
         shape = self.shape.stage(stage, self.layout.pp)
-        return SamplingRank(self._engine, self.layout, shape, stage, self._state(shape)).phases(step, rows)
+        sampled = self.config.generation.layout.pp
+        engine = replace(self._engine, stage=self.shape.stage(stage * sampled // self.layout.pp, sampled))
+        return SamplingRank(engine, self.layout, shape, stage, self._state(shape)).phases(step, rows)
 
     def parts(self, size: ForwardPass, stage: int) -> dict[str, int]:
         """Returns the bytes of a rank of a pipeline stage in a step, by what takes them."""

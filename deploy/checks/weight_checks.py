@@ -48,7 +48,8 @@ def cache_problems(config: Config, model: str) -> Iterator[Problem]:
     if config.generation.engine != "torch" or (shape := shape_of(model)) is None:
         return
     block = KV_BLOCK * shape.cache_bytes_per_token * ITEM_BYTES[config.model.dtype] // FLOAT
-    block //= config.generation.layout.tp  # Ranks that sample together share out the heads.
+    layout = config.generation.layout  # Ranks that sample together share out heads and layers.
+    block = block // layout.tp * -(-shape.layers // layout.pp) // shape.layers
     try:
         blocks_within(config, block, engine_slots(config))
     except ConfigError as error:

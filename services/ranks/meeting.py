@@ -1,6 +1,7 @@
 """Connects the ranks of a replica, which agree on whether they have their rows."""
 
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -9,6 +10,7 @@ from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connec
 from asyncrl.errors import LostRows
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.protocols.rank_layout import Layout
 
 Rows = TypeVar("Rows")
 
@@ -31,7 +33,8 @@ def open_mesh_beside(context: WorkerContext, meeting: MeetingPlace | None) -> Ra
     """Connects the ranks of a replica whose processes have ranks of another service too. Rank 0 announces what all of
     them compute."""
     assert meeting is not None, "there are several ranks"
-    return connect_beside(meeting, _place(context, is_led=True))
+    sizes = context.config.generation.layout
+    return connect_beside(meeting, replace(_place(context, is_led=True), layout=Layout(sizes.pp, sizes.tp)))
 
 
 def _place(context: WorkerContext, *, is_led: bool) -> RankPlace:

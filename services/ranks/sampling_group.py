@@ -1,7 +1,7 @@
 """Opens the engines of ranks that sample together, in the processes of the trainer: one leads, the others follow it.
 
 controller ── generate ──> rank 0 ── announces each call ──> rank 1
-                              └──── sums of each layer ────────┘
+                              └──── states and sums of layers ─┘
 """
 
 import asyncio
@@ -40,9 +40,9 @@ class SamplingGroup:
         assert announcements is not None, "rank 0 announces what all of them compute"
         if mesh.rank > 0:
             calls, timeout = partial(next_announced, announcements), context.config.fleet.call_deadline
-            follower = await FollowingGeneration.open(context, ranks=mesh.tensor, calls=calls, timeout=timeout)
+            follower = await FollowingGeneration.open(context, ranks=mesh, calls=calls, timeout=timeout)
             return cls(announcements, follower, follows=True)
-        engine = partial(LeadingEngine, ranks=mesh.tensor, tell=announcements.tell)
+        engine = partial(LeadingEngine, ranks=mesh, tell=announcements.tell)
         return cls(announcements, await TorchGeneration.open(context, copies=False, engine=engine), follows=False)
 
     async def run(self, deliver: Callable[[Sequence[Completion]], None]) -> None:

@@ -131,6 +131,12 @@ def test_shards_and_stages_sample_what_separate_processes_would(
     assert all(0 < size < whole_bytes(quickstart_model) for sizes in received.values() for size in sizes)
     ((_, redundant),) = transitions(together)[0]
     assert (redundant > 0) == (axis == "shard"), "FSDP2 keeps its shards beside what they are gathered to"
+    if axis == "pp":
+        staged = ["--generation.colocate", "training", "--generation.layout.pp", "2"]
+        finished(command(quickstart_model, stages := tmp_path / "stages", *staged, axis=axis, steps=3))
+        assert audit(stages).ok
+        assert curve(stages) == curve(apart)
+        assert transitions(stages) == {0: {(0.0, 0.0)}}, "each stage samples with the layers that it trains"
 
 
 IN_GROUPS = ("--generation.colocate", "training", "--generation.layout.tp", "2")
@@ -193,15 +199,18 @@ def test_four_ranks_sample_two_by_two_and_resume_after_the_death_of_a_leader(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("axis", ["pp", "shard", "dp"])
+@pytest.mark.parametrize("axis", ["pp", "stages", "shard", "dp"])
 def test_tensor_ranks_of_every_layout_sample_together(axis: str, quickstart_model: Path, tmp_path: Path) -> None:
     apart, together = tmp_path / "apart", tmp_path / "together"
     finished(command(quickstart_model, apart, axis="dp", ranks=1, steps=3))
     more = [f"--training.layout.{axis}", "2"]
+    if axis == "stages":
+        more = ["--training.layout.pp", "2", "--generation.layout.pp", "2"]
     finished(command(quickstart_model, together, *IN_GROUPS, *more, steps=3))
     assert audit(together).ok
     assert rewards(together) == rewards(apart)
-    assert list((together / "logs").glob("generation1.1-*.trace.jsonl")), "two replicas of two ranks"
+    last = "0.3" if axis == "stages" else "1.1"
+    assert list((together / "logs").glob(f"generation{last}-*.trace.jsonl")), "four ranks, or two replicas of two"
 
 
 def _run_of(run_dir: Path) -> str:

@@ -31,6 +31,7 @@ from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.generation.forward.cache_size import cache_blocks, engine_slots
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.forward.layer_slices import ALONE, refuse_slices
+from asyncrl.engines.generation.forward.layer_stages import layers_of_stage, of_stage
 from asyncrl.engines.generation.forward.llama_fast_path import is_llama_like
 from asyncrl.engines.generation.sampling.token_sampling import sample
 from asyncrl.engines.generation.sampling.truncation import Truncation
@@ -54,7 +55,7 @@ from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.batch import SampleName
@@ -74,12 +75,13 @@ class TorchEngine:
     it has no limit. record: of the experts of each token, None where none is kept. active: whether `step` would sample
     a token now. waiting, running: requests without and with slots.
 
-    folder: model and tokenizer, for from_pretrained. ranks: each has an engine with its slices of the layers, and the
-    engines get the same calls in the same order (ranks/leading_engine.py); `spec` is of the slices of this rank. Raises
-    ConfigError when the model's attention is not plain and causal, or ranks cannot share the layers out.
+    folder: model and tokenizer, for from_pretrained. ranks: of a replica, each of which has an engine with some of the
+    layers, or slices of them; the engines get the same calls in the same order (ranks/leading_engine.py). `spec` is of
+    what this rank has. Raises ConfigError when the model's attention is not plain and causal, or ranks cannot share the
+    layers out.
     """
 
-    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, ranks: Ranks = ALONE) -> None:
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, ranks: RankMesh = ALONE) -> None:
         generation = config.generation
         refuse_rotation_by_longest_row(folder, config)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -104,7 +106,7 @@ class TorchEngine:
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
         self._is_put_away = False
-        self.spec: WeightsSpec = published_spec(model, config.model.dtype)
+        self.spec: WeightsSpec = of_stage(published_spec(model, config.model.dtype))
         self.context = context_of(model.config.get_text_config().to_dict())
 
     @property
@@ -309,7 +311,7 @@ class TorchEngine:
         tensors = self._flat.tensor(temperatures), self._flat.tensor(self._batch.uniforms(rows))
         tokens, logprobs = sample(logits, *tensors, self._truncation)
         if self._ranks.size > 1:  # Another kind of processor may round the same logits differently.
-            drawn = self._ranks.shared(torch.stack([tokens.double(), logprobs.double()]), 0)
+            drawn = self._ranks.everyone.shared(torch.stack([tokens.double(), logprobs.double()]), 0)
             tokens, logprobs = drawn[0].long(), drawn[1].float()
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
@@ -339,10 +341,11 @@ class TorchEngine:
         return completion
 
 
-def _verified(model: Any, tokenizer: Any, config: Config, record: RecordShape | None, ranks: Ranks) -> FlatModel:
+def _verified(model: Any, tokenizer: Any, config: Config, record: RecordShape | None, ranks: RankMesh) -> FlatModel:
     """Returns the model over a flat row of tokens, compared with transformers, with the slices of this rank."""
     slots, limit, shape = engine_slots(config), longest_row(config), model.config.get_text_config()
-    probe = probe_tokens(tokenizer, shape, limit)
+    probe, stages = probe_tokens(tokenizer, shape, limit), config.training.layout.pp
+    layers = None if ranks.size == 1 else len(layers_of_stage(shape.num_hidden_layers, stages, ranks.stages.size, 0))
     expected = probe_logprobs(model, probe)
     refuse_slices(model, config, ranks, fast=is_llama_like(model))
     flat = FlatModel(
@@ -352,7 +355,7 @@ def _verified(model: Any, tokenizer: Any, config: Config, record: RecordShape | 
         vocabulary_size(tokenizer),
         fixed=config.generation.deterministic,
         float32_head=config.model.float32_head,
-        blocks=cache_blocks(config, shape, slots, ranks.size),
+        blocks=cache_blocks(config, shape, slots, ranks.tensor.size, layers),
         record=record,
     )
     if ranks.size == 1:
@@ -360,7 +363,7 @@ def _verified(model: Any, tokenizer: Any, config: Config, record: RecordShape | 
     else:
         flat.verify_whole(probe, expected)
         refuse_slices(model, config, ranks, fast=flat.fast)
-        flat.share_out(ranks, torch.device(config.generation.device))
+        flat.share_out(ranks, torch.device(config.generation.device), stages)
     return flat
 
 

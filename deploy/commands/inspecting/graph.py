@@ -130,7 +130,8 @@ def _algorithm_lines(config: "Config") -> Iterator[str]:
 def _service_lines(spec: "ServiceSpec", config: "Config") -> Iterator[str]:
     layout = spec.layout
     more = [f"{axis} {size}" for axis in ("shard", "sp", "ep") if (size := getattr(layout, axis)) > 1]
-    shape = " x ".join([f"pp {layout.pp}", f"tp {layout.tp}", f"dp {layout.dp}", *more])
+    shared_out = config.generation.layout if spec.inside else layout
+    shape = " x ".join([f"pp {shared_out.pp}", f"tp {shared_out.tp}", f"dp {layout.dp}", *more])
     yield f"{spec.name}  ({spec.contract.__name__}: {spec.replicas} x [{shape}], {spec.implementation})"
     for endpoint in sorted(spec.contract.endpoints.values(), key=lambda each: (each.lane.value, each.name)):
         repeat = f"idempotent: {endpoint.idempotent.value}" + ("  stream" if endpoint.stream else "")

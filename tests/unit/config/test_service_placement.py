@@ -108,6 +108,14 @@ def sampled_by(trained: int, sampled: int) -> dict[str, Any]:
         (sampled_by(4, 3), "generation.layout = { tp = 2 } or { tp = 4 }"),
         (sampled_by(2, 4), "generation.layout = { tp = 2 }"),
         (sampled_by(1, 2), "generation.layout = { tp = 1 }"),
+        (
+            inside(layout={"pp": 2}) | {"training": {"layout": {"pp": 3}}},
+            "pp = 3 stages cannot be shared out as generation.layout.pp = 2 asks: write generation.layout = { pp = 3 }",
+        ),
+        (
+            inside(layout={"pp": 2}, grouping="vanilla") | {"training": {"layout": {"pp": 2}}},
+            'write "zero-redundancy", or write generation.layout = { pp = 1 }',
+        ),
         (HALVES | {"generation": {"colocate": "halves", "layout": {"tp": 2}}}, 'needs colocate = "training"'),
         (sampled_by(2, 2) | {"environment": {"use": "countdown"}}, "never tried with episodes: remove it"),
         (

@@ -40,6 +40,19 @@ class LayoutConfig(Section):
 class GenerationLayoutConfig(Section):
     """Sizes of the groups in which the trainer's ranks sample together."""
 
+    pp: Ranks = 1
+    """Ranks that hold some of the layers each, and their keys and values; a divisor of that in training. A step passes
+    through them one after the other, so that it saves memory and costs time."""
     tp: Ranks = 1
     """Ranks that hold parts of every layer, and of the keys and values of every sample; a divisor of that in training.
     """
+
+    @property
+    def size(self) -> int:
+        """Returns the number of ranks of a group."""
+        return self.pp * self.tp
+
+    @property
+    def shared_out(self) -> dict[str, int]:
+        """Returns the sizes above one, by axis."""
+        return {axis: size for axis, size in (("pp", self.pp), ("tp", self.tp)) if size > 1}

@@ -20,9 +20,10 @@ def engine_slots(config: Config) -> int:
     return max(generation.slots, FIXED_ROWS) if generation.deterministic else generation.slots
 
 
-def cache_blocks(config: Config, shape: Any, slots: int, ranks: int = 1) -> int:
-    """Returns what `blocks_within` does. shape: the config of transformers. ranks: that share out its heads."""
-    return blocks_within(config, block_bytes(shape, ITEM_BYTES[config.model.dtype], ranks), slots)
+def cache_blocks(config: Config, shape: Any, slots: int, ranks: int = 1, layers: int | None = None) -> int:
+    """Returns what `blocks_within` does. shape: the config of transformers. ranks: that share out its heads. layers: of
+    the stage with most of them; None where ranks have all."""
+    return blocks_within(config, block_bytes(shape, ITEM_BYTES[config.model.dtype], ranks, layers), slots)
 
 
 def blocks_within(config: Config, bytes_of_block: int, slots: int) -> int:
@@ -43,10 +44,10 @@ def blocks_within(config: Config, bytes_of_block: int, slots: int) -> int:
     return found
 
 
-def block_bytes(shape: Any, itemsize: int, ranks: int = 1) -> int:
-    """Returns the bytes of one block in all layers of a model at each of the ranks that share out its heads. shape: the
-    config of transformers."""
+def block_bytes(shape: Any, itemsize: int, ranks: int = 1, layers: int | None = None) -> int:
+    """Returns the bytes of one block in so many layers of a model, or in all, at each of the ranks that share out its
+    heads. shape: the config of transformers."""
     heads = shape.num_attention_heads
     kv_heads = getattr(shape, "num_key_value_heads", None) or heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    return int(2 * shape.num_hidden_layers * (kv_heads // ranks) * size * KV_BLOCK * itemsize)
+    return int(2 * (layers or shape.num_hidden_layers) * (kv_heads // ranks) * size * KV_BLOCK * itemsize)

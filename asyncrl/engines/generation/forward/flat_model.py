@@ -20,6 +20,7 @@ from asyncrl.engines.experts.router_replay import ChosenExperts
 from asyncrl.engines.generation.forward.attention import NAME, CachedBeginnings, DecodeBlocks, FlatTokens
 from asyncrl.engines.generation.forward.kv_cache import KVCache
 from asyncrl.engines.generation.forward.layer_slices import ALONE, join_of, keep_slices
+from asyncrl.engines.generation.forward.layer_stages import LayerStage, keep_layers
 from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
@@ -28,7 +29,7 @@ from asyncrl.engines.models.model_families import DIFFERS, attention_not_compute
 from asyncrl.engines.output_scaling import OutputScaling
 from asyncrl.engines.pictures.model_input import FlatPictures
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError
 
 NOTHING: Ints = np.zeros(0, np.int64)
@@ -75,7 +76,8 @@ class FlatModel:
         self.cache = KVCache(slots, limit, blocks=blocks, fixed=fixed, record=record)
         self._chosen = None if record is None else ChosenExperts(model, record)
         self.fast = is_llama_like(model)
-        self._ranks = ALONE
+        self._ranks = ALONE.tensor
+        self._stage = LayerStage(range(len(model.model.layers) if self.fast else 0), ALONE.stages)
         self._vocabulary = vocabulary
         self._float32_head = float32_head
         self._scaling = OutputScaling.of(model.config)
@@ -89,14 +91,16 @@ class FlatModel:
         head = self.model.get_output_embeddings()
         self._head = deepcopy(head).float() if self._float32_head else head
         join = join_of(self._ranks, fixed=self.cache.tables.fixed)
-        self._body = bind_parameters(self.model.model, self.cache.limit, join) if self.fast else None
+        self._body = bind_parameters(self.model.model, self.cache.limit, self._stage, join) if self.fast else None
         self._pictures.clear()
 
-    def share_out(self, ranks: Ranks, device: torch.device) -> None:
-        """Keeps the slices of this rank, on a device, where it computes from now on together with the others. The fast
-        path must know the model."""
-        self._ranks = ranks
-        keep_slices(self.model, ranks)
+    def share_out(self, ranks: RankMesh, device: torch.device, trained: int = 1) -> None:
+        """Keeps the layers of this rank's stage, and its slices of them, on a device, where it computes from now on
+        together with the others. The fast path must know the model. trained: stages of the trainer."""
+        self._ranks = ranks.tensor
+        self._stage = LayerStage.of(self.model.config.num_hidden_layers, trained, ranks.stages)
+        keep_slices(self.model, ranks.tensor)
+        keep_layers(self.model, self._stage)
         self.model.to(device)
         self.device = device
         self.weights_changed()
@@ -154,7 +158,8 @@ class FlatModel:
     def _beginnings(self, slots: list[int], held: list[int], lengths: list[int]) -> tuple[CachedBeginnings, ...]:
         """Describes sequences that go on, in parts within which no sequence is more than PADDING times another."""
         assert all(held), "sequences without cached keys come first"
-        like, parts, part = self.model.get_input_embeddings().weight, list[CachedBeginnings](), slice(0, 0)
+        like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+        parts, part = list[CachedBeginnings](), slice(0, 0)
         for index, length in enumerate(map(sum, zip(held, lengths, strict=True))):
             first = held[part.start] + lengths[part.start]
             if max(first, length) > PADDING * min(first, length):
@@ -205,8 +210,12 @@ class FlatModel:
 
     def _logits(self, layout: Mapping[str, Tensor], flat: FlatTokens, last: Tensor) -> Tensor:
         if self.fast or self._float32_head:
-            states = self._states(layout, flat, last).to(self._head.weight.dtype)
-            logits = self._scaling.apply(self._head(states))
+            states, head = self._states(layout, flat, last), self._head
+            if self._stage.is_last:
+                logits = self._scaling.apply(head(states.to(head.weight.dtype)))
+            else:
+                logits = head.weight.new_empty((len(last), head.out_features))
+            logits = self._stage.from_last(logits)
         else:
             logits = self.model(**layout, logits_to_keep=last, use_cache=False, flat=flat).logits[0]
         return logits

@@ -17,9 +17,10 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.rank_limits import refusal_of_splitting
 from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError
 
-ALONE = Ranks()
+ALONE = RankMesh()
 KEY = "generation.layout"
 
 Join: TypeAlias = Callable[[Tensor], Tensor]
@@ -57,18 +58,21 @@ def join_of(ranks: Ranks, *, fixed: bool) -> Join | None:
     return (lambda values: reduce(torch.add, ranks.gather_equal(values))) if fixed else ranks.sum
 
 
-def refuse_slices(model: Any, config: Config, ranks: Ranks, *, fast: bool) -> None:
-    """Raises ConfigError when several ranks cannot generate with slices of a model. fast: whether the fast path
+def refuse_slices(model: Any, config: Config, ranks: RankMesh, *, fast: bool) -> None:
+    """Raises ConfigError when several ranks cannot share out the layers of a model. fast: whether the fast path
     computes it."""
     if ranks.size == 1:
         return
+    sizes = {"pp": ranks.stages.size, "tp": ranks.tensor.size}
+    chosen = ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
+    one = ", ".join(f"{axis} = 1" for axis, size in sizes.items() if size > 1)
     name, family = config.model.name, model.config.model_type
     if config.model.lora is not None:
-        raise ConfigError(f"{KEY}: tp = {ranks.size} cuts whole weights, and model.lora has adapters; write tp = 1")
+        raise ConfigError(f"{KEY}: {chosen} cuts whole weights, and model.lora has adapters; write {one}")
     if not fast:
         raise ConfigError(
-            f"{KEY}: tp = {ranks.size} cuts plain Llama, Mistral, Qwen2 and Qwen3 models, and {name} is another "
-            f"({family}); write tp = 1"
+            f"{KEY}: {chosen} cuts plain Llama, Mistral, Qwen2 and Qwen3 models, and {name} is another "
+            f"({family}); write {one}"
         )
-    if refusal := refusal_of_splitting(model.config.to_dict(), ranks.size):
+    if refusal := refusal_of_splitting(model.config.to_dict(), ranks.tensor.size):
         raise ConfigError(f"{KEY}: {refusal}")

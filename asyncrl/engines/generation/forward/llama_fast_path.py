@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from asyncrl.engines.generation.forward.attention import FlatTokens, attend
 from asyncrl.engines.generation.forward.attention_rules import AttentionRule
 from asyncrl.engines.generation.forward.layer_slices import Join
+from asyncrl.engines.generation.forward.layer_stages import LayerStage
 from asyncrl.engines.lora.low_rank import LowRankLinear
 
 KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -30,14 +31,15 @@ def is_llama_like(model: Any) -> bool:
     return plain and all(2 * len(model.model.rotary_emb.inv_freq) == at.self_attn.head_dim for at in model.model.layers)
 
 
-def bind_parameters(body: Any, limit: int, join: Join | None = None) -> Any:
+def bind_parameters(body: Any, limit: int, stage: LayerStage, join: Join | None = None) -> Any:
     """Returns the parts of the decoder as plain objects that hold the same tensors. limit: positions of the longest
-    sequence. join: sums over ranks with slices of the layers; None where the layers are whole.
+    sequence. stage: whose layers these are. join: sums over ranks with slices of the layers; None where they are whole.
 
     A step reads 35 attributes of each layer, and a plain object finds them faster than a module does: 2 % of a step.
     """
-    layers = [_bind(layer) for layer in body.layers]
-    for layer in layers:
+    layers = [_bind(body.layers[number]) for number in stage.layers]
+    for number, layer in enumerate(layers):
+        layer.self_attn.layer_idx = number  # The cache has the layers of this stage alone.
         # Mistral has one window for all layers, in its config; the others have one for each layer, or none.
         window = getattr(layer.self_attn, "sliding_window", body.config.sliding_window if _is_mistral(body) else None)
         layer.self_attn.rule = AttentionRule.of({"sliding_window": window}, limit)
@@ -47,6 +49,8 @@ def bind_parameters(body: Any, limit: int, join: Join | None = None) -> Any:
         layers=layers,
         norm=_bind(body.norm),
         join=join,
+        stage=stage,
+        width=body.config.hidden_size,
     )
 
 
@@ -61,22 +65,30 @@ def _bind(module: nn.Module) -> Any:
 
 
 def llama_states(body: Any, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tensor:
-    """Returns the final hidden states [len(last), width] of the tokens `last` of ids, int64 [tokens].
+    """Returns the final hidden states [len(last), width] of the tokens `last` of ids, int64 [tokens]; at other stages
+    than the last one the states that were passed on.
 
     body: from `bind_parameters`.
     """
-    sums = embedding(ids, body.embeddings)
+    stage: LayerStage = body.stage
+    if stage.is_first:
+        sums = embedding(ids, body.embeddings)
+    else:
+        sums = stage.received(body.embeddings.new_empty((len(ids), body.width)))
     cosine, sine = (each[0, :, None] for each in body.rotary_emb(sums, flat.positions[None]))
     half = sine.shape[-1] // 2
     rotation = cosine, torch.cat((-sine[..., :half], sine[..., half:]), -1)
     for layer in body.layers:
         mixed = _attention(layer.self_attn, _normalise(layer.input_layernorm, sums), rotation, flat)
-        if layer is body.layers[-1]:
+        if stage.is_last and layer is body.layers[-1]:
             sums, mixed = sums[last], mixed[last]
         _add_product(layer.self_attn.o_proj, sums, mixed, body.join)
         states, mlp = _normalise(layer.post_attention_layernorm, sums), layer.mlp
         gates = silu(_product(mlp.gate_proj, states), inplace=True)
         _add_product(mlp.down_proj, sums, gates.mul_(_product(mlp.up_proj, states)), body.join)
+    if not stage.is_last:
+        stage.pass_on(sums)
+        return sums
     return _normalise(body.norm, sums)
 
 

@@ -22,7 +22,9 @@ PLAIN = ("seed", "temperature", "max_new_tokens", "not_before", "deadline", "dra
 def plain_request(request: SampleRequest) -> dict[str, Any]:
     """Returns a request as plain values. Raises ConfigError for a prompt with pictures."""
     if request.pictures is not None:
-        raise ConfigError("generation.layout: ranks that share out layers take no prompts with pictures; write tp = 1")
+        raise ConfigError(
+            "generation.layout: ranks that share out layers take no prompts with pictures; write { pp = 1, tp = 1 }"
+        )
     prompt = request.prompt.astype(np.int32).tobytes()
     return {"key": list(request.key), "prompt": prompt} | {name: getattr(request, name) for name in PLAIN}
 

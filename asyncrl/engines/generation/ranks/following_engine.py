@@ -12,7 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.generation.ranks.engine_calls import Call, request_of, tokens_of
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 
 NOTHING_NEW: Mapping[str, Tensor] = {}
 
@@ -21,7 +21,7 @@ class FollowingEngine(TorchEngine):
     """A TorchEngine that applies what a LeadingEngine tells. Its clock stands where the leader's stood at the call, so
     that both find the same deadlines over."""
 
-    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, *, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, *, ranks: RankMesh) -> None:
         super().__init__(folder, config, version, ranks)
         self._now = 0.0
         self._batch.clock = lambda: self._now
@@ -55,7 +55,7 @@ class FollowingEngine(TorchEngine):
             self.step()
 
     def _announced(self) -> float:
-        return float(self._ranks.shared(torch.zeros(1, dtype=torch.float64), 0))
+        return float(self._ranks.everyone.shared(torch.zeros(1, dtype=torch.float64), 0))
 
 
 def _three(numbers: list[Any]) -> tuple[int, int, int]:

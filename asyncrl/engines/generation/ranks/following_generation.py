@@ -21,7 +21,7 @@ from asyncrl.engines.generation.ranks.following_engine import FollowingEngine
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
-from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import SampleName
@@ -58,10 +58,10 @@ class FollowingGeneration:
 
     @classmethod
     async def open(
-        cls, worker: WorkerContext, *, ranks: Ranks, calls: NextCall, timeout: float
+        cls, worker: WorkerContext, *, ranks: RankMesh, calls: NextCall, timeout: float
     ) -> "FollowingGeneration":
-        """Loads the slices of this rank on the compute thread. Raises ConfigError for a model or device that cannot be
-        used."""
+        """Loads what this rank has of the layers on the compute thread. Raises ConfigError for a model or device that
+        cannot be used."""
         refuse_unusable("generation.device", worker.config.generation.device)
         version = worker.spec.options.get("own_version", NO_WEIGHTS)
         engine = partial(FollowingEngine, ranks=ranks)

@@ -26,7 +26,7 @@ from asyncrl.engines.generation.ranks.engine_calls import Call, plain_request, p
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.training.ranks.rank_group import Ranks
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.protocols.batch import SampleName
 
 NO_STEP = math.nan
@@ -46,7 +46,7 @@ class LeadingEngine(TorchEngine):
         config: Config,
         version: int = NO_WEIGHTS,
         *,
-        ranks: Ranks,
+        ranks: RankMesh,
         tell: Callable[[Call], None],
     ) -> None:
         assert ranks.rank == 0, "the first rank leads"
@@ -122,4 +122,4 @@ class LeadingEngine(TorchEngine):
             self._announce(NO_STEP)
 
     def _announce(self, now: float) -> None:
-        self._ranks.shared(torch.tensor([now], dtype=torch.float64), 0)
+        self._ranks.everyone.shared(torch.tensor([now], dtype=torch.float64), 0)

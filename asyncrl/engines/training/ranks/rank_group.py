@@ -70,8 +70,8 @@ class Ranks:
         firsts = list(accumulate(counts, initial=0))
         return [decode(parts[first:end]) for first, end in pairwise(firsts)]
 
-    def moved(self, values: Tensor, source: int) -> Tensor:
-        """Returns at rank 0 the values of rank `source`; it gives a tensor like them. Other ranks need not call."""
+    def moved(self, values: Tensor, source: int, target: int = 0) -> Tensor:
+        """Returns at rank `target` the values of rank `source`; it gives a tensor like them. Others need not call."""
         return values
 
 
@@ -122,14 +122,14 @@ class DistributedRanks(Ranks):
             dist.all_to_all_single(*parts, received, sent, group=self._group)
         return found.to(rows.device)
 
-    def moved(self, values: Tensor, source: int) -> Tensor:
-        if source == 0 or self.rank not in (0, source):
+    def moved(self, values: Tensor, source: int, target: int = 0) -> Tensor:
+        if source == target or self.rank not in (target, source):
             return values
         flat = values.detach().to(self._device).contiguous().reshape(-1)
         with self._exchange():
             if self.rank == source:
-                dist.send(flat, dist.get_global_rank(self._group, 0), self._group)
-            elif self.rank == 0:
+                dist.send(flat, dist.get_global_rank(self._group, target), self._group)
+            else:
                 dist.recv(flat, dist.get_global_rank(self._group, source), self._group)
         return flat.reshape(values.shape).to(values.device)
 

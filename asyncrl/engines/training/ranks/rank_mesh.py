@@ -39,6 +39,8 @@ Waiting = Callable[[], AbstractContextManager[None]]
 Part = TypeVar("Part")
 ANNOUNCED = "announced"
 """Prefix of the keys of announcements in the store."""
+BESIDE: tuple[Axis, Axis] = ("tensor", "stages")
+"""Axes of ranks that sample together."""
 GLOO = "gloo/"
 """Stands in every error of gloo, which torch raises as a plain RuntimeError: a path of its source."""
 
@@ -205,22 +207,33 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
 
 
 def connect_beside(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
-    """Connects tensor ranks of a service in processes whose ranks are connected already, as ranks of another service,
-    by a group of their own. Raises PeerLost when not all join."""
-    size = place.layout.size
+    """Connects tensor ranks and stages of a service in processes whose ranks are connected already, as ranks of
+    another service, by groups of their own. Raises PeerLost when not all join."""
+    layout, size = place.layout, place.layout.size
     with _scope(place, f"did not all join within {place.start:g} s", place.waiting)():
         store = open_store(meeting, place.start)
         store.set(f"joined/{place.rank}", str(dist.get_rank()))
         joined = [f"joined/{other}" for other in range(size)]
         store.wait(joined, timedelta(seconds=place.start))
         ranks = [int(store.get(key)) for key in joined]
-        # The others do not make this group, so these ranks alone agree on it.
-        group = dist.new_group(ranks, timedelta(seconds=place.exchange), use_local_synchronization=True)
+        everyone = _beside(ranks, place)
+        sliced, staged = (next(each for each in layout.groups(axis) if place.rank in each) for axis in BESIDE)
+        tensor = everyone if layout.pp == 1 else _beside([ranks[each] for each in sliced], place)
+        stages = everyone if layout.tp == 1 else _beside([ranks[each] for each in staged], place)
         led = _announcements(meeting, place, store) if place.is_led else None
     late = f"could not exchange within {place.exchange:g} s, or one of them is gone"
     device = torch.device(place.device if dist.get_backend() == "nccl" else "cpu")
-    group_ranks = DistributedRanks(group, device, _scope(place, late, place.waiting))
-    return RankMesh(everyone=group_ranks, tensor=group_ranks, announcements=led, service=place.service)
+    exchange = _scope(place, late, place.waiting)
+    own = [Ranks() if each is None else DistributedRanks(each, device, exchange) for each in (everyone, tensor, stages)]
+    return RankMesh(everyone=own[0], tensor=own[1], stages=own[2], announcements=led, service=place.service)
+
+
+def _beside(ranks: list[int], place: RankPlace) -> dist.ProcessGroup | None:
+    """Makes a group of ranks of the process; None for one rank. Others do not make it, so these alone agree on it."""
+    made: dist.ProcessGroup | None = None
+    if len(ranks) > 1:
+        made = dist.new_group(ranks, timedelta(seconds=place.exchange), use_local_synchronization=True)
+    return made
 
 
 def disconnect_mesh() -> None:

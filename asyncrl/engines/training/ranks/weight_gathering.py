@@ -8,8 +8,9 @@ Everything moves in buckets, so that memory holds what is generated with and one
 What ranks hold whole is not gathered from those that hold the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,20 +47,24 @@ class OwnSlice(NamedTuple):
 
 
 class WeightGathering:
-    """Gathers slices for one rank. group: the ranks that it gathers from, itself among them. received: bytes that came
+    """Gathers slices for one rank. group: the ranks that it gathers from, itself among them. stages: whose
+    tensors the rank generates with, where the regrouping does not tell. received: bytes that came
     from other ranks."""
 
-    def __init__(self, regrouping: Regrouping, rank: int, group: Ranks) -> None:
+    def __init__(self, regrouping: Regrouping, rank: int, group: Ranks, stages: Collection[int] | None = None) -> None:
         members = next(ranks for ranks in regrouping.gathering() if rank in ranks)
         assert group.size == len(members), f"{group.size} ranks connected where {len(members)} gather"
         self._cells = [(at.pp, at.tp) for at in map(regrouping.layout.place, members)]
-        self._needed = sorted(regrouping.needed(rank))
+        needed = regrouping.needed(rank) if stages is None else [(stage, 0) for stage in stages]
+        self._needed = sorted(needed)
         self._group = group
         self.received = 0
 
     def gather(self, slices: Mapping[str, OwnSlice], dtype: torch.dtype) -> dict[str, Tensor]:
         """Returns what this rank generates with, in this dtype: its own slices where it is alone. All ranks of the
         group call it with slices of the same tensors in the same order. Raises PeerLost when one of them is gone."""
+        present = {stage for stage, _ in self._cells}
+        slices = {name: each for name, each in slices.items() if each.stage in present}
         if self._group.size == 1:
             return {name: part.detach().to(dtype) for name, (part, _, _) in slices.items()}
         made: dict[str, Tensor] = {}
@@ -91,7 +96,8 @@ class WeightGathering:
 def regrouping_of(layout: Layout, generation: GenerationConfig) -> Regrouping:
     """Returns who generates with whom, of the ranks of a trainer. Those that share out weights are data ranks here:
     each has joined its slices."""
-    copies = replace(layout, dp=layout.data, shard=1, generation_pp=1, generation_tp=generation.layout.tp)
+    pp, tp = generation.layout.pp, generation.layout.tp
+    copies = replace(layout, dp=layout.data, shard=1, generation_pp=pp, generation_tp=tp)
     return Regrouping(copies, generation.grouping)
 
 
@@ -106,8 +112,8 @@ def gather_for_generation(
     own, received = _joined_shards(held, dtype, mesh.shards)
     cut = {name: cut_dim(each) for name, each in held.items() if is_split(each)}
     if mesh.stages.size > 1:
-        owned = {name: each for name, each in own.items() if owner_of(named[name]) == mesh.stages.rank}
-        made, received_slices = _of_all_stages(owned, cut, regrouping, mesh)
+        owners = {name: owner_of(each) for name, each in named.items()}
+        made, received_slices = _of_stages(own, owners, cut, regrouping, mesh)
         return made, received + received_slices
     if not cut:
         return own, received
@@ -198,27 +204,40 @@ def _padded(tensor: Tensor, shards: int) -> Tensor:
     return part if missing == 0 else torch.cat([part, part.new_zeros((missing, *part.shape[1:]))])
 
 
-def _of_all_stages(
-    owned: Mapping[str, Tensor], cut: Mapping[str, int], regrouping: Regrouping, mesh: RankMesh
+def _of_stages(
+    own: Mapping[str, Tensor], owners: Mapping[str, int], cut: Mapping[str, int], regrouping: Regrouping, mesh: RankMesh
 ) -> tuple[dict[str, Tensor], int]:
-    """Returns the tensors of all stages, and the bytes received. owned: those of this stage; cut: dimension of each
-    that tensor ranks hold slices of. Slices come from all ranks that hold them, others from the same tensor rank of
-    each stage."""
-    described = [[name, cut.get(name), list(each.shape)] for name, each in owned.items()]
+    """Returns the tensors of the stages that this rank generates with, and the bytes received. own: those that this
+    rank holds; owners: stages that give them; cut: dimension of each that tensor ranks hold slices of. Slices come from
+    all ranks that hold them, others from the same tensor rank of each stage."""
+    described = [
+        [name, cut.get(name), list(each.shape), owners[name] == mesh.stages.rank] for name, each in own.items()
+    ]
     slices: dict[str, OwnSlice] = {}
     wholes: dict[str, OwnSlice] = {}
+    copies: dict[str, OwnSlice] = {}  # An embedding that is the head too, at the last stage.
     for stage in range(mesh.stages.size):
-        for name, dim, shape in mesh.stages.told(described, stage):
-            part = owned[name] if stage == mesh.stages.rank else torch.empty(shape, device="meta")
-            (wholes if dim is None else slices)[name] = OwnSlice(part, dim or 0, stage)
-    dtype = next(iter(owned.values())).dtype
-    along = Regrouping(Layout(pp=regrouping.layout.pp, generation_pp=1))
-    gatherings = [(WeightGathering(along, mesh.stages.rank, mesh.stages), wholes)]
+        for name, dim, shape, is_owned in mesh.stages.told(described, stage):
+            part = own[name] if stage == mesh.stages.rank else torch.empty(shape, device="meta")
+            chosen = copies if not is_owned else wholes if dim is None else slices
+            chosen[name] = OwnSlice(part, dim or 0, stage)
+    dtype, along = next(iter(own.values())).dtype, partial(_along_stages, regrouping, mesh)
+    gatherings = [(along(), wholes)]
+    gatherings += [(along(), copies)] if copies and regrouping.layout.gpp > 1 else []
     gatherings += [(WeightGathering(regrouping, mesh.rank, mesh.gathering), slices)] if slices else []
     made: dict[str, Tensor] = {}
     for gathering, parts in gatherings:
         made |= gathering.gather(parts, dtype)
     return made, sum(gathering.received for gathering, _ in gatherings)
+
+
+def _along_stages(regrouping: Regrouping, mesh: RankMesh) -> WeightGathering:
+    """Returns what gathers whole tensors of stages: from those of them alone that this rank generates with, where these
+    ranks have a group."""
+    stages, layout = {stage for stage, _ in regrouping.needed(mesh.rank)}, regrouping.layout
+    has_group = regrouping.grouping == "zero-redundancy" and layout.gtp == layout.tp
+    along = Regrouping(Layout(pp=layout.pp, generation_pp=layout.gpp if has_group else 1))
+    return WeightGathering(along, mesh.stages.rank, mesh.gathering if has_group else mesh.stages, stages)
 
 
 def _flat(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:

@@ -190,3 +190,14 @@ def test_ranks_that_sample_together_hold_slices_and_their_share_of_the_cache() -
         MATRICES // 2,
         7 * BUCKET_BYTES,
     )
+
+
+def test_stages_that_sample_hold_their_layers_and_their_share_of_the_cache() -> None:
+    """pp = 2: the whole model, and the stage that trains, beside which nothing is gathered or held twice."""
+    whole, staged = (phases({"pp": 2}, layout={"pp": pp}) for pp in (1, 2))
+    assert whole["sampling"]["gathered to sample"] > 0
+    assert not {"gathered to sample", "held twice"} & staged["sampling"].keys()
+    assert "gathering" in whole
+    assert "gathering" not in staged
+    assert staged["start"]["read from files"] == whole["start"]["read from files"] == WEIGHTS
+    assert staged["sampling"]["cache"] == whole["sampling"]["cache"] // 2, "all 32 slots, in half of the layers"

@@ -68,6 +68,20 @@ def test_a_worker_samples_on_the_device_of_the_rank_that_it_is_in() -> None:
     assert found["generation"].devices == [("cuda:0",), ("cuda:2",), ("cuda:1",), ("cuda:3",)]
 
 
+def test_stages_that_sample_together_stand_as_far_apart_as_those_that_train_the_layers_between() -> None:
+    for layout, pp, ranks in (
+        ({"pp": 2, "tp": 2}, 2, [[0, 1, 2, 3]]),
+        ({"pp": 4}, 2, [[0, 2], [1, 3]]),
+        ({"pp": 2, "dp": 2}, 2, [[0, 1], [2, 3]]),
+    ):
+        wanted = config(layout, generation={"layout": {"pp": pp, "tp": layout.get("tp", 1)}})
+        assert sampling_ranks(wanted) == ranks
+        generation, trained = specs(wanted)["generation"], specs(wanted)["training"].layout
+        assert (generation.replicas, generation.layout.size) == (len(ranks), len(ranks[0]))
+        assert (trained.gpp, trained.gtp) == (pp, layout.get("tp", 1))
+
+
 def test_the_graph_shows_the_groups() -> None:
-    lines = list(graph(config({"tp": 4})))
-    assert any(line.startswith("generation  (Generation: 2 x [pp 1 x tp 2 x dp 1]") for line in lines)
+    for layout, pp, shape in (({"tp": 4}, 1, "2 x [pp 1 x tp 2"), ({"pp": 2, "tp": 2}, 2, "1 x [pp 2 x tp 2")):
+        lines = list(graph(config(layout, generation={"layout": {"pp": pp, "tp": 2}})))
+        assert any(line.startswith(f"generation  (Generation: {shape} x dp 1]") for line in lines)

@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 MakeEngine = Callable[..., TorchEngine]
 OTHER_SECTIONS = {"max_prompt_tokens": "task", "dtype": "model", "float32_head": "model", "lora": "model"}
-OTHER_SECTIONS |= {"use": "environment", "max_tokens": "environment"}
+OTHER_SECTIONS |= {"layout": "training", "use": "environment", "max_tokens": "environment"}
 EPISODES = {"use": "unused.py:Unused", "max_tokens": 90}
 """Settings of an engine whose samples have turns."""
 

@@ -145,32 +145,37 @@ class Watched:
 
 
 def play_case(case: dict[str, Any], mesh: RankMesh) -> dict[str, Any]:
-    ranks, folder, config = mesh.tensor, Path(case["model"]), engine_config(**case["settings"])
-    weights = versions_of(folder, ranks.rank, ranks.size)
+    folder, config = Path(case["model"]), engine_config(**case["settings"])
+    weights = versions_of(folder, mesh.tensor.rank, mesh.tensor.size)
     assert mesh.announcements is not None, "the ranks are led"
-    if ranks.rank == 0:
-        leader = LeadingEngine(folder, config, 0, ranks=ranks, tell=mesh.announcements.tell)
+    if mesh.rank == 0:
+        leader = LeadingEngine(folder, config, 0, ranks=mesh, tell=mesh.announcements.tell)
         watched = Watched(leader)
         found = play(leader, weights)
         mesh.announcements.tell(NEXT_CASE)
         shapes = {each.name: each.shape for each in leader.spec.tensors}
         return found | {"watched": watched.done, "logits": watched.logits.hexdigest(), "shapes": shapes}
-    follower = FollowingEngine(folder, config, 0, ranks=ranks)
+    follower = FollowingEngine(folder, config, 0, ranks=mesh)
     watched = Watched(follower)
     while (call := mesh.announcements.next()) != NEXT_CASE:
         follower.apply(call, weights(call[2]) if call[0] == "load" else {})
     assert (follower.running, follower.waiting, follower.version) == (0, 0, 2)
-    return {"watched": watched.done, "logits": watched.logits.hexdigest(), "bytes": follower._flat.cache.bytes}
+    return {
+        "watched": watched.done,
+        "logits": watched.logits.hexdigest(),
+        "bytes": follower._flat.cache.bytes,
+        "shapes": {each.name: each.shape for each in follower.spec.tensors},
+    }
 
 
 def die(case: dict[str, Any], mesh: RankMesh, dead: int) -> str:
     """Returns what this rank finds out about the death of another one, which all others meet in an exchange of the
     second step of a slice."""
-    ranks, folder, config = mesh.tensor, Path(case["model"]), engine_config(**case["settings"])
+    folder, config = Path(case["model"]), engine_config(**case["settings"])
     assert mesh.announcements is not None, "the ranks are led"
     try:
-        if ranks.rank == 0:
-            leader = LeadingEngine(folder, config, 0, ranks=ranks, tell=mesh.announcements.tell)
+        if mesh.rank == 0:
+            leader = LeadingEngine(folder, config, 0, ranks=mesh, tell=mesh.announcements.tell)
             leader.submit(*requests())
             with leader.slice():
                 leader.step()
@@ -178,8 +183,8 @@ def die(case: dict[str, Any], mesh: RankMesh, dead: int) -> str:
                     os._exit(0)
                 leader.step()
         else:
-            follower = FollowingEngine(folder, config, 0, ranks=ranks)
-            if dead == ranks.rank:
+            follower = FollowingEngine(folder, config, 0, ranks=mesh)
+            if dead == mesh.rank:
                 dies_in_second_step(follower)
             while call := mesh.announcements.next():
                 follower.apply(call)
@@ -200,8 +205,8 @@ def dies_in_second_step(follower: FollowingEngine) -> None:
     follower.step = counted  # type: ignore[method-assign]
 
 
-def run_rank(rank: int, told: list[int], heard: int, folder: Path, cases: dict[str, Any]) -> None:
-    meeting, layout = RankMeeting(), Layout(tp=1 + len(told))
+def run_rank(rank: int, layout: Layout, told: list[int], heard: int, folder: Path, cases: dict[str, Any]) -> None:
+    meeting = RankMeeting()
     address = meeting.take(os.read(heard, 1000).decode() if rank else "")
     for pipe in told if rank == 0 else ():
         os.write(pipe, address.encode())
@@ -209,26 +214,27 @@ def run_rank(rank: int, told: list[int], heard: int, folder: Path, cases: dict[s
     mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
     found = {name: play_case(case, mesh) for name, case in cases.items()}
     last = next(iter(cases.values()))
-    torch.save(found, folder / f"{layout.tp}-{rank}.pt")
-    lost = die(last, mesh, dead=0 if layout.tp == 2 else layout.tp - 1)
-    (folder / f"{layout.tp}-{rank}.txt").write_text(lost)
+    torch.save(found, folder / f"{layout.pp}x{layout.tp}-{rank}.pt")
+    lost = die(last, mesh, dead=0 if layout.size == 2 else layout.size - 1)
+    (folder / f"{layout.pp}x{layout.tp}-{rank}.txt").write_text(lost)
 
 
-def run_ranks(count_of_ranks: int, folder: Path, cases: dict[str, Any]) -> None:
-    pipes = [os.pipe() for _ in range(count_of_ranks)]
+def run_ranks(layout: Layout, folder: Path, cases: dict[str, Any]) -> None:
+    pipes = [os.pipe() for _ in range(layout.size)]
     children = []
-    for rank in range(count_of_ranks):
+    for rank in range(layout.size):
         if (child := os.fork()) == 0:
-            run_rank(rank, [write for _, write in pipes[1:]], pipes[rank][0], folder, cases)
+            run_rank(rank, layout, [write for _, write in pipes[1:]], pipes[rank][0], folder, cases)
             os._exit(0)
         children.append(child)
     codes = [os.waitpid(child, 0)[1] for child in children]
-    assert codes == [0] * count_of_ranks, f"{count_of_ranks} ranks ended with {codes}"
+    assert codes == [0] * layout.size, f"{layout.size} ranks ended with {codes}"
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     use_small_blocks()
     root = Path(sys.argv[1])
-    for ranks, cases in json.loads((root / "cases.json").read_text()).items():
-        run_ranks(int(ranks), root, cases)
+    for sizes, cases in json.loads((root / "cases.json").read_text()).items():
+        pp, tp = sizes.split("x")
+        run_ranks(Layout(pp=int(pp), tp=int(tp)), root, cases)

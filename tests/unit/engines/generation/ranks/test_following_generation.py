@@ -23,6 +23,7 @@ from asyncrl.engines.generation.ranks.leading_engine import LeadingEngine
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.lanes.control.message_codec import decode, encode
@@ -81,7 +82,8 @@ def start(folder: Path, worker_context: Callable[..., Any]) -> Start:
     async def started(timeout: float = LIMIT) -> AsyncIterator[Replica]:
         config, loop = engine_config(**SHAPE), asyncio.get_running_loop()
         boxes, barrier, calls = list[Tensor | None]([None, None]), Barrier(2), asyncio.Queue[Any]()
-        ranks = [SummingRanks(rank, boxes, barrier) for rank in range(2)]
+        own = [SummingRanks(rank, boxes, barrier) for rank in range(2)]
+        ranks = [RankMesh(everyone=each, tensor=each) for each in own]
 
         def tell(call: Any) -> None:
             (frame,) = encode(call)
@@ -259,7 +261,8 @@ def test_the_device_of_a_rank_holds_its_slices_alone(folder: Path, monkeypatch: 
         raise PeerLost("enough")
 
     monkeypatch.setattr(torch_engine, "load_model", loaded)
-    ranks = SummingRanks(1, [None] * 2, Barrier(2))
+    own = SummingRanks(1, [None] * 2, Barrier(2))
+    ranks = RankMesh(everyone=own, tensor=own)
     for group in ({"ranks": ranks}, {}):
         with pytest.raises(PeerLost):
             TorchEngine(folder, engine_config(**SHAPE, device="cuda"), **group)
@@ -280,6 +283,7 @@ def test_the_device_of_a_rank_holds_its_slices_alone(folder: Path, monkeypatch: 
 def test_what_ranks_cannot_share_out_is_refused(
     tmp_path: Path, family: str, settings: dict[str, Any], ranks: int, found: str
 ) -> None:
-    group = SummingRanks(1, [None] * ranks, Barrier(ranks))
+    own = SummingRanks(1, [None] * ranks, Barrier(ranks))
+    group = RankMesh(everyone=own, tensor=own)
     with pytest.raises(ConfigError, match=found):
         FollowingEngine(make_model(family, tmp_path), engine_config(**SHAPE | settings), ranks=group)

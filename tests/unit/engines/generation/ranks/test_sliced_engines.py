@@ -1,8 +1,10 @@
 """Ranks that share out the layers of an engine, as processes over gloo, sample what one rank does."""
 
 import json
+import re
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,20 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {"settings": {"cache_gb": SCARCE, "prefill_tokens": 8, "kv": "recompute"}},
     "qwen2": {"family": "qwen2", "settings": {"prefill_tokens": 8}},
     "qwen3": {"family": "qwen3", "settings": {"float32_head": True}},
+    "stages": {
+        "layout": (2, 1),
+        "family": "llama-tied",
+        "shape": {"num_hidden_layers": 3},
+        "settings": {"cache_gb": SCARCE * 3, "prefill_tokens": 8, "kv": "recompute", "float32_head": True},
+    },
+    "stages of slices": {
+        "layout": (2, 2),
+        "family": "qwen2",
+        "shape": {"num_hidden_layers": 3},
+        "settings": {"prefill_tokens": 8},
+    },
     "four": {
-        "ranks": 4,
+        "layout": (1, 4),
         "family": "llama-biased",
         "shape": {"num_key_value_heads": 4},
         "settings": {"deterministic": True, "slots": 12},
@@ -35,7 +49,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+TWO = (1, 2)
+"""Stages and slices where a case names none."""
 LEADER = 0
+
+
+def share(case: dict[str, Any], rank: int = 0) -> Fraction:
+    """Returns which part of the keys and values a rank has: its layers and heads. Stages of 3 layers have 2 and 1."""
+    pp, tp = case.get("layout", TWO)
+    return (Fraction(1) if pp == 1 else Fraction(2 - rank // tp, 3)) / tp
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +66,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("engines")
     told: dict[int, dict[str, Any]] = {}
     for name, case in CASES.items():
-        ranks, settings = case.get("ranks", 2), dict(case["settings"])
+        (pp, tp), settings = case.get("layout", TWO), dict(case["settings"])
         model = make_model(case.get("family", "llama"), root / name, **case.get("shape", {}))
         if "cache_gb" in settings:  # Each rank has the memory for its own heads.
-            settings["cache_gb"] /= ranks
-        told.setdefault(ranks, {})[name] = {"model": str(model), "settings": SHAPE | settings}
+            settings["cache_gb"] *= float(share(case))
+        settings["layout"] = {"pp": pp}
+        told.setdefault(f"{pp}x{tp}", {})[name] = {"model": str(model), "settings": SHAPE | settings}
     (root / "cases.json").write_text(json.dumps(told))
     subprocess.run([sys.executable, engine_process.__file__, str(root)], check=True, timeout=500)
     return root
@@ -56,8 +79,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def seen(folder: Path, name: str) -> list[dict[str, Any]]:
     """Returns what each rank saw."""
-    ranks = CASES[name].get("ranks", 2)
-    return [torch.load(folder / f"{ranks}-{rank}.pt", weights_only=False)[name] for rank in range(ranks)]
+    pp, tp = CASES[name].get("layout", TWO)
+    return [torch.load(folder / f"{pp}x{tp}-{rank}.pt", weights_only=False)[name] for rank in range(pp * tp)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -77,7 +100,8 @@ def test_ranks_sample_what_one_rank_does(folder: Path, name: str, small_blocks: 
     assert {each[3] for each in one["done"].values()} >= {"abort", "length"}
     assert {version for each in one["done"].values() for version in each[2]} == {0, 1, 2}
     assert len(one["done"][0, 0, 0][0]) < 16, "its deadline ended it"
-    assert [each["bytes"] for each in ranks] == [one["bytes"] // len(ranks)] * len(ranks), "each has its own heads"
+    own = [one["bytes"] * share(case, rank) for rank in range(len(ranks))]
+    assert [each["bytes"] for each in ranks] == own, "each has its own layers and heads"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -107,6 +131,17 @@ def test_a_rank_takes_weights_of_its_slices(folder: Path, name: str) -> None:
     assert "model.layers.0.self_attn.o_proj.bias" not in cut, "the sum over ranks gets it once"
 
 
+@pytest.mark.parametrize("name", ["stages", "stages of slices"])
+def test_a_stage_takes_weights_of_its_layers(folder: Path, name: str) -> None:
+    """Embedding and head are one tensor of the first and of the last stage."""
+    _, tp = CASES[name]["layout"]
+    for rank, each in enumerate(seen(folder, name)):
+        layers = {found[0] for name in each["shapes"] if (found := re.search(r"(?<=layers\.)\d", name))}
+        others = {name.removeprefix("model.") for name in each["shapes"] if "layers" not in name}
+        assert layers == ({"2"} if rank // tp else {"0", "1"})
+        assert others == {"embed_tokens.weight", *(["norm.weight"] if rank // tp else [])}
+
+
 def test_other_rows_change_no_bit_of_a_sample_in_deterministic_mode(folder: Path) -> None:
     """Alone it has the first row, and among others the last one, which gloo would sum in another order of ranks."""
     (tokens, alone, *_), (others_tokens, among_others, *_) = seen(folder, "four")[LEADER]["alone and among others"]
@@ -115,6 +150,7 @@ def test_other_rows_change_no_bit_of_a_sample_in_deterministic_mode(folder: Path
 
 
 def test_the_death_of_a_rank_is_known_to_the_others(folder: Path) -> None:
-    assert (folder / "2-1.txt").read_text().startswith("the 2 training ranks could not exchange"), "the leader died"
+    assert (folder / "1x2-1.txt").read_text().startswith("the 2 training ranks could not exchange"), "the leader died"
     for rank in (0, 1, 2):
-        assert "the 4 training ranks could not exchange" in (folder / f"4-{rank}.txt").read_text()
+        for sizes in ("1x4", "2x2"):
+            assert "the 4 training ranks could not exchange" in (folder / f"{sizes}-{rank}.txt").read_text()

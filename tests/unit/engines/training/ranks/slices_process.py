@@ -73,19 +73,22 @@ def gathered(
 
 
 def joined(mesh: RankMesh, group: list[int]) -> list[float]:
-    """Connects a group beside the ranks of the mesh; returns what its ranks sum, and what the first of them told."""
+    """Connects a group, of two tensor ranks in each stage, beside the ranks of the mesh; returns what all of them,
+    those of a stage and those of a slice sum, and what the first of them told."""
     meeting, rank = RankMeeting(), group.index(mesh.rank)
     address = mesh.everyone.told_by_each("" if rank else meeting.take(""))[group[0]]
     meeting.take(address)
-    place = RankPlace(rank, Layout(tp=len(group)), "cpu", nullcontext, PATIENCE, PATIENCE, is_led=True)
+    layout = Layout(pp=len(group) // 2, tp=2)
+    place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE, is_led=True)
     beside = connect_beside(asyncio.run(meeting.place(PATIENCE)), place)
     assert beside.announcements is not None
-    summed = beside.tensor.sum(torch.tensor([float(mesh.rank)])).item()
+    axes = (beside.everyone, beside.tensor, beside.stages)
+    summed = [ranks.sum(torch.tensor([float(mesh.rank)])).item() for ranks in axes]
     if rank == 0:
         beside.announcements.tell(mesh.rank)
     told = mesh.rank if rank == 0 else beside.announcements.next()
     mesh.everyone.sum(torch.zeros(1))  # The store of a group ends with its first rank.
-    return [summed, told]
+    return [*summed, told]
 
 
 def run_rank(rank: int, address: str, told: list[int], folder: Path) -> None:
