@@ -242,7 +242,7 @@ def _undivided(axis: str, trained: int, size: int) -> str:
     what = {"pp": "stages", "tp": "slices of each layer"}[axis]
     return (
         f"{axis} = {trained} {what} cannot be shared out as generation.layout.{axis} = {size} asks: write "
-        f"generation.layout = {choice}"
+        f"generation.layout = {choice}, or training.layout.{axis} = {size}"
     )
 
 
