@@ -201,7 +201,7 @@ class CriticService(Service, Critic):
     async def _copy_engine(self, incarnation: int, version: int, extra: dict[str, Any]) -> None:
         """Copies the state; returns at rank 0 once the others have begun to."""
         copied = await self.context.compute.run(self._engine.copy_state, extra)
-        self._copy = HeldCopy(incarnation, version, "", copied)
+        self._copy = HeldCopy(incarnation, version, "", copied, self.context.config.training)
 
     def _skipped(self, cuts: Cuts, reason: str) -> ValueReport:
         return ValueReport(cuts.incarnation, cuts.version, 0, reason, {f"{self._target.critic}/updates": 0.0})

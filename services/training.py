@@ -162,7 +162,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 copied = await self.context.compute.run(self._engine.copy_state, facts)
             except PeerLost as lost:
                 raise await self._lost_contact(lost) from lost
-            self._copy = HeldCopy(incarnation, version, self._chain.hex(), copied)
+            self._copy = HeldCopy(incarnation, version, self._chain.hex(), copied, self.context.config.training)
 
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         return await copy_of(self._copy, incarnation, version).write(Path(directory), self.context.tasks)

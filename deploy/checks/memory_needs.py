@@ -226,11 +226,10 @@ class TrainedModel:
     def need(self) -> MemoryNeed:
         largest = largest_pass(self.config, self.lengths, self._data).of_slice(self.layout.sp)
         largest = with_pictures(largest, self.config, self.shape, self.lengths, self._data, largest=True)
-        engine = self._engine
-        most = self._stages(largest, engine.rows(largest=True))
+        most = self._stages(largest, self._rows(largest=True))
         size, phases = self._total(most), max(most, key=_largest_phase)
         expected = self._total([self.likely_phases(stage) for stage in range(self.layout.pp)])
-        least = self._total(self._stages(largest, engine.least), (*STATE, *TO_SAMPLE))
+        least = self._total(self._stages(largest, self._engine.least), (*STATE, *TO_SAMPLE))
         return MemoryNeed(
             self.name,
             size,
@@ -245,7 +244,11 @@ class TrainedModel:
 
     def likely_phases(self, stage: int) -> dict[str, Parts]:
         """Returns what `phases` does, with prompts of the mean length."""
-        return self.phases(self.likely_pass, stage, self._engine.rows(largest=False))
+        return self.phases(self.likely_pass, stage, self._rows(largest=False))
+
+    def _rows(self, *, largest: bool) -> Parts:
+        """Returns what samples and prompts take while they are sampled; nothing where ranks do not sample."""
+        return self._engine.rows(largest=largest) if self._samples else {}
 
     def _stages(self, size: ForwardPass, rows: Parts) -> list[dict[str, Parts]]:
         return [self.phases(size, stage, rows) for stage in range(self.layout.pp)]

@@ -25,6 +25,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from asyncrl.concurrency import start_task
+from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.lora.peft_folder import write_adapters
 from asyncrl.engines.models.model_folder import PARTS, sync_to_disk
@@ -135,13 +136,14 @@ class StateCopy:
 
 @dataclass(slots=True)
 class HeldCopy:
-    """A copy that a service holds until it is written. copy: None once it was. A call that ends early does not end the
-    writing, and a repeated one gets its answer."""
+    """A copy that a service holds until it is written. copy: None once it was. settings: say whether training goes on
+    meanwhile. A call that ends early does not end the writing, and a repeated one gets its answer."""
 
     incarnation: int
     version: int
     chain: str
     copy: StateCopy | None
+    settings: TrainingConfig
     _writing: "asyncio.Task[Checkpointed | OSError | SafetensorError] | None" = None
 
     async def write(self, directory: Path, tasks: asyncio.TaskGroup, below: str = "") -> Checkpointed:
@@ -158,7 +160,8 @@ class HeldCopy:
     async def _write(self, directory: Path, below: str) -> Checkpointed | OSError | SafetensorError:
         assert self.copy is not None, "it is written once"
         try:
-            files = await asyncio.to_thread(self.copy.write_beside_steps, directory / below)
+            write = self.copy.write_beside_steps if self.settings.background_checkpoints else self.copy.write
+            files = await asyncio.to_thread(write, directory / below)
         except (OSError, SafetensorError) as error:
             return error
         self.copy = None
@@ -197,7 +200,7 @@ def own_state() -> dict[str, Any]:
 def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[str, Any]:
     """Restores optimizer and RNG, and returns all that trainer.pt holds. Raises JournalError when the directory is not
     the checkpoint of a trainer, and ConfigError when another number of ranks with different states wrote it, unless
-    these held one copy together: then each copy takes their random states."""
+    they are as many as hold one copy here: then each copy takes their random states."""
     if not (directory / TRAINER).exists():
         raise JournalError(f"checkpoint {directory} has no {TRAINER}: it is not the checkpoint of a trainer")
     state = _load(directory / TRAINER)

@@ -58,16 +58,23 @@ class LivingParts:
         return [self._made[part] for part in range(self.parts)]
 
     async def _give(self, part: int, rank: RemoteWorker, directory: str) -> None:
-        endpoints, position = Training.endpoints, self.position
         try:
             # The rank may wait for one that ends only when its own part is written.
-            await rank.call(endpoints["leave_ranks"], position, HOLD_DEADLINE + self.deadline)
+            await rank.call(Training.endpoints["leave_ranks"], self.position, HOLD_DEADLINE + self.deadline)
             if part not in self._taken:
-                self._taken.add(part)
-                await rank.call(endpoints["copy_state"], position, self.deadline)
-                self._made[part] = await rank.call(endpoints["checkpoint"], (directory, *position), self.deadline)
+                await self._write(part, rank, directory)
         except AsyncrlError as error:
-            self._refused[part] = str(error)  # Another rank may give this part.
+            self._refused[part] = str(error)  # A rank that leaves later may give this part.
         finally:
             if (instance := self.instances.get(rank.name)) is not None:
                 instance.launched.kill()
+
+    async def _write(self, part: int, rank: RemoteWorker, directory: str) -> None:
+        endpoints, position = Training.endpoints, self.position
+        self._taken.add(part)
+        try:
+            await rank.call(endpoints["copy_state"], position, self.deadline)
+            self._made[part] = await rank.call(endpoints["checkpoint"], (directory, *position), self.deadline)
+        except AsyncrlError:
+            self._taken.discard(part)
+            raise

@@ -77,6 +77,12 @@ async def test_a_part_that_nobody_gives_is_named(fails: str) -> None:
         await written(FakeRank(0, 0), FakeRank(2, 0), FakeRank(3, 1, fails=fails))
 
 
+@pytest.mark.parametrize("fails", ["copy_state", "checkpoint"])
+async def test_a_rank_that_leaves_later_gives_the_part_that_the_first_could_not_write(fails: str) -> None:
+    first = FakeRank(0, 0, fails=fails)
+    assert {"part-0": "training0.2"} in await written(first, FakeRank(2, 0, first), FakeRank(3, 1))
+
+
 async def test_a_part_is_taken_from_another_rank_where_the_first_no_longer_holds_the_version() -> None:
     files = await written(FakeRank(0, 0, fails="leave_ranks"), FakeRank(2, 0), FakeRank(3, 1))
     assert files[0] == {"part-0": "training0.2"}

@@ -94,10 +94,10 @@ class WeightGathering:
 
 
 def regrouping_of(layout: Layout, generation: GenerationConfig) -> Regrouping:
-    """Returns who generates with whom, of the ranks of a trainer. Those that share out weights are data ranks here:
-    each has joined its slices."""
+    """Returns who generates with whom, of the ranks of a trainer. Those that share out weights or experts are data
+    ranks here: each has joined its slices."""
     pp, tp = generation.layout.pp, generation.layout.tp
-    copies = replace(layout, dp=layout.data, shard=1, generation_pp=pp, generation_tp=tp)
+    copies = replace(layout, dp=layout.data, shard=1, ep=1, generation_pp=pp, generation_tp=tp)
     return Regrouping(copies, generation.grouping)
 
 

@@ -6,8 +6,10 @@ import pytest
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.memory_needs import needs
 from asyncrl.deploy.commands.inspecting.graph import graph
 from asyncrl.deploy.service_specs import service_specs, worker_count
+from asyncrl.engines.model_shape import PACKAGED
 from asyncrl.engines.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.rank_layout import Layout
@@ -85,3 +87,8 @@ def test_the_graph_shows_the_groups() -> None:
     for layout, pp, shape in (({"tp": 4}, 1, "2 x [pp 1 x tp 2"), ({"pp": 2, "tp": 2}, 2, "1 x [pp 2 x tp 2")):
         lines = list(graph(config(layout, generation={"layout": {"pp": pp, "tp": 2}})))
         assert any(line.startswith(f"generation  (Generation: {shape} x dp 1]") for line in lines)
+
+
+def test_a_critic_of_one_rank_is_planned_beside_groups_of_two() -> None:
+    found = needs(config({"tp": 2}, algorithm={"preset": "ppo", "kl": 0.01}), PACKAGED["pypi:smollm2"])
+    assert {"training", "critic"} <= {each.name for each in found}
