@@ -13,6 +13,7 @@ from asyncrl.engines.models.warmed_model_cache import EYES, HEADS, HEADS_FOR_VLL
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.engines.training.batch.packing_families import can_pack
+from asyncrl.protocols.distribute_collect import even_parts
 
 FLOAT = 4
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -103,13 +104,13 @@ class Shape:
         """Returns the parameters outside of layers."""
         return self.parameters - self.layers * self.layer_parameters()
 
-    def stage(self, number: int, stages: int) -> Self:
+    def stage(self, number: int, stages: int, trained: int | None = None) -> Self:
         """Returns the shape of a pipeline stage: some of the layers, the embedding at the first one, norm and head at
-        the last one."""
+        the last one. trained: stages of the trainer, for a stage that samples with the layers of several of them."""
         if stages == 1:
             return self
         table = self.vocabulary * self.hidden
-        layers = self.layers // stages + (number < self.layers % stages)
+        layers = len(layers_of_stage(self.layers, trained or stages, stages, number))
         outside = table * (number == 0) + (table + self.hidden) * (number == stages - 1)
         return replace(self, layers=layers, parameters=layers * self.layer_parameters() + outside)
 
@@ -127,6 +128,14 @@ class Shape:
         """Returns the layers with adapters. A target that is not the plain name of a layer counts as all."""
         known = {name for name, _, _ in self.linear}
         return known if set(lora.targets) - known else set(lora.targets)
+
+
+def layers_of_stage(layers: int, trained: int, stages: int, number: int) -> range:
+    """Returns the numbers of the layers of one of so many stages, which joins consecutive stages of the trainer; the
+    first one has the most. layers: of the model. trained: stages of the trainer, a multiple of `stages`."""
+    parts, each = even_parts([1] * layers, trained), trained // stages
+    start, end = (sum(map(len, parts[:before])) for before in (number * each, (number + 1) * each))
+    return range(start, end)
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import prompt_patches
-from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
+from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, layers_of_stage
 from asyncrl.engines.models.model_folder import longest_row
 
 CHUNK = 32
@@ -128,9 +128,10 @@ class EngineMemory:
         return -(-GateConfig.of(self.config).cap // self.workers)
 
     def _within(self, blocks: int) -> int:
-        """Returns the bytes of so many blocks, within `generation.cache_gb`."""
+        """Returns the bytes of so many blocks at the stage with the most layers, within `generation.cache_gb`."""
         layers = self.shape.layers
-        of_token = self.shape.cache_bytes_per_token // self.tp * -(-layers // self.pp) // layers
+        held = len(layers_of_stage(layers, self.config.training.layout.pp, self.pp, 0))
+        of_token = self.shape.cache_bytes_per_token // self.tp * held // layers
         size, most = blocks * CHUNK * of_token * self.number_bytes // FLOAT, 10**9
         limit = self.config.generation.cache_gb
         return min(size, int(limit * most)) if limit else size

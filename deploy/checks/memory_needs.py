@@ -304,7 +304,8 @@ class TrainedModel:
             return {"step": step}
         shape = self.shape.stage(stage, self.layout.pp)
         sampled = self.config.generation.layout.pp
-        engine = replace(self._engine, stage=self.shape.stage(stage * sampled // self.layout.pp, sampled))
+        joined = self.shape.stage(stage * sampled // self.layout.pp, sampled, self.layout.pp)
+        engine = replace(self._engine, stage=joined)
         return SamplingRank(engine, self.layout, shape, stage, self._state(shape)).phases(step, rows)
 
     def parts(self, size: ForwardPass, stage: int) -> dict[str, int]:

@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.generation.forward.cache_size import ITEM_BYTES, blocks_within, engine_slots
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
 from asyncrl.engines.lora.target_layers import adapted_names
-from asyncrl.engines.model_shape import FLOAT, Shape, shape_of
+from asyncrl.engines.model_shape import FLOAT, Shape, layers_of_stage, shape_of
 from asyncrl.engines.models.model_folder import weight_files
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.weight_transport import transport_of
@@ -49,7 +49,8 @@ def cache_problems(config: Config, model: str) -> Iterator[Problem]:
         return
     block = KV_BLOCK * shape.cache_bytes_per_token * ITEM_BYTES[config.model.dtype] // FLOAT
     layout = config.generation.layout  # Ranks that sample together share out heads and layers.
-    block = block // layout.tp * -(-shape.layers // layout.pp) // shape.layers
+    held = len(layers_of_stage(shape.layers, config.training.layout.pp, layout.pp, 0))
+    block = block // layout.tp * held // shape.layers
     try:
         blocks_within(config, block, engine_slots(config))
     except ConfigError as error:

@@ -31,7 +31,7 @@ from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.generation.forward.cache_size import cache_blocks, engine_slots
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
 from asyncrl.engines.generation.forward.layer_slices import ALONE, refuse_slices
-from asyncrl.engines.generation.forward.layer_stages import layers_of_stage, of_stage
+from asyncrl.engines.generation.forward.layer_stages import of_stage
 from asyncrl.engines.generation.forward.llama_fast_path import is_llama_like
 from asyncrl.engines.generation.sampling.token_sampling import sample
 from asyncrl.engines.generation.sampling.truncation import Truncation
@@ -51,6 +51,7 @@ from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
 from asyncrl.engines.model_loading import vocabulary_size
+from asyncrl.engines.model_shape import layers_of_stage
 from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.pictures.processing import PictureProcessor

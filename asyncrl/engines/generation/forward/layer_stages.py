@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl.engines.model_shape import layers_of_stage
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.protocols.distribute_collect import even_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +50,6 @@ class LayerStage:
     def from_last(self, values: Tensor) -> Tensor:
         """Returns the values of the last stage on all stages, which give tensors like it."""
         return self.ranks.shared(values, self.ranks.size - 1)
-
-
-def layers_of_stage(layers: int, trained: int, stages: int, number: int) -> range:
-    """Returns the numbers of the layers of one of so many stages."""
-    parts, each = even_parts([1] * layers, trained), trained // stages
-    return range(parts[number * each][0], parts[(number + 1) * each - 1][-1] + 1)
 
 
 def keep_layers(model: Any, stage: LayerStage) -> None:

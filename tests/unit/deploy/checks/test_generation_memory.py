@@ -201,3 +201,12 @@ def test_stages_that_sample_hold_their_layers_and_their_share_of_the_cache() -> 
     assert "gathering" not in staged
     assert staged["start"]["read from files"] == whole["start"]["read from files"] == WEIGHTS
     assert staged["sampling"]["cache"] == whole["sampling"]["cache"] // 2, "all 32 slots, in half of the layers"
+
+
+@pytest.mark.parametrize(("trained", "first", "last"), [(4, 16, 14), (8, 16, 14)])
+def test_stages_that_sample_have_the_layers_of_those_that_train_them(trained: int, first: int, last: int) -> None:
+    """30 layers train as 8, 8, 7 and 7, or as six times 4 and twice 3, so that two stages do not have 15 each."""
+    whole, joined = (phases({"pp": trained}, layout={"pp": pp}) for pp in (1, 2))
+    assert joined["sampling"]["cache"] == whole["sampling"]["cache"] * 2 * first // 30
+    layers = last * (MATRICES // 30 + 4 * 2 * 576)
+    assert joined["gathering"]["gathered to sample"] == TABLE + layers + 4 * 576, "the largest rank is of the last one"

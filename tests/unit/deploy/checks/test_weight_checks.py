@@ -10,9 +10,12 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, layers_of
 from asyncrl.deploy.preflight import preflight
+from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, blocks_for
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.lora.low_rank import adapted, attach
 from asyncrl.engines.model_loading import load_pretrained
+from asyncrl.engines.model_shape import PACKAGED
+from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.engines.models.warmed_up_model import build_model, build_tokenizer
 from asyncrl.errors import ConfigError
 from tests.unit.engines.generation.conftest import model_folder as model_folder
@@ -72,6 +75,19 @@ def test_a_cache_that_the_engine_refuses_is_refused_before(
             with pytest.raises(ConfigError) as raised:
                 TorchEngine(folder, chosen)
             assert str(raised.value) == f"generation.cache_gb: {found[0].text}"
+
+
+def test_a_cache_of_stages_holds_a_row_in_the_layers_of_the_first_one() -> None:
+    """30 layers train as 8, 8, 7 and 7, so that the first of two stages samples with 16."""
+    shape, found = PACKAGED["pypi:smollm2"], []
+    sections: dict[str, Any] = {"training": {"layout": {"pp": 4}}, "staleness": {"limit": 0}}
+    for layers in (15.5, 16.5):
+        generation = {"colocate": "training", "layout": {"pp": 2}}
+        row = KV_BLOCK * blocks_for(longest_row(config(generation=generation, **sections)))
+        limit = row * shape.cache_bytes_per_token * layers / shape.layers / 10**9
+        chosen = config(generation={**generation, "cache_gb": limit}, **sections)
+        found.append([each.key for each in cache_problems(chosen, "pypi:smollm2")])
+    assert found == [["generation.cache_gb"], []]
 
 
 def test_a_run_is_refused_for_a_cache_that_is_too_small(model_folder: ModelFolder) -> None:
