@@ -337,7 +337,7 @@ class GenerationService(Service, Generation):
 
     @property
     def _follows(self) -> bool:
-        """Returns whether this rank samples what the first of its group says, and answers no calls."""
+        """Returns whether this rank samples what the first of its group says, and takes no requests."""
         return self._group is not None and self._group.follows
 
     async def _restore(self, engine: OwnEngine, version: int) -> None:

@@ -14,7 +14,7 @@ each prompt has a forward of its own. Other rows and masked positions then do no
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,12 @@ class TorchEngine:
 
     folder: model and tokenizer, for from_pretrained. ranks: of a replica, each of which has an engine with some of the
     layers, or slices of them; the engines get the same calls in the same order (ranks/leading_engine.py). `spec` is of
-    what this rank has. Raises ConfigError when the model's attention is not plain and causal, or ranks cannot share the
-    layers out.
+    what this rank has. failure: the error after which the ranks cannot go on, None as long as they can; `on_failure` is
+    called once it is there. Raises ConfigError when the model's attention is not plain and causal, or ranks cannot
+    share the layers out.
     """
+
+    failure: BaseException | None = None
 
     def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, ranks: RankMesh = ALONE) -> None:
         generation = config.generation
@@ -106,6 +109,7 @@ class TorchEngine:
         self._prefill_tokens = generation.prefill_tokens or PREFILL_TOKENS[generation.device == "cpu"]
         self._waiting: deque[SampleRequest] = deque()  # bounded by the gate, which bounds the groups in flight
         self.version = version
+        self.on_failure: Callable[[], None] = lambda: None
         self._is_put_away = False
         self.spec: WeightsSpec = of_stage(published_spec(model, config.model.dtype))
         self.context = context_of(model.config.get_text_config().to_dict())

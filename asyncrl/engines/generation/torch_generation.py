@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -156,7 +157,8 @@ class TorchGeneration:
         return await self._worker.compute.run(self.core.logprobs_after, prompt)
 
     async def run(self, deliver: Callable[[Sequence[Completion]], None]) -> None:
-        """Runs slices of decode steps while there are samples, until cancelled."""
+        """Runs slices of decode steps while there are samples, until cancelled. Raises the failure of the engine."""
+        self.core.on_failure = partial(self._wake, asyncio.get_running_loop())
         while True:
             # Requests without a slot, while nothing runs, need weights that are on their way.
             occupancy, late = self._worker.occupancy, self.core.waiting and not self._paused
@@ -164,7 +166,7 @@ class TorchGeneration:
                 await self._wakeup.wait()
             self._wakeup.clear()
             more = True
-            while self._aborted or self._released or (more and not self._paused):
+            while self.core.failure or self._aborted or self._released or (more and not self._paused):
                 aborted, released = self._aborted, self._released
                 self._aborted = []
                 self._released = []
@@ -179,6 +181,8 @@ class TorchGeneration:
     def _run_slice(self, aborted: Iterable[Key], released: Iterable[SampleName]) -> tuple[list[Completion], bool]:
         """Ends aborted requests, then steps until a request finishes, another call waits or the slice is over. Returns
         the finished requests, and whether there is more to sample. Keys and values of released samples are dropped."""
+        if self.core.failure is not None:
+            raise self.core.failure
         self.core.end(aborted, "abort")
         self.core.forget(released, self._oldest)
         tracer, core = self._worker.tracer, self.core
@@ -199,6 +203,10 @@ class TorchGeneration:
                 if self._worker.compute.queued > 1 or time.monotonic() >= until:
                     break
         return done
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(self._wakeup.set)
 
     def _set_paused(self, paused: bool) -> int:
         """Prevents or allows further steps; returns the number of steps begun."""

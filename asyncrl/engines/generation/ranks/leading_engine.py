@@ -6,14 +6,17 @@
 
 All that changes the state of an engine has one place in one order, which is the leader's. A call that exchanges is told
 before it runs, so that the others meet it; every other call after it has succeeded. The steps of a slice are one call:
-each announces itself in the group, because a message for each would take as long as a small step.
+each announces itself in the group, because a message for each would take as long as a small step. After an error the
+others may wait in an exchange that the next one would meet, so that none follows.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -27,17 +30,20 @@ from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Finish, Key, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.errors import PeerLost, Refused, WeightsError
 from asyncrl.protocols.batch import SampleName
 
 NO_STEP = math.nan
 """Announced in place of the clock where a slice ends."""
+UNCHANGED = (Refused, WeightsError)
+"""Errors of calls that have changed nothing yet, before they are told."""
 
 
 class LeadingEngine(TorchEngine):
     """A TorchEngine whose calls the other ranks of its replica repeat. Steps stand in the scope of `slice`.
 
     ranks: of the replica, of which this is rank 0. tell: gives a call to all others, in this order, on the compute
-    thread. Calls that exchange raise PeerLost when another rank is gone or late.
+    thread. Calls that exchange raise PeerLost when another rank is gone or late, and all calls once there is a failure.
     """
 
     def __init__(
@@ -93,28 +99,54 @@ class LeadingEngine(TorchEngine):
 
     @contextmanager
     def slice(self) -> Iterator[None]:
-        yield
-        self._end_slice()
+        with self._for_all_ranks():
+            yield
+            self._end_slice()
 
     def step(self) -> list[Completion]:
-        self._now = self._clock()
-        if not self._is_stepping:
-            self._tell(("step", self._now))
-            self._is_stepping = True
-        self._announce(self._now)
-        return super().step()
+        with self._for_all_ranks():
+            self._now = self._clock()
+            if not self._is_stepping:
+                self._tell(("step", self._now))
+                self._is_stepping = True
+            self._announce(self._now)
+            return super().step()
 
     @contextmanager
     def _told(self, name: str, *args: Any, first: bool = False) -> Iterator[None]:
         """Tells a call, before it runs or else after it has succeeded."""
-        self._end_slice()
-        self._now = self._clock()
-        call = (name, self._now, *args)
-        if first:
-            self._tell(call)
-        yield
-        if not first:
-            self._tell(call)
+        with self._for_all_ranks(*(() if first else UNCHANGED)):
+            self._end_slice()
+            self._now = self._clock()
+            call = (name, self._now, *args)
+            if first:
+                self._tell(call)
+            yield
+            if not first:
+                self._tell(call)
+
+    @contextmanager
+    def _for_all_ranks(self, *harmless: type[Exception]) -> Iterator[None]:
+        """Opens the scope of work that all ranks do: after an error in it, but for harmless ones, there is no more."""
+        if self.failure is not None:
+            raise PeerLost(
+                f"the rank that leads this replica failed, and tells no further call: {self.failure!r}"
+            ) from self.failure
+        with ExitStack() as scope:
+            scope.push(partial(self._note_failure, harmless))
+            yield
+
+    def _note_failure(
+        self,
+        harmless: tuple[type[Exception], ...],
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Keeps the first error, of any kind, that leaves the other ranks elsewhere."""
+        if error is not None and not isinstance(error, harmless):
+            self.failure = self.failure or error
+            self.on_failure()
 
     def _end_slice(self) -> None:
         if self._is_stepping:

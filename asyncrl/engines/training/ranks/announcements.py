@@ -6,6 +6,7 @@ Each rank gets the calls of the controller over a socket of its own, in any orde
 that exchange need one order, so the others follow what rank 0 announces, and not what they are called with.
 """
 
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -32,13 +33,15 @@ class Announcements:
         self._readers = range(1, ranks)
         self._wait = timedelta(seconds=wait)
         self._number = 0
+        self._telling = threading.Lock()  # `end` is called beside the thread that computes and tells.
 
     def tell(self, message: Any) -> None:
         """Sends the next message, of plain values and messages of the wire without large arrays."""
         (letters,) = encode(message)
-        self._number += 1
-        for reader in self._readers:
-            _write(self._store, f"{reader}/{self._number}", bytes(letters))
+        with self._telling:
+            self._number += 1
+            for reader in self._readers:
+                _write(self._store, f"{reader}/{self._number}", bytes(letters))
 
     def next(self) -> Any:
         """Returns the next message, None after the last one; blocks this thread until it is there."""

@@ -1,6 +1,7 @@
 """What rank 0 begins, all ranks do in its order: whoever asks for it, gives up, or loses rows."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -19,6 +20,7 @@ from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
+from asyncrl.lanes.control.message_codec import decode
 from asyncrl.services.ranks.led_ranks import LedRanks
 from asyncrl.services.ranks.meeting import agreed
 
@@ -68,6 +70,34 @@ def test_waits_end_when_the_first_rank_or_the_own_one_ends(stores: Stores) -> No
         assert waits[0].result(PATIENCE) is None
         first.end()
         assert waits[1].result(PATIENCE) is None
+
+
+class InterruptedStore:
+    """Has another thread tell something after the first key of a message, and gives it time to do so."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, bytes] = {}
+        self.interrupt: Callable[[], None] | None = None
+        self.threads: list[threading.Thread] = []
+
+    def set(self, key: str, letters: bytes) -> None:
+        assert key not in self.written, "no message is lost"
+        self.written[key] = letters
+        if self.interrupt is not None:
+            self.threads.append(threading.Thread(target=self.interrupt))
+            self.interrupt = None
+            self.threads[0].start()
+            self.threads[0].join(0.2)
+
+
+def test_the_end_is_told_after_what_another_thread_tells() -> None:
+    store: Any = InterruptedStore()
+    first = Announcements(store, store, 0, RANKS, PATIENCE)
+    store.interrupt = lambda: first.tell("end")
+    first.tell("step")
+    store.threads[0].join(PATIENCE)
+    told = {key: decode([letters]) for key, letters in store.written.items()}
+    assert told == {"1/1": "step", "2/1": "step", "1/2": "end", "2/2": "end"}
 
 
 class SecondRank(Ranks):
