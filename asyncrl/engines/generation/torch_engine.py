@@ -57,7 +57,7 @@ from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.errors import WeightsError
+from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.batch import SampleName
 
@@ -83,7 +83,7 @@ class TorchEngine:
     share the layers out.
     """
 
-    failure: BaseException | None = None
+    failure: PeerLost | None = None
 
     def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, ranks: RankMesh = ALONE) -> None:
         generation = config.generation

@@ -129,9 +129,7 @@ class LeadingEngine(TorchEngine):
     def _for_all_ranks(self, *harmless: type[Exception]) -> Iterator[None]:
         """Opens the scope of work that all ranks do: after an error in it, but for harmless ones, there is no more."""
         if self.failure is not None:
-            raise PeerLost(
-                f"the rank that leads this replica failed, and tells no further call: {self.failure!r}"
-            ) from self.failure
+            raise self.failure
         with ExitStack() as scope:
             scope.push(partial(self._note_failure, harmless))
             yield
@@ -143,10 +141,15 @@ class LeadingEngine(TorchEngine):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Keeps the first error, of any kind, that leaves the other ranks elsewhere."""
-        if error is not None and not isinstance(error, harmless):
-            self.failure = self.failure or error
+        """Raises PeerLost for an error of any kind that leaves the other ranks elsewhere, and keeps the first."""
+        if error is None or isinstance(error, harmless):
+            return
+        if self.failure is None:
+            failed = PeerLost(f"the rank that leads this replica failed, and tells no further call: {error!r}")
+            self.failure = error if isinstance(error, PeerLost) else failed
             self.on_failure()
+        if error is not self.failure:
+            raise self.failure from error
 
     def _end_slice(self) -> None:
         if self._is_stepping:

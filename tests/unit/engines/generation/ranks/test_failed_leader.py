@@ -70,13 +70,14 @@ async def test_a_leader_that_failed_in_a_call_tells_no_other_and_ends(
             await worker.compute.run(partial(leader.core.load, {}, 1, share=True))
         if call == "logprobs_after":
             monkeypatch.setattr(leader.core._flat, "logits_after", runs_out_of_memory)
-            with pytest.raises(MemoryError):
+            with pytest.raises(PeerLost, match="MemoryError"):
                 await leader.logprobs_after(PROMPT)
         else:
             monkeypatch.setattr(leader.core._flat, "logits", runs_out_of_memory)
             await leader.resume()
-        with pytest.raises(MemoryError):
+        with pytest.raises(PeerLost, match="tells no further call: MemoryError") as failed:
             await running
+        assert isinstance(failed.value.__cause__, MemoryError)
         exchanges = own.exchanges
         for ask in (partial(leader.logprobs_after, PROMPT), partial(leader.submit, requests()), leader.put_away):
             with pytest.raises(PeerLost, match="tells no further call: MemoryError"):
