@@ -206,7 +206,11 @@ class TorchGeneration:
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(RuntimeError):  # The loop is closed.
-            loop.call_soon_threadsafe(self._wakeup.set)
+            loop.call_soon_threadsafe(self._end_run)
+
+    def _end_run(self) -> None:
+        self._worker.log.error("the ranks of the replica cannot go on", error=str(self.core.failure))
+        self._wakeup.set()
 
     def _set_paused(self, paused: bool) -> int:
         """Prevents or allows further steps; returns the number of steps begun."""

@@ -1,7 +1,7 @@
 """A rank that leads, and fails: the others may wait in an exchange, so that it leads no more, and its worker ends."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from asyncrl.engines.generation.ranks.engine_calls import Call
@@ -51,9 +52,15 @@ def runs_out_of_memory(*args: object) -> NoReturn:
     raise MemoryError("the device is full")
 
 
+@pytest.fixture
+def lines() -> Iterator[list[Any]]:
+    with capture_logs() as captured:
+        yield captured
+
+
 @pytest.mark.parametrize("call", ["logprobs_after", "step"])
 async def test_a_leader_that_failed_in_a_call_tells_no_other_and_ends(
-    tmp_path: Path, worker_context: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, worker_context: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lines: list[Any], call: str
 ) -> None:
     torch.set_num_threads(1)
     config = engine_config(slots=4, max_prompt_tokens=40, max_new_tokens=8)
@@ -87,3 +94,4 @@ async def test_a_leader_that_failed_in_a_call_tells_no_other_and_ends(
         worker.compute.close()
     assert [name for name, *_ in told] == ["submit", call]
     assert own.exchanges == exchanges
+    assert [line["error"] for line in lines if line["log_level"] == "error"] == [str(failed.value)]
