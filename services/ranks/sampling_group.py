@@ -22,7 +22,8 @@ from asyncrl.services.ranks.meeting import find_meeting, open_mesh_beside
 
 
 class SamplingGroup:
-    """The end of one rank. engine: of this rank, which its worker runs."""
+    """Connects one rank with the others of its replica. engine: of this rank, which its worker runs. follows: whether
+    another rank leads."""
 
     def __init__(
         self, announcements: Announcements, engine: TorchGeneration | FollowingGeneration, *, follows: bool

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +37,41 @@ from asyncrl.lanes.weights.transports.weight_files import FileReceiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
 
+E = TypeVar("E", bound=TorchEngine)
+
 SLICE_SECONDS = 0.02  # longest wait of another call for the compute thread, plus one decode step
 
 
-class TorchGeneration:
+class RunsTorchEngine:
+    """Tells what a torch engine, `core`, knows of its model, and the version of its weights."""
+
+    core: TorchEngine
+
+    @property
+    def tokenizer(self) -> TokenizerWithStops:
+        return self.core.tokenizer
+
+    @property
+    def turns(self) -> TurnRenderer:
+        return self.core.turns
+
+    @property
+    def context(self) -> int | None:
+        return self.core.context
+
+    @property
+    def version(self) -> int:
+        return self.core.version
+
+
+async def load_engine(worker: WorkerContext, engine: Callable[..., E]) -> E:
+    """Loads an engine on the compute thread. Raises ConfigError for a model or device that cannot be used."""
+    refuse_unusable("generation.device", worker.config.generation.device)
+    version = worker.spec.options.get("own_version", NO_WEIGHTS)
+    return await worker.compute.run(engine, worker.facts.model_dir, worker.config, version)
+
+
+class TorchGeneration(RunsTorchEngine):
     """Runs a TorchEngine, `core`, on the compute thread of a worker, in slices of decode steps. in_place: whether
     weights on the same device are read where the transport has them, under a lease; others are copied."""
 
@@ -62,30 +94,11 @@ class TorchGeneration:
     ) -> "TorchGeneration":
         """Loads the model on the compute thread. copies: whether weights are copied even where they need not be. Raises
         ConfigError for a model or device that cannot be used."""
-        device = worker.config.generation.device
-        refuse_unusable("generation.device", device)
-        version = worker.spec.options.get("own_version", NO_WEIGHTS)
-        core = await worker.compute.run(engine, worker.facts.model_dir, worker.config, version)
+        core = await load_engine(worker, engine)
         if adapters := worker.spec.options.get("adapters"):
             tensors = await worker.compute.run(read_adapters, Path(adapters))
-            await worker.compute.run(partial(core.load, share=False), tensors, version)
+            await worker.compute.run(partial(core.load, share=False), tensors, core.version)
         return cls(core, worker, in_place=not copies)
-
-    @property
-    def tokenizer(self) -> TokenizerWithStops:
-        return self.core.tokenizer
-
-    @property
-    def turns(self) -> TurnRenderer:
-        return self.core.turns
-
-    @property
-    def context(self) -> int | None:
-        return self.core.context
-
-    @property
-    def version(self) -> int:
-        return self.core.version
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         await self._worker.compute.run(self.core.submit, *requests)

@@ -46,8 +46,8 @@ TRAINER = "trainer.pt"
 DIGESTS_AT_A_TIME = 4
 GIVES_WAY_FROM, NICENESS = 64 << 20, 15
 """Bytes of tensors from which a copy is written by a thread with this niceness: where no core is free it then takes a
-thirtieth of the time of one from a step, and not half. Smaller copies take more Python than a core's time: a thread
-that gives way while it holds the interpreter would delay the step."""
+thirtieth of the time of one from a step, and not half. To write smaller copies is mostly Python: a thread that gives
+way while it holds the interpreter's lock would delay the step."""
 BASE_TOLERANCE = 0.01
 """Largest difference of log-probs of likely tokens, in nats, between a model and itself after a resume, perhaps on
 another machine or device. Another base model differs by far more."""
@@ -117,7 +117,7 @@ class StateCopy:
         return found
 
     def write_beside_steps(self, directory: Path) -> dict[str, str]:
-        """Does what `write` does; a large copy gives way to threads that compute."""
+        """Writes all files, as `write` does, while steps go on: a large copy gives way to threads that compute."""
         held = sum(each.nbytes for each in _tensors([self.state, *self.parts.values()]))
         if held < GIVES_WAY_FROM:
             return self.write(directory)

@@ -177,7 +177,8 @@ class FlatModel:
             return self.logits(NOTHING, NOTHING, {0: tokens})[0]
 
     def verify_whole(self, ids: Ints, expected: Tensor) -> None:
-        """Does what `verify` does before layers are shared out, and leaves the cache, for heads of one rank, empty."""
+        """Verifies the whole model, as `verify` does, before layers are shared out, with a cache for the probe alone:
+        that of this rank has room for its own heads."""
         with self._other_cache(KVCache(1, len(ids), fixed=self.cache.tables.fixed)):
             self.verify(ids, expected)
 

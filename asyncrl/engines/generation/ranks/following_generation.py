@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.engine_interface import EngineLoad
 from asyncrl.engines.generation.ranks.engine_calls import Call
 from asyncrl.engines.generation.ranks.following_engine import FollowingEngine
-from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.scheduling.sample_requests import Completion, Key, SampleRequest
+from asyncrl.engines.generation.torch_generation import RunsTorchEngine, load_engine
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
@@ -41,9 +39,11 @@ class OfferedWeights:
     loaded: asyncio.Future[None]
 
 
-class FollowingGeneration:
+class FollowingGeneration(RunsTorchEngine):
     """Runs a FollowingEngine, `core`, on the compute thread of a worker. It takes no requests. timeout: seconds that
     this rank and the leader wait for each other where weights are loaded or put away."""
+
+    core: FollowingEngine
 
     def __init__(self, core: FollowingEngine, worker: WorkerContext, calls: NextCall, timeout: float) -> None:
         self.core = core
@@ -62,27 +62,7 @@ class FollowingGeneration:
     ) -> "FollowingGeneration":
         """Loads what this rank has of the layers on the compute thread. Raises ConfigError for a model or device that
         cannot be used."""
-        refuse_unusable("generation.device", worker.config.generation.device)
-        version = worker.spec.options.get("own_version", NO_WEIGHTS)
-        engine = partial(FollowingEngine, ranks=ranks)
-        core = await worker.compute.run(engine, worker.facts.model_dir, worker.config, version)
-        return cls(core, worker, calls, timeout)
-
-    @property
-    def tokenizer(self) -> TokenizerWithStops:
-        return self.core.tokenizer
-
-    @property
-    def turns(self) -> TurnRenderer:
-        return self.core.turns
-
-    @property
-    def context(self) -> int | None:
-        return self.core.context
-
-    @property
-    def version(self) -> int:
-        return self.core.version
+        return cls(await load_engine(worker, partial(FollowingEngine, ranks=ranks)), worker, calls, timeout)
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Raises Refused: requests go to the leader."""

@@ -1,5 +1,6 @@
 """What a checkpoint holds: a model that transformers loads, and a trainer that goes on bit for bit."""
 
+import asyncio
 import dataclasses
 import errno
 import os
@@ -19,7 +20,7 @@ from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.engines.training.optimizers.optimizer import learning_rate
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.engines.training.trainer_checkpoint import GIVES_WAY_FROM, NICENESS, StateCopy, own_state
+from asyncrl.engines.training.trainer_checkpoint import GIVES_WAY_FROM, NICENESS, HeldCopy, StateCopy, own_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError, JournalError
 from tests.power_cut_disk import Disk
@@ -87,6 +88,17 @@ def test_a_large_copy_is_written_by_a_thread_that_gives_way_to_steps(
     copy = StateCopy({"optimizer": [{"exp_avg": torch.empty(size, dtype=torch.uint8)}]}, None, 1)
     assert copy.write_beside_steps(tmp_path) == {"niceness": str(max(before, NICENESS) if gives_way else before)}
     assert niceness() == before, "the caller's thread stays as it was"
+
+
+@pytest.mark.parametrize(("in_background", "written_as"), [(True, "beside steps"), (False, "at once")])
+async def test_a_copy_that_training_waits_for_gives_way_to_nothing(
+    in_background: bool, written_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StateCopy, "write_beside_steps", lambda *_: {"written": "beside steps"})
+    monkeypatch.setattr(StateCopy, "write", lambda *_: {"written": "at once"})
+    held = HeldCopy(1, 0, "", StateCopy({}, None, 1), TrainingConfig(background_checkpoints=in_background))
+    async with asyncio.TaskGroup() as tasks:
+        assert (await held.write(tmp_path, tasks)).files == {"written": written_as}
 
 
 def test_the_model_folder_loads_with_transformers(

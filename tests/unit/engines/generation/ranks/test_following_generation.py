@@ -195,7 +195,7 @@ async def test_a_version_that_the_leader_leaves_out_is_refused(start: Start) -> 
 
 
 async def test_a_step_of_the_trainer_waits_for_a_load_that_the_leader_has_made(start: Start) -> None:
-    """Where a replica has no prompts, the next step may begin while its ranks take the version before."""
+    """The next step may begin while ranks take the version before, where their replica has no prompts."""
     async with start() as replica:
         await replica.load(0)
         await gather(replica.follower.put_away(), replica.leader.put_away())

@@ -32,7 +32,7 @@ PATIENCE = 60.0
 ADDRESS = 200
 """Bytes in which an address is told."""
 VERSIONS = (4, 5)
-"""Of the steps; a rank dies in the last one."""
+"""Number of the steps, of which a rank dies in the last one."""
 LAYOUTS = {"shard": Layout(dp=2, shard=2), "tp": Layout(dp=2, tp=2), "pp": Layout(dp=2, pp=2), "ep": Layout(dp=2, ep=2)}
 DEATHS = {"rows": 1, "forward": 0, "backward": 3, "optimizer": 2, "publish": 1}
 """Points of a step, as in `killed_process`, and the rank that dies there."""

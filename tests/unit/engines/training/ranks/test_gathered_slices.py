@@ -21,7 +21,7 @@ GROUPS = [Regrouping(LAYOUT).replicas(), Regrouping(LAYOUT, "vanilla").replicas(
 
 @pytest.fixture(scope="module")
 def ranks(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
+    """Returns what each rank saw."""
     folder = tmp_path_factory.mktemp("slices")
     config = {"model": {"name": "tiny"}, "task": {"prompts": "none"}, "training": {"layout": {"tp": 4}}}
     model = make_model("qwen2", num_attention_heads=4, num_key_value_heads=4)
