@@ -35,6 +35,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.fleet.changes.scaling import MOST_WORKERS
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
+from asyncrl.rewards.passing import pass_problems
 from asyncrl.tasks.source_problems import prompt_problems
 from asyncrl.telemetry.exporters.scrape_address import scrape_problems
 from asyncrl.telemetry.sinks import sink_problems
@@ -137,6 +138,8 @@ def scoring_problems(config: Config, served: Collection[str] = ()) -> Iterator[P
     for service in config.scorers:
         if service not in served:
             yield from function_problems(config, service)
+    if "reward" not in served:
+        yield from pass_problems(config)
 
 
 def _feedback_host_problems(section: FeedbackConfig) -> Iterator[Problem]:

@@ -134,6 +134,9 @@ def environment() -> OfSample:
 ENVIRONMENT = environment.__name__
 """Name of the template that needs an environment; without other functions it is the whole reward of an episode."""
 
+PENALTIES = (length.__name__, repetition.__name__)
+"""Templates that give 0 down to -1; the others give 0 to 1, but for `environment`, which is as its episodes are."""
+
 JUDGE_TEMPLATE = "judge"
 """Name of the template that asks a language model behind a URL."""
 

@@ -40,7 +40,7 @@ def _line(each: "Evaluation") -> str:
     cost = "" if each.cost is None else f", cost {each.cost:.4f}"
     passed = "".join(f", pass@{k} {rate.mean:.4f}" for k, rate in each.pass_at.items())
     unscorable = f"; {each.unscorable} samples could not be scored" if each.unscorable else ""
-    code = "" if each.code is None else f"; {each.code} (intervals of 95 %)"
+    code = f"; {rates} (intervals of 95 %)" if (rates := each.code_rates) else ""
     return (
         f"{f'{each.name}: ' if each.name else ''}reward {each.mean:.4f} ± {each.stderr:.4f} (standard error){cost}"
         f"{passed} over {each.prompts} prompts, version {each.version}, {each.seconds:.1f} s{unscorable}{code}"

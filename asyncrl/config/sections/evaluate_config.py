@@ -24,7 +24,8 @@ def _set_name(name: str) -> str:
 @dataclass(frozen=True, slots=True)
 class HeldOutSet:
     """A set of held-out prompts with all its values. name: "" for that of `[evaluate]` itself. functions: its own
-    rewards; none: those of the run. groups_before: groups that the sets before may have."""
+    rewards; none: those of the run. pass_term: the term by which an answer passes, "" for the default. groups_before:
+    groups that the sets before may have."""
 
     name: str
     prompts: str
@@ -34,6 +35,7 @@ class HeldOutSet:
     samples: int
     temperature: float
     size: int
+    pass_term: str
     groups_before: int
 
     @property
@@ -63,6 +65,8 @@ class EvaluationSet(Section):
     """Sampling temperature; 0 is greedy."""
     size: Positive | None = None
     """Number of prompts."""
+    pass_term: str | None = None
+    """Name of the reward term by which an answer of this set passes."""
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -90,11 +94,14 @@ class EvaluateConfig(Section):
     """Number of prompts."""
     sets: dict[Annotated[str, AfterValidator(_set_name)], EvaluationSet] = Field(default={})
     """Further sets by name, with metrics eval/NAME/...: { math = { prompts = "math.jsonl", functions = ["numeric"],
-    every = 50 } }. Each is a table with the keys `prompts`, `options`, `functions`, `every`, `samples`, `temperature`
-    and `size`."""
+    every = 50 } }. Each is a table with the keys `prompts`, `options`, `functions`, `every`, `samples`, `temperature`,
+    `size` and `pass_term`."""
     pass_reward: float = 1.0
-    """Smallest reward of an answer that passes. With several samples a prompt, pass@k is the chance that one of k
-    answers passes."""
+    """Smallest reward of an answer that passes, or smallest value of `pass_term`; rounding of sums is allowed for. With
+    several samples a prompt, pass@k is the chance that one of k answers passes."""
+    pass_term: str = ""
+    """Name of the reward term by which an answer passes, such as exact_match. Default: passes_tests where programs are
+    scored, else the weighted sum of all terms."""
     keep_answers: Annotated[int, Field(ge=0)] = 20
     """Number of evaluations of each set whose answers or episodes stay in evaluations/, the newest ones; 0: none."""
     replicas: Positive = 1
@@ -133,7 +140,16 @@ class EvaluateConfig(Section):
 
     def _every_set(self) -> Iterator[HeldOutSet]:
         yield HeldOutSet(
-            "", self.prompts, self.options, (), self.every, self.samples, self.temperature, self.size, groups_before=0
+            "",
+            self.prompts,
+            self.options,
+            (),
+            self.every,
+            self.samples,
+            self.temperature,
+            self.size,
+            self.pass_term,
+            groups_before=0,
         )
         before = self.size
         for name, each in self.sets.items():
@@ -146,6 +162,7 @@ class EvaluateConfig(Section):
                 each.samples or self.samples,
                 self.temperature if each.temperature is None else each.temperature,
                 size := each.size or self.size,
+                self.pass_term if each.pass_term is None else each.pass_term,
                 before,
             )
             before += size

@@ -6,10 +6,12 @@ a step or an evaluation ends ──> note ──> kept: what the next commit doe
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan, nan
 from pathlib import Path
 
 from asyncrl.controller.journal.checkpoints import newest_model, saved_model
 from asyncrl.errors import ConfigError
+from asyncrl.rewards.passing import reaches
 from asyncrl.telemetry.run_directory import RunDirectory, replace_text
 
 BEST = "best"
@@ -59,10 +61,12 @@ class BestCheckpoint:
         return {*unknown, *(() if best is None else (best,))}
 
     def best(self, versions: Sequence[int]) -> int | None:
-        """Returns the best of these checkpoints, the earlier one of equals; None while nothing is known of any."""
+        """Returns the best of these checkpoints, the earlier one of those that are equal but for rounding; None while
+        nothing is known of any."""
         sign = -1.0 if self.metric.startswith("-") else 1.0
-        known = [each for each in versions if each in self.values]
-        return max(known, key=lambda each: (sign * self.values[each], -each), default=None)
+        known = {each: sign * self.values[each] for each in sorted(versions) if not isnan(self.values.get(each, nan))}
+        most = max(known.values(), default=0.0)
+        return next((each for each, value in known.items() if reaches(value, most)), None)
 
     def write(self, versions: Sequence[int]) -> None:
         """Writes best.json, if there is a best checkpoint. Raises OSError."""

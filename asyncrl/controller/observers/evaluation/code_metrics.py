@@ -6,6 +6,7 @@ from statistics import fmean
 
 from asyncrl.objectives.pass_at_k import Rate, pass_at_k, rate_over
 from asyncrl.rewards.code_templates import compiles, passes_tests
+from asyncrl.rewards.passing import reaches
 
 COMPILES, PASSES = compiles.__name__, passes_tests.__name__
 """Names of the terms, if `name` does not give them others: 1 if a program compiles; the share of its tests that it
@@ -17,7 +18,7 @@ Terms = Mapping[str, float]
 def code_metrics(samples: Sequence[Terms]) -> dict[str, float]:
     """Computes `code/*` of the samples of one step; none where their rewards are not about programs."""
     compiled = [terms[COMPILES] for terms in samples if COMPILES in terms]
-    passed = [terms[PASSES] == 1.0 for terms in samples if PASSES in terms]
+    passed = [reaches(terms[PASSES], 1.0) for terms in samples if PASSES in terms]
     return {
         **({"code/compile_rate": fmean(compiled)} if compiled else {}),
         **({"code/pass_rate": fmean(passed)} if passed else {}),
@@ -35,7 +36,7 @@ class CodeRates:
     def of(cls, problems: Sequence[Sequence[Terms]]) -> "CodeRates | None":
         """Computes the rates from the terms of each problem's samples; None where none are about programs."""
         compiled = [[terms[COMPILES] for terms in each if COMPILES in terms] for each in problems]
-        passed = [[terms[PASSES] == 1.0 for terms in each if PASSES in terms] for each in problems]
+        passed = [[reaches(terms[PASSES], 1.0) for terms in each if PASSES in terms] for each in problems]
         rates = [fmean(each) for each in compiled if each]
         found = cls(rate_over(rates) if rates else None, dict(pass_rates([each for each in passed if each])))
         return found if found.compile_rate or found.pass_at else None

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import Config
+from asyncrl.config.user_code import suggestion
 from asyncrl.controller.observers.evaluation.answers import HeldOutAnswer, SaveResults
-from asyncrl.controller.observers.evaluation.code_metrics import ENDS, CodeRates, pass_rates
+from asyncrl.controller.observers.evaluation.code_metrics import ENDS, PASSES, CodeRates, pass_rates
+from asyncrl.errors import ConfigError
 from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.objectives.pass_at_k import Rate
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup, SampleText, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
+from asyncrl.rewards.passing import reaches
 from asyncrl.tasks.chat_messages import TOOLS, Messages
 from asyncrl.tasks.reading.pictures import with_pictures_read
 
@@ -70,10 +73,15 @@ class Evaluation:
         """Returns the name of a metric of this set."""
         return f"eval/{self.name}/{name}" if self.name else f"eval/{name}"
 
+    @property
+    def code_rates(self) -> str:
+        """Returns the rates of programs in words, with pass@k only where it is not that of the evaluation already."""
+        return "" if self.code is None else str(replace(self.code, pass_at={}) if self.pass_at else self.code)
+
     def __str__(self) -> str:
         cost = "" if self.cost is None else f", cost {self.cost:.3f}"
         passed = "".join(f", pass@{k} {rate.mean:.3f}" for k, rate in self.pass_at.items())
-        code = "" if self.code is None else f"; {self.code}"
+        code = f"; {rates}" if (rates := self.code_rates) else ""
         of_set = f"set {self.name}, " if self.name else ""
         return (
             f"held out, {of_set}version {self.version}: reward {self.mean:.3f} ± {self.stderr:.3f}{cost}{passed} over "
@@ -121,6 +129,8 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._set = self.config.evaluate.set_named(self.name)
+        functions = self._set.functions or self.config.reward.functions
+        self._weights = {function.term: function.weight for function in functions}
         self._scorers = [self.reward] if self.cost is None else [self.reward, self.cost]
         # At most as many groups as the engines have slots for: more would only wait in their queues.
         slots = self.config.generation.slots * self.config.evaluate.replicas
@@ -135,16 +145,36 @@ class Evaluator:
         made = summary(version, rewards, costs[0] if costs else None, loop.time() - began)
         terms = [each.terms() for each in found]
         code = CodeRates.of(terms)
-        made = replace(made, code=code, name=self.name, terms=_term_means(terms), pass_at=self._pass_at(rewards))
+        made = replace(made, code=code, name=self.name, terms=_term_means(terms), pass_at=self._pass_at(found))
         if self.save is not None:
             self.save(self.name, version, list(self._answers(version, found)))
         return made
 
-    def _pass_at(self, rewards: Sequence[Known]) -> dict[int, Rate]:
-        """Returns pass@k where prompts have several samples; an answer without a reward does not pass."""
+    def _pass_at(self, found: Sequence[_Asked]) -> dict[int, Rate]:
+        """Returns pass@k where prompts have several samples. Raises ConfigError when no answer has the term that
+        `pass_term` names."""
+        if self._set.samples == 1:
+            return {}
+        scores = [asked.scores[0] for asked in found]
+        names = dict.fromkeys(name for each in scores for score in each for name in score.terms)
+        term = self._set.pass_term or (PASSES if PASSES in names else "")
+        if term and names and term not in names:
+            text = f"no reward of the held-out answers has the term {term}{suggestion(term, names)}"
+            raise ConfigError(f"{self._set.section}.pass_term: {text}")
+        return dict(pass_rates([[self._passes(score, term) for score in each] for each in scores]))
+
+    def _passes(self, score: Score, term: str) -> bool:
+        """Returns whether an answer passes by this term, or by its reward where there is none; without a reward it does
+        not."""
         mark = self.config.evaluate.pass_reward
-        passed = [[reward is not None and reward >= mark for reward in each] for each in rewards]
-        return dict(pass_rates(passed)) if self._set.samples > 1 else {}
+        if score.reward is None or term:
+            return score.reward is not None and term in score.terms and reaches(score.terms[term], mark)
+        parts = (value * self._weight(name) for name, value in score.terms.items())
+        return reaches(score.reward, mark, sum(map(abs, parts)))
+
+    def _weight(self, term: str) -> float:
+        """Returns the weight of a term; that of `function/term` is the weight of the function."""
+        return self._weights.get(term, self._weights.get(term.partition("/")[0], 1.0))
 
     def _answers(self, version: int, found: Sequence[_Asked]) -> Iterator[HeldOutAnswer]:
         for number, ((_, row), asked) in enumerate(zip(self.questions, found, strict=True)):

@@ -12,6 +12,7 @@ from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.controller.observers.step_metrics import batch_metrics, step_of
 from asyncrl.protocols.batch import BatchRef
+from asyncrl.rewards.passing import reaches
 
 WINDOW = 5
 """Steps over which training is judged: a single batch may be all right or all wrong by chance."""
@@ -109,14 +110,16 @@ class TrainingHistory:
     def reward_fell(self) -> bool:
         """Returns whether the mean reward lost most of what it once had over the lowest."""
         now = self.mean("reward/mean")
-        return (
-            now is not None and self.best > self.lowest and self.best - now >= REWARD_LOST * (self.best - self.lowest)
-        )
+        if now is None or reaches(self.lowest, self.best):
+            return False
+        return reaches(self.best - now, REWARD_LOST * (self.best - self.lowest), abs(self.best))
 
     @property
     def reward_rose(self) -> bool:
         """Returns whether the mean reward once gained most of what it lacked to the highest at first."""
-        return self.first is not None and self.best - self.first >= REWARD_GAINED * (self.highest - self.first) > 0
+        if self.first is None or reaches(self.first, self.highest):
+            return False
+        return reaches(self.best - self.first, REWARD_GAINED * (self.highest - self.first), abs(self.highest))
 
     @property
     def moved(self) -> float | None:

@@ -94,3 +94,58 @@ def test_a_best_checkpoint_needs_held_out_prompts() -> None:
     values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "training": {"keep_best": "-eval/cost/mean"}}
     with pytest.raises(ConfigError, match=r"training\.keep_best.*nothing measures eval/cost/mean without held-out"):
         load(values=values, environ={})
+
+
+HELD_OUT = {"prompts": "q.jsonl", "samples": 4, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("metric", "keys", "says"),
+    [
+        ("eval/pass_at_1", {"samples": 1, "temperature": 0.0}, r"evaluate\.samples = 1 has no pass@k"),
+        ("eval/pass_at_8", {}, r"samples = 4 measures pass@1, 2, 4 only; write more samples"),
+        ("eval/pass_at_3", {}, r"measures pass@1, 2, 4 only"),
+        ("-eval/pass_at_8_low", {}, r"nothing measures eval/pass_at_8_low"),
+        (
+            "eval/words/pass_at_4",
+            {"sets": {"words": {"prompts": "w", "samples": 2}}},
+            r"evaluate\.sets\.words\.samples = 2",
+        ),
+        ("eval/pass_at_4", {}, ""),
+        ("eval/words/pass_at_2", {"sets": {"words": {"prompts": "w", "samples": 2}}}, ""),
+    ],
+)
+def test_a_best_checkpoint_is_chosen_by_a_pass_rate_that_is_measured(
+    metric: str, keys: dict[str, Any], says: str
+) -> None:
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "training": {"keep_best": metric}}
+    values = {**sections, "evaluate": {**HELD_OUT, **keys}}
+    if says:
+        with pytest.raises(ValueError, match=says):
+            Config.model_validate(values)
+    else:
+        Config.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"pass_term": "numerc"}, r"evaluate\.pass_term: the rewards have no term numerc; did you mean numeric\?"),
+        (
+            {"sets": {"programs": {"prompts": "c", "functions": ["compiles"]}}, "pass_term": "numeric"},
+            r"of the set programs have",
+        ),
+        ({"pass_term": "numeric"}, ""),
+        ({"pass_term": "shape/brief"}, ""),
+        ({"sets": {"programs": {"prompts": "c", "functions": ["compiles"], "pass_term": "compiles"}}}, ""),
+    ],
+)
+def test_the_term_by_which_answers_pass_is_one_of_the_rewards(keys: dict[str, Any], says: str) -> None:
+    functions = ["numeric", {"use": "own.py:shape"}]
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": functions}}
+    values = {**sections, "evaluate": {**HELD_OUT, **keys}}
+    if says:
+        with pytest.raises(ValueError, match=says):
+            Config.model_validate(values)
+    else:
+        Config.model_validate(values)

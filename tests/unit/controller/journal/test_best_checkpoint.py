@@ -20,6 +20,15 @@ def test_the_best_checkpoint_and_those_that_may_be_are_kept(tmp_path: Path) -> N
     assert best.kept([40]) == {40}
 
 
+def test_a_value_that_is_higher_by_rounding_only_is_not_better(tmp_path: Path) -> None:
+    best = BestCheckpoint(tmp_path / "best.json", "eval/reward/mean")
+    for version, value in ((10, 0.7 + 0.2 + 0.1), (20, 1.0), (30, 0.7 + 0.3)):
+        best.note(version, {"eval/reward/mean": value})
+    assert best.best([10, 20, 30]) == 10
+    best.note(40, {"eval/reward/mean": 1.001})
+    assert best.best([10, 20, 30, 40]) == 40
+
+
 def test_the_lowest_value_is_the_best_behind_a_minus(tmp_path: Path) -> None:
     best = BestCheckpoint(tmp_path / "best.json", "-eval/cost/mean")
     best.note(10, {"eval/cost/mean": 0.5})

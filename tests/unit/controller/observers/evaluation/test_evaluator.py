@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.observers.evaluation.answers import AnswersFolder, HeldOutAnswer
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, summary
 from asyncrl.controller.observers.evaluation.schedule import EvaluationSchedule, copy_weights
-from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused, WeightsError
+from asyncrl.errors import ConfigError, DeadlineExceeded, FleetFailed, PeerLost, Refused, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.weights.leases import Leases
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
@@ -386,3 +388,74 @@ def test_answers_are_saved_and_the_oldest_go(tmp_path: Path) -> None:
         "easy/9.jsonl",
     ]
     assert len((tmp_path / "easy/10.jsonl").read_text().splitlines()) == 4
+
+
+class Terms:
+    """Gives each answer the same terms, and their weighted sum as the reward, as the reward service does."""
+
+    def __init__(self, terms: dict[str, float], weights: dict[str, float]) -> None:
+        self._terms, self._weights = terms, weights
+
+    async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
+        total = 0.0
+        for name, value in self._terms.items():
+            total += self._weights.get(name, 1.0) * value
+        return [Score(total, self._terms) for _ in samples]
+
+
+def evaluated(terms: dict[str, float], weights: dict[str, float] | None = None, **keys: Any) -> Evaluation:
+    """Evaluates one prompt with two samples, each of which gets these terms."""
+    weights = weights or {}
+    generation: Any = Answers()
+    reward: Any = Terms(terms, weights)
+    functions = [{"use": f"mine.py:{name}", "name": name, "weight": weight} for name, weight in weights.items()]
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": functions}}
+    held_out = {"prompts": "q", "samples": 2, "temperature": 1.0, **keys}
+    config = Config.model_validate({**sections, "evaluate": held_out})
+    evaluator = Evaluator(generation, reward, [("one", {"prompt": "one"})], config)
+    return virtual_loop.run(evaluator.evaluate(0, 0))
+
+
+@given(parts=st.lists(st.integers(1, 1000), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_answers_with_all_they_can_get_pass_whatever_the_weights_are(parts: list[int]) -> None:
+    weights = {f"f{number}": part / sum(parts) for number, part in enumerate(parts)}
+    assert evaluated(dict.fromkeys(weights, 1.0), weights).pass_at[1].mean == 1.0
+
+
+@pytest.mark.parametrize(
+    ("terms", "weights", "keys", "passes"),
+    [
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 0.7, "b": 0.2, "c": 0.1}, {}, True),
+        ({"a": 1.0, "b": 1.0, "c": 0.99}, {"a": 0.7, "b": 0.2, "c": 0.1}, {}, False),
+        ({"a": 1.0, "b": 1.0}, {"a": 0.7, "b": 0.2}, {"pass_reward": 0.9}, True),
+        ({"a": 1.0, "b": 1.0, "c": 2.0}, {"a": 0.3, "b": -0.1, "c": -0.1}, {"pass_reward": 0.0}, True),
+        ({"a": 1.0, "b": 1.0, "c": 2.1}, {"a": 0.3, "b": -0.1, "c": -0.1}, {"pass_reward": 0.0}, False),
+        ({"a": 0.99999994}, {"a": 1.0}, {}, True),  # What float32 makes of 0.7 + 0.2 + 0.1.
+        ({"a": 0.99999}, {"a": 1.0}, {}, False),
+        ({"a": 1e-12}, {"a": 1.0}, {"pass_reward": 1e-10}, False),
+        ({"a": 1.0, "b": -0.5}, {"a": 0.7, "b": 0.2}, {"pass_term": "a"}, True),
+        ({"a": 0.0, "b": 1.0}, {"a": 0.1, "b": 5.0}, {"pass_term": "a"}, False),
+        ({"a/exact": 1.0, "a/brief": 0.0}, {"a": 0.5}, {"pass_term": "a/exact"}, True),
+        ({"a/exact": 1.0, "a/brief": -1.0}, {"a": 0.3}, {"pass_reward": 0.3}, False),
+        ({"passes_tests": 1.0, "lint": 0.2}, {"passes_tests": 0.9, "lint": 0.1}, {}, True),
+        ({"passes_tests": 0.5, "lint": 1.0}, {"passes_tests": 0.9, "lint": 0.9}, {}, False),
+    ],
+)
+def test_an_answer_passes_by_its_reward_or_by_the_term_that_is_named(
+    terms: dict[str, float], weights: dict[str, float], keys: dict[str, Any], passes: bool
+) -> None:
+    assert evaluated(terms, weights, **keys).pass_at[1].mean == float(passes)
+
+
+def test_a_term_that_no_answer_has_is_an_error_with_the_closest_one() -> None:
+    with pytest.raises(ConfigError, match=r"evaluate\.pass_term: no reward of .* the term rihgt; did you mean right\?"):
+        evaluated({"right": 1.0, "brief": 0.5}, pass_term="rihgt")
+
+
+def test_pass_at_k_of_programs_is_printed_once() -> None:
+    said = str(evaluated({"compiles": 1.0, "passes_tests": 1.0}, {"compiles": 0.3, "passes_tests": 0.7}))
+    assert (said.count("pass@1"), said.count("pass@2")) == (1, 1)
+    assert "pass@1 1.000, pass@2 1.000 over 1 prompts; compiles 1.000 [" in said
+    alone = str(evaluated({"compiles": 1.0, "passes_tests": 1.0}, samples=1, temperature=0.0))
+    assert alone.count("pass@1") == 1

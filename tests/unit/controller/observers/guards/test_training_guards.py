@@ -302,6 +302,19 @@ def test_a_collapse_is_told_once_and_names_the_order_of_rows() -> None:
     )
 
 
+def test_means_that_differ_by_rounding_neither_rise_nor_fall() -> None:
+    history = TrainingHistory(LIMIT, members=16, batch=128)
+    history.first, history.best, history.highest = 0.7 + 0.2 + 0.1, 1.0, 1.0
+    assert history.first < history.highest
+    assert not history.reward_rose
+    history.lowest, history.best = 0.7 + 0.2 + 0.1, 1.0
+    history.steps.extend([{"reward/mean": history.lowest}] * 5)
+    assert not history.reward_fell
+    history.lowest = 0.5
+    history.steps.extend([{"reward/mean": 0.7}] * 5)
+    assert history.reward_fell
+
+
 def test_guards_that_are_off_say_nothing() -> None:
     said: list[str] = []
     watching = guards(said, **dict.fromkeys((guard.key for guard in GUARDS), "off"))
