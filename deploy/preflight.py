@@ -25,6 +25,7 @@ from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.folder_contents import content_problems
+from asyncrl.engines.models.hub_models import here, unreachable_models
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
@@ -74,7 +75,8 @@ def _problems(
         yield from _acting_problems(config)
         return
     damaged = [] if model_is_made else list(_damages(config))
-    yield from damaged or model_problems(config, Path(config.model.name).expanduser())
+    yield from damaged or model_problems(config, here(config.model))
+    yield from [] if model_is_made else unreachable_models(_models(config))
     yield from vllm_problems(config)
     yield from sink_problems(config.telemetry.sinks)
     yield from callback_problems(config)
@@ -163,21 +165,26 @@ def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     yield from _context_problems(config, model)
 
 
-def scoring_folders(config: Config, policy: Path) -> dict[str, Path]:
+def scoring_folders(config: Config, policy: Path, noted: Path | None = None) -> dict[str, Path]:
     """Returns the folders of `scoring_model_folders`, and raises ConfigError as it does, and where the ranks of a
     service cannot share out a model, which may have been downloaded just now."""
-    found = scoring_model_folders(config, policy)
+    found = scoring_model_folders(config, policy, noted)
     refuse(rank_problems(config, {service: str(folder) for service, folder in found.items()}))
     return found
 
 
 def _damages(config: Config) -> Iterator[Problem]:
     """Yields a problem for each file of a model folder that is incomplete."""
-    scorers = ("critic", "reward", "cost", "cost_critic")
-    names = {"model.name": config.model.name} | {f"{name}.model": getattr(config, name).model for name in scorers}
-    for key, name in names.items():
-        for damage in damages(Path(name).expanduser()) if name else ():
+    for key, (name, _) in _models(config).items():
+        for damage in damages(Path(name).expanduser()):
             yield Problem(key, "", f"{damage}; copy or download the model once more")
+
+
+def _models(config: Config) -> dict[str, tuple[str, str]]:
+    """Returns name and revision of each model, by key."""
+    scorers = {each: getattr(config, each).model for each in ("critic", "reward", "cost", "cost_critic")}
+    others = {f"{service}.model": (name, "") for service, name in scorers.items() if name}
+    return {"model.name": (config.model.name, config.model.revision), **others}
 
 
 def memory_of_run(config: Config, model: str) -> Iterator[Problem]:

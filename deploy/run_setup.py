@@ -5,7 +5,6 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 
 import asyncio
 import shlex
-import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -50,8 +49,9 @@ from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
+from asyncrl.engines.models.hub_models import NOTED, here
 from asyncrl.engines.models.model_folder import is_complete
-from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.engines.models.model_preparation import prepare, remove_model
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
@@ -179,11 +179,11 @@ def _check(request: RunRequest) -> list[Problem]:
     return problems
 
 
-def _check_model(config: Config, model: Path, display: Display) -> None:
+def _check_model(config: Config, model: Path, display: Display, *, was_checked: bool) -> None:
     """Checks again what depends on the model, which may not have been on this machine when the run was checked."""
     problems = [] if config.acting.env else list(model_problems(config, model))
     refuse(problems)
-    for warning in problems if shape_of(config.model.name) is None else ():
+    for warning in [] if was_checked else problems:
         display.say(f"warning: {warning}")
 
 
@@ -224,7 +224,7 @@ async def _train(
     with forks_of(config, request.forks, display.say) as forks:
         restored = await asyncio.to_thread(settle_config, request, directory, plan)
         model, questions = await _read_texts_and_model(request, directory, progress)
-        scorers = await asyncio.to_thread(scoring_folders, config, model)
+        scorers = await asyncio.to_thread(scoring_folders, config, model, directory.path / NOTED)
         state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
         progress.begin("starting the workers")
@@ -269,8 +269,9 @@ async def _read_texts_and_model(
     prompts = await asyncio.to_thread(read_prompts, config, request.prompts)
     if config.task.pretrain:
         await asyncio.to_thread(write_texts, directory.logs / PRETRAIN, config.task)
+    was_checked = shape_of(str(here(config.model))) is not None
     model = await prepare(config, directory.model, progress.noting(say))
-    _check_model(config, model, request.display)
+    _check_model(config, model, request.display, was_checked=was_checked)
     longest = directory.logs / LONGEST
     questions = await asyncio.to_thread(questions_of, config, prompts, model, longest, request.places, notes.append)
     for note in notes:
@@ -330,11 +331,17 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
         )
     elif directory.config.exists():
         then = read(directory.config)
-        if (then.model.name, then.seed) != (config.model.name, config.seed):
-            shutil.rmtree(directory.model, ignore_errors=True)
+        if _made_of(then) != _made_of(config):
+            remove_model(directory.model)
+            (directory.path / NOTED).unlink(missing_ok=True)
     replace_text(directory.config, dump(config))
     keep(directory.sources, files)
     return restored
+
+
+def _made_of(config: Config) -> tuple[str, str, int]:
+    """Returns what decides which model a run prepares."""
+    return config.model.name, config.model.revision, config.seed
 
 
 def _scores_groups(config: Config) -> bool:

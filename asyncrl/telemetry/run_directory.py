@@ -26,7 +26,8 @@ WRITTEN = (
 class RunDirectory:
     """Paths of one run.
 
-    config.toml: as used; journal; checkpoints/V/; model/: what the run starts from; metrics.jsonl, samples.jsonl,
+    config.toml: as used; journal; checkpoints/V/; model/: what the run starts from, for a model of
+    the hub a link into its cache; hub.json: commits of models of the hub; metrics.jsonl, samples.jsonl,
     evaluations.jsonl; evaluations/: answers to held-out prompts, or episodes with a picture; best.json: the
     checkpoint that is kept for its metric; warnings.jsonl: of guards and the like;
     ratings.jsonl and feedback.json: what people said, and the address of their page;

@@ -88,6 +88,7 @@ UNFUZZED: dict[str, str] = {
     "engines/models/model_families.py": MODEL,
     "engines/models/folder_contents.py": MODEL,
     "engines/models/model_folder.py": MODEL,
+    "engines/models/hub_models.py": OWN,
     "engines/models/model_preparation.py": PARENT,
     "engines/models/row_length.py": MODEL,
     "engines/models/scoring_models.py": MODEL,

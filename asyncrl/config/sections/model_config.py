@@ -28,6 +28,8 @@ class ModelConfig(Section):
 
     name: str
     """Folder or hub name for from_pretrained, `pypi:smollm2`, or `warmed:TASK` for a tiny model made on the spot."""
+    revision: str = ""
+    """Branch, tag or commit of a model of the hub; default: main. The run directory notes the commit for resumes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the published weights and of generation. The trainer's master weights are always float32."""
     float32_head: bool = False

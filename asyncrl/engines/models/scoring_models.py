@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from asyncrl.config.schema import Config
+from asyncrl.engines.models.hub_models import hub_folder, is_hub_name
 from asyncrl.engines.models.model_folder import (
     TOKENIZERS,
     chat_template_of,
@@ -17,7 +18,6 @@ from asyncrl.engines.models.model_folder import (
     vocabulary,
     weight_files,
 )
-from asyncrl.engines.models.model_preparation import DOWNLOADED
 from asyncrl.errors import ConfigError
 
 HEADS = ("score", "classifier")
@@ -44,22 +44,22 @@ def head_labels(folder: Path) -> int | None:
     return None if heads else 0
 
 
-def scoring_model_folders(config: Config, policy: Path) -> dict[str, Path]:
+def scoring_model_folders(config: Config, policy: Path, noted: Path | None = None) -> dict[str, Path]:
     """Returns the model folder of each service that scores or values samples, by service; a critic without a `model`
-    starts from the folder of the policy. Raises ConfigError like `scoring_model_folder`."""
+    starts from the folder of the policy. noted: as in `hub_folder`. Raises ConfigError like `scoring_model_folder`."""
     folders = {"critic": policy, "cost_critic": policy}
     for service in ("reward", "cost", "critic", "cost_critic"):
         if name := getattr(config, service).model:
-            folders[service] = scoring_model_folder(config, name, f"{service}.model", policy)
+            folders[service] = scoring_model_folder(config, name, f"{service}.model", policy, noted)
     return folders
 
 
-def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> Path:
-    """Returns the folder that `key` names, of the hub's cache if it is a name there. Raises ConfigError when it is
-    missing, holds no model, is damaged, has no tokenizer or not that of the policy, a head with several outputs, or a
-    context shorter than the longest row. A model that reads text has a tokenizer and rows of its own, and needs a chat
-    template."""
-    folder = existing_folder(name, key) or _downloaded(name, key)
+def scoring_model_folder(config: Config, name: str, key: str, policy: Path, noted: Path | None = None) -> Path:
+    """Returns the folder that `key` names, of the hub's cache if it is a name there. noted: as in `hub_folder`.
+    Raises ConfigError when it is missing, holds no model, is damaged, has no tokenizer or not that of the policy, a
+    head with several outputs, or a context shorter than the longest row. A model that reads text has a tokenizer and
+    rows of its own, and needs a chat template."""
+    folder = existing_folder(name, key) or _of_hub(name, key, noted)
     refuse_damaged(folder)
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
         raise ConfigError(f"{key}: there is no tokenizer in {folder}; save that of model.name beside it")
@@ -81,17 +81,10 @@ def scoring_model_folder(config: Config, name: str, key: str, policy: Path) -> P
     return folder.absolute()
 
 
-def _downloaded(name: str, key: str) -> Path:
-    """Returns the folder of a model of the hub, which is downloaded once; raises ConfigError when there is none."""
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+def _of_hub(name: str, key: str, noted: Path | None) -> Path:
+    if "/" not in name or not is_hub_name(name):
         raise ConfigError(f"{key}: there is no folder {name}; write one that from_pretrained loads")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=DOWNLOADED))
-    except (OSError, HFValidationError) as error:
-        raise ConfigError(f"{key}: there is no folder {name}, and the hub has no such model here: {error}") from error
+    return hub_folder(name, key, noted=noted)
 
 
 def _refuse_to_read_text(config: Config, folder: Path, key: str) -> None:

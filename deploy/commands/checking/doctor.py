@@ -151,14 +151,16 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     from asyncrl.deploy.checks.row_lengths import measured_lengths
     from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
     from asyncrl.engines.model_shape import shape_of
+    from asyncrl.engines.models.hub_models import here
 
-    shape = shape_of(config.model.name)
+    name = str(here(config.model))
+    shape = shape_of(name)
     if shape is None:
         remedy = "the size of a model that is not on this machine is unknown; give a folder to have it estimated"
         yield Check("model", "note", config.model.name, remedy)
         return
     yield Check("model", "ok", f"{config.model.name}, about {shape.parameters / 1e6:.1f}M parameters")
-    lengths = measured_lengths(config, config.model.name)
+    lengths = measured_lengths(config, name)
     yield Check("prompt tokens", "ok", str(lengths))
     found = needs(config, shape, lengths)
     for need in found:
@@ -167,6 +169,6 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
     text = f"at most {size_text(total)} of {size_text(available)} available"
     yield check("services on the CPU", total <= available, text, remedy)
-    shared = shared_memory(config, shape, longest_token_of(config.model.name), lengths)
+    shared = shared_memory(config, shape, longest_token_of(name), lengths)
     rows = f"rows about {size_text(shared.likely_rows)}, at most {size_text(shared.rows)}"
     yield Check("shared memory", "ok", f"weights {size_text(shared.weights)}, {rows}")  # `preflight` says what lacks.

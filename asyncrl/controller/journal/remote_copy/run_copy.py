@@ -25,7 +25,7 @@ FORMAT = 1
 PART_BYTES = 4 << 20
 """Bytes of a part. A file that grows, such as the journal, is sent again from its last part on."""
 GROWING = ("journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "ratings.jsonl")
-FIXED = ("config.toml", "run.id", "scaled.json")
+FIXED = ("config.toml", "run.id", "scaled.json", "hub.json")
 FOLDERS = ("model", "sources")
 """Files that a resume needs besides a checkpoint, or that people look at. Keys and logs stay where they are."""
 MARK = "copied.json"
