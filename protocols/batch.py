@@ -21,8 +21,8 @@ SampleName = tuple[int, int, int]
 
 NO_ROOM = "token_limit"
 """Finish reason of an episode without room for what its environment said and one more token."""
-TRUNCATED = frozenset(("length", "turn_limit", NO_ROOM, "time_limit"))
-"""Finish reasons of a sample that a limit ended, and not the policy or its environment."""
+CUT, LATE = "length", "deadline"
+"""Names of what ends an answer in the midst: generation.max_new_tokens, generation.deadline."""
 
 GREEDY = -1
 """Member of a group's greedy answer, sampled at temperature 0. The answer is no sample: only its reward is used."""
@@ -135,7 +135,8 @@ class RowRef(NamedTuple):
     first and last sampled token, stamped by the engine. tokens: sampled tokens. finish: "stop" | "stop_string" |
     "length" | "abort", or why an episode ended; "" while it goes on. reward: None until scored, or unscorable. cost:
     only where the algorithm has one. turns: times that the policy was asked. given: tokens after the prompt that the
-    environment wrote, between the sampled ones. turn_rewards: of a scored episode of several turns, the parts of its
+    environment wrote, between the sampled ones. cut, late: turns that generation.max_new_tokens and generation.deadline
+    ended; the limits of an episode are in neither. turn_rewards: of a scored episode of several turns, the parts of its
     reward; turn_advantages: in a batch, where turns have their own."""
 
     group: int
@@ -155,6 +156,8 @@ class RowRef(NamedTuple):
     given: int = 0
     turn_rewards: tuple[float, ...] = ()
     turn_advantages: tuple[float, ...] = ()
+    cut: int = 0
+    late: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -166,8 +169,13 @@ class RowRef(NamedTuple):
 
     @property
     def truncated(self) -> bool:
-        """Returns whether a limit ended the sample."""
-        return self.finish in TRUNCATED
+        """Returns whether generation.max_new_tokens ended an answer of the sample."""
+        return self.cut > 0 or (self.finish == CUT and not self.late)
+
+    @property
+    def unfinished(self) -> bool:
+        """Returns whether an answer of the sample did not come to its end."""
+        return self.truncated or self.late > 0
 
     @property
     def length(self) -> int:

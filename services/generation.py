@@ -32,12 +32,13 @@ from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.engines.pictures.picture_rows import GroupPictures
 from asyncrl.environments.loading import answer_role
+from asyncrl.environments.transcript import unfinished_in
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
-from asyncrl.protocols.batch import Array, BatchRef, RowRef, SampleName
+from asyncrl.protocols.batch import CUT, LATE, Array, BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.row_columns import EXPERTS, SPANS, restored_columns, sampled_places, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
@@ -169,7 +170,8 @@ class GenerationService(Service, Generation):
             while left:
                 finished = await self._next_completions(stream, keys, began, prompts.longest_silence)
                 left -= len(finished)
-                yield BatchRef(tuple(self._store(each, before[each.request.key]) for each in finished))
+                most = prompts.max_new_tokens
+                yield BatchRef(tuple(self._store(each, before[each.request.key], most) for each in finished))
         finally:
             self._abort(keys, stream)
 
@@ -279,11 +281,13 @@ class GenerationService(Service, Generation):
             f"wait, among them members {members} of group {keys[0][0]}, and its weights have version {version}"
         )
 
-    def _store(self, completion: Completion, before: Trajectory | None) -> RowRef:
-        """Stores a sample, or the turns before with the one that was sampled, and frees the row of those turns."""
+    def _store(self, completion: Completion, before: Trajectory | None, most: int) -> RowRef:
+        """Stores a sample, or the turns before with the one that was sampled, and frees the row of those turns. most:
+        tokens of an answer."""
         request = completion.request
         group, member, attempt = request.key
-        after = None if before is None else before.with_answer(completion)
+        unfinished = completion.unfinished_by(most)
+        after = None if before is None else before.with_answer(completion, unfinished)
         columns = _columns(completion) if after is None else after.columns()
         place = self.keep(request.key, columns)
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
@@ -292,7 +296,10 @@ class GenerationService(Service, Generation):
         identity = (group, member, attempt, self.context.facts.incarnation)
         places = (place, *self._pictures.places(group))
         row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, places)
-        return row if after is None else row._replace(turns=after.turns, given=after.given)
+        if after is None:
+            return row._replace(cut=int(unfinished == CUT), late=int(unfinished == LATE))
+        cut, late = unfinished_in(after.transcript)
+        return row._replace(turns=after.turns, given=after.given, cut=cut, late=late)
 
     def _abort(self, keys: Iterable[Key], stream: CompletionQueue) -> None:
         """Ends the open samples of a call at the next decode step. The next turn of one that has finished may run in

@@ -134,7 +134,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
             Sample(columns["prompt"], text, columns, ref.group, ref.member, ref.finish, ref.tokens, *episode)
             for ref, text, *episode in zip(samples, texts, *([turns, rewards] if self._plays else []), strict=True)
         ]
-        return [replace(sample, **own) for sample, own in zip(made, tokens, strict=True)] if tokens else made
+        own = tokens or [{} for _ in made]
+        return [replace(sample, given=ref.given, **each) for sample, ref, each in zip(made, samples, own, strict=True)]
 
     def _tokens(self, ids: NDArray[np.int32], spans: NDArray[np.int32] | None) -> dict[str, Any]:
         """Returns what a function by token is told of the sampled tokens."""

@@ -241,7 +241,7 @@ class GuardsConfig(Section):
     collapse: Reaction = "warn"
     """Reaction to a mean reward that lost half of its best, with a gradient of 0 or hardly any entropy left."""
     truncation: Reaction = "warn"
-    """Reaction to 5 steps in which over half of the answers ended at generation.max_new_tokens."""
+    """Reaction to 5 steps in which over half of the samples had an answer that generation.max_new_tokens cut off."""
     learning_rate: Reaction = "warn"
     """Reaction to a training.learning_rate over 0.03, five times that of the warm-up of `warmed:` models. It is checked
     before the run starts."""

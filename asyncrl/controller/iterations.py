@@ -145,7 +145,7 @@ class Iterations:
 
     def _counts(self, row: RowRef) -> bool:
         """Returns whether the sample is in the loss, and so in its denominators."""
-        return not (self.config.algorithm.mask_truncated and row.truncated)
+        return not (self.config.algorithm.mask_truncated and row.unfinished)
 
     def _end(self) -> Cuts:
         cuts = self.cuts

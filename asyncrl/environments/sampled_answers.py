@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.environments.transcript import FINISH, POLICY, read_transcript
 from asyncrl.protocols.batch import Array
 from asyncrl.protocols.row_columns import SPANS, sampled_places
 
@@ -39,14 +40,16 @@ def token_texts(folder: Path) -> Callable[[int], str]:
 
 
 def sampled_answers(columns: Mapping[str, Array], finish: str, text_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Returns the fields of a SampledAnswer for each turn of a row. finish: of the newest; earlier ones ended."""
+    """Returns the fields of a SampledAnswer for each turn of a row. finish: of the newest; that of earlier ones is in
+    the transcript."""
     spans, response = columns[SPANS], columns["response_ids"]
     texts = [text_of(token) for token in response[sampled_places(spans)].tolist()]
     logprobs, contexts = columns["logprobs"].tolist(), _context_sizes(len(columns["prompt_ids"]), spans)
+    said = [message for message in read_transcript(columns["transcript"]) if message["role"] == POLICY]
     found, first = [], 0
     for turn, size in enumerate(spans[::2].tolist()):
         own = slice(first, first + size)
-        ended = finish if 2 * turn + 2 == len(spans) else "stop"
+        ended = finish if 2 * turn + 2 == len(spans) else "length" if FINISH in said[turn] else "stop"
         found.append({"tokens": texts[own], "logprobs": logprobs[own], "finish": ended, "context": contexts[turn]})
         first += size
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.environments.observation import Message
-from asyncrl.protocols.batch import Array
+from asyncrl.protocols.batch import CUT, LATE, Array
 
 POLICY = "assistant"
 CONTEXT = "context"
@@ -18,7 +18,9 @@ MESSAGE_BYTES = 64
 """Bytes that each message counts besides its text, so that many empty ones are bounded too."""
 INFO, LARGEST_INFO = "info", 512
 """Key of a message under which `info` of its observation is kept, and the bytes in JSON that it may have."""
-CUT = "\n[cut off after {} bytes]"
+FINISH = "finish"
+"""Key of a message of the policy under which CUT or LATE says what ended it in the midst."""
+CUT_OFF = "\n[cut off after {} bytes]"
 
 Transcript = list[Message]
 
@@ -36,6 +38,12 @@ def transcript_column(messages: Transcript) -> Array:
 def said_in(transcript: Transcript) -> tuple[str, ...]:
     """Returns what the policy said, turn by turn."""
     return tuple(str(message["content"]) for message in transcript if message["role"] == POLICY)
+
+
+def unfinished_in(transcript: Iterable[Message]) -> tuple[int, int]:
+    """Returns how many answers of the policy max_new_tokens and deadline ended, as `cut` and `late` of a RowRef."""
+    ends = [message.get(FINISH) for message in transcript if message["role"] == POLICY]
+    return ends.count(CUT), ends.count(LATE)
 
 
 def answers_in(transcript: Transcript) -> list[Transcript]:
@@ -83,7 +91,7 @@ def cut_messages(messages: Sequence[Message], most: int) -> Transcript:
         content = str(message["content"]).encode("utf-8", "replace")
         size = len(content) + max(0, _other_bytes(message) - MESSAGE_BYTES)
         if size > left or len(kept) * MESSAGE_BYTES > most:
-            shown = content[:left].decode("utf-8", "ignore") + CUT.format(most)
+            shown = content[:left].decode("utf-8", "ignore") + CUT_OFF.format(most)
             return [*kept, {"role": message["role"], "content": shown, **_names(message)}]
         left -= size
         kept.append({**message, "content": content.decode()})

@@ -120,7 +120,8 @@ def overlong_specs(config: "Config") -> list[FunctionSpec]:
     """Returns DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), if `algorithm.overlong` is over 0."""
     share, longest = config.algorithm.overlong, config.response_tokens
     slack = max(1, round(share * longest))
-    return [FunctionSpec("length", "overlong", options={"maximum": longest, "slack": slack})] if share else []
+    options = {"maximum": longest, "slack": slack, "unit": "row_tokens"}
+    return [FunctionSpec("length", "overlong", options=options)] if share else []
 
 
 def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Problem]:

@@ -22,7 +22,8 @@ Function = Callable[[Any], Any]
 class Sample:
     """One completion. prompt: text or chat messages, as in the row. text: the completion, before a stop string if one
     ended it. row: all columns of the prompt's row. member: its number in the group; -1: ReMax's greedy answer. finish:
-    "stop" | "stop_string" | "length" | "abort", or why an episode ended. tokens: sampled tokens.
+    "stop" | "stop_string" | "length" | "abort", or why an episode ended. tokens: sampled tokens. given: tokens that an
+    environment wrote between them.
 
     In a run with an environment, `text` is the last answer of the policy. turns: the messages of the episode after its
     prompt, {"role", "content"}, those of the policy with the role "assistant". turn_rewards: of the environment, one
@@ -43,6 +44,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
+    given: int = 0
 
 
 def with_columns(sample: Sample) -> Sample:

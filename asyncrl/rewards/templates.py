@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError
+from asyncrl.protocols.batch import NO_ROOM
 from asyncrl.protocols.named_columns import missing_column
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.number_parser import last_number
@@ -81,12 +82,17 @@ def math_verify(column: str = "answer") -> OfSample:
     return reward
 
 
-def length(maximum: int, slack: int, unit: Literal["tokens", "characters", "words"] = "tokens") -> OfSample:
-    """Gives 0 up to `maximum - slack`, then falls to -1 at `maximum`: DAPO (arXiv 2503.14476, equation 13)."""
+def length(
+    maximum: int, slack: int, unit: Literal["tokens", "characters", "words", "row_tokens"] = "tokens"
+) -> OfSample:
+    """Gives 0 up to `maximum - slack`, then falls to -1 at `maximum`: DAPO (arXiv 2503.14476, equation 13). unit:
+    `tokens` counts the sampled ones, `row_tokens` those of an environment too; an episode that ended for want of room
+    has them all."""
     if not 0 < slack <= maximum:
         raise ConfigError(f"slack must lie between 1 and maximum ({maximum}), not {slack}")
     measures: dict[str, Callable[[Sample], int]] = {
         "tokens": lambda sample: sample.tokens,
+        "row_tokens": lambda sample: maximum if sample.finish == NO_ROOM else sample.tokens + sample.given,
         "characters": lambda sample: len(sample.text),
         "words": lambda sample: len(sample.text.split()),
     }

@@ -138,9 +138,11 @@ class AlgorithmConfig(Section):
     rejection_high: PositiveFloat | None = None
     """Largest geometric mean, e.g. 1.001, or largest KL estimate, e.g. 0.01."""
     mask_truncated: bool = False
-    """Leaves answers that did not end by themselves out of the loss and its denominators, not out of the baseline."""
+    """Leaves samples with an answer that generation.max_new_tokens or generation.deadline cut off out of the loss and
+    its denominators, not out of the baseline. The limits of an episode cut off no answer."""
     overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of generation.max_new_tokens over which an additional reward falls from 0 to -1; 0: no such reward."""
+    """Share of generation.max_new_tokens over which an additional reward falls from 0 to -1; 0: no such reward. In an
+    episode it is a share of environment.max_tokens, in which sampled tokens and those of observations count."""
     dynamic_sampling: bool = False
     """Drops groups whose rewards are all equal (as `no_signal`) and fills the batch with other groups."""
     shuffle_advantages: bool = False

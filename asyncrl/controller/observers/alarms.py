@@ -193,8 +193,9 @@ class SkippedSteps:
         where = f"{SKIPPED_IN_A_ROW} steps in a row from version {cuts.version}"
         if reason == "truncated":
             raise OnlyTruncated(
-                f"{where} had no answer that came to its end, so algorithm.mask_truncated left nothing to train: write "
-                "a larger generation.max_new_tokens, or mask_truncated = false"
+                f"{where} had no sample without an answer that generation.max_new_tokens or generation.deadline cut "
+                "off, so algorithm.mask_truncated left nothing to train: write a larger generation.max_new_tokens (or "
+                "deadline, where `completions/late_fraction` is over 0), or mask_truncated = false"
             )
         if reason == "rejected":
             raise PolicyMismatch(

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
+from asyncrl.environments.transcript import said_in
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, StepReport
 from asyncrl.telemetry.samples_file import SampleRecord
@@ -25,6 +26,7 @@ def batch_metrics(batch: BatchRef, *, episodes: bool = False) -> dict[str, float
         **_within_groups(batch),
         "completions/length_mean": _mean([row.tokens for row in batch]),
         "completions/truncated_fraction": _mean([row.truncated for row in batch]),
+        "completions/late_fraction": _mean([row.late > 0 for row in batch]),
         **(_of_episodes(batch) if episodes else {}),
     }
 
@@ -35,6 +37,7 @@ def _of_episodes(batch: BatchRef) -> dict[str, float]:
     return {
         "episodes/turns_mean": _mean([row.turns for row in batch]),
         "episodes/given_tokens_mean": _mean([row.given for row in batch]),
+        "episodes/cut_turns_mean": _mean([row.cut for row in batch]),
         **{f"episodes/finish/{reason}": count / len(batch) for reason, count in sorted(ends.items())},
     }
 
@@ -53,10 +56,11 @@ def _within_groups(batch: BatchRef) -> dict[str, float]:
 
 
 def equal_texts(records: Sequence[SampleRecord]) -> dict[str, float]:
-    """Computes the share of the recorded groups, of two samples or more, that have one text."""
-    groups: dict[int, list[str]] = {}
+    """Computes the share of the recorded groups, of two samples or more, that have one text; of episodes that of all
+    turns."""
+    groups: dict[int, list[tuple[str, ...]]] = {}
     for record in records:
-        groups.setdefault(record.group, []).append(record.text)
+        groups.setdefault(record.group, []).append(said_in(record.turns) or (record.text,))
     same = [len(set(texts)) == 1 for texts in groups.values() if len(texts) > 1]
     return {"completions/equal_groups": fmean(same)} if same else {}
 

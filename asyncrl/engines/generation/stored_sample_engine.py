@@ -75,5 +75,5 @@ class StoredSampleEngine(TorchEngine):
         stored = self._stored.sample(request.prompt, group, member)
         versions = np.full(len(stored.tokens), self.version, np.int32)
         finish = cast(Finish, stored.finish)
-        asked = replace(request, prompt=stored.prompt)
+        asked = replace(request, prompt=stored.prompt, max_new_tokens=len(stored.tokens))
         return Completion(asked, stored.tokens, stored.logprobs, versions, finish, stored.text)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.generation.scheduling.sample_requests import Completion
 from asyncrl.engines.generation.tokenization import Message
 from asyncrl.engines.generation.turn_rendering import Tools
-from asyncrl.environments.transcript import CONTEXT, POLICY
+from asyncrl.environments.transcript import CONTEXT, FINISH, POLICY
 from asyncrl.protocols.batch import Array
 from asyncrl.protocols.row_columns import EXPERTS
 
@@ -109,15 +109,16 @@ class Trajectory:
         spans[-1] = -len(tokens) if context else len(tokens)
         return replace(self, response=np.concatenate([self.response, tokens]), spans=spans)
 
-    def with_answer(self, completion: Completion) -> "Trajectory":
-        """Adds a turn that was sampled."""
+    def with_answer(self, completion: Completion, unfinished: str = "") -> "Trajectory":
+        """Adds a turn that was sampled. unfinished: CUT or LATE, if that ended it."""
+        ended = {FINISH: unfinished} if unfinished else {}
         return Trajectory(
             self.prompt,
             np.concatenate([self.response, completion.tokens]),
             np.concatenate([self.logprobs, completion.logprobs]),
             np.concatenate([self.versions, completion.versions]),
             np.concatenate([self.spans, np.array([len(completion.tokens), 0], np.int32)]),
-            (*self.transcript, {"role": POLICY, "content": completion.text}),
+            (*self.transcript, {"role": POLICY, "content": completion.text, **ended}),
             self._experts_with(completion),
         )
 

@@ -161,6 +161,8 @@ def _turns(sample: SampleRecord, characters: int | None) -> Iterator[Styled]:
         yield from _answer(text, characters) if own else [(_short(text, characters), "dim")]
         if reward is not None:
             yield (f"  [reward {reward:.3g}]", "cyan")
+        if own and (ended := message.get("finish")):
+            yield (f"  [ended by {_short(str(ended), characters)}]", "yellow")
 
 
 def _transitions(sample: SampleRecord) -> Iterator[Styled]:

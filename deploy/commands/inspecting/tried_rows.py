@@ -13,6 +13,7 @@ from asyncrl.deploy.checks.run_prompts import prompt_tokenizer, questions_of, re
 from asyncrl.deploy.standalone_evaluation import VERSION, scoring_fleet
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.model_preparation import prepare
+from asyncrl.environments.transcript import FINISH, said_in
 from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.protocols.batch import BatchRef
@@ -127,7 +128,7 @@ class _Trial:
 def group_in_words(samples: BatchRef, texts: Sequence[SampleText], scores: Sequence[Score]) -> str:
     """Says how the samples of a group differ, and what keeps them from teaching anything."""
     rewards = [score.reward for score in scores if score.reward is not None]
-    different = len({text.text for text in texts})
+    different = len({said_in(text.turns) or text.text for text in texts})
     spread = f"rewards {min(rewards):g} to {max(rewards):g} (mean {fmean(rewards):.3g})" if rewards else "no rewards"
     said = [f"group of {len(samples)} samples: {different} different texts, {spread}"]
     if len(samples) > 1 and different == 1:
@@ -149,7 +150,9 @@ def _answer(text: SampleText, described: str) -> Iterator[str]:
         yield _block(f"answer, {described}", text.text)
         return
     yield _block("prompt of the environment", text.prompt)
-    yield from (_block(str(turn["role"]), str(turn["content"])) for turn in text.turns)
+    for turn in text.turns:
+        ended = f", ended by {turn[FINISH]}" if FINISH in turn else ""
+        yield _block(f"{turn['role']}{ended}", str(turn["content"]))
     yield f"episode, {described}, rewards of the environment {', '.join(f'{each:g}' for each in text.turn_rewards)}"
 
 

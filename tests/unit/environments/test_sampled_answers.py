@@ -7,6 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from asyncrl.environments.sampled_answers import sampled_answers, token_texts
+from asyncrl.environments.transcript import transcript_column
+
+TURNS = [{"role": role, "content": "x"} for role in ("assistant", "user", "assistant", "user", "assistant")]
 
 
 def test_each_turn_has_its_tokens_and_the_size_of_what_was_before_it() -> None:
@@ -16,10 +19,18 @@ def test_each_turn_has_its_tokens_and_the_size_of_what_was_before_it() -> None:
         "response_ids": np.arange(10, 21, dtype=np.int32),
         "logprobs": -np.arange(6, dtype=np.float32),
         "spans": np.array([2, 1, 1, -4, 3, 0], np.int32),
+        "transcript": transcript_column(TURNS),
     }
+    own = [{**each, "finish": end} for each, end in zip(TURNS[::2], ("length", "deadline"), strict=False)]
+    cut = transcript_column([own[0], TURNS[1], own[1], *TURNS[3:]])
     first, second, third = sampled_answers(columns, "length", str)
     assert first == {"tokens": ["10", "11"], "logprobs": [0.0, -1.0], "finish": "stop", "context": 5}
     assert second == {"tokens": ["13"], "logprobs": [-2.0], "finish": "stop", "context": 8}
+    assert [each["finish"] for each in sampled_answers(columns | {"transcript": cut}, "stop", str)] == [
+        "length",
+        "length",
+        "stop",
+    ]
     assert third == {"tokens": ["18", "19", "20"], "logprobs": [-3.0, -4.0, -5.0], "finish": "length", "context": 4}
 
 

@@ -78,6 +78,27 @@ def test_overlong_answers_get_a_reward_term_of_their_own() -> None:
     assert len(function_specs(Config.model_validate({**values, **functions}))) == 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "given", "finish", "punished"),
+    [
+        (40, 60, "token_limit", -1.0),
+        (40, 45, "token_limit", -1.0),  # The next observation had no room.
+        (40, 40, "stop", 0.0),
+        (1, 89, "turn_limit", -0.5),
+        (90, 0, "stop", -0.5),
+        (50, 0, "stop", 0.0),
+    ],
+)
+def test_overlong_episodes_are_measured_with_the_tokens_that_they_were_given(
+    tokens: int, given: int, finish: str, punished: float
+) -> None:
+    values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "generation": {"max_new_tokens": 50}}
+    environment = {"use": "my.py:Game", "max_tokens": 100}
+    config = Config.model_validate({**values, "environment": environment, "algorithm": {"overlong": 0.2}})
+    punishment = load(function_specs(config)[-1])
+    assert punishment(replace(SAMPLE, tokens=tokens, given=given, finish=finish)) == punished
+
+
 def test_the_punishment_of_overlong_answers_is_no_cost() -> None:
     values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["exact_match"]}}
     algorithm = {"preset": "safe_rlhf", "overlong": 0.2}

@@ -226,6 +226,8 @@ async def test_the_deadline_ends_running_samples_as_length(start: Start) -> None
         assert len(rows) == 3 * slots
         cut = [row.tokens for row in rows if row.finish == "length"]
         assert len(cut) > slots
+        assert all((row.cut, row.late) == (0, int(row.finish == "length")) for row in rows)
+        assert not any(row.truncated for row in rows), "generation.max_new_tokens ended none of them"
         assert all(row.tokens <= 5 for row in rows)
         assert max(row.tokens for row in rows if row.member >= 2 * slots) > 1, "the wait for a slot does not count"
 

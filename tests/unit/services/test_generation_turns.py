@@ -278,6 +278,29 @@ async def test_an_episode_without_room_for_one_more_token_ends_as_it_was(
         assert ended == too_long.rows[0]._replace(finish="token_limit")
 
 
+async def test_turns_that_met_max_new_tokens_are_counted_where_they_are_sampled(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    """An answer that the room of its episode ended is none of them, and nor is an episode that its own limit ended."""
+    async with start() as service:
+        counted, most, without_room = dict.fromkeys(range(3), 0), group().max_new_tokens, 0
+        rows = await sampled(service, group())
+        while len(rows):
+            for row in rows:
+                columns = columns_of(service, row)
+                own, newest = int(columns[4][-2]), json.loads(bytes(columns[5]))[-1]
+                ended = row.finish == "length" and own == most
+                without_room += row.finish == "length" and own < most
+                counted[row.member] += ended
+                assert (row.cut, newest.get("finish")) == (counted[row.member], "length" if ended else None)
+                assert row._replace(finish="turn_limit").truncated is (counted[row.member] > 0)
+            said = environment.step(service, rows, "x" * 21)
+            going = BatchRef(tuple(row for row in said if row.tokens + row.given < MAX_TOKENS - 21))
+            rows = await sampled(service, going_on(group(), going)) if len(going) else going
+        assert max(counted.values()) > 1
+        assert without_room
+
+
 async def test_what_cannot_be_shown_is_an_error_that_names_the_member(
     start: Start, environment: PlayedEnvironment
 ) -> None:

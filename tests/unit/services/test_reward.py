@@ -107,6 +107,15 @@ async def test_the_weighted_sum_of_all_functions(tmp_path: Path, mine: str, serv
         assert (await bench.score("abc")).terms["right"] == 0.0
 
 
+async def test_functions_are_told_the_tokens_that_an_environment_wrote(tmp_path: Path, serving: Serving) -> None:
+    options = {"maximum": 10, "slack": 4}
+    units = ("tokens", "row_tokens")
+    lengths = ({"use": "length", "name": unit, "options": options | {"unit": unit}} for unit in units)
+    async with serving(config(*lengths), tmp_path) as bench:
+        (score,) = await bench.service.score(BatchRef((bench.ref("abc")._replace(given=5),)), ROW)
+        assert score.terms == {"tokens": 0.0, "row_tokens": -0.5}
+
+
 async def test_group_functions_wait_for_all_members_and_answer_each(
     tmp_path: Path, mine: str, serving: Serving
 ) -> None:

@@ -145,7 +145,8 @@ def _truncation(history: TrainingHistory) -> str:
     truncated = history.mean("completions/truncated_fraction")
     if truncated is None or truncated <= LARGEST_TRUNCATED:
         return ""
-    return f"{truncated:.0%} of the completions of the last {WINDOW} steps ended at generation.max_new_tokens"
+    samples = f"{truncated:.0%} of the samples of the last {WINDOW} steps"
+    return f"{samples} had an answer cut off at generation.max_new_tokens"
 
 
 @dataclass(frozen=True, slots=True)

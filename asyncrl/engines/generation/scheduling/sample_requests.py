@@ -12,6 +12,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.batch import CUT, LATE
 
 Key = tuple[int, int, int]  # group, member, attempt
 Finish = Literal["stop", "stop_string", "length", "abort"]
@@ -65,6 +66,13 @@ class Completion:
     finish: Finish
     text: str
     experts: NDArray[Any] | None = None
+
+    def unfinished_by(self, most: int) -> str:
+        """Returns CUT for an answer of `most` tokens, generation.max_new_tokens, that goes on, LATE for one that its
+        deadline ended; "" where it came to its end, or to that of the tokens of its episode."""
+        if self.finish != "length":
+            return ""
+        return CUT if len(self.tokens) == most else LATE if len(self.tokens) < self.request.max_new_tokens else ""
 
 
 def refuse_too_long(requests: Iterable[SampleRequest], config: Config) -> None:

@@ -28,10 +28,10 @@ class TrainRow:
     ids. logprobs [tokens]: of the engine that sampled, at `temperature`. versions [tokens]: weight version of
     `incarnation` that sampled each token. reference_logprobs [tokens]: of the frozen reference model, only with a KL
     term. spans [2 x turns]: of an episode, see `trajectory_columns`; None: all tokens of the response were sampled.
-    truncated: a limit ended the sample. advantage: one number for all tokens, or float64 [tokens]; with a critic it is
-    the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came. values
-    [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken by
-    then. cost, cost_values, cost_valued_at: the same for the cost. is_shown: the step reports what each token has.
+    truncated: an answer of it is unfinished. advantage: one number for all tokens, or float64 [tokens]; with a critic
+    it is the reward of the sample, of which rewards [tokens] has the parts of turns and single tokens where they came.
+    values [tokens]: of the critic, before each token was sampled. valued_at: optimizer steps that the critic had taken
+    by then. cost, cost_values, cost_valued_at: the same for the cost. is_shown: the step reports what each token has.
     experts: that generation chose for all tokens, flat, as record_shape.py has them; None: routers choose. pictures: of
     the prompt.
     """
@@ -147,7 +147,7 @@ def train_rows(
                 logprobs=batch["logprobs"][index],
                 versions=batch["versions"][index].astype(np.int64),
                 temperature=temperature,
-                truncated=ref.truncated,
+                truncated=ref.unfinished,
                 cost=ref.cost,
                 pictures=pictures[index] if pictures else None,
                 is_shown=ref.key in shown,

@@ -18,7 +18,7 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, SampleText, StepReport, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.metrics_file import read_metrics
-from asyncrl.telemetry.samples_file import sample_record
+from asyncrl.telemetry.samples_file import SampleRecord, sample_record
 
 
 def row(member: int, tokens: int, reward: float | None, finish: str = "stop") -> RowRef:
@@ -75,6 +75,18 @@ def test_recorded_groups_of_one_text_are_counted() -> None:
     assert equal_texts(records[-1:]) == {}
 
 
+def test_episodes_that_end_with_one_answer_are_equal_only_if_all_their_answers_are() -> None:
+    def record(group: int, member: int, *said: str) -> SampleRecord:
+        turns = [{"role": "assistant", "content": each} for each in said]
+        text = SampleText(group, member, "p", said[-1], turns=turns)
+        return sample_record(
+            1, row(member, 5, 1.0)._replace(group=group), text, {}, TrainedSample(group, member, 0, 5, 0)
+        )
+
+    records = [record(0, 0, "a", "z"), record(0, 1, "b", "z"), record(1, 0, "a", "z"), record(1, 1, "a", "z")]
+    assert equal_texts(records) == {"completions/equal_groups": 0.5}
+
+
 @pytest.mark.trap("truncated")
 def test_batch_metrics() -> None:
     found = batch_metrics(BatchRef((row(0, 10, 1.0), row(1, 20, 0.0, "length"), row(2, 30, None))))
@@ -96,7 +108,21 @@ def test_batch_metrics_of_episodes_say_how_long_they_are_and_why_they_ended() ->
         "episodes/finish/stop": 0.5,
         "episodes/finish/turn_limit": 0.25,
     }
-    assert (found["completions/length_mean"], found["completions/truncated_fraction"]) == (10, 0.25)
+    assert (found["completions/length_mean"], found["completions/truncated_fraction"]) == (10, 0.0)
+
+
+@pytest.mark.parametrize("end", ["stop", "turn_limit", "token_limit", "time_limit", "environment"])
+def test_turns_that_were_cut_off_truncate_an_episode_whatever_ended_it(end: str) -> None:
+    counts = ({"cut": 1}, {"cut": 3}, {"late": 2}, {})
+    rows = [row(m, 10, 1.0, end)._replace(turns=4, **each) for m, each in enumerate(counts)]
+    found = batch_metrics(BatchRef(tuple(rows)), episodes=True)
+    assert (found["completions/truncated_fraction"], found["completions/late_fraction"]) == (0.5, 0.25)
+    assert found["episodes/cut_turns_mean"] == 1
+
+
+def test_an_answer_that_its_deadline_ended_is_late_and_not_truncated() -> None:
+    found = batch_metrics(BatchRef((row(0, 10, 1.0, "length")._replace(late=1), row(1, 20, 0.0, "length"))))
+    assert (found["completions/truncated_fraction"], found["completions/late_fraction"]) == (0.5, 0.5)
 
 
 @pytest.mark.trap("masked_denominators")

@@ -18,7 +18,7 @@ from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
-from asyncrl.protocols.batch import TRUNCATED, Batch, BatchRef, Column, RowRef
+from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 
 INCARNATION, VERSION = 1, 5
 AGGREGATIONS = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant")
@@ -210,14 +210,18 @@ def test_spans_that_do_not_fit_their_row_are_refused(spans: list[int], make_rows
         dataclasses.replace(row, response_ids=ids, spans=np.array(spans, np.int32), **own)
 
 
-@pytest.mark.parametrize("finish", ["stop", "environment", "", *sorted(TRUNCATED)])
-def test_a_limit_truncates(finish: str) -> None:
-    row = RowRef(0, 0, 0, 1, 2, 3, VERSION, VERSION, finish, (), 1.0, 0.5)
+@pytest.mark.parametrize("finish", ["stop", "environment", "turn_limit", "token_limit", "time_limit"])
+@pytest.mark.parametrize("unfinished", [{}, {"cut": 1}, {"late": 1}, {"cut": 2, "late": 1}])
+def test_an_answer_that_was_cut_off_truncates_an_episode_and_no_limit_of_its_own(
+    finish: str, unfinished: dict[str, int]
+) -> None:
+    row = RowRef(0, 0, 0, 1, 2, 3, VERSION, VERSION, finish, (), 1.0, 0.5)._replace(**unfinished)
     ids = Column.of([np.arange(3, dtype=np.int32)])
     (joined,) = train_rows(
         BatchRef((row,)), Batch(dict.fromkeys(("prompt_ids", "response_ids", "logprobs", "versions"), ids)), 1.0
     )
-    assert joined.truncated == row.truncated == (finish.endswith("_limit") or finish == "length")
+    assert joined.truncated is bool(unfinished)
+    assert row.truncated is ("cut" in unfinished)
 
 
 TOKENS = [0.5, 0.0, -1.0, 0.25, 0.25]

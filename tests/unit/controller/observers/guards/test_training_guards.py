@@ -147,7 +147,20 @@ def test_truncation_is_said_again_only_after_it_was_over() -> None:
     for number, truncated in enumerate([*[100] * 20, *[0] * 20, *[100] * 20, *[0, 128] * 20], 1):
         watching.observe(step(number, half(), truncated))
     assert len(said) == 2, "twice cut off for long; what alternates after it is the same news"
-    assert "78% of the completions of the last 5 steps ended at generation.max_new_tokens" in said[0]
+    assert "78% of the samples of the last 5 steps had an answer cut off at generation.max_new_tokens" in said[0]
+
+
+@pytest.mark.parametrize("finish", ["stop", "turn_limit", "token_limit", "time_limit", "environment"])
+@pytest.mark.parametrize(("cut", "late", "speaks"), [(0, 0, False), (1, 0, True), (3, 1, True), (0, 4, False)])
+def test_truncation_of_episodes_is_that_of_their_answers(finish: str, cut: int, late: int, speaks: bool) -> None:
+    """A larger generation.max_new_tokens changes nothing of an episode that ends by a limit of its own."""
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 10):
+        event = step(number, half())
+        rows = (row._replace(finish=finish, turns=4, cut=cut, late=late) for row in event.cuts.batch)
+        watching.observe(replace(event, cuts=replace(event.cuts, batch=BatchRef(tuple(rows)))))
+    assert [each.partition(":")[0] for each in said] == ["guards.truncation"] * speaks
 
 
 def test_equal_rewards_under_dynamic_sampling_are_told_though_no_step_ends() -> None:
