@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config, CriticConfig, Scorer
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
-from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig, LayoutConfig
+from asyncrl.config.sections.training.layout_config import AnyLayout, GenerationLayoutConfig
 from asyncrl.config.service_placement import assignment
 from asyncrl.engines.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
@@ -146,7 +146,7 @@ def _critic_spec(name: str, critic: CriticConfig) -> ServiceSpec:
     return ServiceSpec(name, Critic, implementation, layout=rank_layout(critic.layout), origin="torch")
 
 
-def rank_layout(chosen: LayoutConfig, generation: GenerationLayoutConfig | None = None) -> Layout:
+def rank_layout(chosen: AnyLayout, generation: GenerationLayoutConfig | None = None) -> Layout:
     """Returns the layout that a table of the config describes. generation: stages and slices with which ranks of the
     trainer sample."""
     pp, tp = (None, None) if generation is None else (generation.pp, generation.tp)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.device_pools import Assignment, Demand, DevicePool, assign
 from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import AnyLayout
 from asyncrl.config.sections.training.optimizers import SHARDED
 from asyncrl.errors import ConfigError
 
@@ -62,9 +62,9 @@ def joining_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("fleet.joined", "", text, ("feedback.ask",))
 
 
-def layouts(config: "Config") -> dict[str, LayoutConfig]:
+def layouts(config: "Config") -> dict[str, AnyLayout]:
     """Returns the layouts of the services of the experiment that can have several ranks, by their names."""
-    found = {"training": config.training.layout}
+    found: dict[str, AnyLayout] = {"training": config.training.layout}
     if config.algorithm.advantage == "gae":
         found["critic"] = config.critic.layout
     if config.algorithm.constraint == "lagrangian":
@@ -90,12 +90,8 @@ def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
         yield from _trainer_problems(config) if service == "training" else _led_problems(config, service, layout)
 
 
-def _led_problems(config: "Config", service: str, layout: LayoutConfig) -> Iterator[Problem]:
+def _led_problems(config: "Config", service: str, layout: AnyLayout) -> Iterator[Problem]:
     """Yields what a service other than the trainer cannot have in its layout."""
-    for axis in ("pp", "sp", "ep"):
-        if (size := getattr(layout, axis)) > 1:
-            text = f"{axis} = {size} is not supported: write tp, dp or shard"
-            yield Problem(f"{service}.layout", "", text)
     if layout.size > 1 and service in config.scorers and not config.scorers[service].model:
         text = f"the ranks share a model, and there is no {service}.model: write that, or layout = {{}}"
         yield Problem(f"{service}.layout", "", text, (f"{service}.model",))

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import AnyLayout
 from asyncrl.config.service_placement import layouts
 from asyncrl.engines.experts.shared_out_experts import refusal_of_sharing
 from asyncrl.engines.model_shape import described
@@ -67,7 +67,7 @@ RULES: Mapping[str, Callable[[Mapping[str, Any], int], str]] = {
 """Functions that tell why so many ranks of an axis cannot share out a model, by the axis."""
 
 
-def layout_refusals(shape: Mapping[str, Any], layout: LayoutConfig) -> Iterator[str]:
+def layout_refusals(shape: Mapping[str, Any], layout: AnyLayout) -> Iterator[str]:
     """Yields why ranks in this layout cannot share out a model. shape: the content of its config.json; where it lacks
     a number, only ranks tell."""
     for axis, refusal in RULES.items():

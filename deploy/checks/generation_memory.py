@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import AnyLayout
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.deploy.checks.training_memory import prompt_patches
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, layers_of_stage
@@ -143,7 +143,7 @@ class SamplingRank:
     stage: shape of its pipeline stage; number: of that stage. state: bytes that it keeps from step to step."""
 
     engine: EngineMemory
-    layout: LayoutConfig
+    layout: AnyLayout
     stage: Shape
     number: int
     state: Mapping[str, int]

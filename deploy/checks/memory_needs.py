@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import AnyLayout, LayoutConfig
 from asyncrl.config.sections.training.optimizers import kept_numbers
 from asyncrl.deploy.checks.generation_memory import EngineMemory, Parts, SamplingRank
 from asyncrl.deploy.checks.machine import size_text
@@ -220,7 +220,7 @@ class TrainedModel:
     shape: Shape
     lengths: RowLengths
     device: str
-    layout: LayoutConfig
+    layout: AnyLayout
     adapters: int | None = None
 
     def need(self) -> MemoryNeed:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config.schema import Config, TrainingConfig
 from asyncrl.config.sections.training.deepspeed_config import BUCKET, DeepspeedConfig
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import AnyLayout
 from asyncrl.deploy.checks.row_lengths import RowLengths
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
@@ -295,7 +295,7 @@ class ZeroMemory:
         return self._kept + sums[self._settings.stage]
 
 
-def summed_bytes(shape: Shape, layout: LayoutConfig, gradients: int) -> int:
+def summed_bytes(shape: Shape, layout: AnyLayout, gradients: int) -> int:
     """Returns the bytes of a bucket of gradients, which copies of the weights sum after their passes. gradients: bytes
     of all; those of shards are summed in the passes."""
     if layout.shard > 1 or layout.dp * layout.sp * layout.ep == 1:

@@ -15,7 +15,12 @@ from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.task_config import SOURCE, SOURCES, MixedSource
 from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
-from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig, LayoutConfig
+from asyncrl.config.sections.training.layout_config import (
+    AXES_OF_TRAINER,
+    GenerationLayoutConfig,
+    LayoutConfig,
+    TrainingLayoutConfig,
+)
 from asyncrl.config.sources.keys import all_keys, closest
 from asyncrl.config.toml_writer import value_text
 from asyncrl.errors import ConfigError
@@ -51,6 +56,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "evaluate": EvaluationSet,
     "task": MixedSource,
     "generation": GenerationLayoutConfig,
+    "training.layout": TrainingLayoutConfig,
     "layout": LayoutConfig,
     "deepspeed": DeepspeedConfig,
 }
@@ -143,7 +149,8 @@ def _place_in_list(location: Iterable[int | str]) -> str:
 
 def _complaint(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
-        found = (TABLES[name] for name in map(str, detail["loc"][:-1]) if name in TABLES)
+        names = [str(part) for part in detail["loc"][:-1]]
+        found = (TABLES[name] for name in (".".join(names[:2]), *names) if name in TABLES)
         return f"there is no such key; {_meant(str(detail['loc'][-1]), next(found, RewardFunction))}"
     if text := FORMS.get(detail["type"]):
         return text
@@ -157,6 +164,8 @@ def _complaint(detail: ErrorDetails) -> str:
 
 def _meant(key: str, table: type[BaseModel]) -> str:
     """Returns what to write instead of a key that a table does not have."""
+    if table is LayoutConfig and key in AXES_OF_TRAINER:
+        return f"only training.layout has {key}: write {', '.join(table.model_fields)}"
     near = WORDS.get(key, key)
     near = near if near in table.model_fields else closest(key, table.model_fields) or ""
     if not near and table is RewardFunction:

@@ -1,17 +1,63 @@
 """The tables `training.layout`, `generation.layout`, `critic.layout` and others: how ranks share rows and weights."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from asyncrl.config.sections.algorithm_config import Section
 
 Ranks = Annotated[int, Field(gt=0, strict=True)]
+AXES_OF_TRAINER = ("pp", "sp", "ep")
+"""Axes that only the trainer has: stages, slices of rows and shares of experts."""
 
 
 class LayoutConfig(Section):
-    """Sizes of the axes; the trainer, or a replica of another service, has pp x tp x sp x dp x shard x ep ranks, one
-    process each. pp, sp and ep are of the trainer alone."""
+    """Sizes of the axes of a replica of a service; it has tp x dp x shard ranks, one process each."""
+
+    tp: Ranks = 1
+    """Tensor-parallel ranks, which hold parts of every layer and compute the same rows."""
+    dp: Ranks = 1
+    """Copies of the weights, each of which computes rows of its own."""
+    shard: Ranks = 1
+    """Ranks that share out the weights of a copy, as FSDP does, and compute rows of their own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_runs(cls, given: Any) -> Any:
+        """Leaves out the axes of the trainer where they are 1, as the config.toml of older runs has them."""
+        if not isinstance(given, Mapping):
+            return given
+        return {axis: size for axis, size in given.items() if axis not in AXES_OF_TRAINER or size != 1}
+
+    @property
+    def pp(self) -> int:
+        """Returns the number of pipeline stages."""
+        return 1
+
+    @property
+    def sp(self) -> int:
+        """Returns the number of slices of the tokens of a row."""
+        return 1
+
+    @property
+    def ep(self) -> int:
+        """Returns the number of shares of the experts of a layer."""
+        return 1
+
+    @property
+    def data(self) -> int:
+        """Returns the number of ranks with rows of their own."""
+        return self.dp * self.shard
+
+    @property
+    def size(self) -> int:
+        """Returns the number of ranks."""
+        return self.tp * self.data
+
+
+class TrainingLayoutConfig(Section):
+    """Sizes of the axes of the trainer, which has pp x tp x sp x dp x shard x ep ranks, one process each."""
 
     pp: Ranks = 1
     """Pipeline stages, each of which holds some of the layers; all stages train the same rows."""
@@ -35,6 +81,9 @@ class LayoutConfig(Section):
     def size(self) -> int:
         """Returns the number of ranks."""
         return self.pp * self.tp * self.sp * self.data
+
+
+AnyLayout: TypeAlias = LayoutConfig | TrainingLayoutConfig
 
 
 class GenerationLayoutConfig(Section):

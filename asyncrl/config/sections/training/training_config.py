@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from asyncrl.config.sections.algorithm_config import Decay, Positive, PositiveFloat, Section
 from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
-from asyncrl.config.sections.training.layout_config import LayoutConfig
+from asyncrl.config.sections.training.layout_config import TrainingLayoutConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, UNSUPPORTED
 
 
@@ -76,7 +76,7 @@ class TrainingConfig(Section):
     deepspeed: DeepspeedConfig = DeepspeedConfig()
     """Shares of DeepSpeed's ranks: a table with `stage` (1: moments, 2: gradients too, 3: weights too) and `offload`
     (true: moments are in the memory of the host). Read with engine = "deepspeed"."""
-    layout: LayoutConfig = LayoutConfig()
+    layout: TrainingLayoutConfig = TrainingLayoutConfig()
     """Ranks of the trainer, one process each: a table with the keys `dp` (copies of the weights), `shard` (ranks that
     share out the weights of a copy, as FSDP does), `tp` (ranks that compute each layer together), `pp` (stages that
     hold some of the layers each; alone, or beside tp or dp), `sp` (ranks that compute a slice of the tokens of each
