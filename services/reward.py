@@ -33,6 +33,7 @@ from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_spe
 from asyncrl.rewards.group_barrier import GroupBarrier
 from asyncrl.rewards.row_cache import RowCache
 from asyncrl.rewards.sample import Function, FunctionResult, Sample
+from asyncrl.rewards.trl_verl_adapters import takes_token_ids
 from asyncrl.services.pooled_service import PooledService
 from asyncrl.telemetry.run_directory import RunDirectory
 
@@ -74,6 +75,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         self._barrier = GroupBarrier(self._score_group, group_deadline, context.tasks)
         self._rows = RowCache()
         self._by_token = service == "reward" and reward_tokens(config)
+        uses: list[Function | str] = [*functions, *(spec.use for spec in self._pool.specs)]
+        self._reads_ids = self._by_token or any(takes_token_ids(each) for each in uses)
         self._text_of: Callable[[int], str] = str
 
     def _child_pool(self, printed: Path, specs: Sequence[FunctionSpec], containment: Containment | None) -> ChildPool:
@@ -120,28 +123,33 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         await super().start()
 
     async def _samples(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Sample]:
-        by_token = ["response_ids", *([SPANS] if self._plays else [])] if self._by_token else []
+        by_token = ["response_ids", *([SPANS] if self._plays else [])] if self._reads_ids else []
         wanted = [TEXT, *(EPISODE if self._plays else ()), *by_token]
         async with self.context.reader.views(samples, wanted) as found:
             texts = [bytes(text).decode("utf-8", errors="replace") for text in found[TEXT]]
             turns = [json.loads(bytes(transcript)) for transcript in found[EPISODE[0]]] if self._plays else []
             rewards = [each.tolist() for each in found[EPISODE[1]]] if self._plays else []
-            spans = list(found[SPANS]) if self._by_token and self._plays else [None] * len(texts)
-            ids = zip(found["response_ids"], spans, strict=True) if self._by_token else ()
+            spans = list(found[SPANS]) if self._reads_ids and self._plays else [None] * len(texts)
+            ids = zip(found["response_ids"], spans, strict=True) if self._reads_ids else ()
             tokens = [self._tokens(*each) for each in ids]
         columns = await self._rows.row(row)
+        steps = self.context.config.steps
         made = [
             Sample(columns["prompt"], text, columns, ref.group, ref.member, ref.finish, ref.tokens, *episode)
             for ref, text, *episode in zip(samples, texts, *([turns, rewards] if self._plays else []), strict=True)
         ]
         own = tokens or [{} for _ in made]
-        return [replace(sample, given=ref.given, **each) for sample, ref, each in zip(made, samples, own, strict=True)]
+        return [
+            replace(sample, given=ref.given, version=ref.last, steps=steps, **each)
+            for sample, ref, each in zip(made, samples, own, strict=True)
+        ]
 
     def _tokens(self, ids: NDArray[np.int32], spans: NDArray[np.int32] | None) -> dict[str, Any]:
-        """Returns what a function by token is told of the sampled tokens."""
+        """Returns what functions by token, and those of TRL, are told of the sampled tokens."""
         sampled = (ids if spans is None else ids[sampled_places(spans)]).tolist()
         turns = [] if spans is None else spans[::2].tolist()
-        return {"token_ids": sampled, "token_texts": [self._text_of(each) for each in sampled], "turn_tokens": turns}
+        texts = [self._text_of(each) for each in sampled] if self._by_token else []
+        return {"token_ids": sampled, "token_texts": texts, "turn_tokens": turns}
 
     def _unplayed(self, sample: Sample) -> Score | None:
         """Returns the score of a sample whose environment failed, where such samples have no reward."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from asyncrl.config.problems import Problem
@@ -56,10 +56,14 @@ def pip_uninstall(*names: str) -> str:
 
 
 def install_extra(extra: str) -> str:
-    """Returns the command that installs an extra of asyncrl; a checkout is installed in place, with its pins."""
-    checkout = _checkout()
+    """Returns the command that installs an extra of asyncrl from where it was installed: a checkout in place, with its
+    pins. asyncrl is on no package index."""
+    checkout, origin = _checkout(), _origin()
+    if checkout is None and origin:
+        kind = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""
+        return pip_install(f"asyncrl[{extra}] @ {kind}{origin['url']}")
     if checkout is None:
-        return pip_install(f"asyncrl[{extra}]")
+        return f"{pip_install('-e', f'.[{extra}]')}, in a checkout of asyncrl"
     pins = checkout / "constraints.txt"
     pinned = ["-c", _short(pins)] if pins.is_file() else []
     return pip_install(*pinned, "-e", f"{_short(checkout)}[{extra}]")
@@ -72,14 +76,18 @@ def _short(path: Path) -> str:
 
 def _checkout() -> Path | None:
     """Returns the folder that asyncrl was installed from with `pip install --editable`, if it was."""
+    origin = _origin()
+    return Path(unquote(urlparse(origin["url"]).path)) if origin.get("dir_info", {}).get("editable") else None
+
+
+def _origin() -> dict[str, Any]:
+    """Returns where pip installed asyncrl from, as PEP 610 says it; {} where it came from an index or was not
+    installed."""
     try:
         text = importlib.metadata.distribution("asyncrl").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
-        return None
-    origin = json.loads(text) if text else {}
-    if not origin.get("dir_info", {}).get("editable"):
-        return None
-    return Path(unquote(urlparse(origin["url"]).path))
+        return {}
+    return dict(json.loads(text)) if text else {}
 
 
 def missing_packages(config: "Config", *, model_is_made: bool = False) -> list[Problem]:

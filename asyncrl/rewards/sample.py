@@ -29,8 +29,11 @@ class Sample:
     prompt, {"role", "content"}, those of the policy with the role "assistant". turn_rewards: of the environment, one
     for each answer of the policy.
 
+    version: number of training steps behind the weights that sampled the last token. steps: of the whole run.
+
     In a run with a function by token, token_ids and token_texts are the sampled tokens, each decoded alone; a piece of
-    a character is a replacement character. turn_tokens: of an episode, how many of them each answer has."""
+    a character is a replacement character. turn_tokens: of an episode, how many of them each answer has. A run with a
+    function of TRL has token_ids and turn_tokens too."""
 
     prompt: str | list[dict[str, Any]]
     text: str
@@ -45,6 +48,8 @@ class Sample:
     token_texts: list[str] = field(default_factory=list)
     turn_tokens: list[int] = field(default_factory=list)
     given: int = 0
+    version: int = 0
+    steps: int = 0
 
 
 def with_columns(sample: Sample) -> Sample:
@@ -53,13 +58,23 @@ def with_columns(sample: Sample) -> Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Logged:
+    """A value that a function returns, with further terms of the sample, which are no part of its reward."""
+
+    value: Value
+    terms: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionResult:
     """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error.
     tokens: of a function by token, the rewards of the sampled tokens, whose sum is the value. failed_together: number
-    of samples of a call that failed for a whole group; 0 for a reason that is of this sample."""
+    of samples of a call that failed for a whole group; 0 for a reason that is of this sample. logged: further terms of
+    the sample, which are no part of the reward."""
 
     value: Value = None
     reason: str = ""
     traceback: str = ""
     tokens: tuple[float, ...] = ()
     failed_together: int = 0
+    logged: dict[str, float] = field(default_factory=dict)

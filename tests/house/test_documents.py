@@ -99,3 +99,41 @@ def test_no_page_has_marks_of_a_merge() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     marked = [page.name for page in pages if re.search(r"^(<{7} |={7}$|>{7} )", page.read_text(), re.MULTILINE)]
     assert marked == []
+
+
+FROM_AN_INDEX = re.compile(
+    r"\b(pip3?|uv|pipx|poetry) (install|add)( +(-[\w-]+|[\w-]+==[\w.]+))* +[\"']?asyncrl(?![\w/.-])(?!.{0,30} @ )"
+)
+"""A command that installs asyncrl by its name, which no package index has before the first release."""
+TEXTS = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "asyncrl/**/*", "deploy/**/*", "bench/**/*", "services/**/*", "scripts/*")
+    for path in ROOT.glob(pattern)
+    if path.is_file() and path.suffix in {".md", ".py", ".toml", ".yaml", ".sbatch", ".j2", ".html", "", ".sh", ".txt"}
+]
+
+
+def test_no_text_installs_asyncrl_from_an_index() -> None:
+    found = [f"{path}: {each[0]}" for path in TEXTS for each in FROM_AN_INDEX.finditer(path.read_text(errors="ignore"))]
+    assert not found, "write pip install -e '.[NAME]', in a checkout"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_dead"),
+    [
+        ("pip install asyncrl", True),
+        ('pip install "asyncrl[hub]"', True),
+        ("pip install 'asyncrl[s3,ray]'", True),
+        ("python -m pip install -U asyncrl[cu12]", True),
+        ("uv pip install asyncrl", True),
+        ("pipx install asyncrl", True),
+        ("uv add asyncrl", True),
+        ("pip install -e '.[hub]'", False),
+        ("pip install -e . && asyncrl run quickstart", False),
+        ("pip install 'asyncrl[ray] @ file:///src/asyncrl'", False),
+        ("~/asyncrl/bin/pip install '/opt/asyncrl[ray]'", False),
+        ("pip install peft, then asyncrl export", False),
+    ],
+)
+def test_what_counts_as_an_installation_from_an_index(command: str, is_dead: bool) -> None:
+    assert bool(FROM_AN_INDEX.search(command)) is is_dead

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.children.user_errors import trace
 from asyncrl.errors import RewardError
 from asyncrl.protocols.reward_bound import LARGEST_REWARD
-from asyncrl.rewards.sample import Function, FunctionResult, Sample
+from asyncrl.rewards.sample import Function, FunctionResult, Logged, Sample
 
 
 async def attempt(
@@ -87,6 +87,12 @@ def token_result_of(value: Any, tokens: int) -> FunctionResult:
 
 def result_of(value: Any) -> FunctionResult:
     """Makes a result of a returned value, with a reason if the value is not a reward."""
+    if isinstance(value, Logged):
+        try:
+            logged = {name: _number(term, f"the metric {name}") for name, term in value.terms.items()}
+        except RewardError as error:
+            return FunctionResult(reason=str(error))
+        return replace(result_of(value.value), logged=logged)
     if value is None:
         return FunctionResult(reason="it returned None")
     if isinstance(value, dict) and not value:

@@ -27,6 +27,7 @@ def score_of(
     effects: set[str] = set()
     total = 0.0
     for spec, result in zip(specs, results, strict=True):
+        terms |= {f"{spec.name}/{name}": value for name, value in result.logged.items()}
         if result.reason:
             failures.append(failure_text(sample, spec, result, place or f"group {sample.group}"))
             effects.add(spec.on_error or on_error)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,33 @@ def test_an_extra_of_a_checkout_is_installed_from_it(monkeypatch: pytest.MonkeyP
     assert install_extra("wandb") == "python -m pip install -e '.[wandb]'"
     (tmp_path / "constraints.txt").touch()
     assert install_extra("wandb") == "python -m pip install -c constraints.txt -e '.[wandb]'"
-    monkeypatch.setattr(install_hints, "_checkout", lambda: None)
-    assert install_extra("wandb") == "python -m pip install 'asyncrl[wandb]'"
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({}, "python -m pip install -e '.[wandb]', in a checkout of asyncrl"),
+        (
+            {"url": "file:///src/asyncrl", "dir_info": {}},
+            "python -m pip install 'asyncrl[wandb] @ file:///src/asyncrl'",
+        ),
+        (
+            {"url": "https://example.org/asyncrl.git", "vcs_info": {"vcs": "git", "commit_id": "1a"}},
+            "python -m pip install 'asyncrl[wandb] @ git+https://example.org/asyncrl.git'",
+        ),
+        (
+            {"url": "file:///tmp/asyncrl-0.1.0-py3-none-any.whl", "archive_info": {}},
+            "python -m pip install 'asyncrl[wandb] @ file:///tmp/asyncrl-0.1.0-py3-none-any.whl'",
+        ),
+    ],
+)
+def test_an_extra_is_installed_from_where_asyncrl_came_from(
+    origin: dict[str, Any], command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(install_hints, "_origin", lambda: origin)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert install_extra("wandb") == command
 
 
 def test_the_command_runs_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,6 @@
+import asyncio
+import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -5,7 +8,11 @@ import pytest
 
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards import Sample, from_trl, from_verl
-from asyncrl.rewards.functions import overlapping
+from asyncrl.rewards.execution.function_call import attempt, call
+from asyncrl.rewards.execution.scoring import score_of
+from asyncrl.rewards.functions import FunctionSpec, overlapping
+from asyncrl.rewards.sample import FunctionResult
+from asyncrl.rewards.trl_verl_adapters import takes_token_ids
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -18,11 +25,11 @@ def test_trl_gets_lists() -> None:
     seen: dict[str, Any] = {}
 
     def f(prompts: list[str], completions: list[str], answer: list[str], **rest: Any) -> list[float]:
-        seen.update(prompts=prompts, rest=rest)
+        seen.update(prompts=prompts, other=rest.get("other"))
         return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
     assert from_trl(f)(sample("4", answer="4", other=1)) == 1.0
-    assert seen == {"prompts": ["hi"], "rest": {"other": [1]}}
+    assert seen == {"prompts": ["hi"], "other": [1]}
     assert from_trl(f)([sample("4", answer="4"), sample("5", 1, answer="4")]) == [1.0, 0.0]
 
 
@@ -30,26 +37,93 @@ def test_trl_functions_may_name_only_what_they_need() -> None:
     assert from_trl(lambda completions: [len(text) for text in completions])(sample("four", answer="x")) == 4
 
 
-def test_what_only_trls_trainer_has_is_left_to_defaults() -> None:
+def scored(f: Any, *samples: Sample) -> list[FunctionResult]:
+    return asyncio.run(call(from_trl(f), list(samples), group=True))
+
+
+def test_trl_gets_the_ids_of_sampled_tokens_and_the_state_of_training() -> None:
     seen: dict[str, Any] = {}
 
-    def f(completions: list[str], completion_ids: Any = None, *, log_metric: Any = None, **rest: Any) -> list[float]:
-        seen.update(ids=completion_ids, log=log_metric, rest=sorted(rest))
+    def f(prompts: Any, completions: Any, completion_ids: Any, trainer_state: Any, **rest: Any) -> list[float]:
+        seen.update(ids=completion_ids, at=(trainer_state.global_step, trainer_state.max_steps), rest=sorted(rest))
+        return [1.0 for _ in completions]
+
+    row = {"completion_ids": "a column", "trainer_state": "x", "completion": "y", "answer": "4"}
+    samples = [replace(sample("4", **row), token_ids=[1, 2], version=at, steps=9) for at in (3, 5)]
+    assert [result.value for result in scored(f, *samples)] == [1.0, 1.0]
+    assert seen == {"ids": [[1, 2], [1, 2]], "at": (5, 9), "rest": ["answer", "log_extra", "log_metric"]}
+
+
+def test_a_state_says_what_it_has() -> None:
+    def f(completions: Any, trainer_state: Any) -> list[float]:
+        return [trainer_state.epoch]
+
+    (result,) = asyncio.run(attempt(from_trl(f), [sample("x")], False, 1.0))
+    assert "AttributeError: asyncrl's trainer_state has global_step and max_steps, and no epoch" in result.reason
+
+
+def test_what_a_trl_function_logs_becomes_terms_beside_the_reward(capsys: pytest.CaptureFixture[str]) -> None:
+    def f(completions: Any, log_metric: Any, log_extra: Any, **rest: Any) -> list[float | None]:
+        log_metric("accuracy", 0.0)
+        log_metric("accuracy", True)
+        log_extra("length", [len(text) for text in completions])
+        log_extra("verdict", ["good", None])
+        return [1.0, None]
+
+    first, second = scored(f, sample("four"), sample("no", 1))
+    assert first == FunctionResult(1.0, logged={"length": 4.0, "accuracy": 0.5})
+    assert (second.value, second.logged) == (None, {"length": 2.0, "accuracy": 0.5})
+    assert capsys.readouterr().out == "verdict: ['good', None]\n"
+    score = score_of(sample("four"), [FunctionSpec("trl:f.py:f", "f", weight=0.5)], [first], "fail")
+    assert (score.reward, score.terms) == (0.5, {"f": 1.0, "f/length": 4.0, "f/accuracy": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        (lambda metric, extra: metric("x", "high"), r"log_metric\('x', ...\) with 'high', which is no number$"),
+        (lambda metric, extra: metric("x", float("nan")), "the metric x is nan; a reward is finite"),
+        (lambda metric, extra: metric("x", [1.0, 2.0]), "which is no number$"),
+        (lambda metric, extra: extra("x", [1.0, 2.0]), "with 2 values for 1 completions: give one for each$"),
+        (lambda metric, extra: extra("x", [float("inf")]), "the metric x is inf; a reward is finite"),
+    ],
+)
+def test_what_cannot_be_logged_is_a_mistake_of_the_function(log: Any, says: str) -> None:
+    def f(completions: Any, log_metric: Any, log_extra: Any) -> list[float]:
+        log(log_metric, log_extra)
         return [1.0]
 
-    assert from_trl(f)(sample("4", completion_ids=[1], trainer_state="x", completion="y", answer="4")) == 1.0
-    assert seen == {"ids": None, "log": None, "rest": ["answer", "prompts"]}
+    (result,) = asyncio.run(attempt(from_trl(f), [sample("x")], False, 1.0))
+    assert re.search(says, result.reason)
 
 
-def test_a_trl_function_that_needs_more_is_refused_before_any_sample() -> None:
-    def f(prompts: Any, completions: Any, completion_ids: Any, *, log_extra: Any, **rest: Any) -> list[float]:
+def test_calls_of_coroutine_functions_log_apart() -> None:
+    async def f(completions: Any, log_metric: Any, **rest: Any) -> list[float]:
+        log_metric("size", len(completions[0]))
+        await asyncio.sleep(0)
         return [1.0]
 
-    told = r"^f takes completion_ids and log_extra, which TRL .* give it a default: completion_ids=None$"
-    with pytest.raises(ConfigError, match=told):
+    async def both() -> list[Any]:
+        adapted = from_trl(f)
+        return await asyncio.gather(*(adapted(sample(text)) for text in ("a", "four")))
+
+    assert [logged.terms for logged in asyncio.run(both())] == [{"size": 1.0}, {"size": 4.0}]
+
+
+def test_functions_of_trl_are_given_token_ids() -> None:
+    assert takes_token_ids(from_trl(lambda completions, **rest: [1.0]))
+    assert takes_token_ids("trl:mine.py:f")
+    assert not takes_token_ids("verl:mine.py:f")
+    assert not takes_token_ids(from_verl(compute_score))
+
+
+def test_a_trl_function_that_needs_what_only_trls_trainer_has_is_refused_before_any_sample() -> None:
+    def f(prompts: Any, completions: Any, completion_ids: Any, environments: Any, **rest: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(ConfigError, match=r"^f takes environments, which TRL .* give it a default: environments=None$"):
         from_trl(f)
-    with pytest.raises(ConfigError, match=r"^f takes completion_ids, "):
-        from_trl(partial(f, log_extra=print))
+    from_trl(partial(f, environments=None))
 
 
 def test_a_column_that_a_trl_function_needs_is_named_when_rows_lack_it() -> None:

@@ -26,6 +26,11 @@ def vowels(sample):
 def short(sample):
     return [1.0] * (sample.tokens - sample.member)
 
+def trls(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns):
+    log_metric("step", trainer_state.global_step)
+    log_extra("last", [ids[-1] for ids in completion_ids])
+    return [len(ids) / trainer_state.max_steps for ids in completion_ids]
+
 def first_turn(sample):
     first = sample.turn_tokens[0]
     return [0.5] * first + [0.0] * (sample.tokens - first)
@@ -143,3 +148,14 @@ def test_templates_and_costs_give_no_rewards_of_tokens() -> None:
     settings = config("exact_match", preset="safe_rlhf", cost=costs)
     (problem,) = function_problems(settings, "cost")
     assert "a cost belongs to a whole sample" in problem.text
+
+
+@pytest.mark.parametrize("group", [4, -1])
+async def test_a_function_of_trl_gets_token_ids_and_step_and_logs_terms(
+    tmp_path: Path, mine: str, source: RowStore, serving: Callable[..., Any], group: int
+) -> None:
+    settings = config(f"trl:{mine}:trls", preset="grpo", steps=100)
+    async with serving(settings, tmp_path, source) as service:
+        ref = plain(source, "banana", group=group)._replace(last=7)
+        (score,) = await service.score(BatchRef((ref,)), ROW)
+        assert (score.reward, score.terms) == (0.06, {"trls": 0.06, "trls/step": 7.0, "trls/last": 97.0})

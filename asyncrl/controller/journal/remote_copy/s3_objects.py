@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from asyncrl.config.install_hints import program
+from asyncrl.config.install_hints import install_extra, program
 from asyncrl.controller.journal.remote_copy.objects import OtherWriter
 from asyncrl.errors import ConfigError
 
@@ -28,7 +28,7 @@ class S3Objects:
         try:
             import s3fs
         except ImportError as missing:
-            raise ConfigError(f"--run-dir: {address} needs s3fs: pip install 'asyncrl[s3]'") from missing
+            raise ConfigError(f"--run-dir: {address} needs s3fs; run: {install_extra('s3')}") from missing
         self.address = address.rstrip("/")
         self._bucket = found[1]
         self._path = found[2]
