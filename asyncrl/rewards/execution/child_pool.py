@@ -124,10 +124,15 @@ class ChildProcess(GuardedProcess):
 
 def _result(fields: Any) -> FunctionResult:
     match fields:
-        case [None | int() | float() | dict() as value, str(reason), str(traceback), [*tokens], int(together)] if all(
-            isinstance(each, int | float) for each in tokens
-        ):
-            return FunctionResult(value, reason, traceback, tuple(tokens), together)
+        case [
+            None | int() | float() | dict() as value,
+            str(reason),
+            str(trace),
+            [*tokens],
+            int(many),
+            dict(logged),
+        ] if all(isinstance(each, int | float) for each in (*tokens, *logged.values())):
+            return FunctionResult(value, reason, trace, tuple(tokens), many, logged)
     raise WireError(f"no result: {fields!r:.100}")
 
 
