@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from asyncrl.config.user_code import name_of, suggestion
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.sample import Function, Logged, Sample
+from asyncrl.rewards.written_values import written_or
 
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -185,15 +186,25 @@ class _VerlCall:
     def arguments(self) -> dict[str, Any]:
         (sample,) = self.samples
         row = sample.row
-        if "data_source" not in row or not isinstance(row.get("reward_model"), dict):
+        if "data_source" not in row or "reward_model" not in row:
             found = sorted(row)
             raise RewardError(f"verl's functions need the columns data_source and reward_model; found are {found}")
+        # Files without tables hold them as text.
+        model, extra = (written_or(row.get(name), _is_table) for name in ("reward_model", "extra_info"))
+        if not _is_table(model):
+            raise RewardError(
+                f"the row's reward_model is no table with ground_truth, nor the text of one: {model!r:.80}"
+            )
         return {
             "data_source": row["data_source"],
             "solution_str": sample.text,
-            "ground_truth": row["reward_model"].get("ground_truth"),
-            "extra_info": row.get("extra_info"),
+            "ground_truth": model.get("ground_truth"),
+            "extra_info": extra,
         }
 
     def values(self, result: Any) -> list[Any]:
         return [result["score"] if isinstance(result, dict) else result]
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)

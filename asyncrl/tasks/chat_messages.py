@@ -1,12 +1,12 @@
 """Checks chat messages and tools of a row, and brings them into the form that every chat template takes."""
 
-import json
-from collections.abc import Mapping
-from contextlib import suppress
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import TaskError
+from asyncrl.rewards.written_values import written_or, written_value
 from asyncrl.tasks.reading.pictures import checked_picture, is_picture
 
 Message = dict[str, Any]
@@ -18,23 +18,120 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that chat templates know."""
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant"}
 """Names that other libraries give to roles."""
+SENDERS = OTHER_ROLES | {"chatgpt": "assistant", "observation": "tool", "function_response": "tool"}
+"""Names of ShareGPT's form, {"from", "value"}."""
+FORM = '[{"role": "user", "content": "..."}]'
+BEGIN = re.compile(r"""[\s\ufeff"]*(?:array\(|list\(|\()?\s*\[?\s*\{\s*\\*["'](\w+)\\*["']\s*:""")
+"""Begin of a text that may hold messages: the first key of the first one."""
+KEYS = tuple(re.compile(rf"""["'](?:{names})\\*["']\s*:""") for names in ("role|from", "content|value|tool_calls"))
+MEANT = ("default", "const")
+"""Keys of JSON schemas whose value may be null."""
 
 
-def parsed(prompt: Any) -> Any:
-    """Returns the messages that a text holds as JSON, as files without lists have them, or the prompt as it is."""
-    if isinstance(prompt, str) and prompt.startswith("[{"):
-        with suppress(ValueError, RecursionError):
-            found = json.loads(prompt)
-            if all(isinstance(each, dict) and {"role", "content"} & set(each) == {"role", "content"} for each in found):
-                return found
-    return prompt
+def parsed(prompt: Any, where: str) -> Any:
+    """Returns the messages that a text holds, as files without lists have them: as JSON, as Python shows them, or as
+    pandas writes arrays. Another text stays as it is. Raises TaskError, which begins with `where`, for a text that
+    begins like messages and holds none."""
+    if not isinstance(prompt, str) or (begin := BEGIN.match(prompt)) is None:
+        return prompt
+    try:
+        found = written_value(prompt.lstrip("\ufeff"))
+    except ValueError as error:
+        if begin[1] in ("role", "content") or all(key.search(prompt) for key in KEYS):
+            raise TaskError(
+                f"{where}: this text begins like messages, which it does not hold ({error}), and a model would read it "
+                f"as it is: write messages as JSON, {FORM}; if it is a text, as the content of one: {prompt:.80}"
+            ) from None
+        return prompt
+    listed = found if isinstance(found, list) else [found]
+    return found if listed and all(map(_is_message, listed)) else prompt
+
+
+def _is_message(each: Any) -> bool:
+    if not isinstance(each, dict):
+        return False
+    return ("role" in each and ("content" in each or "tool_calls" in each)) or ("from" in each and "value" in each)
+
+
+def in_one_form(prompt: Any, where: str) -> Any:
+    """Returns messages as every chat template takes them: {"role", "content"}, calls with arguments that are objects,
+    and no null, which tables hold where rows share columns. Raises TaskError, which begins with `where`, for calls that
+    are none."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        _message(each, f"{where}: message {number}") if isinstance(each, dict) else each
+        for number, each in enumerate(prompt, 1)
+    ]
+
+
+def without_null(value: Any, kept: Sequence[str] = ()) -> Any:
+    """Returns a value whose tables have no key with null. kept: keys that may have it."""
+    if isinstance(value, list):
+        return [without_null(each, kept) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_null(each, kept) for key, each in value.items() if each is not None or key in kept}
+
+
+def _message(given: Message, where: str) -> Message:
+    found: Message = without_null(given)
+    if given.get("content", "") is None:  # It is looked at with the calls.
+        found["content"] = None
+    if "role" not in found and isinstance(sender := found.get("from"), str) and "value" in found:
+        role = SENDERS.get(sender.strip().lower(), sender.strip().lower())
+        if role not in ROLES:
+            raise TaskError(f'{where} is from "{sender}", and roles are {", ".join(ROLES)}: rename it')
+        found = {"role": role, "content": found.pop("value"), **found}
+        del found["from"]
+    if "function_call" in found:  # The name that OpenAI's API had before `tool_calls`.
+        found.setdefault("tool_calls", [found.pop("function_call")])
+    calls = written_or(found.pop("tool_calls", None), lambda read: isinstance(read, list))
+    if calls:
+        listed = calls if isinstance(calls, list) else [calls]
+        found["tool_calls"] = [_call(each, where) for each in listed]
+    return found
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    """Returns a call of a function as templates take it: its arguments are an object, which APIs write as JSON text."""
+    call = written_or(given, _is_table)
+    call = call if _is_table(call) else {}
+    function = written_or(call.get("function", call), _is_table)
+    function = function if _is_table(function) else {}
+    if not isinstance(function.get("name"), str):
+        form = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
+        raise TaskError(f"{where}: a call in its tool_calls is {given!r:.80}: write {form}")
+    arguments = function.get("arguments")
+    arguments = {} if arguments is None or arguments == "" else written_or(arguments, _is_table)
+    if not _is_table(arguments):
+        raise TaskError(
+            f"{where}: the arguments of its call of {function['name']} are {arguments!r:.80}, and templates take an "
+            'object: write {"NAME": VALUE}, or the JSON text of it'
+        )
+    around = {name: value for name, value in call.items() if name not in ("name", "arguments")}
+    own = {"name": function["name"]} if function is call else function
+    return {"type": "function", **around, "function": {**own, "arguments": arguments}}
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def without_answer(prompt: Any, where: str) -> tuple[Any, str]:
+    """Returns what a conversation has before its last answer, and the text of that answer; "" where it ends otherwise.
+    Raises TaskError, which begins with `where`, when it has nothing before."""
+    if not isinstance(prompt, list) or not prompt or not _is_table(prompt[-1]) or prompt[-1].get("role") != "assistant":
+        return prompt, ""
+    if len(prompt) == 1:
+        raise TaskError(f"{where}: the conversation has nothing before its last answer, so there is nothing to ask")
+    content = prompt[-1].get("content")
+    return prompt[:-1], content if isinstance(content, str) else ""
 
 
 def no_prompt(prompt: Any) -> str:
     """Returns why this is neither a text nor messages; "" where it is. A text must not be blank, nor must all messages
     be."""
-    if isinstance(prompt, str) and prompt.startswith("[{'role'"):
-        return f"this text has messages as Python shows them, which a model would read as they are: {prompt:.80}"
     if isinstance(prompt, str):
         return "" if _is_visible(prompt) else f"this is {prompt!r:.200}"
     if not isinstance(prompt, list) or not prompt:
@@ -55,8 +152,6 @@ def _no_message(message: Any, number: int) -> str:
     """Returns why this is no message; "" where it is."""
     if not isinstance(message, dict):
         return f"message {number} is {message!r:.80}"
-    if "role" not in message and "from" in message:
-        return f'message {number} has "from" and "value" instead: rename them, as in a function FILE.py:NAME'
     if not isinstance(role := message.get("role"), str) or not role.strip():
         return f"the role of message {number} is {role!r:.80}"
     known = OTHER_ROLES.get(role.strip().lower(), role.strip().lower())
@@ -113,10 +208,8 @@ def _text_of(part: Any, where: str) -> str:
 def tools_of(columns: Mapping[str, Any], is_text: bool, where: str) -> list[dict[str, Any]]:
     """Returns the tools of a row, which are a list or a JSON text of one. is_text: the prompt is no chat. Raises
     TaskError, which begins with `where`, for others."""
-    found = columns.get(TOOLS)
-    if isinstance(found, str) and found.strip():
-        with suppress(ValueError):  # It is refused below, as any other text.
-            found = json.loads(found)
+    given = columns.get(TOOLS)
+    found = written_or(given, lambda read: not isinstance(read, str))  # Another text is refused below.
     if not found:
         return []
     advice = f'; write task.columns = {{ {TOOLS} = "" }} if they are something else'
@@ -130,4 +223,10 @@ def tools_of(columns: Mapping[str, Any], is_text: bool, where: str) -> list[dict
             f"{where}: the row has {TOOLS}, which only a chat template shows, and its prompt is a text: write "
             f'task.text_prompts = "chat", or messages{advice}'
         )
-    return found
+    tools = without_null(found, MEANT if isinstance(given, str) else ())
+    return [{"type": "function", "function": each} if _is_bare(each) else each for each in tools]
+
+
+def _is_bare(tool: Mapping[str, Any]) -> bool:
+    """Returns whether a schema lacks the table {"type": "function", "function": ...} around it."""
+    return "name" in tool and "parameters" in tool and "function" not in tool

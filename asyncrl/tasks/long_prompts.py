@@ -11,6 +11,8 @@ from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Row
 
 CountTokens = Callable[[Messages, Sequence[dict[str, Any]]], int]
 """Counts the tokens of a prompt with these tools."""
+FindMark = Callable[[str], str]
+"""Returns the first special token that a text has as text; "" where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,13 @@ class FittingPrompts:
         return self.prompts.where(self.numbers[number])
 
 
-def fitting(prompts: PromptRows, count: CountTokens, limit: int, *, shorten: bool) -> PromptRows:
+def fitting(
+    prompts: PromptRows, count: CountTokens, limit: int, *, shorten: bool, mark: FindMark | None = None
+) -> PromptRows:
     """Returns the rows whose prompts have up to `limit` tokens; of others the prompt is shortened, or they are left
-    out. Raises TaskError when none is left, or a prompt cannot be shortened."""
+    out. Raises TaskError when none is left, or a prompt cannot be shortened without the loss of a mark of its chat."""
     if isinstance(prompts, MixedPrompts):
-        parts = tuple(fitting(part, count, limit, shorten=shorten) for part in prompts.parts)
+        parts = tuple(fitting(part, count, limit, shorten=shorten, mark=mark) for part in prompts.parts)
         return MixedPrompts(parts, prompts.weights)
     kept, shortened, long = list[int](), dict[int, Messages](), 0
     for number in range(len(prompts)):
@@ -51,7 +55,10 @@ def fitting(prompts: PromptRows, count: CountTokens, limit: int, *, shorten: boo
             long += 1
             if not shorten:
                 continue
-            shortened[number] = _shortened(prompt, partial(_fits, count, limit, tools), prompts.where(number))
+            where = prompts.where(number)
+            shortened[number] = _shortened(prompt, partial(_fits, count, limit, tools), where)
+            if isinstance(prompt, str) and mark is not None:
+                _refuse_lost_mark(mark(prompt[: len(prompt) - len(shortened[number])]), where)
         kept.append(number)
     if not kept:
         raise TaskError(
@@ -61,6 +68,15 @@ def fitting(prompts: PromptRows, count: CountTokens, limit: int, *, shorten: boo
     done = "their beginning is cut off" if shorten else "they are left out"
     note = f"{prompts.source}: {long} of {len(prompts)} prompts have more than {limit} tokens; {done}"
     return FittingPrompts(prompts, kept, shortened, (*prompts.notes, *([note] if long else [])))
+
+
+def _refuse_lost_mark(lost: str, where: str) -> None:
+    """Raises TaskError for a mark that a rendered text would lose: the model would see an answer to no turn."""
+    if lost:
+        raise TaskError(
+            f"{where}: the prompt is a text that a chat template has rendered, and without its beginning it would lose "
+            f'{lost}: write it as messages, or task.long_prompts = "skip"'
+        )
 
 
 def _fits(count: CountTokens, limit: int, tools: Sequence[dict[str, Any]], prompt: Messages) -> bool:

@@ -11,17 +11,27 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import TaskError
 from asyncrl.protocols.prompt_row import PromptRow
-from asyncrl.tasks.chat_messages import TOOLS, Messages, as_messages, no_prompt, parsed, plain_messages, tools_of
+from asyncrl.rewards.written_values import written_or
+from asyncrl.tasks.chat_messages import (
+    TOOLS,
+    Messages,
+    as_messages,
+    in_one_form,
+    no_prompt,
+    parsed,
+    plain_messages,
+    tools_of,
+    without_answer,
+)
 from asyncrl.tasks.reading.pictures import has_pictures
 from asyncrl.tasks.reading.plain_values import plain, valid_text
 from asyncrl.tasks.reading.row_files import located, place_of, unchecked
 
 COLUMNS = "task.columns"
 """Config key that names columns."""
-OTHER_NAMES = (
-    *("prompts", "question", "problem", "query", "instruction", "input", "messages"),
-    *("conversations", "conversation", "text"),
-)
+CONVERSATIONS = ("messages", "conversations", "conversation")
+"""Columns of other libraries with whole conversations, which end with the wanted answer."""
+OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", *CONVERSATIONS, "text")
 """Names that other libraries give to the column `prompt`."""
 
 
@@ -83,7 +93,19 @@ class Prompts:
         if not isinstance(raw, Mapping):
             raise TaskError(f'{where}: a row is a table such as {{"prompt": ...}}, this is {type(raw).__name__}')
         named = self._with_names(raw, where) if self.named else raw
-        return checked_row(named, where, self.system, self.chat, self.folder)
+        if "prompt" not in named:
+            raise TaskError(f"{where}: {self._no_prompt(named)}")
+        is_whole = self.named.get("prompt", "").rpartition(".")[2] in CONVERSATIONS
+        return checked_row(named, where, self.system, self.chat, self.folder, is_whole=is_whole)
+
+    def _no_prompt(self, row: Mapping[str, Any]) -> str:
+        """Returns what to do about a row without a prompt, which the first row may have."""
+        if "prompt" not in self.rows[0]:
+            return _no_prompt(list(row))
+        near = [name for name in map(str, row) if name.strip().lower() == "prompt"]
+        advice = f', and "{near[0]}" is another name: write "prompt"' if near else ""
+        found = ", ".join(map(str, row)) or "no columns"
+        return f'there is no column "prompt"; found are {found}; {place_of(self.rows, 0)} has it{advice}'
 
     def first(self, count: int) -> list[tuple[Messages, dict[str, Any]]]:
         """Returns up to `count` rows from the beginning."""
@@ -129,13 +151,25 @@ class MixedPrompts:
         return self.parts[part].where(place)
 
 
-def checked_row(raw: Mapping[str, Any], where: str, system: str = "", chat: bool = False, folder: Path = Path()) -> Row:
+def checked_row(
+    raw: Mapping[str, Any],
+    where: str,
+    system: str = "",
+    chat: bool = False,
+    folder: Path = Path(),
+    *,
+    is_whole: bool = False,
+) -> Row:
     """Returns a row in plain values; raises TaskError, which begins with `where`, if it has no prompt. chat: a prompt
-    that is text becomes a message of the user. folder: where paths of pictures begin."""
+    that is text becomes a message of the user. folder: where paths of pictures begin. is_whole: the prompt may be a
+    whole conversation, whose last answer is the column `answer` of a row that has none."""
     if "prompt" not in raw:
         raise TaskError(f"{where}: {_no_prompt(list(raw))}")
     columns = {valid_text(str(name), where): plain(each, f"{where}, column {name}") for name, each in raw.items()}
-    columns["prompt"] = parsed(columns["prompt"])
+    columns["prompt"] = in_one_form(parsed(columns["prompt"], where), where)
+    if is_whole:
+        columns["prompt"], answer = without_answer(columns["prompt"], where)
+        columns = ({"answer": answer} if answer else {}) | columns
     if mistake := no_prompt(columns["prompt"]):
         form = 'a prompt is text that is not empty, or a list of {"role": ..., "content": ...}, not all empty'
         raise TaskError(f"{where}: {form}; {mistake}")
@@ -176,6 +210,7 @@ def _column(raw: Mapping[str, Any], column: str, where: str) -> Any:
         return raw[column]
     found: Any = raw
     for name in column.split("."):
+        found = written_or(found, lambda read: isinstance(read, Mapping))  # Files without tables hold them as text.
         if not isinstance(found, Mapping) or name not in found:
             raise TaskError(f"{where}: there is no column {column}{suggestion(column, map(str, raw))}")
         found = found[name]
@@ -184,11 +219,10 @@ def _column(raw: Mapping[str, Any], column: str, where: str) -> Any:
 
 def _no_prompt(found: list[str]) -> str:
     near = difflib.get_close_matches("prompt", found, 1, 0.6) or [name for name in OTHER_NAMES if name in found]
-    closest = (
-        f'; the closest is "{near[0]}": write {COLUMNS} = {{ prompt = "{near[0]}" }}'
-        if near
-        else f"; name it by {COLUMNS}"
-    )
+    closest = f"; name it by {COLUMNS}"
+    if near:
+        whole = ", of which all before its last answer is asked" if near[0] in CONVERSATIONS else ""
+        closest = f'; the closest is "{near[0]}"{whole}: write {COLUMNS} = {{ prompt = "{near[0]}" }}'
     return (
         f'there is no column "prompt"; found are {", ".join(found) or "no columns"}{closest}'
         ", or write a function FILE.py:NAME that returns rows with a prompt"

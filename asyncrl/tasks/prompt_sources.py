@@ -16,10 +16,10 @@ from asyncrl.config.named_files import data_folder, data_suffix
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.tasks.chat_messages import Messages
+from asyncrl.tasks.chat_messages import Messages, in_one_form, parsed
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.human_eval import human_eval
-from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_row, has_column
+from asyncrl.tasks.prompt_rows import CONVERSATIONS, MixedPrompts, PromptRows, Prompts, checked_row, has_column
 from asyncrl.tasks.reading.hub_rows import STREAMING, hub_rows
 from asyncrl.tasks.reading.pictures import has_pictures
 from asyncrl.tasks.reading.plain_values import plain
@@ -30,6 +30,8 @@ NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
 """Default seeds of procedural sources. The run's seed is another one, which orders the rows."""
 
+ASKED = ("prompt", "completion")
+"""Columns of texts to learn that may hold messages."""
 HELD_OUT_SHARE = 8
 """Every eighth question of a reasoning-gym data set is held out."""
 
@@ -151,7 +153,8 @@ def pretraining_rows(task: TaskConfig) -> list[dict[str, Any]]:
 
 
 def _text_row(row: Mapping[str, Any], where: str, task: TaskConfig) -> dict[str, Any]:
-    match dict(row):
+    forms = {name: in_one_form(parsed(row[name], where), where) for name in (*CONVERSATIONS, *ASKED) if name in row}
+    match dict(row) | forms:
         case {"text": str(text)} if text:
             return {"text": text}
         case {"prompt": _, "completion": str(answer) | [{"role": "assistant", "content": str(answer)}]} if answer:

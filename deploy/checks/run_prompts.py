@@ -30,7 +30,8 @@ RAW = (
     '"chat" makes each a message of the user, "raw" removes this line'
 )
 PREFILL = (
-    "the prompts end with a message of the assistant, which the model continues: leave it out where it is the answer"
+    "the prompt ends with a message of the assistant, which the model continues: where that is the wanted answer, call "
+    'the column "messages" and write task.columns = { prompt = "messages" }, and all before it is asked'
 )
 LOOKED_AT = 1000
 """Rows whose kind of prompt is looked at before workers start; they look at others."""
@@ -91,8 +92,8 @@ def questions_of(
         say(NO_ROLES)
     if _is_raw_by_default(config, places) and isinstance(sets.training.row(0).prompt, str) and chat_template_of(model):
         say(RAW)
-    if ends_with_answer(sets.training.row(0).prompt):
-        say(PREFILL)
+    if begun := _first_begun(sets.by_key(config)):
+        say(f"{begun}: {PREFILL}")
     write_longest(longest, sets.by_key(config))
     sizes = {name: min(config.evaluate.set_named(name).size, len(prompts)) for name, prompts in sets.held_out.items()}
     held_out = {name: [sets.held_out[name].row(number) for number in range(size)] for name, size in sizes.items()}
@@ -120,6 +121,15 @@ def draw_of(config: Config, prompts: PromptRows, model: Path | None = None) -> D
     return draw
 
 
+def _first_begun(sets: Mapping[str, PromptRows]) -> str:
+    """Returns where the first prompt is that ends with the beginning of an answer; "" where there is none."""
+    for key, prompts in sets.items():
+        for number in range(min(len(prompts), LOOKED_AT)):
+            if ends_with_answer(prompts.row(number).prompt):
+                return f"{key}: {prompts.where(number)}"
+    return ""
+
+
 def _is_raw_by_default(config: Config, places: Mapping[str, str]) -> bool:
     """Returns whether nobody has said what becomes of prompts that are text, which no environment replaces. Models that
     are made on the spot have learnt such prompts."""
@@ -138,7 +148,7 @@ def _fitting(config: Config, sets: PromptSets, model: Path) -> PromptSets:
         return len(tokenizer.prompt_ids(prompt, tools))
 
     def fit(prompts: PromptRows) -> PromptRows:
-        return fitting(prompts, count, limit, shorten=shorten)
+        return fitting(prompts, count, limit, shorten=shorten, mark=tokenizer.special_in)
 
     return PromptSets(fit(sets.training), {name: fit(prompts) for name, prompts in sets.held_out.items()})
 

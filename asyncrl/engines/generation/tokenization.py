@@ -1,8 +1,10 @@
 """Tokenization of prompts (text, or messages with a chat template) and completions, stop strings and end ids."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +16,7 @@ from asyncrl.engines.pictures.processing import NO_PICTURES, PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
 from asyncrl.protocols.row_columns import Columns
+from asyncrl.protocols.thoughts import split_thoughts
 from asyncrl.tasks.reading.pictures import has_pictures, picture_files
 
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
@@ -22,6 +25,9 @@ INVALID = "\ufffd"  # stands for bytes that are no whole character
 EXCERPT = 60  # longest quote of a message in an error, in characters
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Around quoted text: Unicode assigns no character to these.
 QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
+WORD = re.compile(r"\S+")
+MARK = "mark7f3a"  # stands between the words of a message, in a rendering that is only searched for them
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that few templates know
 
 Message = dict[str, Any]
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
@@ -93,17 +99,48 @@ class TokenizerWithStops:
             return np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
         is_begun = prompt[-1]["role"] == ASSISTANT
         text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
-        _refuse_changed_parts(prompt, text)
+        self._refuse_changed_parts(prompt, tools, text)
         if not by_environment:
             _refuse_unseen_functions(prompt, tools, text)
-        return self.text_ids(self.render_chat(prompt, tools, INSIDE_ANSWER) if is_begun else text)
+        return self.text_ids(self._begun(prompt, tools) if is_begun else text)
+
+    def _begun(self, prompt: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        """Returns the prompt up to the end of the answer in its last message, with the white space there, which some
+        templates strip. Raises TaskError where the template changes the answer."""
+        text, content = self.render_chat(prompt, tools, INSIDE_ANSWER), prompt[-1]["content"]
+        answer = content if isinstance(content, str) else content[-1].get("text", "")
+        if not text.endswith(answer.rstrip()):
+            raise TaskError(
+                f"the model's chat template changes the answer that is begun in the last message, {_excerpt(answer)}: "
+                "write it as the template shows it, or the prompt as text"
+            )
+        return text if text.endswith(answer) else text + answer[len(answer.rstrip()) :]
+
+    def _refuse_changed_parts(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> None:
+        """Refuses a template that drops a part of a prompt, such as the thoughts of earlier answers. One that writes it
+        in another form, such as JSON, shows marks that are put between its words."""
+        for number, message in enumerate(messages):
+            for key in ("content", *THOUGHTS):
+                given = message.get(key)
+                for each in given if isinstance(given, list) else [given]:
+                    part = each.get("text") if isinstance(each, dict) else each
+                    if not isinstance(part, str) or part.strip() in text:
+                        continue
+                    marked = [*messages[:number], {**message, key: _marked(part)}, *messages[number + 1 :]]
+                    if not _shows_all(part, self.render_chat(marked, tools, WHOLE)):
+                        raise TaskError(_changed(f"{number + 1} ({message['role']})", key, part))
 
     def quoted_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
         """Returns the token ids of messages by the chat template; what reads like a special token in them is text.
         Raises TaskError as `prompt_ids` does."""
         text = self.render_chat(self.quoted(messages), tools)
-        _refuse_changed_parts(self.quoted(messages), text)
+        self._refuse_changed_parts(self.quoted(messages), tools, text)
         return self.rendered_ids(text)
+
+    def special_in(self, text: str) -> str:
+        """Returns the first special token that a text has as text; "" where it has none."""
+        found = self._special_text.search(text)
+        return found[0] if found else ""
 
     def text_ids(self, text: str) -> NDArray[np.int32]:
         """Returns the token ids of a text alone, without special tokens."""
@@ -148,6 +185,8 @@ class TokenizerWithStops:
         try:
             return str(self._tokenizer.apply_chat_template(list(messages), **settings))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            if (with_texts := [*map(_with_text_arguments, messages)]) != list(messages):  # Some templates join texts.
+                return self.render_chat(with_texts, tools, end)
             raise TaskError(
                 f"the model's chat template fails on this prompt: {type(error).__name__}: {error}; write messages that "
                 "it takes, or the prompt as text"
@@ -207,16 +246,50 @@ def _refuse_unseen_functions(messages: Sequence[Message], tools: Sequence[dict[s
             )
 
 
-def _refuse_changed_parts(messages: Sequence[Message], text: str) -> None:
-    """Refuses a template that drops a part of a prompt, such as the thoughts of earlier answers."""
-    for number, message in enumerate(messages, 1):
-        content = message["content"]
-        for each in content if isinstance(content, list) else [content]:
-            part = each.get("text") if isinstance(each, dict) else each
-            if isinstance(part, str) and part.strip() not in text:
-                excerpt = repr(part if len(part) <= EXCERPT else part[:EXCERPT] + "...")
-                raise TaskError(
-                    f"the model's chat template leaves out or changes a part of message {number} ({message['role']}), "
-                    f"{excerpt}: the model would see another history than the row has; write the message as the "
-                    "template shows it (without <think> parts where it drops them), or the prompt as text"
-                )
+def _with_text_arguments(value: Any) -> Any:
+    """Returns a message whose calls have their arguments as JSON text."""
+    if isinstance(value, list):
+        return [_with_text_arguments(each) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    changed = {"tool_calls": _with_text_arguments, "function": _with_text_arguments, "arguments": _json_of}
+    return {key: changed[key](each) if key in changed else each for key, each in value.items()}
+
+
+def _json_of(value: Any) -> Any:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _marked(part: str) -> str:
+    """Returns a text with a numbered mark behind each of its words."""
+    numbers = count()
+    return WORD.sub(lambda word: f"{word[0]} {MARK}{next(numbers)}z ", part)
+
+
+def _shows_all(part: str, text: str) -> bool:
+    """Returns whether a rendered text has all marks of a part, and before each the letters and digits of its word."""
+    at = 0
+    for number, word in enumerate(WORD.findall(part)):
+        end = text.find(f"{MARK}{number}z", at)
+        before = iter(text[at : max(end, at)])
+        if end < 0 or not all(letter in before for letter in word if letter.isascii() and letter.isalnum()):
+            return False
+        at = end
+    return True
+
+
+def _excerpt(part: str) -> str:
+    return repr(part if len(part) <= EXCERPT else part[:EXCERPT] + "...")
+
+
+def _changed(number: str, key: str, part: str) -> str:
+    own = "" if key == "content" else f", its {key}"
+    advice = "write the message as the template shows it"
+    if own:
+        advice = f"remove {key} from the row, or take a model whose template shows it"
+    elif split_thoughts(part)[0]:
+        advice += " (without <think> parts where it drops them)"
+    return (
+        f"the model's chat template leaves out or changes a part of message {number}{own}, {_excerpt(part)}: the "
+        f"model would see another history than the row has; {advice}, or the prompt as text"
+    )

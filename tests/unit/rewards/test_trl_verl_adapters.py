@@ -1,5 +1,7 @@
 import asyncio
+import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -174,3 +176,16 @@ def test_verl_gets_its_four_arguments_and_score_counts() -> None:
 def test_verl_needs_its_columns() -> None:
     with pytest.raises(RewardError, match=r"need the columns data_source and reward_model; found are \['prompt'\]"):
         from_verl(compute_score)(sample("72"))
+
+
+@pytest.mark.parametrize("written", [json.dumps, repr, lambda row: json.dumps(json.dumps(row))])
+def test_verl_gets_tables_that_a_file_without_tables_holds_as_text(written: Callable[[Any], str]) -> None:
+    row = {**VERL_ROW, "reward_model": written(VERL_ROW["reward_model"]), "extra_info": written({"index": 3})}
+    assert from_verl(compute_score)(sample("72", **row)) == 1.0
+    assert from_verl(lambda **given: given["extra_info"]["index"])(sample("72", **row)) == 3
+
+
+@pytest.mark.parametrize("model", ["rule", '{"ground_truth": ', None, "[1]"])
+def test_verl_is_told_that_its_table_is_none(model: Any) -> None:
+    with pytest.raises(RewardError, match="the row's reward_model is no table with ground_truth, nor the text of one"):
+        from_verl(compute_score)(sample("72", **{**VERL_ROW, "reward_model": model}))

@@ -59,3 +59,15 @@ def test_each_source_of_a_mixture_keeps_its_weight() -> None:
     draw = Draw(mixed, 0, shuffle=False)
     assert sorted(str(draw(group).prompt)[0] for group in range(6)) == ["a", "c", "e", "e", "f", "f"]
     assert [note.partition(":")[0] for note in mixed.notes] == ["p"]
+
+
+@pytest.mark.parametrize("text", ["<user>0123456789", "abc<user>defghijk", "<user>ab<end><user>cdefgh"])
+def test_a_rendered_text_that_would_lose_a_mark_is_refused(text: str) -> None:
+    def mark(lost: str) -> str:
+        return "<user>" if "<user>" in lost else ""
+
+    with pytest.raises(
+        TaskError, match=r"p, row 1: the prompt is a text that a chat template .* would lose <user>: write"
+    ):
+        fitting(prompts(text), count, 7, shorten=True, mark=mark)
+    assert fitting(prompts("0123456<user>"), count, 8, shorten=True, mark=mark).row(0).prompt == "56<user>"

@@ -65,3 +65,14 @@ def test_a_generator_without_an_end_is_read_up_to_the_size(tmp_path: Path) -> No
     target = tmp_path / "out"
     write_texts(target, TaskConfig(prompts="none", pretrain=f"{source}:texts", size=12))
     assert len(target.read_text().splitlines()) == 12
+
+
+def test_messages_that_are_texts_are_no_texts_to_learn(tmp_path: Path) -> None:
+    asked, said = [{"role": "user", "content": "a?"}], [{"role": "assistant", "content": "b"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": json.dumps(asked), "completion": json.dumps(said, indent=1)},
+        {"prompt": repr(asked), "completion": repr(said)},
+        {"messages": json.dumps([*asked, *said])},
+        {"messages": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+    ]
+    assert written(tmp_path, *rows) == [{"prompt": asked, "answer": "b"}] * 4

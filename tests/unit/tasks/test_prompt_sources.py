@@ -1,6 +1,6 @@
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +341,11 @@ def test_a_mistake_in_held_out_prompts_names_their_key(source: str, tmp_path: Pa
     with pytest.raises(TaskError, match=r"^evaluate\.prompts: ") as mistake:
         held_out_prompts(config)
     assert "task.prompts" not in str(mistake.value)
+
+
+@pytest.mark.parametrize("written", [json.dumps, repr])
+def test_a_nested_column_may_be_in_a_table_that_is_text(written: Callable[[Any], str]) -> None:
+    rows = [{"prompt": "a", "reward_model": written({"style": "rule", "ground_truth": "72"})}]
+    assert load_prompts(rows, columns={"answer": "reward_model.ground_truth"}).row(0).columns["answer"] == "72"
+    with pytest.raises(TaskError, match=r"there is no column reward_model\.truth"):
+        load_prompts(rows, columns={"answer": "reward_model.truth"})

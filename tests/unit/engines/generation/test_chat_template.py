@@ -150,3 +150,93 @@ def test_tools_and_further_arguments_reach_the_template(tokenizer: PreTrainedTok
     for arguments, word in (({}, "answers"), ({"enable_thinking": True}, "thinks")):
         ids = TokenizerWithStops(tokenizer, (), arguments).prompt_ids([ASKS], [{"name": "add"}])
         assert tokenizer.decode(ids).startswith(f"add {word} ")
+
+
+CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rome"}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+# Llama 3.1 to 3.3 write results of tools as JSON.
+RESULTS_AS_JSON = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ m.content | tojson }}"
+    "{% elif m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}<|im_end|>"
+    "{% endfor %}"
+)
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> str:
+    return str(tokenizer.decode(TokenizerWithStops(tokenizer, ()).prompt_ids(messages)))
+
+
+@pytest.mark.parametrize(
+    "encoded", ["m.content | tojson", "m.content | e", "m.content | urlencode", "m.content | replace('\n', '\n> ')"]
+)
+@pytest.mark.parametrize(
+    "result", ['{"t": 3}', "3 C\nwindy", 'a "quote" \\ and a tab\t.', "é <b>", "[1, 2]", "C:\\temp\nnew", "{'t': 3}"]
+)
+def test_a_template_may_write_results_of_tools_in_another_form(
+    result: str, encoded: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = RESULTS_AS_JSON.replace("m.content | tojson", encoded)
+    assert "get" in shown(tokenizer, [ASKS, CALLS, {"role": "tool", "content": result}])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "m.content[:8] | tojson",
+        "m.content | upper | tojson",
+        "m.content | replace('windy', '') | tojson",
+        "m.content.split('\n')[0] | tojson",
+        "m.content | length",
+        "m.content | reverse | list | tojson",
+    ],
+)
+def test_a_template_that_leaves_out_a_part_of_such_a_result_is_refused(
+    changed: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = RESULTS_AS_JSON.replace("m.content | tojson", changed)
+    with pytest.raises(TaskError, match=r"leaves out or changes a part of message 3 \(tool\)") as refused:
+        shown(tokenizer, [ASKS, CALLS, {"role": "tool", "content": '3 "C"\nand windy'}])
+    assert "<think>" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_under_a_key_that_the_template_does_not_know_are_refused(
+    key: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    messages = [ASKS, {**ANSWERS, key: "they greet me"}, ASKS]
+    tokenizer.chat_template = CHATML
+    with pytest.raises(
+        TaskError, match=rf"changes a part of message 2 \(assistant\), its {key}, 'they greet me'.*remove {key} from"
+    ):
+        shown(tokenizer, messages)
+    thoughts = f"{{% if m.{key} %}}<think>{{{{ m.{key} }}}}</think>{{% endif %}}"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}")
+    assert "<think>they greet me</think>hello" in shown(tokenizer, messages)
+
+
+@pytest.mark.parametrize("begun", ["It is ", "It is\n", " It is", "\tIt is \n", "It is"])
+def test_white_space_of_an_answer_that_goes_on_is_kept_or_refused(
+    begun: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = TEMPLATES["llama"]
+    messages = [ASKS, {"role": "assistant", "content": begun}]
+    if begun[0].isspace():
+        with pytest.raises(TaskError, match="changes the answer that is begun in the last message"):
+            shown(tokenizer, messages)
+    else:
+        assert shown(tokenizer, messages).endswith(f"assistant<|end_header_id|>\n\n{begun}")
+
+
+@pytest.mark.parametrize(
+    ("written", "call"),
+    [
+        ("{{ m.content }}{{ f.name }}{{ f.arguments | tojson }}", 'get{"city": "Rome"}'),
+        ("{{ m.content }}{{ f.name + f.arguments }}", 'get{"city": "Rome"}'),
+    ],
+)
+def test_calls_are_written_as_the_template_takes_them(
+    written: str, call: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    with_calls = f"{{% if m.tool_calls %}}{{% set f = m.tool_calls[0].function %}}{written}{{% else %}}"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", with_calls + "{{ m.content }}{% endif %}")
+    assert f"assistant\n{call}<|im_end|>" in shown(tokenizer, [ASKS, CALLS, {"role": "tool", "content": "3 C"}])
