@@ -7,6 +7,7 @@ from pathlib import Path
 
 from asyncrl.algorithms.algorithm_by_name import algorithm_problems
 from asyncrl.config.install_hints import missing_packages
+from asyncrl.config.named_files import is_of_gymnasium
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.feedback_config import FeedbackConfig
@@ -96,7 +97,7 @@ def _acting_problems(config: Config) -> Iterator[Problem]:
     """Yields the problems of a policy that acts: it has no model, prompts or rewards of its own."""
     yield from sink_problems(config.telemetry.sinks)
     yield from scrape_problems(config.telemetry)
-    if ":" in config.acting.env and "-v" not in config.acting.env:
+    if not is_of_gymnasium(config.acting.env):
         problem = source_problem(config.acting.env, "acting.env")
         yield from [problem] if problem is not None else []
     yield from containment_problems(config, ())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
+from asyncrl.config.named_files import is_of_gymnasium
 from asyncrl.config.problems import Problem
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
     elif kind == "agent":
         for module in ("starlette", "uvicorn"):
             yield ("environment.use", config.environment.use, module, install_extra("serve"))
-    if config.acting.env and ("-v" in config.acting.env or ":" not in config.acting.env):
+    if config.acting.env and is_of_gymnasium(config.acting.env):
         yield ("acting.env", config.acting.env, "gymnasium", install_extra("acting"))
     if config.training.engine == "deepspeed":
         yield ("training.engine", "deepspeed", "deepspeed", install_extra("deepspeed"))

@@ -4,7 +4,7 @@ import os
 import re
 import site
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,15 @@ FOLDERS = ("model.name", "reward.model", "cost.model", "critic.model", "cost_cri
 """Keys whose value may be a folder, or the name of a model elsewhere."""
 WARMED = "warmed:"
 """Beginning of a model that is made from demonstrations, which may be FILE.py:NAME."""
+ENVIRONMENTS = ("agent", "gymnasium", "mcp", "openenv", "textarena", "verifiers")
+"""Beginnings of environments that are a command, an address or a name, in which no word is a path of the config."""
+SCHEMES = {
+    "environment.use": ENVIRONMENTS,
+    **dict.fromkeys(ROWS, OF_PACKAGES),
+    **dict.fromkeys(FOLDERS, ("pypi", "warmed")),
+}
+"""By key, the words before the first colon that say what a value is, whatever it ends in and whichever folder has its
+name."""
 WEIGHTS = "weights.folder"
 """A key whose value is always a folder."""
 PACKAGE = Path(__file__).parents[1]
@@ -37,48 +46,71 @@ PACKAGE = Path(__file__).parents[1]
 _CODE = re.compile(r"((?:trl:|verl:)?)(.+\.py)(:\w+)", re.DOTALL)
 
 
+def has_scheme(key: str, value: str) -> bool:
+    """Returns whether the beginning of a key's value says that it names no file: `agent:COMMAND`, `hub:NAME`, an
+    address. It is asked before anything else about the value."""
+    return "://" in value or (":" in value and value.partition(":")[0] in SCHEMES.get(key, ()))
+
+
+def is_of_gymnasium(env: str) -> bool:
+    """Says whether Gymnasium makes an environment, and not a function of the user."""
+    source, _, name = env.rpartition(":")
+    return not source or "-v" in name
+
+
 def anchored(key: str, value: Any, folder: Path) -> Any:
-    """Returns the value of a key with relative paths in it made absolute, as seen from `folder`."""
+    """Returns the value of a key with relative paths in it made absolute, as seen from `folder`. Commands stay."""
+    return _with_paths(key, value, folder, lambda path: _absolute(path, folder))
+
+
+def without_paths(key: str, value: Any) -> Any:
+    """Returns the value of a key without the paths of its files: what is left of FILE.py:NAME is :NAME."""
+    return _with_paths(key, value, Path(), lambda path: "")
+
+
+def _with_paths(key: str, value: Any, folder: Path, change: Callable[[str], str]) -> Any:
+    """Returns the value of a key with its paths changed. folder: where relative ones begin."""
     if key == "children.writable" and isinstance(value, list | tuple):
-        return [_absolute(each, folder) if isinstance(each, str) else each for each in value]
+        return [change(each) if isinstance(each, str) else each for each in value]
     if key in (*FUNCTIONS, ROWS[0]) and isinstance(value, list | tuple):
-        return [_anchored_function(each, folder) for each in value]
+        return [_with_path_of_use(key, each, folder, change) for each in value]
     if key == OPTIONS and isinstance(value, Mapping) and isinstance(tools := value.get("functions"), list):
-        return {**value, "functions": [_anchored_function(each, folder) for each in tools]}
+        return {**value, "functions": [_with_path_of_use(key, each, folder, change) for each in tools]}
     if key == SETS and isinstance(value, Mapping):
-        return {name: _anchored_set(each, folder) for name, each in value.items()}
+        return {name: _set_with_paths(each, folder, change) for name, each in value.items()}
     if not isinstance(value, str):
         return value
     if key == WEIGHTS:
-        return value and _absolute(value, folder)
+        return value and change(value)
     if key in FOLDERS and value.startswith(WARMED):
-        return f"{WARMED}{_anchored_source(value.removeprefix(WARMED), folder)}"
-    if key in FOLDERS:
+        return f"{WARMED}{_source_with_path(key, value.removeprefix(WARMED), folder, change)}"
+    if key in FOLDERS and not has_scheme(key, value):
         is_path = value.startswith((".", "/", "~")) or (value != "" and (folder / value).is_dir())
-        return _absolute(value, folder) if is_path else value
-    return _anchored_source(value, folder) if key in (*ROWS, *CODE) else value
+        return change(value) if is_path else value
+    return _source_with_path(key, value, folder, change) if key in (*ROWS, *CODE) else value
 
 
-def _anchored_set(value: Any, folder: Path) -> Any:
+def _set_with_paths(value: Any, folder: Path, change: Callable[[str], str]) -> Any:
     if not isinstance(value, Mapping):
         return value
-    parts = {"task.prompts": "prompts", "reward.functions": "functions"}
-    return {**value, **{part: anchored(key, value[part], folder) for key, part in parts.items() if part in value}}
+    parts = {"prompts": "task.prompts", "functions": "reward.functions"}
+    return {part: _with_paths(parts.get(part, ""), each, folder, change) for part, each in value.items()}
 
 
-def _anchored_function(value: Any, folder: Path) -> Any:
+def _with_path_of_use(key: str, value: Any, folder: Path, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping) and isinstance(value.get("use"), str):
-        return {**value, "use": _anchored_source(value["use"], folder)}
-    return _anchored_source(value, folder) if isinstance(value, str) else value
+        return {**value, "use": _source_with_path(key, value["use"], folder, change)}
+    return _source_with_path(key, value, folder, change) if isinstance(value, str) else value
 
 
-def _anchored_source(value: str, folder: Path) -> str:
-    """Anchors a file with rows, or FILE.py:NAME; other sources stay as they are."""
-    if "://" in value:
-        return value  # An address, which is refused where rows are read.
+def _source_with_path(key: str, value: str, folder: Path, change: Callable[[str], str]) -> str:
+    """Changes the path of FILE.py:NAME and, of a key of rows, of a file or folder of them; other sources stay."""
+    if has_scheme(key, value):
+        return value
     if match := _CODE.fullmatch(value):
-        return f"{match[1]}{_absolute(match[2], folder)}{match[3]}"
-    return _absolute(value, folder) if data_suffix(value) or data_folder(value, folder) else value
+        return f"{match[1]}{change(match[2])}{match[3]}"
+    is_rows = key in ROWS and (data_suffix(value) or data_folder(value, folder))
+    return change(value) if is_rows else value
 
 
 def data_suffix(name: str) -> str:
@@ -94,6 +126,8 @@ def data_suffix(name: str) -> str:
 def data_folder(source: str, base: Path | None = None) -> tuple[Path, str] | None:
     """Returns folder and split of a source FOLDER or FOLDER#SPLIT, if there is such a folder. base: where a relative
     path begins."""
+    if has_scheme(ROWS[0], source):
+        return None
     name, _, split = source.partition("#")
     folder = (base or Path()) / Path(name).expanduser()
     return (folder, split) if name and folder.is_dir() else None
@@ -101,11 +135,6 @@ def data_folder(source: str, base: Path | None = None) -> tuple[Path, str] | Non
 
 def _absolute(path: str, folder: Path) -> str:
     return os.path.abspath(folder / Path(path).expanduser())
-
-
-def without_path(source: str) -> str:
-    """Returns a source of prompts or code without the path of its file: what is left of FILE.py:NAME is :NAME."""
-    return "" if data_suffix(source) else _CODE.sub(r"\1\3", source)
 
 
 def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
@@ -123,17 +152,19 @@ def source_files(config: "Config") -> Iterator[tuple[str, Path]]:
 
 
 def _named_sources(config: "Config") -> list[tuple[str, str]]:
-    """Returns key and source of all prompts and code, without the name of the library that code was written for."""
-    named = [(ROWS[0], each.use) for each in config.task.sources]
-    named += [
-        (key, getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])) for key in (*ROWS[1:], *CODE)
-    ]
-    named += [(key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
+    """Returns key and source of all prompts and code that files have, without the name of the library that code was
+    written for."""
+    named = [(ROWS[0], ROWS[0], each.use) for each in config.task.sources]
+    for key in (*ROWS[1:], *CODE):
+        section, _, name = key.partition(".")
+        named.append((key, key, getattr(getattr(config, section), name)))
+    named += [(key, key, each.use) for key in FUNCTIONS for each in getattr(config, key.partition(".")[0]).functions]
     for each in config.evaluate.sets.values():
-        named += [(SETS, source) for source in (each.prompts, *(function.use for function in each.functions))]
+        named += [(SETS, ROWS[0], each.prompts), *((SETS, FUNCTIONS[0], function.use) for function in each.functions)]
     tools = config.environment.options.get("functions")
-    named += [(OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else []
-    return [(key, value.removeprefix("trl:").removeprefix("verl:")) for key, value in named]
+    named += [(OPTIONS, OPTIONS, each) for each in tools if isinstance(each, str)] if isinstance(tools, list) else []
+    of_files = ((key, value) for key, like, value in named if not has_scheme(like, value))
+    return [(key, value.removeprefix("trl:").removeprefix("verl:")) for key, value in of_files]
 
 
 def is_read_by(key: str, service: str) -> bool:
@@ -176,6 +207,6 @@ def _file_of(source: str) -> Path | None:
     if data_suffix(source):
         return Path(source)
     module, colon, _ = source.rpartition(":")
-    if not colon or (module.startswith(OF_PACKAGES) and not module.endswith(".py")):
+    if not colon:
         return None
     return Path(module) if module.endswith(".py") else file_of_module(module)

@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.named_files import without_path
+from asyncrl.config.named_files import without_paths
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import Section
 from asyncrl.config.service_placement import COMPUTING
@@ -107,17 +107,17 @@ def check_resume(
 
 def _differ_in_paths(change: Change) -> bool:
     """Returns whether nothing but paths of files makes two values differ."""
-    return bool(_without_paths(change.old) == _without_paths(change.new))
+    old, new = (without_paths(change.key, _plain(value)) for value in (change.old, change.new))
+    return bool(old == new)
 
 
-def _without_paths(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Returns a value with sections as mappings, as a file has them."""
     match value:
-        case str():
-            return without_path(value)
         case Section():
-            return _without_paths(dict(value))
+            return _plain(dict(value))
         case Mapping():
-            return {name: _without_paths(each) for name, each in value.items()}
+            return {name: _plain(each) for name, each in value.items()}
         case list() | tuple():
-            return [_without_paths(each) for each in value]
+            return [*map(_plain, value)]
     return value

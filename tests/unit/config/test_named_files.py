@@ -1,15 +1,25 @@
 """Relative paths begin in the folder of their file, or in the current one; files of a run are found."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config import user_code
-from asyncrl.config.named_files import DATA_SUFFIXES, anchored, source_files
+from asyncrl.config.named_files import (
+    DATA_SUFFIXES,
+    ENVIRONMENTS,
+    anchored,
+    code_folders,
+    data_folder,
+    is_of_gymnasium,
+    source_files,
+)
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
+from asyncrl.environments.loading import ADAPTERS
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.reading.row_files import READERS
 
@@ -58,6 +68,76 @@ def test_paths_of_a_file_begin_in_its_folder_and_flags_in_the_current_one(
 def test_what_is_no_path_stays(value: str, tmp_path: Path) -> None:
     assert anchored("model.name", value, tmp_path) == anchored("task.prompts", value, tmp_path) == value
     assert anchored("task.system", "see data.csv", tmp_path) == "see data.csv"
+
+
+COMMANDS = [
+    "agent:python my_agent.py rows.jsonl",
+    "agent:./run.sh a.jsonl",
+    "agent:x",
+    "agent:python -m mine tools.py:main",
+    "agent:C:\\tools\\agent.exe C:\\rows.csv",
+    "mcp:my-server --config tools.json",
+    "mcp:npx server --rows data.csv",
+    "gymnasium:mine/table.parquet",
+    "textarena:Game-v0.json",
+    "openenv:http://localhost:8000/env.json",
+    "verifiers:name?x=y.json",
+    "tools",
+    "rows.json",
+]
+
+
+@pytest.mark.parametrize("use", COMMANDS)
+def test_an_environment_is_told_by_its_beginning_and_never_by_its_end(use: str, tmp_path: Path) -> None:
+    """Also where a folder has its name."""
+    (tmp_path / "agent:x").mkdir()
+    assert anchored("environment.use", use, tmp_path) == use
+    file, flags = tmp_path / "e.toml", ("--environment.use", use, "--model.name", "m", "--task.prompts", "p")
+    file.write_text(f"environment.use = {json.dumps(use)}\nmodel.name = 'm'\ntask.prompts = 'p'\n")
+    for config in (load(file, (), {}).config, load(None, flags, {}).config):
+        assert config.environment.use == use
+        assert use == "rows.json" or "environment.use" not in dict(source_files(config))
+
+
+def test_beginnings_of_environments_are_those_of_the_adapters() -> None:
+    assert set(ENVIRONMENTS) == set(ADAPTERS)
+
+
+def test_files_and_folders_whose_names_look_like_a_beginning_are_found(tmp_path: Path) -> None:
+    """A name with a colon is a file or a folder where no source of prompts begins so."""
+    for name in ("agent:x", "C:\\rows", "hub:x", "pypi:x"):
+        (tmp_path / name).mkdir()
+    own = {"agent:x": True, "C:\\rows": True, "C:\\rows.jsonl": True, "agent:rows.csv": True}
+    kept = {"hub:x": False, "hub:x.json": False, "python:rows": False, "s3://bucket/rows.jsonl": False}
+    for value, is_path in (own | kept).items():
+        assert anchored("task.prompts", value, tmp_path) == (f"{tmp_path}/{value}" if is_path else value)
+        assert anchored("evaluate.sets", {"a": {"prompts": value}}, tmp_path) == {
+            "a": {"prompts": f"{tmp_path}/{value}" if is_path else value}
+        }
+    assert anchored("model.name", "pypi:x", tmp_path) == "pypi:x"
+    assert anchored("environment.use", "./agent:x/env.py:E", tmp_path) == f"{tmp_path}/agent:x/env.py:E"
+    assert anchored("reward.functions", ["judge.json", "agent:x"], tmp_path) == ["judge.json", "agent:x"]
+    assert data_folder("hub:x", tmp_path) is None
+    assert data_folder("agent:x", tmp_path) == (tmp_path / "agent:x", "")
+
+
+def test_code_of_a_module_whose_name_begins_like_a_source_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("hubble_rewards", "python_rewards"):
+        (tmp_path / f"{name}.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        assert read_with(f"{name}:score") == [str(tmp_path / f"{name}.py")] * 2
+        values = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": [f"{name}:score"]}}
+        assert code_folders(Config.model_validate(values), "reward") == {tmp_path: False}
+
+
+@pytest.mark.parametrize(
+    ("env", "is_of_it"),
+    [("CartPole-v1", True), ("mine:Env-v0", True), ("my-values.py:ENV", False), ("a-v1/env.py:ENV", False)],
+)
+def test_an_environment_to_act_in_is_told_by_its_name_and_not_by_its_path(env: str, is_of_it: bool) -> None:
+    assert is_of_gymnasium(env) == is_of_it
 
 
 def test_a_model_is_a_path_where_its_folder_is(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.children.pipe_messages import BatchedPipe, open_pipes, received
 from asyncrl.children.user_errors import greeting
+from asyncrl.config.named_files import is_of_gymnasium
 from asyncrl.config.user_code import resolve
 from asyncrl.engines.acting.stepping.answers import TERMINATED, TRUNCATED
 from asyncrl.engines.acting.stepping.one_environment import MAKE, OneEnvironment, Stepped
@@ -42,12 +43,6 @@ def maker(env: str, options: dict[str, Any]) -> Callable[[], Any]:
             raise ConfigError(f"{MAKE}: gymnasium cannot make {env}: {error}") from None
 
     return make
-
-
-def is_of_gymnasium(env: str) -> bool:
-    """Says whether Gymnasium makes an environment, and not a function of the user."""
-    source, _, name = env.rpartition(":")
-    return not source or "-v" in name
 
 
 @dataclass(eq=False, slots=True)

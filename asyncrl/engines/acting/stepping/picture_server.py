@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from asyncrl.children.pipe_messages import BatchedPipe, open_pipes, received
 from asyncrl.children.user_errors import greeting
-from asyncrl.engines.acting.stepping.environment_server import EXTRA, is_of_gymnasium, maker
+from asyncrl.config.named_files import is_of_gymnasium
+from asyncrl.engines.acting.stepping.environment_server import EXTRA, maker
 from asyncrl.engines.acting.stepping.one_environment import MAKE, OneEnvironment
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.environments.adapters.packages import package

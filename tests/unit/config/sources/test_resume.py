@@ -69,20 +69,22 @@ def test_a_refused_resume_shows_the_diff_and_the_ways_out(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"reward": {"functions": [{"use": "/new/mine.py:f"}]}}, ""),
-        ({"reward": {"functions": [{"use": "/new/mine.py:g"}]}}, "/new/mine.py:g"),
+        ({"reward": {"functions": [{"use": "/new/mine.py:f", "options": {"words": "a.json"}}]}}, ""),
+        ({"reward": {"functions": [{"use": "/new/mine.py:g", "options": {"words": "a.json"}}]}}, "/new/mine.py:g"),
         ({"reward": {"functions": [{"use": "/new/mine.py:f", "by_token": True}]}}, "by_token = true"),
         ({"task": {"prompts": "/new/rows.jsonl"}}, ""),
         ({"task": {"prompts": "/new/mine.py:rows"}}, "/new/mine.py:rows"),
-        ({"environment": {"use": "e:E", "options": {"functions": ["/new/tools.py:f"]}}}, ""),
+        ({"environment": {"use": "e:E", "options": {"functions": ["/new/tools.py:f"], "data": "a.csv"}}}, ""),
         ({"environment": {"use": "e:E", "options": {"functions": ["/new/tools.py:f"], "most": 2}}}, "most = 2"),
+        ({"environment": {"use": "e:E", "options": {"functions": ["/new/tools.py:f"], "data": "b.csv"}}}, "b.csv"),
+        ({"reward": {"functions": [{"use": "/new/mine.py:f", "options": {"words": "b.json"}}]}}, "b.json"),
     ],
 )
 def test_a_file_may_move_but_nothing_else_changes_with_it(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
     before = {
         "task": {"prompts": "/old/rows.jsonl"},
-        "reward": {"functions": [{"use": "/old/mine.py:f"}]},
-        "environment": {"use": "e:E", "options": {"functions": ["/old/tools.py:f"]}},
+        "reward": {"functions": [{"use": "/old/mine.py:f", "options": {"words": "a.json"}}]},
+        "environment": {"use": "e:E", "options": {"functions": ["/old/tools.py:f"], "data": "a.csv"}},
     }
     (tmp_path / "config.toml").write_text(dump(config(**before)))
     same = {"task.prompts", "reward.functions", "environment.options"}
