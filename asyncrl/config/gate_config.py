@@ -15,8 +15,8 @@ class GateConfig:
     """Sizes and policy of the gate. groups: B, prompts of one training batch. members: G, samples of one prompt. limit:
     eta, in versions. slots: sequences that all replicas together decode at one time. cut_at: members that must be
     scored before a part of a group may train; None: only whole groups train. baseline: fewest rewards of a group from
-    which advantages can be computed. need_signal: groups whose rewards are all equal are not trained. greedy: each
-    group waits for the reward of a greedy answer beside its members. admission: "full" draws as far ahead of the
+    which advantages can be computed. need_signal: groups whose rewards are all equal are not trained. turn_discount: of
+    advantages by turn, where rewards from a turn on are compared; None: those of whole samples. greedy: each group waits for the reward of a greedy answer beside its members. admission: "full" draws as far ahead of the
     trainer as the limit allows, "adaptive" as far as keeps the trainer busy, "lockstep" one batch at the begin of a
     step."""
 
@@ -30,6 +30,7 @@ class GateConfig:
     need_signal: bool = False
     greedy: bool = False
     admission: Literal["adaptive", "full", "lockstep"] = "full"
+    turn_discount: float | None = None
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -46,6 +47,7 @@ class GateConfig:
             cut_at=None if cut_at == "never" else cut_at or min(members, max(2, members // 2)),
             baseline=1 if config.algorithm.advantage in ("batch", "gae", "greedy") else 2,
             need_signal=config.algorithm.dynamic_sampling,
+            turn_discount=config.algorithm.turn_discount,
             greedy=config.algorithm.advantage == "greedy",
             admission=config.staleness.admission,
         )

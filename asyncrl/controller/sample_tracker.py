@@ -126,7 +126,7 @@ class SampleTracker:
         sample = state.samples[row.member]
         known = (sample.attempt, sample.first, sample.last, sample.tokens, sample.reward)
         if known == (row.attempt, row.first, row.last, row.tokens, row.reward):
-            sample.turn_rewards = row.turn_rewards
+            self.gate.parts_restored(row.group, row.member, row.turn_rewards)
             self._keep(state, self._compact(row))
 
     def turns_restored(self, row: RowRef) -> None:
@@ -215,7 +215,8 @@ class SampleTracker:
         """Takes the score of a sample, which is dropped without a reward. A score of an old attempt is refused."""
         reward = score.reward
         state = None if self.gate.finished(row.group) else self.gate.group(row.group)
-        if not self.gate.scored(row.group, row.member, row.attempt, reward) or state is None:
+        parts = score.by_turn(row.turns)
+        if not self.gate.scored(row.group, row.member, row.attempt, reward, parts) or state is None:
             if score.place is not None:
                 self.release([row.name])
             return
@@ -224,8 +225,7 @@ class SampleTracker:
         sample = state.samples[row.member]
         known = sample.row
         kept = known if known is not None and known.places == row.places else self._compact(row)
-        sample.turn_rewards = score.by_turn(row.turns)
-        scored = kept.with_reward(reward, cost, sample.turn_rewards)
+        scored = kept.with_reward(reward, cost, parts)
         self._keep(state, scored)
         if reward is not None:
             self.journal.append(ledger.Scored(row.group, row.member, reward))

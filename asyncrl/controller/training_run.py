@@ -315,6 +315,7 @@ class TrainingRun:
             self.state.pauses.take_seconds,
             round(config.telemetry.samples_gb * 10**9),
             self._warn,
+            config.algorithm.turn_discount,
         )
 
     def _status_writer(self) -> StatusWriter:

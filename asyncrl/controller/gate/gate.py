@@ -119,12 +119,15 @@ class Gate:
         self._counts.move(sample, Stage.SCORING)
         return True
 
-    def scored(self, group: int, member: int, attempt: int, reward: float | None) -> bool:
-        """Moves a sample SCORING -> READY; one without a reward is dropped as `unscorable`. Returns as `generated`."""
+    def scored(
+        self, group: int, member: int, attempt: int, reward: float | None, turn_rewards: tuple[float, ...] = ()
+    ) -> bool:
+        """Moves a sample SCORING -> READY; one without a reward is dropped as `unscorable`. Returns as `generated`.
+        turn_rewards: the reward in parts, of a sample with several turns."""
         sample = self._current(group, member, attempt, Stage.SCORING)
         if sample is None:
             return False
-        sample.reward = reward
+        sample.reward, sample.turn_rewards = reward, turn_rewards
         self._counts.move(sample, Stage.READY)
         if reward is None:
             self.drop(group, [member], "unscorable")
@@ -132,6 +135,11 @@ class Gate:
             self._stamps.add(self.expiry_stamp(sample), group)
             self._reconsider(group)
         return True
+
+    def parts_restored(self, group: int, member: int, turn_rewards: tuple[float, ...]) -> None:
+        """Takes the parts of the reward of a READY sample, which a resume knows with its row only."""
+        self._groups[group].samples[member].turn_rewards = turn_rewards
+        self._reconsider(self._groups[group].id)
 
     def compared(self, group: int, attempt: int, reward: float | None) -> bool:
         """Takes the reward of a group's greedy answer; later attempts keep it. Returns False as `generated` does."""
@@ -233,14 +241,14 @@ class Gate:
         """Returns whether the READY members of this group may train without waiting for the others."""
         if group.awaits or not group.has(*OPEN):
             return not group.awaits
-        if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal):
+        if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal(self.config.turn_discount)):
             return False
         enough = self.config.members if self.config.cut_at is None else self.config.cut_at
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
     def usable(self, group: GroupState) -> bool:
         """Returns whether the READY members of a group can train once none is open: with a baseline and a signal."""
-        has_signal = group.has_signal or not self.config.need_signal
+        has_signal = not self.config.need_signal or group.has_signal(self.config.turn_discount)
         return has_signal and len(group.rewards()) >= self.config.baseline
 
     def fits_deadlines(self) -> bool:

@@ -6,6 +6,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple
 
+from asyncrl.objectives.advantages import turns_differ
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import LEFT_OUT
 
@@ -91,11 +92,13 @@ class GroupState:
         ready = Stage.READY
         return min([sample.last for sample in self.samples if sample.stage is ready], default=None)
 
-    @property
-    def has_signal(self) -> bool:
-        """Returns whether the rewards known so far differ; equal rewards make every advantage 0."""
-        known = {*self.rewards().values(), *(() if self.greedy is None else (self.greedy,))}
-        return len(known) > 1
+    def has_signal(self, turn_discount: float | None = None) -> bool:
+        """Returns whether the rewards known so far differ; equal rewards make every advantage 0. turn_discount: of
+        advantages by turn, where it is the rewards from each turn on that have to differ."""
+        if turn_discount is None:
+            return len({*self.rewards().values(), *(() if self.greedy is None else (self.greedy,))}) > 1
+        parts = (self.samples[member].turn_rewards or (reward,) for member, reward in self.rewards().items())
+        return turns_differ(parts, turn_discount)
 
     def rewards(self) -> dict[int, float]:
         """Returns the reward of every member in the baseline, some that were dropped (STILL_COMPARED) included."""

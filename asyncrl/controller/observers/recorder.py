@@ -67,6 +67,7 @@ class Recorder:
     paused: Callable[[], float] = float
     samples_bytes: int = 10**9
     warn: Callable[[str], None] = lambda text: None
+    turn_discount: float | None = None
 
     def __post_init__(self) -> None:
         self._metrics = LineFile(self.directory.metrics)
@@ -194,7 +195,8 @@ class Recorder:
         metrics: Metrics = {"step": step_of(done.report), "time": now - self._began, "incarnation": self.incarnation}
         metrics |= done.staleness
         episodes = self.fleet.environment is not None
-        metrics |= batch_metrics(done.cuts.batch, episodes=episodes) | self._term_means(done.cuts.batch)
+        metrics |= batch_metrics(done.cuts.batch, episodes=episodes, turn_discount=self.turn_discount)
+        metrics |= self._term_means(done.cuts.batch)
         metrics |= report_metrics(done.report, now - self._last_step)
         metrics |= {"perf/paused_s": seconds} if (seconds := self.paused()) else {}
         metrics |= {f"skipped/{done.report.skipped}": 1.0} if done.report.skipped else {}

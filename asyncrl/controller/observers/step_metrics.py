@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from asyncrl.environments.transcript import said_in
+from asyncrl.objectives.advantages import turns_differ
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, StepReport
 from asyncrl.telemetry.samples_file import SampleRecord
@@ -14,16 +15,18 @@ COSTS = "cost/"
 """Prefix of the terms of a sample's cost, among those of its reward."""
 
 
-def batch_metrics(batch: BatchRef, *, episodes: bool = False) -> dict[str, float]:
+def batch_metrics(
+    batch: BatchRef, *, episodes: bool = False, turn_discount: float | None = None
+) -> dict[str, float]:
     """Computes `reward/*`, `cost/*` and `completions/*` of the samples of one step, and `episodes/*` where they are
-    episodes."""
+    episodes. turn_discount: of advantages by turn."""
     rewards = [row.reward for row in batch if row.reward is not None]
     costs = [row.cost for row in batch if row.cost is not None]
     return {
         **({"cost/mean": fmean(costs)} if costs else {}),
         "reward/mean": _mean(rewards),
         "reward/std": pstdev(rewards) if rewards else float("nan"),
-        **_within_groups(batch),
+        **_within_groups(batch, turn_discount),
         "completions/length_mean": _mean([row.tokens for row in batch]),
         "completions/truncated_fraction": _mean([row.truncated for row in batch]),
         "completions/late_fraction": _mean([row.late > 0 for row in batch]),
@@ -42,17 +45,20 @@ def _of_episodes(batch: BatchRef) -> dict[str, float]:
     }
 
 
-def _within_groups(batch: BatchRef) -> dict[str, float]:
-    """Computes metrics of the groups with at least two rewards; returns none when there is no such group."""
-    groups: dict[int, list[float]] = {}
+def _within_groups(batch: BatchRef, turn_discount: float | None) -> dict[str, float]:
+    """Computes metrics of the groups with at least two rewards; returns none when there is no such group. Rewards are
+    equal where they teach nothing, which advantages by turn tell by the rewards from each turn on."""
+    groups: dict[int, list[tuple[float, Sequence[float]]]] = {}
     for row in batch:
         if row.reward is not None:
-            groups.setdefault(row.group, []).append(row.reward)
-    deviations = [pstdev(rewards) for rewards in groups.values() if len(rewards) > 1]
-    if not deviations:
+            parts = row.turn_rewards if turn_discount is not None else ()
+            groups.setdefault(row.group, []).append((row.reward, parts or (row.reward,)))
+    compared = [group for group in groups.values() if len(group) > 1]
+    if not compared:
         return {}
-    equal = fmean(deviation == 0 for deviation in deviations)
-    return {"reward/group_std": fmean(deviations), "reward/equal_groups": equal}
+    equal = fmean(not turns_differ((parts for _, parts in group), turn_discount or 0.0) for group in compared)
+    spread = fmean(pstdev(reward for reward, _ in group) for group in compared)
+    return {"reward/group_std": spread, "reward/equal_groups": equal}
 
 
 def equal_texts(records: Sequence[SampleRecord]) -> dict[str, float]:

@@ -45,6 +45,7 @@ def test_trained_rows_are_released_while_a_straggler_of_their_group_runs() -> No
 
     assert sorted(released) == keys
     assert gate.groups() == (0, 1), "their stragglers still run"
+    assert [sample.row for group in groups for sample in gate.group(group).samples] == [None] * 8
     assert not tracker.groups_at("generation0.0-0-1"), "a death there costs what was trained nothing"
 
 
@@ -234,6 +235,22 @@ async def test_a_batch_has_the_advantages_of_turns_where_the_config_asks_for_the
     assert [(found.turns, found.given) for found in batch] == [(2, 5)] * 4
     expected = [(), ()] if discount is None else [pytest.approx((1.0, 1.0)), pytest.approx((-1.0, -1.0))]
     assert [found.turn_advantages for found in batch][:2] == expected
+
+
+@pytest.mark.parametrize("discount", [None, 0.9])
+def test_an_experiment_keeps_equal_totals_of_unequal_turns_that_it_learns_from(discount: float | None) -> None:
+    config = settings(3, algorithm={"preset": "dapo", "turn_discount": discount})
+    gate = Gate(replace(GateConfig.of(config), groups=1, members=2, cut_at=2))
+    tracker = SampleTracker(
+        gate, Journal(MemoryStore()), lambda event: None, lambda samples: None, lambda: None, lambda: None
+    )
+    group = tracker.draw()
+    for member, turns in enumerate(((1.0, 0.0), (0.0, 1.0))):
+        episode = row(group, member)._replace(turns=2, given=5)
+        tracker.generated([episode])
+        tracker.scored(episode, Score(1.0, {}, "", turns))
+    assert tracker.pick() == (None if discount is None else ((group, (0, 1)),))
+    assert gate.finished(group) == (discount is None)
 
 
 def test_the_rewards_of_tokens_are_part_of_the_row_and_freed_with_a_refused_score() -> None:

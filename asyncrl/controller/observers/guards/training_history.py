@@ -37,7 +37,7 @@ class TrainingHistory:
 
     limit: twice the samples that may be in flight. members, batch: samples of a group and of a step. planned: steps of
     the run; warmup: those in which the learning rate rises. by_group: whether advantages compare the samples of a
-    group. in_order: whether rows are drawn in their order. equal_texts: share of the recorded groups of a step whose
+    group. in_order: whether rows are drawn in their order. turn_discount: of advantages by turn. equal_texts: share of the recorded groups of a step whose
     texts are all the same. moves: how far log-probs moved in a step, over the steps that tell. rewards_varied: whether
     a batch had unequal rewards. untrainable: samples of the steps in a row without a gradient. groups_without_signal,
     errors_in_a_row: counts up to now. scored, failed: samples, and those of them with a failed call of a reward.
@@ -50,6 +50,7 @@ class TrainingHistory:
     warmup: int = 0
     by_group: bool = True
     in_order: bool = False
+    turn_discount: float | None = None
     steps: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=SIGNAL_WINDOW))
     equal_texts: deque[float] = field(default_factory=lambda: deque(maxlen=SIGNAL_WINDOW))
     moves: deque[float] = field(default_factory=lambda: deque(maxlen=SIGNAL_WINDOW))
@@ -81,6 +82,7 @@ class TrainingHistory:
             warmup=training.warmup_steps,
             by_group=config.algorithm.advantage in BY_GROUP,
             in_order=not config.task.shuffle,
+            turn_discount=config.algorithm.turn_discount,
         )
 
     def observe(self, event: Event) -> None:
@@ -93,7 +95,7 @@ class TrainingHistory:
             case GroupFinished(group):
                 self._first_rewards.pop(group, None)
             case StepDone(cuts, report) if not report.skipped:
-                self._trained(step_of(report), cuts.batch, {**report.metrics, **batch_metrics(cuts.batch)})
+                self._trained(step_of(report), cuts.batch, {**report.metrics, **batch_metrics(cuts.batch, turn_discount=self.turn_discount)})
 
     def mean(self, metric: str, window: int = WINDOW) -> float | None:
         """Returns the mean over the last steps, None before there are as many with this metric."""
@@ -138,7 +140,9 @@ class TrainingHistory:
         self.step = step
         self.steps.append(metrics)
         self.samples += len(batch)
-        self.rewards_varied = self.rewards_varied or metrics["reward/std"] > 0
+        self.groups_without_signal = 0  # What was trained had a signal.
+        varied = metrics["reward/std"] > 0 or metrics.get("reward/equal_groups", 1.0) < 1
+        self.rewards_varied = self.rewards_varied or varied
         self.untrainable = 0 if metrics.get("grad_norm", 1.0) > NO_GRADIENT else self.untrainable + len(batch)
         rewards = [row.reward for row in batch if row.reward is not None]
         self.lowest = min([self.lowest, *rewards])

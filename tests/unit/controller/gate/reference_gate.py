@@ -208,7 +208,7 @@ class ReferenceGate:
         """Returns whether the READY members of this group may train without waiting for the others."""
         if group.awaits or not group.members(*OPEN):
             return not group.awaits
-        if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal):
+        if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal()):
             return False
         enough = self.config.members if self.config.cut_at is None else self.config.cut_at
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
@@ -317,7 +317,7 @@ class ReferenceGate:
         old = self._drop_ready("stale", list(self._groups.values()), too_old)
         complete = [group for group in self._groups.values() if not group.members(*OPEN) and not group.awaits]
         lacking = [group for group in complete if len(group.rewards()) < self.config.baseline]
-        equal = [group for group in complete if self.config.need_signal and not group.has_signal]
+        equal = [group for group in complete if self.config.need_signal and not group.has_signal()]
         return (*old, *self._drop_ready("no_baseline", lacking), *self._drop_ready("no_signal", equal))
 
     def _drop_ready(

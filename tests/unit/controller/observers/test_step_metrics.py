@@ -62,6 +62,16 @@ def test_a_batch_of_all_right_and_all_wrong_groups_spreads_and_teaches_nothing()
     assert "reward/equal_groups" not in batch_metrics(BatchRef(tuple(rows[::2]))), "one sample of each"
 
 
+@pytest.mark.parametrize(("discount", "equal"), [(None, 1.0), (0.9, 1 / 3), (1.0, 2 / 3), (0.0, 1 / 3)])
+def test_groups_whose_turns_differ_are_equal_by_their_totals_alone(discount: float | None, equal: float) -> None:
+    parts = {0: ((1.0, 0.0), (0.0, 1.0)), 1: ((0.5, 0.5), (0.5, 0.5)), 2: ((), (0.0, 1.0))}
+    rows = [
+        row(m, 5, 1.0)._replace(group=g, turn_rewards=turns) for g, of in parts.items() for m, turns in enumerate(of)
+    ]
+    found = batch_metrics(BatchRef(tuple(rows)), turn_discount=discount)
+    assert found["reward/equal_groups"] == pytest.approx(equal)
+
+
 def test_recorded_groups_of_one_text_are_counted() -> None:
     texts = {0: ("a", "a"), 1: ("a", "b"), 2: ("c",)}
     records = [

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.config.schema import Config, GuardsConfig
 from asyncrl.config.sources import load
+from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.alarms import Alarm
 from asyncrl.controller.observers.events import SampleScored, StepDone
 from asyncrl.controller.observers.guards.training_guards import GUARDS, TrainingGuards
@@ -170,6 +171,31 @@ def test_equal_rewards_under_dynamic_sampling_are_told_though_no_step_ends() -> 
     scene.observe = watching.observe
     with pytest.raises(TrainingStopped, match=r'guards.no_signal = "stop" ends the run: 128 groups in a row had'):
         scene.play()
+
+
+@pytest.mark.parametrize(("discount", "warns"), [(None, True), (0.9, False)])
+def test_equal_totals_of_unequal_turns_teach_where_advantages_are_by_turn(
+    discount: float | None, warns: bool
+) -> None:
+    said: list[str] = []
+    history = TrainingHistory(LIMIT, members=16, batch=128, turn_discount=discount)
+    watching = TrainingGuards(history, Alarm(GuardsConfig(), said.append))
+    for number in range(1, 30):
+        done = step(number, [1.0] * 128)
+        turns = ((1.0, 0.0), (0.0, 1.0))
+        rows = [each._replace(turn_rewards=turns[each.member % 2]) for each in done.cuts.batch]
+        watching.observe(replace(done, cuts=replace(done.cuts, batch=BatchRef(tuple(rows)))))
+    assert any("got the same reward" in text for text in said) == warns
+
+
+def test_groups_dropped_between_trained_steps_are_no_groups_in_a_row() -> None:
+    """With advantages by turn the totals of groups that teach may be equal."""
+    history = TrainingHistory(LIMIT, members=16, batch=128, turn_discount=0.9)
+    for number in range(1, 200):
+        history.observe(Dropped(number, (0,), "no_signal"))
+        if number % 20 == 0:
+            history.observe(step(number // 20, [1.0] * 128))
+    assert history.groups_without_signal == 19
 
 
 def test_one_group_in_ten_with_a_signal_is_enough() -> None:
