@@ -18,8 +18,10 @@ from asyncrl.engines.acting.stepping.spaces import ActionSpace
 
 LEAST_LOG_STD, MOST_LOG_STD = -20.0, 2.0
 """Bounds of the logarithm of the standard deviation, as in the authors' program of SAC (arXiv 1812.05905)."""
-QUADRATURE_NODES = 32
-"""Nodes of the Gauss-Hermite quadrature of an entropy: it is exact to 1e-4 for standard deviations up to 2."""
+QUADRATURE_NODES, QUADRATURE_END = 96, 5.5
+"""Nodes of the trapezoidal rule of an entropy, over so many standard deviations to both sides. Its error is below 1e-5
+nats, and 1e-4 in the derivative by the logarithm of the standard deviation, for all that the bounds above allow: a
+Gauss-Hermite quadrature of as many nodes converges slowly where tanh has its kink within a wide Gaussian."""
 
 
 class ActionDistribution(Protocol):
@@ -97,7 +99,7 @@ class SquashedGaussian:
         return (of_gaussian - log_slope(stored)).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Computes the entropy of the Gaussian plus the mean of log da/du, by Gauss-Hermite quadrature."""
+        """Computes the entropy of the Gaussian plus the mean of log da/du, by quadrature."""
         places, weights = (self.mean.new_tensor(each) for each in _QUADRATURE)
         u = self.mean.unsqueeze(-1) + self.log_std.exp().unsqueeze(-1) * places
         slopes = (log_slope(u) * weights).sum(-1)
@@ -125,8 +127,9 @@ def performed(stored: Tensor, space: ActionSpace) -> np.ndarray[tuple[int, ...],
 
 def _quadrature() -> tuple[list[float], list[float]]:
     """Returns nodes and weights with which sums are means over a standard normal distribution."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
-    return nodes.tolist(), (weights / math.sqrt(2 * math.pi)).tolist()
+    nodes = np.linspace(-QUADRATURE_END, QUADRATURE_END, QUADRATURE_NODES)
+    weights = np.exp(-(nodes**2) / 2)
+    return nodes.tolist(), (weights / weights.sum()).tolist()
 
 
 _QUADRATURE = _quadrature()

@@ -113,11 +113,9 @@ class ReplayBuffer:
         self.added += len(live)
 
     def draw(self, count: int, oldest: int = 0) -> DrawnTransitions:
-        """Draws with replacement, none that acted before version `oldest` while there are others; there has to be one
-        transition at least."""
-        places, weights = self._places(count)
-        if (old := self._versions[places] < oldest).any() and (young := np.flatnonzero(self._versions >= oldest)).size:
-            places[old] = young[self._random.integers(young.size, size=int(old.sum()))]
+        """Draws with replacement, none that acted before version `oldest` while there are others: as from a buffer that
+        never held those. There has to be one transition at least."""
+        places, weights = self._places(count, oldest)
         tensors = {name: torch.from_numpy(values[places]) for name, values in self._numbers.items()}
         return DrawnTransitions(
             **tensors, weights=torch.from_numpy(weights), versions=self._versions[places], places=places
@@ -156,13 +154,22 @@ class ReplayBuffer:
             given = state["priorities"]
             self._tree.set(np.arange(kept), np.full(kept, self._largest) if given is None else given.numpy())
 
-    def _places(self, count: int) -> tuple[Ints, NDArray[np.float32]]:
+    def _places(self, count: int, oldest: int) -> tuple[Ints, NDArray[np.float32]]:
+        young = np.flatnonzero(self._versions[: len(self)] >= oldest)
+        are_some = 0 < young.size < len(self)
         if self._tree is None:
-            return self._random.integers(len(self), size=count), np.ones(count, np.float32)
-        parts = self._tree.total / count  # One draw from each of `count` equal parts.
-        places = self._tree.find((np.arange(count) + self._random.random(count)) * parts)
-        shares = self._tree.get(places) / self._tree.total
-        weights = (len(self) * shares) ** -self._correction
+            drawn = self._random.integers(young.size if are_some else len(self), size=count)
+            return young[drawn] if are_some else drawn, np.ones(count, np.float32)
+        parts = (np.arange(count) + self._random.random(count)) / count  # One draw from each of `count` equal parts.
+        if are_some:
+            sums = self._tree.get(young).cumsum()
+            total, among = float(sums[-1]), young.size
+            found = np.searchsorted(sums, parts * total, side="right")
+            places = young[found.clip(max=among - 1)]
+        else:
+            total, among = self._tree.total, len(self)
+            places = self._tree.find(parts * total)
+        weights = (among * self._tree.get(places) / total) ** -self._correction
         return places, (weights / weights.max()).astype(np.float32)
 
 

@@ -111,6 +111,7 @@ class TorchEngine:
         self.version = version
         self.on_failure: Callable[[], None] = lambda: None
         self._is_put_away = False
+        self._owns_weights = True
         self.spec: WeightsSpec = of_stage(published_spec(model, config.model.dtype))
         self.context = context_of(model.config.get_text_config().to_dict())
 
@@ -193,7 +194,8 @@ class TorchEngine:
     def load(self, tensors: Mapping[str, Tensor], version: int, *, share: bool) -> None:
         """Uses these weights from the next step on; running requests continue. share: keep the tensors themselves, of
         the same device and dtype, which must not be written while in use. Raises WeightsError when a parameter is
-        missing or tied names come with different values."""
+        missing or tied names come with different values. Without `share` they are copied, into memory of the engine's
+        own."""
         missing = [tensor.name for tensor in self.spec.tensors if tensor.name not in tensors]
         if missing:
             raise WeightsError(f"new weights lack {', '.join(missing)}")
@@ -206,9 +208,12 @@ class TorchEngine:
                 parameter = self._flat.model.get_parameter(tensor.name)
                 if share:
                     parameter.data = tensors[tensor.name]
+                elif not self._owns_weights:  # They were put away, or are the tensors of somebody else.
+                    parameter.data = tensors[tensor.name].to(parameter.device, parameter.dtype, copy=True)
                 else:
                     parameter.copy_(tensors[tensor.name])
             self._flat.weights_changed()
+        self._owns_weights = not share
         self.version = version
         self._is_put_away = False
         self._memory.weights_changed(recompute=self._config.generation.kv == "recompute")
@@ -216,7 +221,7 @@ class TorchEngine:
     def put_away(self) -> None:
         """Frees the weights of `spec` and all keys and values, until the next `load`. Samples that run go on then; they
         are computed again up to where they were."""
-        self._is_put_away = True
+        self._is_put_away, self._owns_weights = True, False
         self._memory.weights_changed(recompute=True)
         for tensor in self.spec.tensors:
             parameter = self._flat.model.get_parameter(tensor.name)

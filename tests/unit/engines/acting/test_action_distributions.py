@@ -8,6 +8,8 @@ import torch
 from torch.distributions import AffineTransform, Categorical, Normal, TanhTransform, TransformedDistribution
 
 from asyncrl.engines.acting.action_distributions import (
+    LEAST_LOG_STD,
+    MOST_LOG_STD,
     CategoricalActions,
     SquashedGaussian,
     half_widths,
@@ -61,15 +63,20 @@ def test_logprobs_stay_finite_where_tanh_rounds_to_1() -> None:
     assert log_slope(torch.tensor(30.0)).item() == pytest.approx(math.log(4) - 60, abs=1e-4)
 
 
-@pytest.mark.parametrize("std", [0.05, 0.5, 1.0, 2.0])
-@pytest.mark.parametrize("mean", [0.0, 0.7, -2.0])
+@pytest.mark.parametrize("std", [math.exp(LEAST_LOG_STD), 0.05, 0.5, 1.0, 2.0, math.e, 5.0, math.exp(MOST_LOG_STD)])
+@pytest.mark.parametrize("mean", [0.0, 0.7, -2.0, 6.0])
 def test_the_entropy_of_a_squashed_gaussian_is_its_integral(mean: float, std: float) -> None:
     grid = np.linspace(mean - 12 * std, mean + 12 * std, 200_001)
     density = np.exp(-0.5 * ((grid - mean) / std) ** 2) / (std * math.sqrt(2 * math.pi))
     slope = 2 * (math.log(2) - grid - np.logaddexp(0, -2 * grid))
     integral = 0.5 + 0.5 * math.log(2 * math.pi) + math.log(std) + float(np.trapezoid(density * slope, grid))
-    own = SquashedGaussian(torch.tensor([[mean]]), torch.tensor([[std]]).log())
-    assert own.entropy().item() == pytest.approx(integral, abs=2e-4)
+    log_std = torch.tensor([[math.log(std)]], dtype=torch.float64, requires_grad=True)
+    entropy = SquashedGaussian(torch.tensor([[mean]], dtype=torch.float64), log_std).entropy()
+    assert entropy.item() == pytest.approx(integral, abs=1e-5)
+    gradient = 1 + float(np.trapezoid(density * -2 * np.tanh(grid) * (grid - mean), grid))
+    assert torch.autograd.grad(entropy.sum(), log_std)[0].item() == pytest.approx(gradient, abs=1e-4)
+    rounded = SquashedGaussian(torch.tensor([[mean]]), log_std.detach().float()).entropy()
+    assert rounded.item() == pytest.approx(integral, abs=2e-5)
 
 
 def test_the_entropy_is_the_mean_of_minus_the_logprobs_of_samples() -> None:

@@ -1,7 +1,10 @@
 """The replay: a bound, uniform and prioritised draws, and a state that goes on bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.engines.acting.replay_buffer import ReplayBuffer, SumTree
 from asyncrl.engines.acting.stepping.spaces import ActionSpace, Spaces
@@ -76,6 +79,32 @@ def test_draws_by_priority_come_in_proportion_and_weights_correct_for_it() -> No
     sums = np.bincount(drawn.rewards.long().numpy(), weights=drawn.weights.numpy(), minlength=4)
     np.testing.assert_allclose(sums / sums.mean(), np.ones(4), atol=0.08)
     assert drawn.weights.max() == 1
+
+
+@pytest.mark.parametrize("old_first", [True, False])
+@pytest.mark.parametrize("old_priority", [1e-3, 1.0, 50.0])
+def test_a_bound_on_age_draws_and_weighs_as_if_older_ones_had_never_been(old_first: bool, old_priority: float) -> None:
+    of_old, priorities = row([9, 9, 9], version=1), np.array([1.0, 2.0, 4.0, 8.0])
+    young, both = (ReplayBuffer(8, SPACES, seed=3, kind="prioritised", correction=0.5) for _ in range(2))
+    for replay in (young, both):
+        for version, values in ((5, [0, 1]), (6, [2, 3])):
+            if replay is both and old_first == (version == 5):
+                both.add(of_old)
+            replay.add(row(values, version=version))
+        places = np.flatnonzero(replay._versions[: len(replay)] >= 5)
+        everything = replay.draw(16)
+        replay.update(replace(everything, places=places), priorities)
+        if replay is both:
+            both.update(replace(everything, places=np.flatnonzero(replay._versions[:7] == 1)), np.full(3, old_priority))
+    first, second = young.draw(4000), both.draw(4000, oldest=5)
+    assert torch.equal(first.rewards, second.rewards)
+    torch.testing.assert_close(first.weights, second.weights)
+    shares = np.bincount(second.rewards.long().numpy(), minlength=4) / 4000
+    np.testing.assert_allclose(shares, priorities**0.6 / (priorities**0.6).sum(), atol=0.001)
+    np.testing.assert_allclose(
+        [second.weights[second.rewards == each][0] for each in range(4)], priorities**-0.3, rtol=1e-4
+    )
+    assert len(both.draw(10, oldest=9).rewards) == 10, "all are too old, so any is drawn"
 
 
 def test_new_transitions_have_the_largest_priority_so_far() -> None:

@@ -58,6 +58,34 @@ def test_samples_go_on_after_the_engine_was_put_away(
     assert all(engine._flat.model.get_parameter(name).data_ptr() == weights[name].data_ptr() for name in weights)
 
 
+@pytest.mark.parametrize("shared_before", [False, True])
+@pytest.mark.parametrize("is_put_away", [False, True])
+def test_weights_that_are_copied_are_the_engines_own_whatever_it_had_before(
+    make_engine: Callable[..., TorchEngine],
+    requests: Callable[..., list[SampleRequest]],
+    drain: Callable[..., dict[Any, Completion]],
+    model_folder: Callable[[str], Path],
+    shared_before: bool,
+    is_put_away: bool,
+) -> None:
+    engine, weights = make_engine(), weights_of(model_folder("llama"))
+    if shared_before:
+        lent = {name: tensor.clone() for name, tensor in weights.items()}
+        engine.load(lent, 0, share=True)
+    if is_put_away:
+        engine.put_away()
+    others = {name: tensor * 1.5 for name, tensor in weights.items()}
+    engine.load(others, 1, share=False)
+    if shared_before:
+        assert all(torch.equal(lent[name], weights[name]) for name in weights), "a copy never writes into lent tensors"
+    for name, tensor in others.items():
+        assert torch.equal(engine._flat.model.get_parameter(name), tensor)
+        tensor.zero_()
+    engine.load(weights, 2, share=False)
+    done, expected = drain(engine, requests(3)), drain(make_engine(), requests(3))
+    assert all(done[key].tokens.tolist() == expected[key].tokens.tolist() for key in expected)
+
+
 def test_what_arrives_meanwhile_is_sampled_later(
     make_engine: Callable[..., TorchEngine],
     requests: Callable[..., list[SampleRequest]],
