@@ -16,7 +16,8 @@ class GateConfig:
     eta, in versions. slots: sequences that all replicas together decode at one time. cut_at: members that must be
     scored before a part of a group may train; None: only whole groups train. baseline: fewest rewards of a group from
     which advantages can be computed. need_signal: groups whose rewards are all equal are not trained. turn_discount: of
-    advantages by turn, where rewards from a turn on are compared; None: those of whole samples. greedy: each group waits for the reward of a greedy answer beside its members. admission: "full" draws as far ahead of the
+    advantages by turn, where rewards from a turn on are compared; None: those of whole samples. greedy: each
+    group waits for the reward of a greedy answer beside its members. admission: "full" draws as far ahead of the
     trainer as the limit allows, "adaptive" as far as keeps the trainer busy, "lockstep" one batch at the begin of a
     step."""
 

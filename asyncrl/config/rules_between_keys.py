@@ -126,8 +126,8 @@ def _advantage_rules(a: AlgorithmConfig) -> Iterator[Problem]:
             write loss = "clip" or "gspo" """
         yield _wrong("algorithm.loss algorithm.advantage", text)
     if a.turn_discount is not None and a.loss == "gmpo":
-        text = """gmpo bounds a row by the sign of its advantage, and turn_discount gives each turn of a row an advantage of
-            its own: write loss = "clip" or "gspo", or remove turn_discount"""
+        text = """gmpo bounds a row by the sign of its advantage, and turn_discount gives each turn of a row one of its
+            own: write loss = "clip" or "gspo", or remove turn_discount"""
         yield _wrong("algorithm.loss algorithm.turn_discount", text)
     if a.advantage == "gae" and a.kl_target is not None and a.kl_in == "reward":
         text = """the KL is part of the rewards that policy and critic both learn from, so its coefficient is fixed:

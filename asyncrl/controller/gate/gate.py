@@ -241,15 +241,17 @@ class Gate:
         """Returns whether the READY members of this group may train without waiting for the others."""
         if group.awaits or not group.has(*OPEN):
             return not group.awaits
-        if self.config.policy != "mask" or (self.config.need_signal and not group.has_signal(self.config.turn_discount)):
+        if self.config.policy != "mask" or not self._has_signal(group):
             return False
         enough = self.config.members if self.config.cut_at is None else self.config.cut_at
         return len(group.rewards()) >= (self.config.baseline if self.due(group) else enough)
 
     def usable(self, group: GroupState) -> bool:
         """Returns whether the READY members of a group can train once none is open: with a baseline and a signal."""
-        has_signal = not self.config.need_signal or group.has_signal(self.config.turn_discount)
-        return has_signal and len(group.rewards()) >= self.config.baseline
+        return self._has_signal(group) and len(group.rewards()) >= self.config.baseline
+
+    def _has_signal(self, group: GroupState) -> bool:
+        return not self.config.need_signal or group.has_signal(self.config.turn_discount)
 
     def fits_deadlines(self) -> bool:
         """Returns whether, under `block`, what the most urgent cuts leave fits into the iterations before its deadline.

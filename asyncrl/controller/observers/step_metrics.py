@@ -15,9 +15,7 @@ COSTS = "cost/"
 """Prefix of the terms of a sample's cost, among those of its reward."""
 
 
-def batch_metrics(
-    batch: BatchRef, *, episodes: bool = False, turn_discount: float | None = None
-) -> dict[str, float]:
+def batch_metrics(batch: BatchRef, *, episodes: bool = False, turn_discount: float | None = None) -> dict[str, float]:
     """Computes `reward/*`, `cost/*` and `completions/*` of the samples of one step, and `episodes/*` where they are
     episodes. turn_discount: of advantages by turn."""
     rewards = [row.reward for row in batch if row.reward is not None]

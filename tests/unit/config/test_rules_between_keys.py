@@ -142,7 +142,10 @@ def config(**sections: Any) -> Config:
         ({"algorithm": {"loss": "cispo", "clip_low": 1.0}}, 'brings clip_high = 0.2, meant for loss = "clip"'),
         ({"cost": {"weight": 0.5}}, r'error, cost\.weight, algorithm\.constraint: .*write preset = "safe_rlhf" \['),
         ({"algorithm": {"preset": "ppo", "loss": "gmpo"}}, 'write loss = "clip" or "gspo"'),
-        ({"algorithm": {"preset": "gmpo", "turn_discount": 1.0}}, "turn_discount gives each turn of a row an advantage"),
+        (
+            {"algorithm": {"preset": "gmpo", "turn_discount": 1.0}},
+            "turn_discount gives each turn of a row one of its own",
+        ),
         ({"algorithm": {"preset": "ppo", "kl": 0.1, "kl_target": 0.1}}, "its coefficient is fixed: remove kl_target"),
         ({"cost": {"limit": 0.1}}, r'cost\.limit, algorithm\.constraint: .*write preset = "safe_rlhf"'),
         (

@@ -37,10 +37,11 @@ class TrainingHistory:
 
     limit: twice the samples that may be in flight. members, batch: samples of a group and of a step. planned: steps of
     the run; warmup: those in which the learning rate rises. by_group: whether advantages compare the samples of a
-    group. in_order: whether rows are drawn in their order. turn_discount: of advantages by turn. equal_texts: share of the recorded groups of a step whose
-    texts are all the same. moves: how far log-probs moved in a step, over the steps that tell. rewards_varied: whether
-    a batch had unequal rewards. untrainable: samples of the steps in a row without a gradient. groups_without_signal,
-    errors_in_a_row: counts up to now. scored, failed: samples, and those of them with a failed call of a reward.
+    group. in_order: whether rows are drawn in their order. turn_discount: of advantages by turn. equal_texts:
+    share of the recorded groups of a step whose texts are all the same. moves: how far log-probs moved in a step, over
+    the steps that tell. rewards_varied: whether a batch had unequal rewards. untrainable: samples of the steps in a row
+    without a gradient. groups_without_signal, errors_in_a_row:
+    counts up to now. scored, failed: samples, and those of them with a failed call of a reward.
     """
 
     limit: int
@@ -95,7 +96,8 @@ class TrainingHistory:
             case GroupFinished(group):
                 self._first_rewards.pop(group, None)
             case StepDone(cuts, report) if not report.skipped:
-                self._trained(step_of(report), cuts.batch, {**report.metrics, **batch_metrics(cuts.batch, turn_discount=self.turn_discount)})
+                metrics = {**report.metrics, **batch_metrics(cuts.batch, turn_discount=self.turn_discount)}
+                self._trained(step_of(report), cuts.batch, metrics)
 
     def mean(self, metric: str, window: int = WINDOW) -> float | None:
         """Returns the mean over the last steps, None before there are as many with this metric."""

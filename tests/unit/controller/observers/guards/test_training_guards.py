@@ -174,9 +174,7 @@ def test_equal_rewards_under_dynamic_sampling_are_told_though_no_step_ends() -> 
 
 
 @pytest.mark.parametrize(("discount", "warns"), [(None, True), (0.9, False)])
-def test_equal_totals_of_unequal_turns_teach_where_advantages_are_by_turn(
-    discount: float | None, warns: bool
-) -> None:
+def test_equal_totals_of_unequal_turns_teach_where_advantages_are_by_turn(discount: float | None, warns: bool) -> None:
     said: list[str] = []
     history = TrainingHistory(LIMIT, members=16, batch=128, turn_discount=discount)
     watching = TrainingGuards(history, Alarm(GuardsConfig(), said.append))
