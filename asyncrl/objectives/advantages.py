@@ -1,6 +1,6 @@
 """Advantage estimators in float64: for the samples of one batch, when it is cut; for the tokens of one answer (GAE)."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
@@ -102,14 +102,6 @@ def rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
         following = reward + discount * following
         found.append(following)
     return found[::-1]
-
-
-def turns_differ(by_turn: Iterable[Sequence[float]], discount: float) -> bool:
-    """Returns whether two samples of a group earn different rewards from some turn on: whether `turn_advantages` gives
-    one that is not 0. by_turn: the rewards of each sample in parts."""
-    first: dict[int, float] = {}
-    to_go = (rewards_to_go(rewards, discount) for rewards in by_turn)
-    return any(value != first.setdefault(turn, value) for values in to_go for turn, value in enumerate(values))
 
 
 def batch_advantages(values: Floats, tokens: Floats) -> Floats:

@@ -1,12 +1,13 @@
 """The state of groups and samples in flight, and the values that the gate answers with."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import compress
 from operator import attrgetter
 from typing import NamedTuple
 
-from asyncrl.objectives.advantages import turns_differ
+from asyncrl.objectives.advantages import rewards_to_go
 from asyncrl.protocols.batch import RowRef
 from asyncrl.protocols.messages import LEFT_OUT
 
@@ -108,6 +109,14 @@ class GroupState:
             for member, sample in enumerate(self.samples)
             if sample.reward is not None and (sample.stage is not dropped or sample.reason in STILL_COMPARED)
         }
+
+
+def turns_differ(by_turn: Iterable[Sequence[float]], discount: float) -> bool:
+    """Returns whether two samples of a group earn different rewards from some turn on: whether `turn_advantages` gives
+    one that is not 0. by_turn: the rewards of each sample in parts."""
+    first: dict[int, float] = {}
+    to_go = (rewards_to_go(rewards, discount) for rewards in by_turn)
+    return any(value != first.setdefault(turn, value) for values in to_go for turn, value in enumerate(values))
 
 
 @dataclass(frozen=True, slots=True)

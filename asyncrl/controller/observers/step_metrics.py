@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
+from asyncrl.controller.gate.group_state import turns_differ
 from asyncrl.environments.transcript import said_in
-from asyncrl.objectives.advantages import turns_differ
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Health, StepReport
 from asyncrl.telemetry.samples_file import SampleRecord

@@ -221,7 +221,8 @@ class TorchEngine:
     def put_away(self) -> None:
         """Frees the weights of `spec` and all keys and values, until the next `load`. Samples that run go on then; they
         are computed again up to where they were."""
-        self._is_put_away, self._owns_weights = True, False
+        self._is_put_away = True
+        self._owns_weights = False
         self._memory.weights_changed(recompute=True)
         for tensor in self.spec.tensors:
             parameter = self._flat.model.get_parameter(tensor.name)
