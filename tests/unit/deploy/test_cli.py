@@ -1,6 +1,5 @@
 """The command line: quick to answer, plain about mistakes, exit codes that mean something."""
 
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,30 +12,28 @@ from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError, FleetFailed, Interrupted, JournalError, RewardError, TaskError
 
 HEAVY = ("pydantic", "torch", "numpy", "rich", "zmq", "transformers", "asyncio")
-MAX_CPU = 0.3
+MOST_MODULES = 200
+"""Modules that such an answer imports, three quarters of them for argparse; an import costs some 0.3 ms."""
 
 
-def answer(*arguments: str) -> tuple[int, set[str], float]:
-    """Exit code, modules imported and CPU seconds of one command in a fresh process."""
+def answer(*arguments: str) -> tuple[int, set[str]]:
+    """Exit code and modules imported of one command in a fresh process."""
     program = (
         "import sys; from asyncrl.deploy.cli import main; code = main(sys.argv[1:]);"
         "print('\\n' + ' '.join(sys.modules)); sys.exit(code)"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return done.returncode, set(done.stdout.splitlines()[-1].split()), seconds
+    return done.returncode, set(done.stdout.splitlines()[-1].split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"), [(["--help"], 0), (["rnu"], 2), (["run", "--help"], 0), (["--version"], 0)]
 )
 def test_help_and_mistyped_commands_are_quick_and_import_nothing_heavy(arguments: list[str], code: int) -> None:
-    answers = [answer(*arguments) for _ in range(3)]
-    assert {found for found, _, _ in answers} == {code}
-    assert not any(modules & set(HEAVY) for _, modules, _ in answers)
-    assert min(seconds for _, _, seconds in answers) <= MAX_CPU
+    found, modules = answer(*arguments)
+    assert found == code
+    assert not modules & set(HEAVY)
+    assert len(modules) <= MOST_MODULES
 
 
 def test_help_names_every_command_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 import asyncio
 import socket
-import time
 from typing import cast
 
 import pytest
@@ -21,9 +20,7 @@ def test_time_jumps_to_the_next_timer() -> None:
                 tasks.create_task(wake(name, after))
         return seen
 
-    started = time.monotonic()
     assert virtual_loop.run(main()) == [("second", 1.0), ("hour", 3600.0), ("day", 86400.0)]
-    assert time.monotonic() - started < 5
 
 
 def test_timeouts_work_unchanged() -> None:

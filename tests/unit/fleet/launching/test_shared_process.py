@@ -76,7 +76,7 @@ async def test_a_guest_is_in_the_rank_that_its_service_says(spec: Callable[[str,
     started = await gather(*guests, *(each.spawn(spec("training", 0, rank)) for rank, each in enumerate(ranks)))
     together = {each.rank: (each.guest.replica, each.guest.rank) for each in launcher.spawned if each.guest is not None}
     assert together == {0: (0, 0), 2: (0, 1), 1: (1, 0), 3: (1, 1)}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         for each in started[-4:]:
             each.stop()
             await each.wait()

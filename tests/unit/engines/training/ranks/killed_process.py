@@ -30,7 +30,7 @@ from asyncrl.lanes.weights.tensor_spec import DTYPES
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
-PATIENCE = 60.0
+PATIENCE = 3600.0
 LAYOUTS = {"dp": Layout(dp=2), "shard": Layout(shard=2), "tp": Layout(tp=2), "pp": Layout(pp=2), "ep": Layout(ep=2)}
 POINTS = ("rows", "forward", "backward", "optimizer", "publish", "checkpoint")
 """Where a rank dies: before ranks agree that no row is lost, in a forward and before a backward pass, before the
