@@ -136,8 +136,8 @@ class RowRef(NamedTuple):
     "length" | "abort", or why an episode ended; "" while it goes on. reward: None until scored, or unscorable. cost:
     only where the algorithm has one. turns: times that the policy was asked. given: tokens after the prompt that the
     environment wrote, between the sampled ones. cut, late: turns that generation.max_new_tokens and generation.deadline
-    ended; the limits of an episode are in neither. turn_rewards: of a scored episode of several turns, the parts of its
-    reward; turn_advantages: in a batch, where turns have their own."""
+    ended; limits of an episode are in neither. opened: the newest answer begins in thoughts. turn_rewards: of a scored
+    episode of several turns, the parts of its reward; turn_advantages: in a batch, where turns have their own."""
 
     group: int
     member: int
@@ -158,6 +158,7 @@ class RowRef(NamedTuple):
     turn_advantages: tuple[float, ...] = ()
     cut: int = 0
     late: int = 0
+    opened: bool = False
 
     @property
     def key(self) -> tuple[int, int]:

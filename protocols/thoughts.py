@@ -3,27 +3,26 @@
 import re
 
 PAIRS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<seed:think>", "</seed:think>"),
+    *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "thought", "reasoning", "seed:think")),
     ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|channel>thought", "<channel|>"),
     ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
 )
 """Marks that begin and end thoughts in the chat templates of reasoning models."""
 
 _END = {begin: end for begin, end in PAIRS}
-_MARK = re.compile("|".join(re.escape(mark) for pair in PAIRS for mark in pair))
+_LITERAL = r"""[\[({=:,]\s*+(["'])(?:(?!\1)[^\\\n]|\\.)*\1(?=\s*[\])}:,])"""  # What it quotes marks nothing.
+_MARK = re.compile("|".join([_LITERAL, *(re.escape(mark) for pair in PAIRS for mark in pair)]))
 
 
 def split_thoughts(text: str, opened: bool = False) -> tuple[str, str]:
     """Returns the thoughts of a completion, marks included, and the answer behind them; together they are `text`.
-
     opened: whether the prompt ended inside thoughts, as templates of reasoning models write it. A completion whose
     first mark ends thoughts was opened by its template too. Behind several thoughts the answer stands behind the last
-    of them. Thoughts that do not end have no answer: it is empty.
-    """
+    of them. Thoughts that do not end have no answer: it is empty."""
     end = 0
     unfinished = opened
     awaited = ""
@@ -31,12 +30,12 @@ def split_thoughts(text: str, opened: bool = False) -> tuple[str, str]:
         if mark[0] in _END:
             if not unfinished:
                 unfinished, awaited = True, _END[mark[0]]
-        elif not awaited or mark[0] == awaited:
+        elif not mark[1] and (not awaited or mark[0] == awaited):
             unfinished, awaited, end = False, "", mark.end()
     return (text, "") if unfinished else (text[:end], text[end:])
 
 
-def ends_in_thoughts(prompt: str) -> bool:
-    """Returns whether a rendered prompt ends inside thoughts, so that the completion begins there."""
-    tail = prompt.rstrip()
-    return any(tail.endswith(begin) for begin in _END)
+def ends_in_thoughts(prompt: str, begun: str = "") -> bool:
+    """Returns whether a rendered prompt ends inside thoughts, so that the completion begins there. begun: the answer in
+    the prompt that the completion goes on with."""
+    return prompt.rstrip().endswith(tuple(_END)) or split_thoughts(f"{begun}.")[1] == ""

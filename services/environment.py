@@ -22,6 +22,7 @@ from asyncrl.environments.sampled_answers import sampled_answers, token_texts
 from asyncrl.environments.transcript import (
     Transcript,
     answers_in,
+    opened_in,
     read_transcript,
     said_in,
     transcript_column,
@@ -217,7 +218,8 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         seed, goes_on = group_seed(self.context.config.seed, sample.group), False
         try:
             with self.context.occupancy.computing():
-                played = await self._pool.play(Play(state.name, row, seed, said_in(transcript), sampled))
+                play = Play(state.name, row, seed, said_in(transcript), sampled, opened_in(transcript))
+                played = await self._pool.play(play)
             self.add_to_counters(answers=len(played.answers))
             self._check_replay(sample, transcript, played)
             goes_on = self._groups.get(sample.group, {}).get(sample.name) is state

@@ -295,7 +295,7 @@ class GenerationService(Service, Generation):
         prompt_tokens, tokens, first, last = len(prompt), len(versions), int(versions[0]), int(versions[-1])
         identity = (group, member, attempt, self.context.facts.incarnation)
         places = (place, *self._pictures.places(group))
-        row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, places)
+        row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, places, opened=request.opened)
         if after is None:
             return row._replace(cut=int(unfinished == CUT), late=int(unfinished == LATE))
         cut, late = unfinished_in(after.transcript)

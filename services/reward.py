@@ -140,7 +140,7 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         ]
         own = tokens or [{} for _ in made]
         return [
-            replace(sample, given=ref.given, version=ref.last, steps=steps, **each)
+            replace(sample, given=ref.given, version=ref.last, steps=steps, opened=ref.opened, **each)
             for sample, ref, each in zip(made, samples, own, strict=True)
         ]
 

@@ -146,7 +146,7 @@ class RewardModelService(RewardService):
         too few positions for them, and TaskError for a template that fails."""
         texts = TokenizerWithStops(self._model.tokenizer, ())
         prompt = with_system(sample.prompt, self.context.config.task.system, "the prompt", chat=True)
-        messages = [*prompt, {"role": ASSISTANT, "content": sample.text}]
+        messages = [*prompt, {"role": ASSISTANT, "content": sample.answer}]
         ids = texts.text_ids(texts.render_chat([*map(dict, messages)], end=WHOLE)).astype(np.int64)
         if self._positions is not None and len(ids) > self._positions:
             raise RewardError(

@@ -5,6 +5,7 @@ import inspect
 import json
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from types import coroutine
 from typing import Any
@@ -13,7 +14,7 @@ import msgpack
 
 from asyncrl.children.user_errors import trace
 from asyncrl.environments.call_deadlines import CallDeadlines, UserCall
-from asyncrl.environments.loading import CLOSE, WAITS, MakeEnvironment, takes_sampled
+from asyncrl.environments.loading import CLOSE, OPENED, SAMPLED, WAITS, MakeEnvironment, takes
 from asyncrl.environments.observation import Message, Observation
 from asyncrl.environments.sampled_answers import SampledAnswer
 from asyncrl.environments.transcript import (
@@ -67,10 +68,12 @@ class Episode:
         self.last = await self._answer("reset", row, seed)
         return self.last
 
-    async def step(self, message: str, sampled: dict[str, Any] | None = None) -> Answer:
-        """Takes what the policy said. sampled: the fields of a SampledAnswer, for environments that take one."""
-        more = [SampledAnswer(**sampled) if sampled else None] if takes_sampled(self._environment) else []
-        self.last = await self._answer("step", message, *more)
+    async def step(self, message: str, sampled: dict[str, Any] | None = None, opened: bool = False) -> Answer:
+        """Takes what the policy said. sampled: the fields of a SampledAnswer, for environments that take one. opened:
+        whether the message begins inside thoughts, for those that ask."""
+        further = {SAMPLED: SampledAnswer(**sampled) if sampled else None, OPENED: opened}
+        taken = {name: value for name, value in further.items() if takes(self._environment, name)}
+        self.last = await self._answer("step", message, **taken)
         self.turns += 1
         return self.last
 
@@ -80,13 +83,13 @@ class Episode:
             return {}
         return await self._checked(CLOSE, lambda _: {})
 
-    async def _answer(self, method: str, *arguments: Any) -> Answer:
+    async def _answer(self, method: str, *arguments: Any, **further: Any) -> Answer:
         def check(returned: Any) -> Answer:
             if isinstance(returned, Observation) and returned.follows is not None:
                 self._check_follows(method, returned.follows)
             return plain(returned, method, self._most)
 
-        return await self._checked(method, check, *arguments)
+        return await self._checked(method, check, *arguments, **further)
 
     def _check_follows(self, method: str, follows: Any) -> None:
         turns = self.turns + (method == "step")
@@ -95,11 +98,11 @@ class Episode:
                 f"`{method}` gave follows = {_shown(follows)}, which is one of the {turns} turns so far, from 1, or 0"
             )
 
-    async def _checked(self, method: str, check: Callable[[Any], Answer], *arguments: Any) -> Answer:
+    async def _checked(self, method: str, check: Callable[[Any], Answer], *arguments: Any, **further: Any) -> Answer:
         """Returns the checked answer; turns errors of the user's code into answers."""
         began = monotonic()
         try:
-            answer = check(await self._in_time(method, *arguments))
+            answer = check(await self._in_time(method, *arguments, **further))
         except NoObservation as mistake:
             answer = {"error": str(mistake), "traceback": ""}
         except EnvironmentFailed as failed:  # Said by an adapter of ours, whose lines tell nobody anything.
@@ -108,12 +111,12 @@ class Episode:
             answer = {"error": f"`{method}` raised {type(error).__name__}: {error}", "traceback": trace(error)}
         return answer | {"seconds": monotonic() - began}
 
-    async def _in_time(self, method: str, *arguments: Any) -> Any:
+    async def _in_time(self, method: str, *arguments: Any, **further: Any) -> Any:
         """Returns what the user's code returns, and raises what it raises. A call that is late is cancelled, and given
         up if it goes on all the same."""
         call = UserCall()
         try:
-            result = self._marked(self._enter, method, *arguments)
+            result = self._marked(partial(self._enter, **further), method, *arguments)
             if inspect.iscoroutine(result):
                 result = await self._resumed(result, call)
         except (Exception, asyncio.CancelledError) as error:  # the user's code; passed on where it is not late
@@ -126,10 +129,10 @@ class Episode:
             raise NoObservation(f"`{method}` hung: no answer within {seconds:g} s" + (f"; {waits}" if waits else ""))
         return result
 
-    def _enter(self, method: str, *arguments: Any) -> Any:
+    def _enter(self, method: str, *arguments: Any, **further: Any) -> Any:
         if method == "reset":
             self._environment = self._make()
-        return getattr(self._environment, method)(*arguments)
+        return getattr(self._environment, method)(*arguments, **further)
 
     @coroutine
     def _resumed(self, user: Coroutine[Any, Any, Any], call: UserCall) -> Generator[Any, Any, Any]:

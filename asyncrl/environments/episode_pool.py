@@ -36,13 +36,15 @@ GRACE = 2.0
 @dataclass(frozen=True, slots=True)
 class Play:
     """A request for the answers up to the turn after `said`, what the policy has said in this episode. sampled: the
-    fields of a SampledAnswer for each of these, where environments take them."""
+    fields of a SampledAnswer for each of these, where environments take them. opened: for each of these, whether it
+    began inside thoughts; nothing where none did."""
 
     episode: SampleName
     row: PackedRow
     seed: int
     said: tuple[str, ...]
     sampled: tuple[dict[str, Any], ...] = ()
+    opened: tuple[bool, ...] = ()
 
 
 @dataclass(slots=True)
@@ -142,6 +144,7 @@ class EpisodeChild(GuardedProcess):
         row = play.row.data.tobytes() if begins else None
         self._known[play.episode] = len(play.said)
         message = {"call": number, "episode": play.episode, "said": play.said, "seed": play.seed, "row": row}
+        message["opened"] = play.opened
         message["sampled"] = play.sampled if begins else play.sampled[known:]
         try:
             self.post(message)

@@ -17,7 +17,7 @@ from asyncrl.children.pipe_messages import BatchedPipe, open_pipes, received
 from asyncrl.children.user_errors import greeting
 from asyncrl.environments.call_deadlines import CallDeadlines
 from asyncrl.environments.episode import Answer, Episode
-from asyncrl.environments.loading import KEY, EnvironmentSpec, MakeEnvironment, load, takes_sampled
+from asyncrl.environments.loading import KEY, SAMPLED, EnvironmentSpec, MakeEnvironment, load, takes
 from asyncrl.protocols.named_columns import Columns
 
 NOBODY = 0
@@ -69,7 +69,7 @@ class EpisodeServer:
         self._deadlines = CallDeadlines(code["deadline"])
         self._make = load(EnvironmentSpec(code["use"], code["options"]))
         made = self._make()  # Shows values that the class refuses before the first episode.
-        return {"loaded": True, "takes_sampled": takes_sampled(made)}
+        return {"loaded": True, "takes_sampled": takes(made, SAMPLED)}
 
     def _end(self, name: tuple[int, ...]) -> None:
         if (episode := self._episodes.pop(name, None)) is not None:
@@ -108,7 +108,8 @@ class EpisodeServer:
                 self._answered(call, episode.turns, episode.last, last=True)
             while episode.turns < len(said):
                 sampled = message["sampled"][episode.turns - len(said) :]  # It ends with the newest turn.
-                answer = await episode.step(said[episode.turns], *sampled[:1])
+                opened = message["opened"][episode.turns - len(said) :]
+                answer = await episode.step(said[episode.turns], next(iter(sampled), None), any(opened[:1]))
                 if not self._answered(call, episode.turns, answer, last=episode.turns == len(said)):
                     return
 

@@ -50,8 +50,9 @@ CLOSE = "close"
 """The method that an environment may have, for what it holds: called without arguments when its episode has ended."""
 WAITS = "waits_for"
 """The attribute that an environment may have: what it waits for, for the error about a call that hangs."""
-SAMPLED = "sampled"
-"""The second argument that `step` may take: a SampledAnswer."""
+SAMPLED, OPENED = "sampled", "opened"
+"""Further arguments that `step` may take: a SampledAnswer, and whether the prompt had opened thoughts in which the
+message begins."""
 
 MakeEnvironment: TypeAlias = Callable[[], Any]
 """Makes the environment of one episode."""
@@ -140,9 +141,9 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
     return partial(environment, **spec.options)
 
 
-def takes_sampled(environment: Any) -> bool:
-    """Returns whether `step` of an environment takes what the engine recorded of an answer."""
-    return SAMPLED in inspect.signature(environment.step).parameters
+def takes(environment: Any, argument: str) -> bool:
+    """Returns whether `step` of an environment takes a further argument: SAMPLED or OPENED."""
+    return argument in inspect.signature(environment.step).parameters
 
 
 def _adapted(spec: EnvironmentSpec) -> EnvironmentSpec:
@@ -174,8 +175,8 @@ def _check_method(environment: Any, name: str, arguments: tuple[str, ...], use: 
         raise ConfigError(f"{KEY}: `{name}` of {use} yields, and has to return; {write}")
     try:
         signature = inspect.signature(method)
-        told = (SAMPLED,) if name == "step" and SAMPLED in signature.parameters else ()
-        signature.bind(None, *arguments, *told)
+        further = (SAMPLED, OPENED) if name == "step" else ()
+        signature.bind(None, *arguments, **{each: None for each in further if each in signature.parameters})
     except TypeError as error:
         raise ConfigError(f"{KEY}: `{name}` of {use} is called as {_call(name, arguments)}: {error}; {write}") from None
 

@@ -20,6 +20,8 @@ INFO, LARGEST_INFO = "info", 512
 """Key of a message under which `info` of its observation is kept, and the bytes in JSON that it may have."""
 FINISH = "finish"
 """Key of a message of the policy under which CUT or LATE says what ended it in the midst."""
+OPENED = "opened"
+"""Key of a message of the policy that began inside thoughts, which the prompt had opened: true, or left out."""
 CUT_OFF = "\n[cut off after {} bytes]"
 
 Transcript = list[Message]
@@ -35,6 +37,11 @@ def transcript_column(messages: Transcript) -> Array:
     return np.frombuffer(json.dumps(messages, ensure_ascii=False).encode("utf-8", "replace"), np.uint8)
 
 
+def policy_message(text: str, opened: bool) -> Message:
+    """Returns the message of an answer of the policy. opened: whether it began inside thoughts."""
+    return {"role": POLICY, "content": text} | ({OPENED: True} if opened else {})
+
+
 def said_in(transcript: Transcript) -> tuple[str, ...]:
     """Returns what the policy said, turn by turn."""
     return tuple(str(message["content"]) for message in transcript if message["role"] == POLICY)
@@ -44,6 +51,11 @@ def unfinished_in(transcript: Iterable[Message]) -> tuple[int, int]:
     """Returns how many answers of the policy max_new_tokens and deadline ended, as `cut` and `late` of a RowRef."""
     ends = [message.get(FINISH) for message in transcript if message["role"] == POLICY]
     return ends.count(CUT), ends.count(LATE)
+
+
+def opened_in(transcript: Transcript) -> tuple[bool, ...]:
+    """Returns for each turn whether what the policy said began inside thoughts."""
+    return tuple(bool(message.get(OPENED)) for message in transcript if message["role"] == POLICY)
 
 
 def answers_in(transcript: Transcript) -> list[Transcript]:

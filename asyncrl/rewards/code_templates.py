@@ -39,7 +39,7 @@ class ShareOfTests:
         return len(os.sched_getaffinity(0))
 
     async def __call__(self, sample: Sample) -> float:
-        runner, source = shared_runner(self.sandbox), code_in(sample.text, sample.row)
+        runner, source = shared_runner(self.sandbox), code_in(sample.answer, sample.row)
         try:
             tests = cases_in(sample.row, self.column)
             if not (await runner.check(source)).compiles:
@@ -82,7 +82,7 @@ def lint(penalty: float = 0.25, sandbox: Kind = "bubblewrap") -> OfSample:
 
 async def _checked(sample: Sample, sandbox: Kind) -> SourceCheck:
     try:
-        return await shared_runner(sandbox).check(code_in(sample.text, sample.row))
+        return await shared_runner(sandbox).check(code_in(sample.answer, sample.row))
     except SandboxError as error:
         raise RewardError(str(error)) from None
 

@@ -118,7 +118,7 @@ def question(rubric: str, sample: Sample) -> str:
             case "prompt":
                 return _as_text(sample.prompt)
             case "answer":
-                return sample.text
+                return sample.answer
             case "conversation":
                 return "\n".join([_as_text(sample.prompt), _as_text(sample.turns)])
             case column if column in sample.row:

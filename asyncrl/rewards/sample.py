@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.protocols.named_columns import Columns
+from asyncrl.protocols.thoughts import split_thoughts
 
 Value = float | dict[str, float] | None
 """A reward, named terms whose sum it is, or None for a sample that cannot be scored."""
@@ -33,7 +34,10 @@ class Sample:
 
     In a run with a function by token, token_ids and token_texts are the sampled tokens, each decoded alone; a piece of
     a character is a replacement character. turn_tokens: of an episode, how many of them each answer has. A run with a
-    function of TRL has token_ids and turn_tokens too."""
+    function of TRL has token_ids and turn_tokens too.
+
+    opened: whether the chat template, or the prompt, had opened thoughts in which `text` begins; a message in `turns`
+    that began so has "opened": True."""
 
     prompt: str | list[dict[str, Any]]
     text: str
@@ -50,6 +54,12 @@ class Sample:
     given: int = 0
     version: int = 0
     steps: int = 0
+    opened: bool = False
+
+    @property
+    def answer(self) -> str:
+        """Returns the text behind the thoughts; nothing where thoughts do not end."""
+        return split_thoughts(self.text, self.opened)[1]
 
 
 def with_columns(sample: Sample) -> Sample:

@@ -22,7 +22,7 @@ def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
     tables have as 5.0 may be written 5, and a truth value as in JSON."""
 
     def reward(sample: Sample) -> float:
-        given, wanted = sample.text.strip(), _writings(_value(sample, column), column)
+        given, wanted = sample.answer.strip(), _writings(_value(sample, column), column)
         return float(given.lower() in map(str.lower, wanted) if ignore_case else given in wanted)
 
     return reward
@@ -52,7 +52,7 @@ def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
     """
 
     def reward(sample: Sample) -> float:
-        wanted, given = last_number(str(_value(sample, column))), last_number(sample.text)
+        wanted, given = last_number(str(_value(sample, column))), last_number(sample.answer)
         if wanted is None:
             raise RewardError(
                 f"the row's {column} holds no number, or one that may mean several things: {_column(sample, column)!r}"
@@ -76,7 +76,7 @@ def math_verify(column: str = "answer") -> OfSample:
         wanted = package.parse(text if "$" in text or "boxed" in text else f"${text}$", **unlimited)
         if not wanted:
             raise RewardError(f"math-verify finds no expression in the row's {column}: {text!r:.200}")
-        given = package.parse(sample.text, **unlimited)
+        given = package.parse(sample.answer, **unlimited)
         return float(bool(given) and package.verify(wanted, given, timeout_seconds=None))
 
     return reward
@@ -123,9 +123,9 @@ def reasoning_gym(pattern: str = "") -> OfSample:
     def reward(sample: Sample) -> float:
         origin = _column(sample, "reasoning_gym")
         dataset = _reasoning_gym_dataset(origin["name"], tuple(sorted(origin["options"].items())))
-        answer: str | None = sample.text.strip()
+        answer: str | None = sample.answer.strip()
         if compiled is not None:
-            matches = list(compiled.finditer(sample.text))
+            matches = list(compiled.finditer(sample.answer))
             answer = str(matches[-1][min(1, compiled.groups)]).strip() if matches else None
         return float(dataset.score_answer(answer, dataset[origin["index"]]))
 

@@ -16,12 +16,13 @@ from asyncrl.engines.pictures.processing import NO_PICTURES, PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
 from asyncrl.protocols.row_columns import Columns
-from asyncrl.protocols.thoughts import split_thoughts
+from asyncrl.protocols.thoughts import PAIRS, ends_in_thoughts, split_thoughts
 from asyncrl.tasks.reading.pictures import has_pictures, picture_files
 
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
 BYTES_PER_CHARACTER = 4  # longest UTF-8 character; a byte-level token may be a single byte
 INVALID = "\ufffd"  # stands for bytes that are no whole character
+TAIL = 64  # tokens at the end of a prompt that hold the mark which opens thoughts, whatever the tokenizer
 EXCERPT = 60  # longest quote of a message in an error, in characters
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Around quoted text: Unicode assigns no character to these.
 QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
@@ -164,10 +165,15 @@ class TokenizerWithStops:
             return {key: self.quoted(each) for key, each in value.items()}
         return [self.quoted(each) for each in value] if isinstance(value, list | tuple) else value
 
+    @property
+    def _special_tokens(self) -> dict[int, Any]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token: each for token, each in added.items() if each.special}
+
     @cached_property
     def _special_text(self) -> re.Pattern[str]:
         """Returns the pattern of special tokens, of which the longer one is found first; else one that finds none."""
-        tokens = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        tokens = [token.content for token in self._special_tokens.values()]
         return re.compile("|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or "(?!)")
 
     def render_chat(
@@ -195,9 +201,30 @@ class TokenizerWithStops:
     def is_special(self, token: int) -> bool:
         return token in self._tokenizer.all_special_ids
 
+    def opens_thoughts(self, prompt: NDArray[np.int32], messages: str | Sequence[Message] = ()) -> bool:
+        """Returns whether a prompt ends inside thoughts. messages: what it was rendered from, of which the last one may
+        be an answer that goes on."""
+        last = messages[-1] if messages and not isinstance(messages, str) else {}
+        begun = last["content"] if last.get("role") == ASSISTANT else ""
+        tail = self.decode(prompt[-TAIL:], skip_special_tokens=False)
+        return ends_in_thoughts(tail, begun if isinstance(begun, str) else "")
+
     def decode(self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of tokens. skip_special_tokens: leaves out special ones, but for the marks of thoughts,
+        which some tokenizers have among them."""
+        ids = tokens.tolist()
+        if skip_special_tokens and self._hidden is not None:
+            ids = [token for token in ids if token not in self._hidden]
+            skip_special_tokens = False
         settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(tokens.tolist(), **settings))
+        return str(self._tokenizer.decode(ids, **settings))
+
+    @cached_property
+    def _hidden(self) -> frozenset[int] | None:
+        """Returns the special tokens that are no part of a mark of thoughts; None where no special token is one."""
+        special = {token: each.content for token, each in self._special_tokens.items() if each.content}
+        marks = {token for token, text in special.items() if any(text in mark for pair in PAIRS for mark in pair)}
+        return frozenset(special.keys() - marks) if marks else None
 
     def stops(self, tokens: NDArray[np.int32]) -> bool:
         """Returns whether the newest token completes a stop string. Only a token that has the last character of one is

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from asyncrl.engines.generation.scheduling.sample_requests import Completion
 from asyncrl.engines.generation.tokenization import Message
 from asyncrl.engines.generation.turn_rendering import Tools
-from asyncrl.environments.transcript import CONTEXT, FINISH, POLICY
+from asyncrl.environments.transcript import CONTEXT, FINISH, POLICY, policy_message
 from asyncrl.protocols.batch import Array
 from asyncrl.protocols.row_columns import EXPERTS
 
@@ -118,7 +118,7 @@ class Trajectory:
             np.concatenate([self.logprobs, completion.logprobs]),
             np.concatenate([self.versions, completion.versions]),
             np.concatenate([self.spans, np.array([len(completion.tokens), 0], np.int32)]),
-            (*self.transcript, {"role": POLICY, "content": completion.text, **ended}),
+            (*self.transcript, policy_message(completion.text, completion.request.opened) | ended),
             self._experts_with(completion),
         )
 

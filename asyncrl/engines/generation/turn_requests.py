@@ -45,7 +45,9 @@ class TurnRequests:
         if mistake := self.budget.mistake(len(ids)):
             raise TaskError(mistake)
         before = None if self.renderer is None else Trajectory.begin(ids)
-        return [Turn(self._request(prompts, member, ids, before, pictures), before) for member in prompts.members]
+        opened = self.tokenizer.opens_thoughts(ids, prompts.prompt)
+        requests = [self._request(prompts, member, ids, opened, before, pictures) for member in prompts.members]
+        return [Turn(request, before) for request in requests]
 
     def later(self, prompts: PromptGroup, continued: list[RowRef], rows: Batch) -> tuple[list[Turn], list[RowRef]]:
         """Returns the next turn of each of these samples, and those that have no room for one, as they were but for
@@ -60,7 +62,9 @@ class TurnRequests:
             except TaskError as error:
                 raise TaskError(f"group {prompts.id}, member {sample.member}, turn {before.turns}: {error}") from None
             if len(after.response) < self.budget.answer:
-                turns.append(Turn(self._request(prompts, sample.member, after.tokens, after), after))
+                ids = after.tokens
+                opened = self.tokenizer.opens_thoughts(ids)
+                turns.append(Turn(self._request(prompts, sample.member, ids, opened, after), after))
             else:
                 ended.append(sample._replace(finish=NO_ROOM))
         return turns, ended
@@ -84,6 +88,7 @@ class TurnRequests:
         prompts: PromptGroup,
         member: int,
         ids: Ids,
+        opened: bool,
         before: Trajectory | None,
         pictures: PromptPictures | None = None,
     ) -> SampleRequest:
@@ -101,4 +106,5 @@ class TurnRequests:
             drawn,
             may_go_on=turns + 1 < self.max_turns,
             pictures=pictures,
+            opened=opened,
         )

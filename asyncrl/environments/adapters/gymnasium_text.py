@@ -6,6 +6,7 @@ from typing import Any
 from asyncrl.environments.adapters.packages import OwnRandomness, after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.thoughts import split_thoughts
 
 ANSI = re.compile(r"\x1b\[[\d;]*m")
 NUMBER = re.compile(r"-?\d+")
@@ -36,9 +37,9 @@ class GymnasiumText:
             shown = self._shown(first)
         return Observation(after_prompt(row.get("prompt", ""), shown))
 
-    async def step(self, message: str) -> Observation:
+    async def step(self, message: str, opened: bool = False) -> Observation:
         """Takes the action that the answer names."""
-        action = self._action(message)
+        action = self._action(split_thoughts(message, opened)[1])
         if action is None:
             return Observation(f"Your answer names no action; {self._choices()}")
         with self._randomness.used():

@@ -51,10 +51,10 @@ class McpTools:
         self._episode = ToolEnvironment(tools, seconds=self._seconds, **self._limits)
         return await self._episode.reset(row, seed)
 
-    async def step(self, message: str) -> Observation:
+    async def step(self, message: str, opened: bool = False) -> Observation:
         """Has the server run the calls of an answer; an answer without a call ends the episode and the server."""
         assert self._episode is not None, "reset comes first"
-        observation = await self._episode.step(message)
+        observation = await self._episode.step(message, opened)
         if observation.done:
             self._stop.set()
         return observation

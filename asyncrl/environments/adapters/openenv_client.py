@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from asyncrl.environments.adapters.packages import after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError, EnvironmentFailed
+from asyncrl.protocols.thoughts import split_thoughts
 
 LARGEST = 2**22
 """Bytes of a message of the server: more than any model reads."""
@@ -60,10 +61,11 @@ class OpenEnvClient:
         first = await self._answer("reset", arguments)
         return Observation(after_prompt(row.get("prompt", ""), self._text(first["observation"])))
 
-    async def step(self, message: str) -> Observation:
+    async def step(self, message: str, opened: bool = False) -> Observation:
         """Takes the action of the answer. An action that the server cannot read is said, and costs a turn."""
         try:
-            action = {self._action: message} if self._action else _object_in(message)
+            answer = split_thoughts(message, opened)[1]
+            action = {self._action: answer} if self._action else _object_in(answer)
             answered = await self._answer("step", action)
         except _UnreadableAction as mistake:
             return Observation(f"Your answer is no action: {mistake}")

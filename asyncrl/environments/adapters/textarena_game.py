@@ -6,6 +6,7 @@ from asyncrl.config.user_code import suggestion
 from asyncrl.environments.adapters.packages import OwnRandomness, after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.thoughts import split_thoughts
 
 
 class TextArenaGame:
@@ -31,10 +32,10 @@ class TextArenaGame:
             shown = self._new_messages()
         return Observation(after_prompt(row.get("prompt", ""), shown))
 
-    async def step(self, message: str) -> Observation:
+    async def step(self, message: str, opened: bool = False) -> Observation:
         """Makes the move that the answer has."""
         with self._randomness.used():
-            done, _ = self._game.step(message)
+            done, _ = self._game.step(split_thoughts(message, opened)[1])
             if not done:
                 return Observation(self._new_messages())
             rewards, information = self._game.close()

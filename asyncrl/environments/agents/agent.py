@@ -81,9 +81,9 @@ class Agent:
         self._program = await AgentProgram.start(words, given, variables, self._containment)
         return await self._observed()
 
-    async def step(self, message: str, sampled: SampledAnswer | None = None) -> Observation:
+    async def step(self, message: str, sampled: SampledAnswer | None = None, opened: bool = False) -> Observation:
         """Answers what the agent asked, and waits until it asks again or ends."""
-        self._exchanges.answer(lambda request, turn: answer_of(request, turn, message, sampled, self._form))
+        self._exchanges.answer(lambda request, turn: answer_of(request, turn, message, sampled, self._form, opened))
         return await self._observed()
 
     async def close(self) -> None:

@@ -51,9 +51,12 @@ class ChatAnswer:
         return "length" if self.sampled is not None and self.sampled.finish == "length" and not self.cut else "stop"
 
 
-def answer_of(request: ChatRequest, turn: int, text: str, sampled: SampledAnswer | None, form: Form) -> ChatAnswer:
-    """Reads the text that the policy said as the answer to a request. A call that cannot be read stays text."""
-    found = form.parse(text) if request.calls else None
+def answer_of(
+    request: ChatRequest, turn: int, text: str, sampled: SampledAnswer | None, form: Form, opened: bool = False
+) -> ChatAnswer:
+    """Reads the text that the policy said as the answer to a request. A call that cannot be read stays text. opened:
+    whether the text begins inside thoughts."""
+    found = form.parse(text, opened) if request.calls else None
     if found is not None and found.calls and not found.mistakes:
         return ChatAnswer(turn, found.content, found.calls, sampled)
     ends = [place for stop in request.stop if (place := text.find(stop)) >= 0]

@@ -8,6 +8,7 @@ from asyncrl.children.sandbox import CaseResult, Program, TestCase
 from asyncrl.children.sandbox.pool import Kind
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.thoughts import split_thoughts
 
 BROKEN = "error:"
 """Text with which a brief environment answers a program that does not compile."""
@@ -50,8 +51,8 @@ class ProgramRepair:
         self._share = 0.0
         return Observation(row["prompt"])
 
-    async def step(self, message: str) -> Observation:
-        source = code_in(message, self._row)
+    async def step(self, message: str, opened: bool = False) -> Observation:
+        source = code_in(split_thoughts(message, opened)[1], self._row)
         runner = shared_runner(self._sandbox)
         check = await runner.check(source)
         results = await runner.run(Program(source, self._tests), self._seconds) if check.compiles else ()

@@ -16,9 +16,10 @@ class Form:
     read: Callable[[str, Reading], None]
     render: Callable[[Sequence[ToolCall]], str]
 
-    def parse(self, text: str) -> ToolCalls:
-        """Returns the calls of an answer, and the mistakes in them; never raises."""
-        return parse(text, self.read)
+    def parse(self, text: str, opened: bool = False) -> ToolCalls:
+        """Returns the calls of an answer behind its thoughts, and the mistakes in them; never raises. opened: whether
+        the prompt had opened the thoughts."""
+        return parse(text, self.read, opened)
 
 
 FORMS: Mapping[str, Form] = {

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.protocols.thoughts import split_thoughts
+
 LARGEST = 2**17
 """Characters of an answer that is read; a longer one is a mistake. A thousand tokens have some
 4,000. Reading so many numbers takes a second."""
@@ -73,21 +75,13 @@ class Reading:
         return ToolCalls("\n".join(self._content), tuple(self._calls), tuple(self._mistakes))
 
 
-def parse(text: str, read: Callable[[str, Reading], None]) -> ToolCalls:
+def parse(text: str, read: Callable[[str, Reading], None], opened: bool = False) -> ToolCalls:
     """Returns what `read` finds in an answer, behind its thoughts; an answer that is too long to be read is a mistake.
-    Never raises."""
+    opened: whether the prompt had opened the thoughts. Never raises."""
     if len(text) > LARGEST:
         return ToolCalls(text, (), (f"the answer has {len(text)} characters; at most {LARGEST} are read",))
     reading = Reading()
-    thoughts, rest = _after_thinking(text)
+    thoughts, rest = split_thoughts(text, opened)
     reading.add_text(thoughts)
     read(rest, reading)
     return reading.result()
-
-
-def _after_thinking(text: str) -> tuple[str, str]:
-    """Splits an answer that begins with <think> behind the thoughts, in which calls are not read."""
-    if not text.lstrip().startswith("<think>"):
-        return "", text
-    thoughts, end, rest = text.partition("</think>")
-    return thoughts + end, rest

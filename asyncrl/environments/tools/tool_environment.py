@@ -58,10 +58,10 @@ class ToolEnvironment:
         self._tools = _by_name(tools)
         return Observation(row["prompt"], tools=tuple(tool.schema for tool in tools))
 
-    async def step(self, message: str) -> Observation:
+    async def step(self, message: str, opened: bool = False) -> Observation:
         """Runs the calls of an answer side by side and returns their results, in order, then what is wrong about calls
         that cannot be read. An answer without a call ends the episode."""
-        found = self._form.parse(message)
+        found = self._form.parse(message, opened)
         if not found.calls and not found.mistakes:
             return Observation("", done=True, info={"calls": 0, "failed_calls": 0})
         results = await gather(*(self._answer(number, call) for number, call in enumerate(found.calls)))

@@ -30,7 +30,7 @@ def plain_samples(samples: Sequence[Sample]) -> dict[str, Any]:
             rows[row.digest] = row.data.tobytes()
         fields = (sample.text, sample.group, sample.member, sample.finish, sample.tokens)
         by_token = (sample.token_ids, sample.token_texts, sample.turn_tokens)
-        counts = (sample.given, sample.version, sample.steps)
+        counts = (sample.given, sample.version, sample.steps, sample.opened)
         plain.append((row.digest, sample.prompt, *fields, sample.turns, sample.turn_rewards, *by_token, *counts))
     return {"rows": list(rows.items()), "samples": plain}
 

@@ -126,6 +126,10 @@ class Closes(Counts):
             case "exit":
                 os._exit(7)
 
+class Opened(Counts):
+    async def step(self, message, opened=False):
+        return Observation(str(opened))
+
 class ClosesWhat(Counts):
     async def close(self, what):
         pass
@@ -223,6 +227,16 @@ async def test_an_environment_begins_a_context(pool: MakePool) -> None:
         }
         for member, (text, why) in enumerate(mistakes.items(), start=1):
             assert why in (await made.play(play("03", text, member=member))).error
+
+
+async def test_an_environment_that_asks_is_told_which_answers_began_inside_thoughts(pool: MakePool) -> None:
+    def with_opened(*said: str, opened: tuple[bool, ...]) -> Play:
+        return replace(play(*said), opened=opened)
+
+    async with pool("Opened") as made:
+        assert texts(await made.play(with_opened("a", "b", opened=(True, False)))) == {0: "p 3", 1: "True", 2: "False"}
+        assert texts(await made.play(with_opened("a", "b", "c", opened=(True, False, True)))) == {3: "True"}
+        assert texts(await made.play(play("a", "b", "c", "d"))) == {4: "False"}
 
 
 async def test_an_environment_takes_what_was_recorded_of_answers(pool: MakePool) -> None:

@@ -40,6 +40,7 @@ DIGESTS = {
     34: "7d1f551d9d0e2f6e",
     35: "51a6390fc6e34bff",
     36: "ddec2a25c7dcada2",
+    37: "070d0d653e40d22f",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,34 @@ def test_exact_match() -> None:
     assert templates.exact_match()(sample("CBA", answer="cba")) == 0
     assert templates.exact_match(column="wanted", ignore_case=True)(sample("CBA", wanted="cba")) == 1
     assert templates.exact_match()(sample("7", answer=7)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reward"),
+    [
+        ("<think>5?</think>7", False, 1),
+        ("<think>7</think>5", False, 0),
+        ("7</think>5", False, 0),
+        ("5?</think>7", True, 1),
+        ("7", True, 0),
+        ("<think>7", False, 0),
+        ("7 <think>so", False, 0),
+        ("5 <think>no</think>7", False, 1),
+    ],
+)
+@pytest.mark.parametrize("template", ["exact_match", "numeric", "math_verify"])
+def test_thoughts_are_no_answer(template: str, text: str, opened: bool, reward: float) -> None:
+    if template == "math_verify":
+        pytest.importorskip("math_verify")
+    given = replace(sample(text, answer="7"), opened=opened)
+    assert templates.TEMPLATES[template]()(given) == reward
+
+
+def test_the_form_and_the_length_are_those_of_the_whole_completion() -> None:
+    given = sample("<think>one two</think>three")
+    assert templates.regex_format("<think>.*</think>three")(given) == 1
+    assert templates.length(2, 1, unit="words")(given) == -1
+    assert templates.repetition(1)(sample("<think> a a </think> b")) < 0
 
 
 def test_a_missing_column_names_the_closest() -> None:

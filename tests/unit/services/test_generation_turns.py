@@ -391,3 +391,16 @@ async def test_the_next_turn_goes_on_when_the_call_that_sampled_the_one_before_e
         await stream.aclose()
         await service.resume()
         assert {row.turns for row in await later} == {2}
+
+
+async def test_each_turn_knows_whether_its_prompt_ended_inside_thoughts(
+    start: Start, environment: PlayedEnvironment
+) -> None:
+    async with start() as service:
+        prompts = group("go left: <think>", members=(0,))
+        (first,) = rows = await sampled(service, prompts)
+        (second,) = rows = await sampled(service, going_on(prompts, environment.step(service, rows, " so?")))
+        (third,) = rows = await sampled(service, going_on(prompts, environment.step(service, rows, " <think>")))
+        assert [row.opened for row in (first, second, third)] == [True, False, True]
+        transcript = json.loads(bytes(columns_of(service, third)[5]))
+        assert [bool(each.get("opened")) for each in transcript[::2]] == [True, False, True]

@@ -116,6 +116,16 @@ async def test_functions_are_told_the_tokens_that_an_environment_wrote(tmp_path:
         assert score.terms == {"tokens": 0.0, "row_tokens": -0.5}
 
 
+async def test_a_function_is_told_that_the_prompt_opened_the_thoughts(
+    tmp_path: Path, mine: str, serving: Serving
+) -> None:
+    async with serving(config("exact_match", f"{mine}:right"), tmp_path) as bench:
+        for text, expected in {"cba": 0.0, "abc?</think>cba": 1.0}.items():
+            ref = bench.ref(text)._replace(opened=True)
+            (score,) = await bench.service.score(BatchRef((ref,)), ROW)
+            assert score.terms == {"exact_match": expected, "right": float(text == "cba")}
+
+
 async def test_group_functions_wait_for_all_members_and_answer_each(
     tmp_path: Path, mine: str, serving: Serving
 ) -> None:

@@ -28,7 +28,7 @@ class SampleRequest:
     likeliest token. not_before: oldest weight version that may start the turn. deadline: seconds in a slot after which
     the turn ends as `length`; waiting for a slot is free, and so is waiting for KV blocks after a preemption. drawn:
     tokens sampled in earlier turns. may_go_on: whether another turn may follow, for which keys and values are kept.
-    pictures: of the prompt.
+    pictures: of the prompt. opened: whether the prompt ends inside thoughts.
     """
 
     key: Key
@@ -41,6 +41,7 @@ class SampleRequest:
     drawn: int = 0
     may_go_on: bool = False
     pictures: PromptPictures | None = None
+    opened: bool = False
 
     @property
     def prompt_key(self) -> bytes:
@@ -55,8 +56,8 @@ class Completion:
 
     logprobs: float32, log-softmax(logits / temperature) over the tokens that may be sampled, from the forward that
     sampled; for temperature 0, whose samples never enter a loss, at temperature 1. versions: weight version that
-    sampled each token. text: decoded without special tokens and cut before a stop string. experts: [prompt and sampled
-    tokens, routers x k], where they are recorded.
+    sampled each token. text: decoded without special tokens, but with those that mark thoughts, and cut before a stop
+    string. experts: [prompt and sampled tokens, routers x k], where they are recorded.
     """
 
     request: SampleRequest

@@ -52,6 +52,27 @@ def test_end_ids_are_a_union(configured: Any, own: Any, expected: list[int]) -> 
     assert found.tolist() == expected
 
 
+def test_special_tokens_that_mark_thoughts_stay_in_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Those of Magistral, Command A and gpt-oss are special; decoding would leave no end of the thoughts."""
+    marks = ["[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    texts = TokenizerWithStops(tokenizer, ())
+    assert texts.decode(ids(tokenizer, "[THINK]so[/THINK]six<|end|><|im_end|>")) == "[THINK]so[/THINK]six"
+    spoken = "<|channel|>analysis<|message|>so<|end|><|channel|>final<|message|>six"
+    assert texts.decode(ids(tokenizer, spoken)) == spoken.replace("<|end|>", "")
+
+
+def test_a_prompt_opens_thoughts_where_its_template_or_its_begun_answer_does(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    texts = TokenizerWithStops(tokenizer, ())
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>let me"}]
+    cases = {"a<think>\n": True, "a<think></think>": False, "do you <think>?": False}
+    assert {text: texts.opens_thoughts(ids(tokenizer, text), text) for text in cases} == cases
+    assert texts.opens_thoughts(ids(tokenizer, "hi<think>let me"), begun)
+    assert not texts.opens_thoughts(ids(tokenizer, "hi<think>let me"), begun[:1])
+
+
 def test_nothing_stops_without_stop_strings(tokenizer: PreTrainedTokenizerFast) -> None:
     assert not TokenizerWithStops(tokenizer, ()).stops(ids(tokenizer, "anything"))
 

@@ -45,6 +45,16 @@ def parsed(form: str, text: str) -> ToolCalls:
             '<think>I could <tool_call>{"name": "f"}</tool_call></think>\n4',
             [],
         ),
+        (
+            '<tool_call>{"name": "g"}</tool_call><think>perhaps <tool_call>{"name": "f"}</tool_call></think>4',
+            '<tool_call>{"name": "g"}</tool_call><think>perhaps <tool_call>{"name": "f"}</tool_call></think>\n4',
+            [],
+        ),
+        (
+            'I could <tool_call>{"name": "f"}</tool_call></think>4',
+            'I could <tool_call>{"name": "f"}</tool_call></think>\n4',
+            [],
+        ),
         ("<think>without an end <tool_call>", "<think>without an end <tool_call>", []),
         (
             '<tool_call>{"name": "größe", "arguments": {"ü": "日本\\u00e9"}}</tool_call>',
@@ -306,3 +316,15 @@ def test_a_damaged_answer_is_read_or_is_a_mistake(form: str) -> None:
 def test_an_unknown_form_is_named() -> None:
     with pytest.raises(ConfigError, match=r"environment.options.form: there is no form herms; did you mean hermes\?"):
         form_named("herms", "environment.options.form")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_in_thoughts_are_none_whoever_opened_them(form: str) -> None:
+    asked = FORMS[form].render([ToolCall("ask", {})])
+    wiped = FORMS[form].render([ToolCall("wipe", {})])
+    for text in (f"Sure.\n<think>\n{wiped}\n</think>\n{asked}", f"no\n{wiped}\n</think>\n{asked}"):
+        assert [call.name for call in FORMS[form].parse(text).calls] == ["ask"], text
+    assert FORMS[form].parse(f"\n{wiped}", opened=True).calls == ()
+    assert [call.name for call in FORMS[form].parse(f"no</think>\n{asked}", opened=True).calls] == ["ask"]
+    quoted = ToolCall("write", {"text": "say <think> first"})
+    assert FORMS[form].parse(FORMS[form].render([quoted])).calls == (quoted,)

@@ -329,3 +329,11 @@ def test_an_answer_as_a_message_of_chat_templates() -> None:
         "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
     }
     assert assistant_message(FORMS["hermes"].parse("4")) == {"role": "assistant", "content": "4"}
+
+
+async def test_a_call_in_thoughts_that_the_prompt_opened_is_not_run() -> None:
+    environment = ToolEnvironment([add])
+    await environment.reset(ROW, 0)
+    call = hermes(ToolCall("add", {"a": 2, "b": 2}))
+    assert (await environment.step(f"perhaps {call}", opened=True)).info["calls"] == 0
+    assert (await environment.step(f"no</think>{call}", opened=True)).info["calls"] == 1
