@@ -140,6 +140,7 @@ async def train_async(
     **sections: SectionArgument,
 ) -> Run:
     """Trains as `train` does, on the caller's event loop."""
+    from asyncrl.deploy.process.notebook_run import in_python
     from asyncrl.deploy.run_setup import RunRequest, run
     from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
 
@@ -163,7 +164,7 @@ async def train_async(
             services=_reward_here(here, config.reward, display.say),
             on_step=on_step,
         )
-        finished = await run(request)
+        finished = await in_python(run(request))
     return Run(finished.path, config, request.services)
 
 
@@ -203,6 +204,7 @@ class RLTrainer:
 
     async def train_async(self, steps: int, run_dir: str | Path | None = None) -> Run:
         """Trains as `train` does, on the caller's event loop."""
+        from asyncrl.deploy.process.notebook_run import in_python
         from asyncrl.deploy.run_setup import RunRequest, run
         from asyncrl.telemetry.screen.notebook_display import open_cell_or_terminal
 
@@ -211,20 +213,18 @@ class RLTrainer:
         place = fresh if run_dir is None else nullcontext(Path(run_dir))
         with place as directory, open_cell_or_terminal(config) as display:
             command = f"train({steps}, run_dir={shlex.quote(str(directory))}) of the same RLTrainer"
-            finished = await run(RunRequest(config=config, run_dir=directory, display=display, command=command))
+            request = RunRequest(config=config, run_dir=directory, display=display, command=command)
+            finished = await in_python(run(request))
         return Run(finished.path, config)
 
 
 def _refuse_person_beside(functions: Sequence[Function], config: Config) -> None:
-    if functions and config.feedback.asks:
+    own = any(each.functions for each in config.evaluate.held_out)
+    what = "feedback.ask works" if config.feedback.asks else "rewards of held-out sets work" if own else ""
+    if functions and what:
         raise ConfigError(
-            f"feedback.ask works beside functions that another process can import, and {name_of(functions[0])} has no "
-            "importable name: put it into a module"
-        )
-    if functions and any(each.functions for each in config.evaluate.held_out):
-        raise ConfigError(
-            f"rewards of held-out sets work beside functions that another process can import, and "
-            f"{name_of(functions[0])} has no importable name: put it into a module"
+            f"{what} beside functions that another process can import, and {name_of(functions[0])} has no importable "
+            "name: put it into a module"
         )
 
 

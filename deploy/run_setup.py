@@ -122,6 +122,7 @@ async def run(request: RunRequest) -> RunDirectory:
                 if not nothing_left(request, directory, plan):
                     async with progress_shown(request.display.progress) as progress:
                         await _train(request, directory, store, plan, rollback, signals, progress, on_commit)
+                request.display.settle()
                 if request.config.telemetry.report and directory.metrics.exists():
                     await report_run(directory.path, request.display.say)
             for line in await asyncio.to_thread(_closing_lines, request, directory):
@@ -147,16 +148,14 @@ def _noted_end(request: RunRequest) -> Iterator[None]:
 
 
 def _closing_lines(request: RunRequest, directory: RunDirectory) -> list[str]:
-    """Returns the lines that end a run: the commands that go on, and the warnings that it gave."""
-    return [_closing_line(request, directory), *(f"warned: {line}" for line in repeated(directory.warnings))]
-
-
-def _closing_line(request: RunRequest, directory: RunDirectory) -> str:
+    """Returns the lines that end a run: the commands that go on, and the warnings that it gave. Nothing stands below
+    the command that resumes."""
+    warned = [f"warned: {line}" for line in repeated(directory.warnings)]
     done = max((int(line["version"]) for line in read_metrics(directory.metrics)), default=0)
     if done < request.config.steps:
-        return f"stopped at step {done} of {request.config.steps}; go on with: {request.command}"
+        return [*warned, f"stopped at step {done} of {request.config.steps}; go on with: {request.command}"]
     quoted = shlex.quote(str(directory.path))
-    return f"done; next: `{program()} samples {quoted}`, `{program()} export {quoted} TARGET`"
+    return [f"done; next: `{program()} samples {quoted}`, `{program()} export {quoted} TARGET`", *warned]
 
 
 def _check(request: RunRequest) -> list[Problem]:

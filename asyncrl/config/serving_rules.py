@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import suggestion
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -104,7 +103,6 @@ def held_out_problems(config: "Config") -> Iterator[Problem]:
         yield Problem("evaluate.samples", "", SAME_SAMPLES, ("evaluate.temperature",))
     for each in evaluate.held_out:
         yield from _scored_alone(config, each)
-        yield from _pass_term(config, each)
     for each in filter(lambda each: each.name, evaluate.held_out):
         names = [function.term for function in each.functions]
         if any(function.by_token for function in each.functions):
@@ -124,26 +122,13 @@ def held_out_problems(config: "Config") -> Iterator[Problem]:
 
 def _best_of_pass_rates(config: "Config") -> Iterator[Problem]:
     """Yields that the best checkpoint is chosen by a pass@k that no evaluation measures."""
-    metric = config.training.keep_best.removeprefix("-")
-    if not (found := PASS_AT.fullmatch(metric)):
-        return
-    for each in (each for each in config.evaluate.held_out if each.name == (found["set"] or "")):
+    found = PASS_AT.fullmatch(config.training.keep_best.removeprefix("-"))
+    for each in config.evaluate.held_out if found else ():
         measured = [1 << n for n in range(each.samples.bit_length())] if each.samples > 1 else []
-        if int(found["k"]) not in measured:
+        if found and each.name == (found["set"] or "") and int(found["k"]) not in measured:
             which = f"measures pass@{', '.join(map(str, measured))} only" if measured else "has no pass@k"
-            text = f"nothing measures {metric}: {each.section}.samples = {each.samples} {which}; write more samples"
+            text = f"nothing measures {found[0]}: {each.section}.samples = {each.samples} {which}; write more samples"
             yield Problem("training.keep_best", "", text, ("evaluate.samples",))
-
-
-def _pass_term(config: "Config", held_out: "HeldOutSet") -> Iterator[Problem]:
-    """Yields that the rewards of a set have no term of the name by which answers pass, as far as names are known."""
-    functions = held_out.functions or config.reward.functions
-    term, names = held_out.pass_term, [*(function.term for function in functions), "overlong"]
-    if not term or not functions or config.reward.model or term.partition("/")[0] in names or term in names:
-        return
-    of_set = f" of the set {held_out.name}" if held_out.name else ""
-    text = f"the rewards{of_set} have no term {term}{suggestion(term, names[:-1])}"
-    yield Problem("evaluate.pass_term", "", text, (f"evaluate.sets.{held_out.name}",) if held_out.name else ())
 
 
 def _scored_alone(config: "Config", held_out: "HeldOutSet") -> Iterator[Problem]:

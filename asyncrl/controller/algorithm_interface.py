@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.concurrency import root_cause
+from asyncrl.config.user_code import name_of
 from asyncrl.controller.rollouts import Attempt
 from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError
 from asyncrl.fleet.fleet import Fleet
@@ -34,7 +35,7 @@ ARGUMENTS = {"roll_out": ("fleet", "control", "group"), "train": ("fleet", "cont
 """Arguments that each function of an algorithm is called with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Algorithm:
     """An algorithm: two plain async functions.
 
@@ -46,6 +47,10 @@ class Algorithm:
     roll_out: Callable[[Fleet, "Controller", Attempt], Awaitable[None]]
     train: Callable[[Fleet, "Controller"], Awaitable[None]]
     name: str = ""
+
+    def __repr__(self) -> str:
+        """Returns the names of its functions, for errors."""
+        return f"Algorithm({name_of(self.roll_out)}, {name_of(self.train)})"
 
 
 @dataclass(frozen=True, slots=True)

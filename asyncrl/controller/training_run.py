@@ -394,7 +394,8 @@ class TrainingRun:
         if self._best.is_evaluated:
             self._best.note(evaluation.version, evaluation.metrics())
             self._best.write(versions(self.state.journal.store))
-        self.display.say(str(evaluation))
+        if self.config.telemetry.print_every:
+            self.display.say(str(evaluation))
 
     def _kill_reader(self, reader: str) -> None:
         self.display.say(f"{reader} did not take over new weights in time; it is killed and started again")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import Problem
+from asyncrl.config.user_code import suggestion
 from asyncrl.rewards.code_templates import passes_tests
 from asyncrl.rewards.templates import ENVIRONMENT, PENALTIES
 
@@ -24,34 +25,32 @@ def reaches(value: float, threshold: float, summed: float = 0.0) -> bool:
 
 
 def pass_problems(config: "Config") -> Iterator[Problem]:
-    """Yields a warning for each held-out set with pass@k of which no answer can pass, as far as the largest reward is
-    known. Functions of the user are taken to give at most 1, and the warning says so."""
-    threshold, by_model = config.evaluate.pass_reward, bool(config.reward.model)
+    """Yields, for each held-out set with pass@k, that its rewards have no term of the name by which answers pass, or a
+    warning that none can pass, as far as names and the largest reward are known. Functions of the user are taken to
+    give at most 1, and the warning says so."""
+    threshold = config.evaluate.pass_reward
     for each in config.evaluate.held_out:
-        functions = each.functions or config.reward.functions
-        is_open = any(one.use == ENVIRONMENT or one.by_token for one in functions) or (by_model and not each.functions)
-        named = [one for one in functions if one.term == each.pass_term]
-        tests = [one for one in functions if one.term == TESTS and not each.pass_term]
-        if each.samples == 1 or not functions or is_open or (each.pass_term and not named):
+        functions, key = each.functions or config.reward.functions, f"{each.section}.pass_term"
+        names = [one.term for one in functions]
+        deciding = [one for one in functions if one.term == (each.pass_term or TESTS)]
+        if each.samples == 1 or not functions or (config.reward.model and not each.functions):
             continue
-        counted = named or tests or functions
-        factors = [1.0 if named or tests else one.weight for one in counted]
-        most = [_most(one.use, factor) for one, factor in zip(counted, factors, strict=True)]
-        if reaches(sum(most), threshold, sum(map(abs, factors))):
+        if each.pass_term and not deciding:
+            if each.pass_term.partition("/")[0] not in (*names, "overlong"):
+                text = f"the rewards of these prompts have no term {each.pass_term}{suggestion(each.pass_term, names)}"
+                yield Problem(key, "", text)
             continue
-        own = [one.use for one in counted if ":" in one.use]
-        unless = f"if {' and '.join(own)} give{'s' if len(own) == 1 else ''} at most 1, " if own else ""
-        what = f"the term {counted[0].term}" if named or tests else "the sum of the weighted terms"
+        parts = [(one, 1.0 if deciding else one.weight) for one in deciding or functions]
+        most = sum(max(0.0, -weight if one.use in PENALTIES else weight) for one, weight in parts)
+        is_open = any(one.use == ENVIRONMENT or one.by_token for one, _ in parts)
+        if is_open or reaches(most, threshold, sum(abs(weight) for _, weight in parts)):
+            continue
+        own = " and ".join(one.use for one, _ in parts if ":" in one.use)
+        unless = f"with values of {own} up to 1 " if own else ""
+        what = f"the term {deciding[0].term}" if deciding else "the weighted sum of the terms"
         best = max(functions, key=lambda one: one.weight).term
         text = (
-            f"{unless}no answer can pass, and pass@k stays 0: {what} is at most {sum(most):g}, and "
-            f'evaluate.pass_reward is {threshold:g}; write {each.section}.pass_term = "{best}", the name of a term, or '
-            f"a pass_reward that can be reached"
+            f"{unless}no answer can pass, and pass@k stays 0: {what} is at most {most:g}, and evaluate.pass_reward is "
+            f'{threshold:g}; write {key} = "{best}", the name of a term, or a pass_reward that can be reached'
         )
-        yield Problem(f"{each.section}.pass_term", "", text, is_warning=True)
-
-
-def _most(use: str, weight: float) -> float:
-    """Returns the most that a function adds to a reward; one of the user is taken to give 0 to 1."""
-    low, high = (-1.0, 0.0) if use in PENALTIES else (0.0, 1.0)
-    return max(weight * low, weight * high)
+        yield Problem(key, "", text, is_warning=True)

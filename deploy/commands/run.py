@@ -223,7 +223,8 @@ def _train(
         from asyncrl.telemetry.screen.display import open_display
 
         config = with_steps_of_epochs(loaded.config)  # The display counts steps.
-        with open_display(config.steps, workers=workers_of(config)) as display:
+        every = config.telemetry.print_every
+        with open_display(config.steps, workers=workers_of(config), print_every=every) as display:
             wanted = RunRequest(config, run_dir, display, command, accept_changes, loaded.sources, forks=forks)
             asyncio.run(run(replace(wanted, store=store)))
     return 0

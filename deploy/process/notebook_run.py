@@ -1,21 +1,49 @@
-"""Runs a coroutine to its end, also where an event loop runs already, as in a notebook."""
+"""Runs a coroutine to its end, also where an event loop runs already, as in a notebook, and says errors in Python."""
 
 import asyncio
+import re
+import sys
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from asyncrl.deploy.process.stop_signals import interrupt
+from asyncrl.errors import AsyncrlError
 
 T = TypeVar("T")
 INTERRUPTIBLE = 0.5
 """Seconds between checks of a waiting thread, which an interrupt just before its wait does not wake."""
+FLAGS = {
+    "--accept-changes": "accept_changes=True",
+    "--run-dir": "run_dir",
+    "--model.name FOLDER": 'model="FOLDER"',
+    "--prompts": "prompts",
+    "--step": "step",
+}
+"""Arguments of calls from Python, by the flags that errors name."""
+
+
+async def in_python(work: Coroutine[Any, Any, T]) -> T:
+    """Awaits work whose errors a caller from Python gets: without the errors of tasks that they came from, for which
+    notebooks print a text and no error of the cell, and with arguments in place of flags, outside of commands."""
+    try:
+        return await work
+    except AsyncrlError as error:
+        parts = str(error).split("`")
+        flags = re.compile("|".join(rf"{re.escape(flag)}(?![\w-]|\.\w)" for flag in FLAGS))
+        parts[::2] = [flags.sub(lambda found: FLAGS[found[0]], part) for part in parts[::2]]
+        error.args = ("`".join(parts),)
+        error.__context__ = None
+        raise error.with_traceback(None) from None
+    finally:  # Errors of the user's code that runs here are shown as they are.
+        if (raised := sys.exception()) is not None and isinstance(raised.__context__, BaseExceptionGroup):
+            raised.__context__ = None
 
 
 def run_here_or_beside(work: Coroutine[Any, Any, T]) -> T:
     """Runs to the end on this thread, or on another thread if an event loop runs here already (Jupyter)."""
-    return _run_beside(work) if _is_running_loop() else asyncio.run(work)
+    return _run_beside(work) if _is_running_loop() else asyncio.run(in_python(work))
 
 
 def _is_running_loop() -> bool:
@@ -38,7 +66,7 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
         begun.append((asyncio.get_running_loop(), task))
         if interrupts:  # The interrupt came before the task existed.
             task.cancel()
-        return await work
+        return await in_python(work)
 
     supervised = interruptible()
     try:

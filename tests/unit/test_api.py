@@ -60,6 +60,34 @@ def test_what_runs_here_is_not_in_an_error_of_ours() -> None:
     assert run_here_or_beside(error()) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("start anew with another --run-dir", "start anew with another run_dir"),
+        ("take the change over with --accept-changes", "take the change over with accept_changes=True"),
+        ("name another with --run-dir.", "name another with run_dir."),
+        ("starts with another --run-dir and --model.name FOLDER", 'starts with another run_dir and model="FOLDER"'),
+        ("--step 3: write the number of a step, or best", "step 3: write the number of a step, or best"),
+        ("name prompts with --prompts", "name prompts with prompts"),
+        ("use `asyncrl run --run-dir runs/a`", "use `asyncrl run --run-dir runs/a`"),
+        ('subprocess.run(["tool", "--run-dirs", "--steps", "--all"])',) * 2,
+    ],
+)
+def test_an_error_leaves_python_alone_and_advises_python(text: str, says: str) -> None:
+    async def fail() -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(asyncio.sleep(1000))
+                raise ValueError("beside")
+        except* ValueError as errors:
+            raise ConfigError(text) from errors
+
+    with pytest.raises(ConfigError) as caught:
+        run_here_or_beside(fail())
+    assert str(caught.value) == says
+    assert caught.value.__cause__ is caught.value.__context__ is None
+
+
 async def test_inside_a_loop_it_runs_beside() -> None:
     assert run_here_or_beside(double(3)) == 6
 
@@ -179,6 +207,14 @@ def test_an_algorithm_is_a_preset_an_algorithm_or_keys_with_an_algorithm_among_t
     assert _algorithm(grpo.ALGORITHM) == ({"custom": "asyncrl.algorithms.grpo:ALGORITHM"}, grpo.ALGORITHM)
     own = Algorithm(grpo.roll_out, grpo.train)
     assert _algorithm({"preset": "rloo", "custom": own}) == ({"preset": "rloo", "custom": "python:algorithm"}, own)
+
+    class Broken:
+        async def roll_out(self) -> None: ...
+
+        train = grpo.train
+
+    with pytest.raises(ConfigError, match=r"^algorithm: Algorithm\(roll_out, train\) is no algorithm: its roll"):
+        _algorithm(Algorithm(Broken.roll_out, grpo.train))  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match="algorithm: 3 is no algorithm: it has no function roll_out, write `async def"
     ):

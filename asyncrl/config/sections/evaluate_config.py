@@ -35,8 +35,8 @@ class HeldOutSet:
     samples: int
     temperature: float
     size: int
-    pass_term: str
     groups_before: int
+    pass_term: str
 
     @property
     def section(self) -> str:
@@ -140,16 +140,7 @@ class EvaluateConfig(Section):
 
     def _every_set(self) -> Iterator[HeldOutSet]:
         yield HeldOutSet(
-            "",
-            self.prompts,
-            self.options,
-            (),
-            self.every,
-            self.samples,
-            self.temperature,
-            self.size,
-            self.pass_term,
-            groups_before=0,
+            "", self.prompts, self.options, (), self.every, self.samples, self.temperature, self.size, 0, self.pass_term
         )
         before = self.size
         for name, each in self.sets.items():
@@ -162,7 +153,7 @@ class EvaluateConfig(Section):
                 each.samples or self.samples,
                 self.temperature if each.temperature is None else each.temperature,
                 size := each.size or self.size,
-                self.pass_term if each.pass_term is None else each.pass_term,
                 before,
+                self.pass_term if each.pass_term is None else each.pass_term,
             )
             before += size

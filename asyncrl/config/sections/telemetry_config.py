@@ -15,6 +15,9 @@ class TelemetryConfig(Section):
     is 0."""
     samples_gb: PositiveFloat = 1.0
     """Most gigabytes of samples.jsonl. When it has more, every second of its steps is left out, and of later ones."""
+    print_every: Annotated[int, Field(ge=0)] = 1
+    """Number of steps between two lines of output that is piped to a file; all metrics are in metrics.jsonl. 0: neither
+    steps, evaluations nor what the run waits for are printed, on a terminal too; warnings and errors always are."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Services that get the metrics besides metrics.jsonl."""
     wandb_project: str = ""

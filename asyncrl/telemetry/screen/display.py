@@ -1,4 +1,4 @@
-"""Shows a running run: a live view on a terminal, one line per step when the output is piped."""
+"""Shows a running run: a live view on a terminal, a table with one line per step when the output is piped."""
 
 import sys
 import termios
@@ -64,6 +64,20 @@ SHOWN_OF_ACTING: tuple[tuple[str, str, str], ...] = (
 """Metric, name and format of a policy that acts."""
 ACTS = "acting/transitions"
 """Metric that each step of a policy that acts has."""
+COLUMNS: tuple[tuple[str, str, int, int], ...] = (
+    ("reward/mean", "reward ± spread", 19, 3),
+    ("cost/mean", "cost", 8, 3),
+    ("eval/reward/mean", "held out", 8, 3),
+    ("completions/length_mean", "length", 8, 1),
+)
+COLUMNS_OF_ACTING: tuple[tuple[str, str, int, int], ...] = (
+    ("acting/return_last20", "return", 9, 2),
+    ("eval/return/mean", "evaluated", 9, 2),
+    ("acting/length_mean", "steps an episode", 16, 1),
+)
+"""Metric, heading, width and decimals of the columns of lines; `cost` is one where the first line has it."""
+MOST_WAITS = 60
+"""Calls of `progress`, one in ten seconds, of which lines show at least one."""
 
 SHOWN_CHARACTERS = 300
 """Characters shown of a sample's prompt and of its text, so that all fits on a screen of 24 lines."""
@@ -84,16 +98,22 @@ class Display(AbstractContextManager["Display", None]):
     def progress(self, text: str) -> None:
         """Shows what the run does between two steps."""
 
+    def settle(self) -> None:
+        """Ends a picture: it stays as it is, and what is said from now on stands below it."""
+
     def note(self, event: str, **fields: str) -> None:
         """Takes what happened for a log; nothing of it is shown."""
 
 
-def open_display(steps: int, stream: TextIO | None = None, workers: Mapping[str, int] = NO_WORKERS) -> Display:
+def open_display(
+    steps: int, stream: TextIO | None = None, workers: Mapping[str, int] = NO_WORKERS, print_every: int = 1
+) -> Display:
     """Returns the live view if `stream` (standard output) is a terminal, else lines. steps: of the whole run. workers:
-    as in ServiceLoad."""
+    as in ServiceLoad. print_every: as in LineDisplay; 0 is without the live view too."""
     stream = stream or sys.stdout
     console = Console(file=stream)
-    return LiveDisplay(console, steps, workers) if console.is_terminal else LineDisplay(stream, steps)
+    is_live = console.is_terminal and print_every
+    return LiveDisplay(console, steps, workers) if is_live else LineDisplay(stream, steps, print_every)
 
 
 class LoggedDisplay(Display):
@@ -120,14 +140,24 @@ class LoggedDisplay(Display):
     def progress(self, text: str) -> None:
         self._display.progress(text)
 
+    def settle(self) -> None:
+        self._display.settle()
+
 
 class LineDisplay(Display):
-    """Prints one line per step."""
+    """Prints a table with one line for each `print_every` steps, and for the last one; 0: neither lines nor progress.
+    What goes on between two steps is shown half as often after each time."""
 
-    def __init__(self, stream: TextIO, steps: int) -> None:
+    def __init__(self, stream: TextIO, steps: int, print_every: int = 1) -> None:
         self._stream = stream
         self._steps = steps
+        self._every = print_every
+        self._columns: list[tuple[str, str, int, int]] = []
         self._first: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
+        self._evaluated: dict[str, Any] = {}
+        self._waits = 0
+        self._next_wait = 1
         self._reader_gone = False
 
     def __exit__(self, *_: object) -> None:
@@ -143,23 +173,66 @@ class LineDisplay(Display):
             self._reader_gone = True
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
-        if not (text := skipped(metrics)):
-            numbers = "  ".join(f"{name} {number}" for name, number in shown(metrics))
-            text = f"{numbers}{self._left(int(metrics['step']))}"
-        self.say(f"step {metrics['step']}/{self._steps}  {text}")
+        self._waits = 0
+        step, name = int(metrics["step"]), f"step {metrics['step']}/{self._steps}"
+        if reason := skipped(metrics):
+            self.say(f"{name}  {reason}")
+            return
+        name = name.ljust(2 * len(str(self._steps)) + 6)
+        now = time.monotonic()
+        self._first = self._first or (step, now)
+        self._evaluated |= {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if not self._every or (step % self._every and step < self._steps):
+            return
+        values = {**self._evaluated, **metrics}
+        if not self._columns:
+            all_columns = COLUMNS_OF_ACTING if ACTS in metrics else COLUMNS
+            self._columns = [each for each in all_columns if each[0] != "cost/mean" or each[0] in metrics]
+            headings = [heading.rjust(width) for _, heading, width, _ in self._columns]
+            self.say("  ".join(["step".ljust(len(name)), *headings, "seconds".rjust(7), "left".rjust(7)]))
+        cells = [_cell(values, metric, decimals).rjust(width) for metric, _, width, decimals in self._columns]
+        self.say("  ".join([name, *cells, self._seconds(step, now).rjust(7), self._left(step, now).rjust(7)]))
+        self._evaluated = {}
+        self._last = (step, now)
 
     def progress(self, text: str) -> None:
-        self.say(text)
+        self._waits += bool(text)
+        if self._every and self._waits >= self._next_wait:
+            self._waits = 0
+            self._next_wait = min(2 * self._next_wait, MOST_WAITS)
+            self.say(text)
 
-    def _left(self, step: int) -> str:
+    def _seconds(self, step: int, now: float) -> str:
+        """Returns how long a step took since the line before."""
+        last, then = self._last or (step, now)
+        return _number((now - then) / (step - last), 2) if step > last else "-"
+
+    def _left(self, step: int, now: float) -> str:
         """Estimates the time left from the pace since the first step shown, which in a resumed run is not step 1."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (step, now)
-        first, began = self._first
-        if step <= first or step >= self._steps:
-            return ""
-        return f"  {(now - began) / (step - first) * (self._steps - step):.0f} s left"
+        first, began = self._first or (step, now)
+        if step <= first:
+            return "-"
+        seconds = (now - began) / (step - first) * (self._steps - step)
+        return (
+            f"{seconds:.0f} s"
+            if seconds < 100
+            else f"{seconds / 60:.0f} min"
+            if seconds < 6000
+            else f"{seconds / 3600:.1f} h"
+        )
+
+
+def _cell(metrics: Metrics, metric: str, decimals: int) -> str:
+    """Returns a number of the table, with its spread if it is the reward."""
+    spread = f" ± {_number(metrics.get('reward/std'), decimals)}" if metric == "reward/mean" else ""
+    return f"{_number(metrics.get(metric), decimals)}{spread}"
+
+
+def _number(value: Any, decimals: int) -> str:
+    """Returns a number in at most eight characters; "-" for what is none."""
+    if not isinstance(value, float | int):
+        return "-"
+    return f"{value:.{decimals}f}" if abs(value) < 1000 else f"{value:.0f}" if abs(value) < 1e6 else f"{value:.1e}"
 
 
 class LiveDisplay(Display):
@@ -190,9 +263,12 @@ class LiveDisplay(Display):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.settle()
+        _set_terminal(self._echo)
+
+    def settle(self) -> None:
         with self._while_there_is_a_terminal():
             self._live.stop()
-        _set_terminal(self._echo)
 
     @contextmanager
     def _while_there_is_a_terminal(self) -> Iterator[None]:

@@ -64,5 +64,7 @@ def cell_output() -> Show | None:
 
 def open_cell_or_terminal(config: Config) -> Display:
     """Returns the display of a run that Python starts."""
-    workers, show = workers_of(config), cell_output()
-    return open_display(config.steps, workers=workers) if show is None else NotebookDisplay(config.steps, show, workers)
+    workers, every = workers_of(config), config.telemetry.print_every
+    if every == 0 or (show := cell_output()) is None:
+        return open_display(config.steps, workers=workers, print_every=every)
+    return NotebookDisplay(config.steps, show, workers)

@@ -22,3 +22,12 @@ def test_the_first_message_of_a_child_is_what_it_loaded_or_the_mistake_of_the_us
     assert greeting("reward.functions", lambda: raises(ConfigError("write it so"))) == {"mistake": "write it so"}
     mistake = greeting("reward.functions", lambda: raises(ZeroDivisionError("by nothing")))["mistake"]
     assert mistake.startswith("reward.functions could not be loaded: ZeroDivisionError: by nothing\nTraceback")
+
+
+def test_a_traceback_begins_with_the_users_first_line() -> None:
+    def broken() -> dict[str, object]:
+        return {"a": 1 / 0}  # type: ignore[dict-item]
+
+    mistake = greeting("reward.functions", broken)["mistake"]
+    first = next(line for line in mistake.splitlines() if line.lstrip().startswith("File "))
+    assert first.endswith("in broken")

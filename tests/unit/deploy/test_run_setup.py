@@ -210,6 +210,19 @@ async def test_the_warnings_of_a_run_stand_again_under_done(tmp_path: Path, monk
     assert said[-1] == "warned: guards.truncation (once, after step 3): 70% were cut off"
 
 
+async def test_nothing_stands_below_the_command_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def train(request: RunRequest, directory: RunDirectory, *_: object) -> None:
+        directory.metrics.write_text(json.dumps({"step": 3, "version": 3}) + "\n")
+        WarningFile(directory.warnings, request.display.say, lambda: 3).warn("guards.truncation: 70% were cut off")
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    await run_setup.run(order(tmp_path, steps=5))
+    said = [line["text"] for line in read_lines(tmp_path / "logs" / "controller.jsonl") if line["event"] == "said"]
+    assert said[-1] == "stopped at step 3 of 5; go on with: asyncrl run"
+    assert said[-2].startswith("warned: ")
+
+
 @pytest.mark.parametrize(
     ("ended", "event", "field", "says"),
     [

@@ -41,9 +41,9 @@ def weighted(*pairs: tuple[str, float]) -> list[dict[str, Any]]:
         (
             weighted(("own.py:right", 0.7), ("own.py:form", 0.2)),
             {},
-            "^if own.py:right and own.py:form give at most 1, no",
+            "^with values of own.py:right and own.py:form up to 1 no answer",
         ),
-        (weighted(("own.py:right", 0.5)), {}, "^if own.py:right gives at most 1, no answer can pass"),
+        (weighted(("own.py:right", 0.5)), {}, "^with values of own.py:right up to 1 no answer can pass"),
         (weighted(("numeric", -1.0), ("compiles", 0.5)), {}, "is at most 0.5, "),
         (
             weighted(("numeric", 1.0), ("repetition", 0.1)),
@@ -69,3 +69,31 @@ def test_a_reward_under_which_no_answer_can_pass_is_told(
     found = list(pass_problems(Config.model_validate({**sections, "evaluate": held_out})))
     assert len(found) == bool(says)
     assert all(each.is_warning and re.search(says, each.text) for each in found)
+
+
+HELD_OUT = {"prompts": "q.jsonl", "samples": 4, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (
+            {"pass_term": "numerc"},
+            r"^evaluate\.pass_term: .* have no term numerc; did you mean numeric\?",
+        ),
+        (
+            {"sets": {"programs": {"prompts": "c", "functions": ["compiles"]}}, "pass_term": "numeric"},
+            r"evaluate\.sets\.programs\.pass_term: the rewards",
+        ),
+        ({"pass_term": "numeric"}, ""),
+        ({"pass_term": "shape/brief"}, ""),
+        ({"sets": {"programs": {"prompts": "c", "functions": ["compiles"], "pass_term": "compiles"}}}, ""),
+    ],
+)
+def test_the_term_by_which_answers_pass_is_one_of_the_rewards(keys: dict[str, Any], says: str) -> None:
+    functions = ["numeric", {"use": "own.py:shape"}]
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": functions}}
+    values = {**sections, "evaluate": {**HELD_OUT, **keys}}
+    found = [str(each) for each in pass_problems(Config.model_validate(values)) if not each.is_warning]
+    assert len(found) == bool(says)
+    assert all(re.search(says, each) for each in found)

@@ -169,12 +169,11 @@ class Evaluator:
         mark = self.config.evaluate.pass_reward
         if score.reward is None or term:
             return score.reward is not None and term in score.terms and reaches(score.terms[term], mark)
-        parts = (value * self._weight(name) for name, value in score.terms.items())
+        weights = self._weights  # A term of a function with several is called function/term.
+        parts = (
+            value * weights.get(name, weights.get(name.partition("/")[0], 1.0)) for name, value in score.terms.items()
+        )
         return reaches(score.reward, mark, sum(map(abs, parts)))
-
-    def _weight(self, term: str) -> float:
-        """Returns the weight of a term; that of `function/term` is the weight of the function."""
-        return self._weights.get(term, self._weights.get(term.partition("/")[0], 1.0))
 
     def _answers(self, version: int, found: Sequence[_Asked]) -> Iterator[HeldOutAnswer]:
         for number, ((_, row), asked) in enumerate(zip(self.questions, found, strict=True)):

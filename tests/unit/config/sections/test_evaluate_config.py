@@ -125,27 +125,3 @@ def test_a_best_checkpoint_is_chosen_by_a_pass_rate_that_is_measured(
             Config.model_validate(values)
     else:
         Config.model_validate(values)
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ({"pass_term": "numerc"}, r"evaluate\.pass_term: the rewards have no term numerc; did you mean numeric\?"),
-        (
-            {"sets": {"programs": {"prompts": "c", "functions": ["compiles"]}}, "pass_term": "numeric"},
-            r"of the set programs have",
-        ),
-        ({"pass_term": "numeric"}, ""),
-        ({"pass_term": "shape/brief"}, ""),
-        ({"sets": {"programs": {"prompts": "c", "functions": ["compiles"], "pass_term": "compiles"}}}, ""),
-    ],
-)
-def test_the_term_by_which_answers_pass_is_one_of_the_rewards(keys: dict[str, Any], says: str) -> None:
-    functions = ["numeric", {"use": "own.py:shape"}]
-    sections = {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": functions}}
-    values = {**sections, "evaluate": {**HELD_OUT, **keys}}
-    if says:
-        with pytest.raises(ValueError, match=says):
-            Config.model_validate(values)
-    else:
-        Config.model_validate(values)

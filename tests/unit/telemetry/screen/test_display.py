@@ -1,10 +1,12 @@
-"""What a person sees: one live picture on a terminal, one line a step when piped."""
+"""What a person sees: one live picture on a terminal, a table with one line a step when piped."""
 
 import io
 import os
 import pty
+import re
 import sys
 import termios
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,20 +42,112 @@ def rendered(sample: SampleRecord, characters: int | None = None) -> str:
     return console.file.getvalue()
 
 
-def test_piped_there_is_one_line_a_step() -> None:
+def piped(lines: list[dict[str, float]], steps: int = 10, print_every: int = 1) -> list[str]:
+    """Returns the lines that are printed for steps with these metrics besides those of METRICS."""
+    stream = io.StringIO()
+    with open_display(steps, stream, print_every=print_every) as display:
+        for line in lines:
+            display.step({**METRICS, **line}, SAMPLE)
+    return stream.getvalue().splitlines()
+
+
+def test_piped_there_is_a_heading_and_one_line_a_step() -> None:
     stream = io.StringIO()
     with open_display(10, stream=stream) as display:
         assert isinstance(display, LineDisplay)
         display.say("resuming at step 2")
-        display.step(METRICS, SAMPLE)
-        display.step({**METRICS, "step": 4}, None)
-    said, third, fourth = stream.getvalue().splitlines()
+        display.step({**METRICS, "reward/std": 0.25, "completions/length_mean": 4.6}, SAMPLE)
+        display.step({**METRICS, "step": 4, "eval/reward/mean": 0.75}, None)
+    said, heading, third, fourth = stream.getvalue().splitlines()
     assert said == "resuming at step 2"
-    assert third.startswith("step 3/10  reward 0.500  trained tokens/s 1,23")
-    assert "left" not in third
-    assert fourth.startswith("step 4/10")
-    assert fourth.endswith("s left")
+    assert heading.split() == ["step", "reward", "±", "spread", "held", "out", "length", "seconds", "left"]
+    assert third.split() == ["step", "3/10", "0.500", "±", "0.250", "-", "4.6", "-", "-"]
+    assert fourth.split()[:7] == ["step", "4/10", "0.500", "±", "-", "0.750", "-"]
+    assert re.search(r" \d+ s$", fourth)
     assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "value", "headings"),
+    [
+        (10, {"reward/mean": 0.5, "reward/std": 0.1}, "reward ± spread"),
+        (250_000, {"reward/mean": -123_456.789, "reward/std": 1e29, "cost/mean": -1e-9}, "cost"),
+        (10**6, {"reward/mean": float("nan"), "completions/length_mean": 131_072.0}, "length"),
+        (
+            20,
+            {"acting/transitions": 64.0, "acting/return_last20": -1234.5, "acting/length_mean": 1e6},
+            "steps an episode",
+        ),
+        (20, {"acting/transitions": 64.0, "eval/return/mean": 487.25}, "evaluated"),
+    ],
+)
+def test_columns_are_aligned_within_100_characters(steps: int, value: dict[str, float], headings: str) -> None:
+    heading, *lines = piped([{**value, "step": step} for step in (1, 2, steps)], steps)
+    assert {len(line) for line in (heading, *lines)} == {len(heading)}
+    assert len(heading) <= 100
+    assert headings in heading
+
+
+def test_a_hundred_slow_steps_are_ten_kilobytes_of_output() -> None:
+    """Three minutes a step: what the run waits for is told 18 times in each of them, and seldom printed."""
+    stream = io.StringIO()
+    with open_display(100, stream) as display:
+        for step in range(1, 101):
+            for second in range(10, 180, 10):
+                display.progress(f"the last step was {step - 1}; in the {second} s since: 4 groups drawn" + "." * 60)
+            display.step({**METRICS, **dict.fromkeys((metric for metric, *_ in SHOWN), 0.5), "step": step}, SAMPLE)
+    assert len(stream.getvalue()) < 10_000
+    shown_waits = [line for line in stream.getvalue().splitlines() if line.startswith("the last")]
+    seconds = [int(re.findall(r"in the (\d+) s", line)[0]) for line in shown_waits]
+    assert seconds == [10, 30, 70, 150, 160]
+
+
+def test_a_run_that_waits_for_hours_is_heard_of_every_ten_minutes() -> None:
+    stream = io.StringIO()
+    display = LineDisplay(stream, 10)
+    for _ in range(6 * 60 * 2):
+        display.progress("waiting")
+    assert 10 < stream.getvalue().count("waiting") < 20
+
+
+@pytest.mark.parametrize(
+    ("print_every", "steps"), [(1, range(1, 11)), (3, (3, 6, 9, 10)), (5, (5, 10)), (10, (10,)), (99, (10,)), (0, ())]
+)
+def test_a_line_is_printed_for_so_many_steps_and_for_the_last(print_every: int, steps: Sequence[int]) -> None:
+    heading = 1 if print_every else 0
+    lines = piped([{"step": step} for step in range(1, 11)], print_every=print_every)
+    assert [int(line.split()[1].partition("/")[0]) for line in lines[heading:]] == list(steps)
+
+
+def test_what_was_evaluated_between_two_lines_is_in_the_next_one() -> None:
+    evaluated = [{"step": step, **({"eval/reward/mean": 0.25} if step == 4 else {})} for step in range(1, 11)]
+    assert [line.split()[5] for line in piped(evaluated, print_every=5)[1:]] == ["0.250", "-"]
+
+
+def test_a_quiet_run_prints_warnings_and_steps_that_trained_nothing() -> None:
+    stream = io.StringIO()
+    with open_display(10, stream, print_every=0) as display:
+        display.say("guards.truncation: 70% were cut off")
+        display.progress("the last step was 2")
+        display.step(METRICS, SAMPLE)
+        display.step({**METRICS, "skipped/not finite": 1.0}, None)
+    assert stream.getvalue().splitlines() == [
+        "guards.truncation: 70% were cut off",
+        "step 3/10  trained nothing (not finite): it is tried again with other samples",
+    ]
+
+
+def test_what_is_said_at_the_end_stands_below_the_picture() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    with LiveDisplay(console, 10) as display:
+        display.step(METRICS, SAMPLE)
+        display.settle()
+        display.progress("waiting")
+        display.step({**METRICS, "step": 4}, SAMPLE)
+        display.say("stopped at step 3 of 10; go on with: asyncrl run")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().rstrip().endswith("go on with: asyncrl run")
+    assert "Reverse abc" in console.file.getvalue(), "the picture stays above"
 
 
 def test_a_step_that_trained_nothing_is_told_so() -> None:
