@@ -15,6 +15,7 @@ from asyncrl.config.service_placement import pool_key, pool_names, pools_of
 from asyncrl.config.user_code import source_problem
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.deploy.checks.containment import containment_problems
+from asyncrl.deploy.checks.folder_contents import content_problems, here, unreachable_models
 from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.placement_plan import memory_problems
@@ -25,8 +26,6 @@ from asyncrl.deploy.process.step_callback import callback_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
-from asyncrl.engines.models.folder_contents import content_problems
-from asyncrl.engines.models.hub_models import here, unreachable_models
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages
 from asyncrl.engines.models.row_length import rotation_by_longest_row
@@ -159,7 +158,7 @@ def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     has none yet."""
     yield from family_problems(config, model)
     yield from rank_problems(config, models_of_services(config, str(model)))
-    yield from (Problem("model.name", "", text) for text in content_problems(model))
+    yield from content_problems(model, config.generation.stop)
     yield from adapter_problems(config, str(model))
     yield from cache_problems(config, str(model))
     yield from memory_of_run(config, str(model))

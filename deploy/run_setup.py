@@ -37,6 +37,7 @@ from asyncrl.controller.journal.returns import train_with_returns
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
+from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, scoring_folders
@@ -49,7 +50,7 @@ from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
-from asyncrl.engines.models.hub_models import NOTED, here
+from asyncrl.engines.models.hub_models import NOTED
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare, remove_model
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError

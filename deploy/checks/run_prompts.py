@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
+from asyncrl.deploy.checks.folder_contents import beyond_embedding, may_end_texts
 from asyncrl.deploy.checks.lost_characters import lost_characters
 from asyncrl.engines.generation.tokenization import NO_TEMPLATE, TokenizerWithStops
 from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, has_chat_template
@@ -35,6 +36,9 @@ PREFILL = (
 )
 LOOKED_AT = 1000
 """Rows whose kind of prompt is looked at before workers start; they look at others."""
+
+SEARCHED = 100_000
+"""Rows that are searched for tokens beyond the embedding, which few models have."""
 
 NO_ROLES = (
     "a model of warmed: knows no roles of a chat: task.system stands before each prompt like a part of it, with a "
@@ -82,6 +86,7 @@ def questions_of(
     keys come from. say: gets a line about each thing that the user may not expect."""
     if not has_chat_template(model):
         _refuse_messages(sets.by_key(config))
+    refuse_marks(config, sets.by_key(config), model)
     if config.task.long_prompts != "error":
         sets = _fitting(config, sets, model)
     for note in (note for each in sets.by_key(config).values() for note in each.notes):
@@ -106,6 +111,26 @@ def _refuse_messages(sets: Mapping[str, PromptRows]) -> None:
         for number in range(min(len(prompts), LOOKED_AT)):
             if not isinstance(prompts.row(number).prompt, str):
                 raise TaskError(f"{key}: {prompts.where(number)}: {NO_TEMPLATE}")
+
+
+def refuse_marks(config: Config, sets: Mapping[str, PromptRows], model: Path) -> None:
+    """Raises TaskError for the first row with a token that the model has no row of its embedding for, and for a text
+    behind which the tokenizer writes an end."""
+    beyond, ends = beyond_embedding(model), may_end_texts(model)
+    tokenizer = prompt_tokenizer(config, model) if ends else None
+    for key, prompts in sets.items():
+        for number in range(min(len(prompts), SEARCHED if beyond else LOOKED_AT if ends else 0)):
+            prompt = prompts.row(number).prompt
+            if token := next((text for text in beyond if text in str(prompt)), None):
+                raise TaskError(
+                    f"{key}: {prompts.where(number)} holds {token} (id {beyond[token]}), for which the embedding in "
+                    f"{model} has no row: take the token out, or call model.resize_token_embeddings and save the model"
+                )
+            if tokenizer is not None and isinstance(prompt, str):
+                try:
+                    tokenizer.prompt_ids(prompt)
+                except TaskError as error:
+                    raise TaskError(f"{key}: {prompts.where(number)}: {error}") from error
 
 
 def draw_of(config: Config, prompts: PromptRows, model: Path | None = None) -> Draw:

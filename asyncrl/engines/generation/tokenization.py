@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from asyncrl.engines.models.text_marks import Marks
 from asyncrl.engines.pictures.processing import NO_PICTURES, PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
@@ -36,6 +37,10 @@ ASSISTANT = "assistant"
 NO_TEMPLATE = (
     "the prompt is a list of messages and the model's tokenizer has no chat template: write the prompts as text, "
     "without task.system, or use a model with a chat template (most -Instruct models have one)"
+)
+ENDED = (
+    "the model's tokenizer writes {} behind each text, so that a prompt would have ended before its answer: write "
+    "add_eos_token = false in its tokenizer_config.json, or take it out of the post_processor in its tokenizer.json"
 )
 BEFORE_ANSWER = {"add_generation_prompt": True}
 WHOLE = {"add_generation_prompt": False}
@@ -69,11 +74,12 @@ class TokenizerWithStops:
     def prompt_ids(
         self, prompt: str | list[Message], tools: Sequence[dict[str, Any]] = (), *, by_environment: bool = False
     ) -> NDArray[np.int32]:
-        """Returns the token ids of a prompt: text is tokenized with special tokens, messages by the chat template,
-        which writes its first token. A last message of the assistant is an answer that goes on. tools: JSON schemas of
-        functions, for the template. by_environment: an environment offers the tools, and may describe them in messages
-        where the template does not show them. Raises TaskError when there is no template, it fails, or it changes or
-        omits a part."""
+        """Returns the token ids of a prompt: text is tokenized with special tokens, of which those that it begins with
+        are not written twice, messages by the chat template, which writes its first token. A last message of the
+        assistant is an answer that goes on. tools: JSON schemas of functions, for the template. by_environment: an
+        environment offers the tools, and may describe them in messages where the template does not show them. Raises
+        TaskError when there is no template, it fails, or it changes or omits a part, and for a tokenizer that ends
+        texts."""
         return self.prompt_and_pictures(prompt, tools, by_environment=by_environment)[0]
 
     def prompt_and_pictures(
@@ -97,7 +103,12 @@ class TokenizerWithStops:
         self, prompt: str | list[Message], tools: Sequence[dict[str, Any]], by_environment: bool
     ) -> NDArray[np.int32]:
         if isinstance(prompt, str):
-            return np.asarray(self._tokenizer(prompt)["input_ids"], np.int32)
+            before, after = self._around
+            if after:
+                raise TaskError(ENDED.format(self.decode(np.array(after, np.int32), skip_special_tokens=False)))
+            ids = self._tokenizer(prompt)["input_ids"]
+            is_begun = bool(before) and ids[len(before) : 2 * len(before)] == before  # By a template, beforehand.
+            return np.asarray(ids[len(before) :] if is_begun else ids, np.int32)
         is_begun = prompt[-1]["role"] == ASSISTANT
         text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
         self._refuse_changed_parts(prompt, tools, text)
@@ -130,6 +141,13 @@ class TokenizerWithStops:
                     marked = [*messages[:number], {**message, key: _marked(part)}, *messages[number + 1 :]]
                     if not _shows_all(part, self.render_chat(marked, tools, WHOLE)):
                         raise TaskError(_changed(f"{number + 1} ({message['role']})", key, part))
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Returns the ids that the tokenizer writes before and after each text."""
+        alone, whole = (list(self._tokenizer("a", add_special_tokens=each)["input_ids"]) for each in (False, True))
+        at = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
+        return whole[:at], whole[at + len(alone) :]
 
     def quoted_ids(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> NDArray[np.int32]:
         """Returns the token ids of messages by the chat template; what reads like a special token in them is text.
@@ -254,9 +272,11 @@ class TokenizerWithStops:
 
 def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
     """Returns the end-of-sequence ids of the tokenizer and of the model's generation config, of which nothing else is
-    read, because the experiment decides how to sample."""
+    read, because the experiment decides how to sample, and the token with which the chat template closes an answer."""
     named = [getattr(generation_config, "eos_token_id", None), tokenizer.eos_token_id]
     ids = {token for entry in named for token in (entry if isinstance(entry, list | tuple) else [entry])}
+    if getattr(tokenizer, "chat_template", None) and (end := (marks := Marks.of_tokenizer(tokenizer)).turn_end()):
+        ids.add(marks.ids[end])
     return np.array(sorted(ids - {None}), np.int64)
 
 

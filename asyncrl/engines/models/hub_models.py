@@ -7,12 +7,10 @@ revision ──> hub: which commit? ──> files that the cache lacks ──> u
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from glob import escape
 from pathlib import Path
 
-from asyncrl.config.problems import Problem
-from asyncrl.config.sections.model_config import ModelConfig
 from asyncrl.config.sources.keys import closest
 from asyncrl.engines.models.model_folder import INDEX, TOKENIZERS, WEIGHTS, is_complete, weight_files
 from asyncrl.errors import ConfigError
@@ -85,22 +83,6 @@ def hub_folder(name: str, key: str, revision: str = "", noted: Path | None = Non
     return folder
 
 
-def here(model: ModelConfig) -> Path:
-    """Returns the folder of the policy if it is on this machine, in the cache too; else the path of a name."""
-    return (is_hub_name(model.name) and cached_folder(model.name, model.revision)) or Path(model.name).expanduser()
-
-
-def unreachable_models(models: Mapping[str, tuple[str, str]]) -> Iterator[Problem]:
-    """Yields models of the hub that the cache lacks where HF_HUB_OFFLINE forbids to download them. models: name and
-    revision by key."""
-    from huggingface_hub.constants import is_offline_mode
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    for key, (name, revision) in models.items():
-        if is_offline_mode() and is_hub_name(name) and cached_folder(name, revision) is None:
-            yield Problem(key, "", _why_not(name, revision, OfflineModeIsEnabled()))
-
-
 def _downloaded(name: str, key: str, revision: str, show: Show) -> Path:
     """Returns the folder of what the hub has now, or of what the cache has where the hub gives nothing."""
     from httpx2 import HTTPError
@@ -123,12 +105,12 @@ def _downloaded(name: str, key: str, revision: str, show: Show) -> Path:
         raise ConfigError(f"{key}: {name} cannot be a name on the hub: {error}") from error
     except (OSError, HTTPError) as error:
         if (folder := cached_folder(name, revision)) is None:
-            raise ConfigError(f"{key}: {_why_not(name, revision, error)}") from error
+            raise ConfigError(f"{key}: {why_not(name, revision, error)}") from error
         show(f"{name} is taken from the cache, {folder}: {_first_line(error)}")
         return folder
 
 
-def _why_not(name: str, revision: str, error: Exception) -> str:
+def why_not(name: str, revision: str, error: Exception) -> str:
     """Returns why there is no folder of a model, and what to do."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (

@@ -147,11 +147,11 @@ def _weights_check(config: "Config") -> Check:
 
 
 def _memory_checks(config: "Config") -> Iterator[Check]:
+    from asyncrl.deploy.checks.folder_contents import here
     from asyncrl.deploy.checks.memory_needs import needs
     from asyncrl.deploy.checks.row_lengths import measured_lengths
     from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
     from asyncrl.engines.model_shape import shape_of
-    from asyncrl.engines.models.hub_models import here
 
     name = str(here(config.model))
     shape = shape_of(name)

@@ -1,10 +1,12 @@
 """Says what the sources of an experiment's prompts have: rows, columns, and columns that its rewards lack."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from asyncrl.config.schema import IN_MEMORY, Config, RewardFunction
+from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.machine import Check
+from asyncrl.deploy.checks.run_prompts import refuse_marks
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.protocols.named_columns import missing_column
 from asyncrl.rewards.templates import exact_match, math_verify, numeric
@@ -19,16 +21,21 @@ COMPARING = {template.__name__: "answer" for template in (exact_match, numeric, 
 def prompt_checks(config: Config) -> Iterator[Check]:
     """Reads small files and folders of rows; sources that take code, a download or long are only named."""
     scored = [*config.reward.functions, *config.cost.functions]
+    refuse = partial(refuse_marks, config, model=here(config.model))
     yield from _source_checks(
-        "task.prompts", [each.use for each in config.task.sources], partial(training_prompts, config), scored
+        "task.prompts", [each.use for each in config.task.sources], partial(training_prompts, config), scored, refuse
     )
     for each in config.evaluate.held_out:
         read = partial(held_out_prompts, config, name=each.name)
-        yield from _source_checks(f"{each.section}.prompts", [each.prompts], read, each.functions or scored)
+        yield from _source_checks(f"{each.section}.prompts", [each.prompts], read, each.functions or scored, refuse)
 
 
 def _source_checks(
-    key: str, specs: Sequence[str], read: Callable[[], PromptRows | None], functions: Sequence[RewardFunction]
+    key: str,
+    specs: Sequence[str],
+    read: Callable[[], PromptRows | None],
+    functions: Sequence[RewardFunction],
+    refuse: Callable[[Mapping[str, PromptRows]], None],
 ) -> Iterator[Check]:
     unread = [spec for spec in specs if spec != IN_MEMORY and not is_read_ahead(spec)]
     if unread:
@@ -45,6 +52,10 @@ def _source_checks(
         yield from _missing_columns(prompts, functions)
     except (TaskError, ConfigError):
         return  # The checks before this one say what is wrong with the source.
+    try:
+        refuse({key: prompts})
+    except TaskError as error:
+        yield Check("prompts", "bad", str(error))
 
 
 def _columns(prompts: PromptRows) -> str:

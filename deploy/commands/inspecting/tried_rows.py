@@ -7,8 +7,10 @@ from pathlib import Path
 from statistics import fmean
 
 from asyncrl.concurrency import gather
+from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config, Scorer
 from asyncrl.controller.training_run import Questions
+from asyncrl.deploy.checks.folder_contents import content_problems
 from asyncrl.deploy.checks.run_prompts import prompt_tokenizer, questions_of, read_prompts
 from asyncrl.deploy.standalone_evaluation import VERSION, scoring_fleet
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
@@ -34,6 +36,9 @@ async def try_rows(config: Config, places: Mapping[str, str], rows: int, say: Sa
     sets = await asyncio.to_thread(read_prompts, config)
     with tempfile.TemporaryDirectory(prefix="asyncrl-try-") as scratch:
         model = await prepare(config, Path(scratch) / "model", say)
+        refuse(problems := list(content_problems(model, config.generation.stop)))
+        for problem in problems:
+            say(f"warning: {problem}")
         longest = Path(scratch) / "longest.jsonl"
         questions = await asyncio.to_thread(questions_of, config, sets, model, longest, places, say)
         tokenizer = await asyncio.to_thread(prompt_tokenizer, config, model)

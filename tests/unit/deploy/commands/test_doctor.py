@@ -185,9 +185,15 @@ def test_what_was_asked_about_is_what_to_run(experiment: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.endswith(f"ready: {program()} run {experiment} --steps 3\n")
 
 
-def test_a_model_that_must_be_downloaded_is_not_guessed(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_must_be_downloaded_is_not_guessed(
+    experiment: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert cli.main(["doctor", str(experiment), "--model.name", "someone/theirs"]) == 0
     assert "note  model" in capsys.readouterr().out
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main(["doctor", str(experiment), "--model.name", "someone/theirs"]) == 1
+    assert "hf download someone/theirs" in capsys.readouterr().out
 
 
 def test_packages_that_are_missing_are_bad(

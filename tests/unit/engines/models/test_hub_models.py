@@ -11,9 +11,10 @@ import pytest
 from huggingface_hub import hf_hub_download
 
 from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.preflight import preflight
 from asyncrl.engines.models import hub_models
-from asyncrl.engines.models.hub_models import cached_folder, here, hub_folder, is_hub_name, needed_files
+from asyncrl.engines.models.hub_models import cached_folder, hub_folder, is_hub_name, needed_files
 from asyncrl.engines.models.model_preparation import make_model, prepare
 from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.errors import ConfigError

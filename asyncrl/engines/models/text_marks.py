@@ -1,0 +1,83 @@
+"""Reads what tokenizer and chat template of a model write around texts and answers."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from asyncrl.engines.models.model_folder import chat_template_of
+
+ANSWER = "fifteen"
+CONVERSATION = ({"role": "user", "content": "What is seven plus eight?"}, {"role": "assistant", "content": ANSWER})
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Tells which tokens of a tokenizer stand for no text. template: of chats; "" without one. ids: of
+    added tokens by text. special: those that skip_special_tokens leaves out. names: texts by the name that templates
+    know them by, such as eos_token; None where a file says that there is none."""
+
+    template: str
+    ids: Mapping[str, int]
+    special: frozenset[str]
+    names: Mapping[str, str | None]
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Marks":
+        read = {
+            name: json_object(folder / f"{name}.json")
+            for name in ("special_tokens_map", "tokenizer_config", "tokenizer")
+        }
+        decoder = read["tokenizer_config"].get("added_tokens_decoder") or {}
+        added = [{"id": number, **each} for number, each in decoder.items()] + (
+            read["tokenizer"].get("added_tokens") or []
+        )
+        known = {**read["special_tokens_map"], **read["tokenizer_config"]}
+        named = {key: value for key, value in known.items() if key.endswith("_token")}
+        names = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+        return cls(
+            chat_template_of(folder) or "",
+            {each["content"]: int(each["id"]) for each in added},
+            frozenset(each["content"] for each in added if each.get("special")),
+            {key: value for key, value in names.items() if value is None or isinstance(value, str)},
+        )
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any) -> "Marks":
+        template = getattr(tokenizer, "chat_template", None)
+        added = {each.content: (number, each.special) for number, each in tokenizer.added_tokens_decoder.items()}
+        names = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if not isinstance(value, list)}
+        special = frozenset(text for text, (_, is_special) in added.items() if is_special)
+        ids = {text: number for text, (number, _) in added.items()}
+        return cls(template if isinstance(template, str) else "", ids, special, names)
+
+    def rendered(self) -> str:
+        """Returns a question with its answer as the template writes them; "" where it does not write such."""
+        if not self.template:
+            return ""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names = {key: value for key, value in self.names.items() if value is not None}
+        try:
+            (text,), _ = render_jinja_template([list(CONVERSATION)], chat_template=self.template, **names)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            return ""
+        return str(text)
+
+    def turn_end(self) -> str:
+        """Returns the special token that the template closes an answer with; "" where it closes it with none, or with
+        several."""
+        after = self.rendered().partition(ANSWER)[2].lstrip()
+        return max((text for text in self.special if text and after.startswith(text)), key=len, default="")
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a file; an empty one where there is none, or a damaged one, which `damages` tells."""
+    with suppress(OSError, ValueError):
+        if isinstance(found := json.loads(path.read_bytes()), dict):
+            return found
+    return {}

@@ -1,0 +1,231 @@
+"""Checks that the files of a model folder belong together, by their headers and JSON, without reading weights.
+
+What transformers does not find it makes at random, what does not fit ends in a traceback of a worker, and where
+tokenizer, template and configs disagree about first and last tokens a run trains on other texts than are meant.
+"""
+
+import json
+import mmap
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from asyncrl.config.problems import Problem
+from asyncrl.config.sections.model_config import ModelConfig
+from asyncrl.engines.models.hub_models import cached_folder, is_hub_name, why_not
+from asyncrl.engines.models.model_folder import TOKENIZERS, is_complete, vocabulary, weight_files
+from asyncrl.engines.models.text_marks import Marks, json_object
+
+EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+"""Names of the tensor with a row for each token."""
+HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out)\.weight$")
+"""Names of the tensor of the output layer."""
+LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+READ_QUANTIZED = ("mxfp4",)
+"""Kinds of quantization whose weights transformers loads as numbers with which a model trains."""
+WHOLE = ("I8", "U8", "I16", "I32", "I64")
+"""Types of safetensors that no weight has with which a model trains."""
+COMPARED = 16 << 20
+"""Bytes of two tensors that are compared at a time."""
+
+
+def content_problems(folder: Path, stop: Sequence[str] = ()) -> Iterator[Problem]:
+    """Yields what is wrong with a whole and undamaged model folder; a folder that holds no model has nothing. stop:
+    strings that end answers besides the ends of the folder."""
+    if not is_complete(folder):
+        return
+    if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
+        yield _problem(f"there is no tokenizer in {folder}: save it beside the model, by tokenizer.save_pretrained")
+    shape = json.loads((folder / "config.json").read_bytes())
+    if not shape.get("model_type"):
+        text = f"{folder}/config.json names no model_type: take the config.json of the model that the weights are of"
+        yield _problem(text)
+        return
+    kind = (shape.get("quantization_config") or {}).get("quant_method")
+    if kind is not None and kind not in READ_QUANTIZED:
+        text = (
+            f"the weights in {folder} are quantized ({kind}) and cannot be trained: take the model that was quantized"
+        )
+        yield _problem(text)
+        return
+    yield from map(_problem, _tensor_problems(folder, shape))
+    marks, rows = Marks.of_folder(folder), embedding_rows(folder)
+    yield from map(_problem, _written_beyond(folder, marks, rows))
+    yield from (Problem("model.name", "", text, is_warning=True) for text in _end_notes(folder, marks, rows, stop))
+
+
+def _problem(text: str) -> Problem:
+    return Problem("model.name", "", text)
+
+
+def _tensor_problems(folder: Path, described: Mapping[str, Any]) -> Iterator[str]:
+    """Compares headers of weights with config.json and tokenizer. Added tokens may lie beyond the embedding, as the one
+    for images of Gemma 3 does, where no text holds them."""
+    shape = described.get("text_config") or described
+    layers, rows, whole = set[int](), None, ""
+    tied = dict[str, Path]()
+    for name in weight_files(folder):
+        with safe_open(folder / name, framework="np") as tensors:
+            for tensor in tensors.keys():  # noqa: SIM118
+                layers.update(int(found[1]) for found in LAYER.finditer(tensor))
+                if HEAD.search(tensor) or EMBEDDING.search(tensor):
+                    tied[tensor] = folder / name
+                if EMBEDDING.search(tensor) and rows is None:
+                    rows = int(tensors.get_slice(tensor).get_shape()[0])
+                    kind = tensors.get_slice(tensor).get_dtype()
+                    whole = kind if kind in WHOLE else ""
+    if whole:
+        yield f"the weights in {folder} are whole numbers ({whole}) and cannot be trained: take the model in bfloat16"
+    expected = shape.get("num_hidden_layers")
+    if layers and expected is not None and len(layers) < expected:
+        yield f"the files in {folder} hold {len(layers)} layers, and its config.json has num_hidden_layers = {expected}"
+    if rows is None:
+        return
+    if (size := shape.get("vocab_size")) is not None and size != rows:
+        yield f"the embedding in {folder} has {rows} rows, and its config.json says vocab_size = {size}"
+    elif (largest := max(vocabulary(folder, added=False), default=0)) >= rows:
+        yield (
+            f"the tokenizer in {folder} has ids up to {largest}, and the embedding {rows} rows: take the tokenizer of "
+            "this model, or call model.resize_token_embeddings and save both"
+        )
+    if len(tied) == 2 and not _are_equal(*tied.items()) and _is_tied(folder, described):
+        first, second = sorted(tied)
+        yield (
+            f"{folder}/config.json says that {first} and {second} are one tensor (tie_word_embeddings), and the files "
+            "hold two different ones, which would train apart: write tie_word_embeddings = false there if both are "
+            "meant, else save the model without the head that is not meant"
+        )
+
+
+def _is_tied(folder: Path, described: Mapping[str, Any]) -> bool:
+    """Returns whether the output layer is the embedding; where config.json does not say it, its family does."""
+    named = [each["tie_word_embeddings"] for each in _configs(described) if "tie_word_embeddings" in each]
+    if named:
+        return bool(named[0])
+    from transformers import AutoConfig  # Takes seconds, and is asked of very few folders.
+
+    return bool(AutoConfig.from_pretrained(folder).get_text_config().tie_word_embeddings)
+
+
+def _configs(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [described, described.get("text_config") or {}]
+
+
+def _are_equal(first: tuple[str, Path], second: tuple[str, Path]) -> bool:
+    """Returns whether two tensors of safetensors files have the same type, shape and bytes."""
+    (kind, one), (other_kind, other) = _bytes_of(*first), _bytes_of(*second)
+    places = range(0, len(one), COMPARED)
+    return kind == other_kind and all(one[at : at + COMPARED] == other[at : at + COMPARED] for at in places)
+
+
+def _bytes_of(name: str, path: Path) -> tuple[Any, memoryview]:
+    """Returns type and shape of a tensor, and its bytes, which are mapped and not read."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        found = json.loads(file.read(size))[name]
+        begin, end = found["data_offsets"]
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    return (found["dtype"], found["shape"]), mapped[8 + size + begin : 8 + size + end]
+
+
+def embedding_rows(folder: Path) -> int | None:
+    """Returns how many ids a model has, by its config.json, to which its files are held; None where it does not say."""
+    return next(
+        (int(each["vocab_size"]) for each in _configs(json_object(folder / "config.json")) if "vocab_size" in each),
+        None,
+    )
+
+
+def beyond_embedding(folder: Path) -> dict[str, int]:
+    """Returns the added tokens that a model has no row for, with their ids."""
+    rows = embedding_rows(folder)
+    return {} if rows is None else {text: at for text, at in Marks.of_folder(folder).ids.items() if at >= rows}
+
+
+def _written_beyond(folder: Path, marks: Marks, rows: int | None) -> Iterator[str]:
+    """Yields the tokens beyond the embedding that the template or the tokenizer itself writes."""
+    beyond = {text: at for text, at in marks.ids.items() if rows is not None and at >= rows}
+    if not beyond:
+        return
+    around = json.dumps(json_object(folder / "tokenizer.json").get("post_processor"), ensure_ascii=False)
+    rendered = marks.rendered()
+    for text, at in beyond.items():
+        names = [key for key, value in marks.names.items() if value == text]
+        by_template = text in marks.template or text in rendered or any(key in marks.template for key in names)
+        if by_template or json.dumps(text, ensure_ascii=False) in around:
+            yield (
+                f"the {'chat template' if by_template else 'tokenizer'} in {folder} writes {text} (id {at}), and the "
+                f"embedding has {rows} rows: call model.resize_token_embeddings and save the model, or take the "
+                "tokenizer and template that it was trained with"
+            )
+
+
+def _end_notes(folder: Path, marks: Marks, rows: int | None, stop: Sequence[str]) -> Iterator[str]:
+    """Yields what a run does where the configs do not name the end of an answer."""
+    if not (known := {text: at for at, text in vocabulary(folder).items()}):
+        return  # Only loading the tokenizer would tell.
+    described = folder / "generation_config.json"
+    named = next(
+        (
+            e
+            for e in map(_ends_in, _configs(json_object(described if described.is_file() else folder / "config.json")))
+            if e
+        ),
+        [],
+    )
+    ends = {at for at in [*named, known.get(marks.names.get("eos_token") or "")] if at is not None}
+    end = marks.turn_end()
+    if end and marks.ids[end] not in ends:
+        line = json.dumps(sorted(ends | {marks.ids[end]}))
+        yield (
+            f"the chat template in {folder} closes answers with {end} (id {marks.ids[end]}), which its configs do not "
+            f'name as an end: answers end there too; write "eos_token_id": {line} in its generation_config.json, so '
+            "that other programs do the same"
+        )
+    elif not any(rows is None or at < rows for at in ends) and not stop and not _has_default_end(folder, marks):
+        yield (
+            f"{folder} names no end of an answer (eos_token_id in generation_config.json, eos_token in "
+            'tokenizer_config.json), so each is as long as generation.max_new_tokens: write "eos_token_id" there, or '
+            "generation.stop"
+        )
+
+
+def _ends_in(described: Mapping[str, Any]) -> list[int]:
+    found = described.get("eos_token_id")
+    return [int(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
+
+
+def _has_default_end(folder: Path, marks: Marks) -> bool:
+    """Returns whether the class of a tokenizer has an end where its files name none."""
+    if "eos_token" in marks.names:
+        return False
+    from transformers import AutoTokenizer  # Takes seconds, and is asked of very few folders.
+
+    return AutoTokenizer.from_pretrained(folder).eos_token_id is not None
+
+
+def may_end_texts(folder: Path) -> bool:
+    """Returns whether the tokenizer's files speak of a token behind each text; only loading it tells."""
+    around = json_object(folder / "tokenizer.json").get("post_processor") or {}
+    several = around.get("processors") or [around]
+    ends = any("SpecialToken" in (each.get("single") or [{}])[-1] or "sep" in each for each in several)
+    return ends or bool(json_object(folder / "tokenizer_config.json").get("add_eos_token"))
+
+
+def here(model: ModelConfig) -> Path:
+    """Returns the folder of the policy if it is on this machine, in the cache too; else the path of a name."""
+    return (is_hub_name(model.name) and cached_folder(model.name, model.revision)) or Path(model.name).expanduser()
+
+
+def unreachable_models(models: Mapping[str, tuple[str, str]]) -> Iterator[Problem]:
+    """Yields models of the hub that the cache lacks where HF_HUB_OFFLINE forbids to download them. models: name and
+    revision by key."""
+    from huggingface_hub.constants import is_offline_mode
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    for key, (name, revision) in models.items():
+        if is_offline_mode() and is_hub_name(name) and cached_folder(name, revision) is None:
+            yield Problem(key, "", why_not(name, revision, OfflineModeIsEnabled()))

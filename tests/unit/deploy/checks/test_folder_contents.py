@@ -1,0 +1,282 @@
+"""What tokenizer, template, configs and weights of a model folder say about ids, first and last tokens, and heads."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from asyncrl.config.schema import Config
+from asyncrl.deploy.checks.folder_contents import content_problems
+from asyncrl.deploy.checks.run_prompts import PromptSets, refuse_marks
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
+from asyncrl.errors import TaskError
+from asyncrl.tasks.prompt_sources import training_prompts
+
+SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "[INST]")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+)
+PHI = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|endoftext|>"
+GLM = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+REFUSING = "{{ raise_exception('no assistant here') }}"
+
+
+def tokenizer(
+    template: str | None = None,
+    eos: str | None = "</s>",
+    bos: str | None = "<s>",
+    around: Any = None,
+    more: Sequence[str] = (),
+) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of bytes with the tokens SPECIAL, then `more`. around: what it writes around texts."""
+    vocabulary = {text: at for at, text in enumerate((*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
+    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    plain.add_special_tokens(list(SPECIAL))
+    plain.add_special_tokens(list(more))
+    if around is not None:
+        plain.post_processor = around
+    made = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", bos_token=bos, eos_token=eos)
+    made.chat_template = template
+    return made
+
+
+def written(folder: Path, made: PreTrainedTokenizerFast, eos: int | list[int] | None = 2, **shape: Any) -> Path:
+    """Writes a model of a thousand weights with this tokenizer."""
+    torch.manual_seed(0)
+    size = {"vocab_size": len(made), "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 1, "max_position_embeddings": 64, "bos_token_id": 1, "pad_token_id": 0}
+    LlamaForCausalLM(LlamaConfig(**size | heads | {"eos_token_id": eos} | shape)).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
+
+
+def found(folder: Path, **settings: Any) -> tuple[list[str], list[str]]:
+    """Returns errors and warnings."""
+    problems = list(content_problems(folder, **settings))
+    return [p.text for p in problems if not p.is_warning], [p.text for p in problems if p.is_warning]
+
+
+def ends_of(folder: Path) -> list[int]:
+    """Returns the ids at which generation ends an answer."""
+    described = json.loads((folder / "generation_config.json").read_text())
+    config = SimpleNamespace(eos_token_id=described.get("eos_token_id"))
+    return [int(each) for each in end_ids(config, AutoTokenizer.from_pretrained(folder))]
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "eos"),
+    [(CHATML, "<|im_end|>", 2), (GEMMA, "<end_of_turn>", [2]), (PHI, "<|end|>", [2, 5]), (CHATML, "<|im_end|>", None)],
+    ids=["ChatML", "gemma", "phi, whose last turn has two", "ChatML, without another end"],
+)
+def test_an_answer_ends_where_the_template_closes_it(tmp_path: Path, template: str, end: str, eos: Any) -> None:
+    folder = written(tmp_path, tokenizer(template, eos="</s>" if eos else None), eos)
+    number = SPECIAL.index(end)
+    ends = [*(eos if isinstance(eos, list) else [eos] if eos else []), number]
+    errors, (warning,) = found(folder)
+    assert not errors
+    assert f"closes answers with {end} (id {number})" in warning
+    assert f'write "eos_token_id": {sorted(ends)} in its generation_config.json' in warning
+    assert ends_of(folder) == sorted(ends)
+    described = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(described | {"eos_token_id": sorted(ends)}))
+    assert found(folder) == ([], []), "the line that it names mends it"
+    assert ends_of(folder) == sorted(ends)
+
+
+@pytest.mark.parametrize(
+    ("template", "eos"),
+    [
+        (MISTRAL, "</s>"),
+        (GLM, "</s>"),
+        (REFUSING, "</s>"),
+        (None, "<|endoftext|>"),
+        (CHATML, "<|im_end|>"),
+        ("{{ 0 }}", "</s>"),
+    ],
+    ids=["Mistral", "GLM, which closes nothing", "refusing", "gpt2, without a template", "Qwen", "shows no answer"],
+)
+def test_ends_that_are_named_are_no_news(tmp_path: Path, template: str | None, eos: str) -> None:
+    folder = written(tmp_path, tokenizer(template, eos, bos=None if template is None else "<s>"), SPECIAL.index(eos))
+    assert found(folder) == ([], [])
+    assert ends_of(folder) == [SPECIAL.index(eos)]
+
+
+@pytest.mark.parametrize("eos", [[2, 4], [4], 4])
+def test_several_ends_of_a_generation_config_count(tmp_path: Path, eos: Any) -> None:
+    assert found(written(tmp_path, tokenizer(CHATML), eos)) == ([], [])
+
+
+def test_a_folder_without_any_end_is_told(tmp_path: Path) -> None:
+    folder = written(tmp_path, tokenizer(eos=None), None)
+    errors, (warning,) = found(folder)
+    assert not errors
+    assert "names no end of an answer" in warning
+    assert found(folder, stop=("\n",)) == ([], [])
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9999}')
+    assert "names no end" in found(folder)[1][0], "an id that the model does not have ends nothing"
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    assert found(folder) == ([], [])
+
+
+BEYOND = "<|tool|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "around", "writer"),
+    [
+        (CHATML.replace("<|im_start|>", BEYOND), "<s>", None, "chat template"),
+        ("{% if tools %}" + BEYOND + "{% endif %}" + CHATML, "<s>", None, "chat template"),
+        ("{{ '<|' ~ 'tool' ~ '|>' }}" + CHATML, "<s>", None, "chat template"),
+        ("{{ bos_token }}" + CHATML, BEYOND, None, "chat template"),
+        (None, BEYOND, f"{BEYOND} $A", "tokenizer"),
+    ],
+    ids=["literally", "where tools are", "put together", "as the first token", "by the tokenizer"],
+)
+@pytest.mark.parametrize("weights", ["safetensors", "bin"])
+def test_a_token_beyond_the_embedding_is_refused_where_it_is_written(
+    tmp_path: Path, template: str | None, bos: str, around: str | None, writer: str, weights: str
+) -> None:
+    made = tokenizer(template, bos=bos, more=[BEYOND])
+    number = made.convert_tokens_to_ids(BEYOND)
+    if around is not None:
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(around, special_tokens=[(BEYOND, number)])
+    folder = written(tmp_path, made, [2, 4], vocab_size=number)
+    if weights == "bin":
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    (error,), _ = found(folder)
+    assert f"the {writer} in" in error
+    assert f"writes {BEYOND} (id {number}), and the embedding has {number} rows" in error
+
+
+@pytest.mark.parametrize("more", [0, 1, 50])
+def test_padded_embeddings_and_tokens_that_nothing_writes_pass(tmp_path: Path, more: int) -> None:
+    made = tokenizer(CHATML, more=[BEYOND])
+    assert found(written(tmp_path, made, 4, vocab_size=len(made) - 1 + more)) == ([], [])
+
+
+def config(folder: Path, rows: list[dict[str, Any]]) -> tuple[Config, PromptSets]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = Config.model_validate({"model": {"name": str(folder)}, "task": {"prompts": str(file)}})
+    return chosen, PromptSets(training_prompts(chosen), {})
+
+
+@pytest.mark.parametrize("prompt", [f"say {BEYOND}", [{"role": "user", "content": f"say {BEYOND}"}]])
+def test_a_row_with_a_token_beyond_the_embedding_is_named(tmp_path: Path, prompt: Any) -> None:
+    made = tokenizer(CHATML, more=[BEYOND])
+    folder = written(tmp_path, made, 4, vocab_size=len(made) - 1)
+    chosen, sets = config(folder, [{"prompt": prompt if at == 1500 else "hi"} for at in range(1600)])
+    with pytest.raises(TaskError, match=r"^task\.prompts: .*line 1501 holds <\|tool\|> \(id \d+\), for which"):
+        refuse_marks(chosen, sets.by_key(chosen), folder)
+
+
+ENDINGS = {
+    "template": processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]),
+    "only the end": processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)]),
+    "in a sequence": processors.Sequence(
+        [processors.ByteLevel(), processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])]
+    ),
+    "roberta": processors.RobertaProcessing(("</s>", 2), ("<s>", 1)),
+    "bert": processors.BertProcessing(("</s>", 2), ("<s>", 1)),
+}
+
+
+@pytest.mark.parametrize("around", ENDINGS.values(), ids=ENDINGS)
+def test_a_tokenizer_that_ends_texts_is_refused_for_texts_alone(tmp_path: Path, around: Any) -> None:
+    folder = written(tmp_path, tokenizer(CHATML, around=around), [2, 4])
+    chosen, sets = config(folder, [{"prompt": "hi"}])
+    with pytest.raises(TaskError, match=r"^task\.prompts: .*rows\.jsonl, line 1: .*writes </s> behind.*add_eos_token"):
+        refuse_marks(chosen, sets.by_key(chosen), folder)
+    with pytest.raises(TaskError, match="writes </s> behind each text"):
+        TokenizerWithStops(AutoTokenizer.from_pretrained(folder), ()).prompt_ids("hi")
+    chosen, sets = config(folder, [{"prompt": [{"role": "user", "content": "hi"}]}])
+    refuse_marks(chosen, sets.by_key(chosen), folder)
+
+
+BEGINNING = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+TWO = processors.TemplateProcessing("[INST] <s> $A", special_tokens=[("<s>", 1), ("[INST]", 8)])
+
+
+@pytest.mark.parametrize(
+    ("around", "prompt", "first"),
+    [
+        (None, "hi", []),
+        (None, "<s>hi", [1]),
+        (BEGINNING, "hi", [1]),
+        (BEGINNING, "<s>hi", [1]),
+        (BEGINNING, "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", [1]),
+        (BEGINNING, "", [1]),
+        (BEGINNING, "<s>", [1]),
+        (TWO, "hi", [8, 1]),
+        (TWO, "[INST]<s>hi", [8, 1]),
+    ],
+)
+def test_first_tokens_are_written_once(around: Any, prompt: str, first: list[int]) -> None:
+    made = tokenizer(around=around)
+    ids = TokenizerWithStops(made, ()).prompt_ids(prompt).tolist()
+    text = prompt.removeprefix("[INST]").removeprefix("<s>")
+    assert ids == [*first, *made(text, add_special_tokens=False)["input_ids"]]
+
+
+def test_messages_have_the_first_token_of_the_template_alone() -> None:
+    made = tokenizer("{{ bos_token }}" + CHATML, around=BEGINNING)
+    assert TokenizerWithStops(made, ()).prompt_ids([{"role": "user", "content": "hi"}]).tolist().count(1) == 1
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tied_weights_that_differ_are_refused(tmp_path: Path, sharded: bool) -> None:
+    folder = written(tmp_path, tokenizer(), tie_word_embeddings=False)
+    assert found(folder) == ([], [])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+
+    def save(head: torch.Tensor) -> None:
+        whole = tensors | {"lm_head.weight": head.clone()}
+        if not sharded:
+            save_file(whole, folder / "model.safetensors")
+            return
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        files = {name: f"model-0000{1 + (name == 'lm_head.weight')}-of-00002.safetensors" for name in whole}
+        for file in set(files.values()):
+            save_file({name: each for name, each in whole.items() if files[name] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+    embedding = tensors["model.embed_tokens.weight"]
+    save(tensors["lm_head.weight"])
+    (error,), _ = found(folder)
+    assert "lm_head.weight and model.embed_tokens.weight are one tensor (tie_word_embeddings)" in error
+    one = embedding.clone()
+    one[-1, -1] += 1e-3
+    save(one)
+    assert "hold two different ones" in found(folder)[0][0]
+    save(embedding.bfloat16())
+    assert "hold two different ones" in found(folder)[0][0]
+    save(embedding)
+    assert found(folder) == ([], []), "the same numbers twice are harmless"
+    save(one)
+    (folder / "config.json").write_text(
+        json.dumps({key: config[key] for key in config if key != "tie_word_embeddings"})
+    )
+    assert found(folder) == ([], []), "the family llama ties nothing by itself"
