@@ -39,11 +39,10 @@ class Incoherent(ValueError):
         self.problems = problems
 
 
-def report(problems: Iterable[Problem], kind: str = "problems", shown: int = 100) -> str:
-    """Returns one line for one problem, and an indented list of the first `shown` ones below a heading for several."""
+def report(problems: Iterable[Problem], kind: str = "problems") -> str:
+    """Returns one line for one problem, and an indented list of all of them below a heading for several."""
     lines = [str(problem) for problem in problems]
-    more = [f"and {len(lines) - shown} more"] if len(lines) > shown else []
-    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} {kind}:", *lines[:shown], *more])
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} {kind}:", *lines])
 
 
 def refuse(problems: Iterable[Problem]) -> None:

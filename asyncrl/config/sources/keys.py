@@ -1,13 +1,14 @@
 """All keys of a config with type, default and meaning, and the search for the key that a user meant."""
 
 import difflib
+import fnmatch
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Self
 
 from asyncrl.config.install_hints import program
 from asyncrl.config.schema import Config
@@ -23,6 +24,56 @@ UNSUPPORTED = _ALIASES.pop("unsupported")
 """Why asyncrl does not support what other trainers have, by the name of their key."""
 TRANSLATIONS = {name: key for names in _ALIASES.values() for name, key in names.items()}
 """Keys of asyncrl by the names that other trainers, and older versions of asyncrl, give to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRule:
+    """An answer about names of another trainer. names: a pattern of whole names. answer: as `translate` returns it."""
+
+    names: re.Pattern[str]
+    answer: tuple[str, str]
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> Self:
+        """Reads an entry of foreign_keys.toml."""
+        says = [f"{kind}: {written[name]}" for name, kind in EXPLAINED.items() if name in written]
+        names = "|".join(map(fnmatch.translate, written["names"]))
+        return cls(re.compile(names), (written.get("key", ""), says[0] if says else written.get("says", "")))
+
+
+EXPLAINED = {"missing": "not supported", "needless": "not needed"}
+"""Kinds of answers about names without a key, by their names in foreign_keys.toml."""
+VERL_SECTIONS = (
+    *("actor_rollout_ref", "data", "critic", "reward_model", "reward", "custom_reward_function", "algorithm"),
+    *("distillation", "transfer_queue", "trainer", "global_profiler", "skip", "ray_kwargs", "sandbox_fusion"),
+)
+"""First parts of the names of verl."""
+VERL_MODELS = ("actor", "ref", "rollout", "model", "hybrid_engine")
+"""First parts of names of verl that people write without `actor_rollout_ref`."""
+
+
+@cache
+def foreign_rules() -> Mapping[str, tuple[ForeignRule, ...]]:
+    """Returns the rules of foreign_keys.toml, by trainer."""
+    written = tomllib.loads((files(__package__) / "foreign_keys.toml").read_text(encoding="utf-8"))
+    return {trainer: tuple(map(ForeignRule.of, rules)) for trainer, rules in written.items()}
+
+
+@cache
+def _of_a_table(name: str) -> tuple[str, str] | None:
+    """Returns what the tables of the names of TRL and verl answer; None for a name that they do not have. A name of TRL
+    may stand in a section of ours, unless a key of ours ends alike."""
+    section, _, last = name.rpartition(".")
+    if name in table_keys():
+        return None
+    first = name.partition(".")[0]
+    if first in VERL_SECTIONS or first in VERL_MODELS:
+        whole = f"actor_rollout_ref.{name}" if first in VERL_MODELS else name
+        return next((rule.answer for rule in foreign_rules()["verl"] if rule.names.match(whole)), None)
+    if section and any(key.rpartition(".")[2] == last for key in all_keys()):
+        return None
+    return next((rule.answer for rule in foreign_rules()["trl"] if rule.names.match(last)), None)
+
 
 _ENGINE_PARTS = re.compile(r"(?<![^.])(model\.)?(fsdp_config|megatron|veomni)\.")
 """Parts of names of verl that say which engine reads a key, whatever its meaning."""
@@ -154,9 +205,11 @@ def _type(schema: Schema) -> str:
 
 
 def translate(name: str) -> tuple[str, str] | None:
-    """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl; looks
-    a dotted name up whole, then without its first parts: `actor_rollout_ref.rollout.n`, `rollout.n`.
-    `critic.megatron.x` is looked up as `critic.x`."""
+    """Returns the key ("" if there is none) and a remark for a `name` of TRL, verl, OpenRLHF or an older asyncrl. What
+    the tables of TRL and verl do not have is looked up whole, then without its first parts:
+    `actor_rollout_ref.rollout.n`, `rollout.n`. `critic.megatron.x` is looked up as `critic.x`."""
+    if answer := _of_a_table(name.replace("-", "_")):
+        return answer
     parts = _ENGINE_PARTS.sub("", name.replace("-", "_")).split(".")
     for start in range(len(parts)):
         found = ".".join(parts[start:])
@@ -198,9 +251,9 @@ def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     return found[0] if found else None
 
 
-def is_unsupported(name: str) -> bool:
-    """Returns whether `name` is known, and asyncrl does not support what it stands for."""
-    return (translated := translate(name)) is not None and translated[1].startswith("not supported")
+def is_explained(name: str) -> bool:
+    """Returns whether `name` is known, and asyncrl does not support what it stands for, or does not need it."""
+    return (translated := translate(name)) is not None and translated[1].startswith(tuple(EXPLAINED.values()))
 
 
 def advice(name: str, written: Callable[[str], str] = str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl.config.named_files import anchored
 from asyncrl.config.problems import Problem
-from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, is_unsupported, sections, table_keys
+from asyncrl.config.sources.keys import GONE, Key, advice, all_keys, is_explained, sections, table_keys
 from asyncrl.config.sources.toml_syntax import syntax_problem
 
 PREFIX = "ASYNCRL_"
@@ -48,7 +48,7 @@ class ConfigLayer:
         if name in all_keys():
             self.entries[name] = (anchored(name, value, self.folder) if self.folder else value, place)
         else:
-            is_known = name in sections() or name in table_keys() or is_unsupported(name)
+            is_known = name in sections() or name in table_keys() or is_explained(name)
             wrong = "" if is_known else "there is no such key; "
             self.problems.append(Problem(name, place, wrong + advice(name, self.written)))
 

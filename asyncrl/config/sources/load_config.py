@@ -24,10 +24,6 @@ from asyncrl.config.sources.packaged_experiments import SUFFIX, experiment_text,
 from asyncrl.config.sources.value_validation import config_of, problems_of_all, problems_of_values
 from asyncrl.errors import ConfigError
 
-SHOWN = 12
-"""Mistakes that are listed at once; a file for another program has one in every line."""
-
-
 _CONVERTED = "`{program} init NAME` writes one with comments"
 _ROWS = f"rows are named in it: [task] prompts = FILE; {_CONVERTED}"
 _OTHER_FORMATS = {
@@ -87,7 +83,7 @@ def resolve(layers: Sequence[ConfigLayer]) -> Loaded:
         broken = {problem.key for problem in problems}
         problems += problems_of_all(merged, broken)
     if problems:
-        raise ConfigError(report(problems, "mistakes in the configuration", SHOWN))
+        raise ConfigError(report(problems, "mistakes in the configuration"))
     return Loaded(config_of(merged), {key: source for key, (_, source) in merged.items()})
 
 

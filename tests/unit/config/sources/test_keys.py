@@ -50,7 +50,9 @@ def test_every_foreign_name_leads_to_a_key() -> None:
         ("actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl"),
         ("data.train_batch_size", "task.prompts_per_step"),
         ("rollout_batch_size", "task.prompts_per_step"),
-        ("trainer.total_epochs", "steps"),
+        ("trainer.total_epochs", "task.epochs"),
+        ("num_train_epochs", "task.epochs"),
+        ("training.num_train_epochs", "task.epochs"),
     ],
 )
 def test_names_of_other_trainers(theirs: str, ours: str) -> None:
@@ -80,7 +82,7 @@ ROLES = {"actor_rollout_ref.ref": "reference", "critic": "critic", "reward_model
         ("actor_rollout_ref.hybrid_engine", 'write generation.colocate (true is colocate = "training"'),
         ("rollout.tensor_model_parallel_size", "write generation.layout_tp (with vLLM;"),
         ("rollout.data_parallel_size", "write generation.replicas"),
-        ("rollout.pipeline_model_parallel_size", "not supported: a replica shares layers"),
+        ("rollout.pipeline_model_parallel_size", "write generation.layout (layout = { pp = N }, where the trainer"),
         ("rollout.expert_parallel_size", "not supported: a replica holds all experts"),
         ("training.layout_tp", "write training.layout (a table: layout = { tp = N })"),
         ("training.layout_pp", "write training.layout (a table: layout = { pp = N })"),
@@ -171,7 +173,7 @@ def test_several_critics_are_refused_with_the_reason(critic: str) -> None:
 def test_an_engine_whose_log_probs_nobody_has_compared_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'torch' or 'vllm'"):
         load("quickstart", ("--generation.engine", "sglang"), {})
-    with pytest.raises(ConfigError, match=r'write engine = "vllm" in \[generation\]'):
+    with pytest.raises(ConfigError, match=r'write generation.engine \(engine = "vllm"'):
         load("quickstart", ("--generation.use_vllm", "true"), {})
 
 

@@ -131,9 +131,9 @@ def test_files_that_are_no_experiment(mistake: Mistake, answered: Answered) -> N
     Mistake(
         "another-program",
         RUN,
-        ("30 mistakes in the configuration", "and 18 more"),
+        ("30 mistakes in the configuration", "a29.b29: there is no such key"),
         "".join(f"[a{i}]\nb{i} = 1\n" for i in range(30)) + BASE,
-        lines=14,
+        lines=31,
     ),
 )
 def test_wrong_keys_and_values(mistake: Mistake, answered: Answered) -> None:

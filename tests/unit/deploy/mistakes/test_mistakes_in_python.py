@@ -63,7 +63,7 @@ def refused(call: Callable[[], object]) -> str:
         ({"steps": 0}, "steps: must be greater than 0, not 0"),
         ({"staleness": 1.5}, "staleness: write the value of staleness.limit"),
         ({"traning": {"learning_rate": 1e-5}}, "did you mean training.learning_rate?"),
-        ({"learning_rate": 1e-5}, "did you mean training.learning_rate?"),
+        ({"learning_rate": 1e-5}, "write training.learning_rate"),
         ({"training": 1e-5}, "training is a section"),
         ({"num_generations": 8}, "write task.samples_per_prompt"),
         ({"run_dir": "rows.jsonl"}, "cannot use rows.jsonl as run directory: it is a file"),
