@@ -1,140 +1,109 @@
 """Reads the last number of a text, or nothing where the text is ambiguous: a wrong reward would be learnt.
 
-text ──> last \\boxed{...}, if any ──> plain text ──> last word with a digit ──> its neighbours ──> value
+text ──> last \\boxed{...} or JSON object, if any ──> plain text ──> last word with a digit ──> its neighbours ──> value
 """
 
-import math
 import re
-import unicodedata
+import tomllib
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
-SPACE = "\u202f"
-"""The thin space that stands between thousands; LaTeX's `\\,` and other narrow spaces are turned into it."""
-UNITS = (
-    *("km", "cm", "mm", "nm", "m", "mi", "ft", "yd", "kg", "mg", "g", "lbs", "lb", "oz", "ml", "mL", "l", "L"),
-    *("ms", "s", "sec", "min", "h", "hr", "hrs", "kWh", "kW", "W", "V", "Hz", "kHz", "MHz", "GHz", "kB", "KB", "MB"),
-    *("GB", "TB", "mph", "kph", "px", "USD", "EUR", "GBP"),
-)
-"""Units that may stand directly behind a number. The letters k, M and B are none: they may be units or factors."""
-SIGNS = ("%", "‰", "°", "$", "€", "£", "¥", "₹")
-"""Signs that may stand behind a number like a unit, with a space between."""
-SCALES = {"hundred": 1e2, "thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12, "dozen": 12.0}
-MONTHS = (
-    *("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November"),
-    *("December", "Jan", "Feb", "Mar", "Apr", "Jun", "Jul", "Aug", "Sep", "Sept", "Oct", "Nov", "Dec"),
-)
+from asyncrl.children.json_objects import json_objects
+from asyncrl.children.plain_text import SPACE, UNIT, UNITS, UNSPACED, plain
+
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("number_words.toml").read_text(encoding="utf-8"))
+
+
+def _words(key: str) -> frozenset[str]:
+    return frozenset(_TABLE[key].split())
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    return re.compile(_TABLE["unspaced"][f"{key}_pattern"])
+
+
+MOST_CHARACTERS = 10_000
+"""Characters of a word that may be a number: more than exact sums need, few enough to read in milliseconds."""
+LARGEST_EXPONENT = 308
+"""Powers of ten, up or down, that a number may have: those of floating point."""
+COUNTS, MONTHS = _words("counts"), _words("months")
+QUANTITY = re.compile(_TABLE["quantity_pattern"])
+SIGNS = ("%", "‰", "°", "$")
+"""Signs that may stand behind a number like a unit, with a space between; all currencies are written as `$` first."""
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 OPERATORS = {*"+-*×·÷/^<>≤≥≠±∓!|", "x", "<=", ">=", "!=", "**", "//", "+/-", "+-"}
-JOINS = {"to", "or", "and", "&", "through", "until", "versus", "vs", ":", "..", "...", "…", "-", "–", "—"}
+WORDS_BETWEEN = _words("between")
+JOINS = WORDS_BETWEEN | {"&", ":", "..", "...", "…", "-", "–", "—"}
 """Words between two numbers that make a range, a choice or a list of them."""
-CHANGES_BEFORE = {"plus", "minus", "times", "negative"}
-"""Words before a number that make something else of it."""
-CHANGES_BEHIND = {*"xyznieπk", "K", "M", "B", "T", "bn", "mn", "tn", "pi", "or", "squared", "cubed", "factorial"}
-"""Words behind a number that make something else of it."""
-HALVES = {"half", "third", "quarter", "thirds", "quarters"}
+CHANGES_BEFORE, CHANGES_BEHIND = _words("changes_before"), _words("changes_behind")
+HALVES, HARMLESS = _words("halves"), _words("harmless")
 
-_UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
+_UNSPACED_BETWEEN = re.compile(rf"[{UNSPACED}]{{1,3}}|[{UNSPACED}]*(?:{_pattern('between').pattern})")
+_UNSPACED_STATES = re.compile(f".*(?:{_pattern('states').pattern})")
+_UNSPACED_CHANGES_BEFORE, _UNSPACED_CHANGES_BEHIND = _pattern("changes_before"), _pattern("changes_behind")
+_UNSPACED_SCALE, _UNSPACED_UNIT = _pattern("scale"), _pattern("unit")
+_UNSPACED_SCALES = dict(zip("百백千천万萬만亿億억", [10**2] * 2 + [10**3] * 2 + [10**4] * 3 + [10**8] * 3, strict=True))
+
 _GROUPED = rf"[1-9]\d{{0,2}}(?:(?:,\d{{3}})+|(?:'\d{{3}})+|(?:_\d{{3}})+|(?:{SPACE}\d{{3}})+)"
 _INTEGER = rf"(?:{_GROUPED}|\d+)"
 _POINT = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _COMMA = rf"[1-9]\d{{0,2}}(?:(?:\.\d{{3}})+|(?:{SPACE}\d{{3}})+),\d+"
 NUMBER = re.compile(
-    rf"(?P<sign>[-+]?)(?:[A-Z]{{0,3}}[$€£¥₹])?(?P<inner>[-+]?)"
+    rf"(?P<sign>[-+]?)(?:[A-Z]{{0,3}}\$)?(?P<inner>[-+]?)"
     rf"(?:(?P<over>{_INTEGER})/(?P<under>{_INTEGER})|(?P<comma>{_COMMA})|(?P<point>{_POINT}))"
-    rf"(?:[$€£¥₹¢%‰]|°[CF]?|(?:{_UNIT})(?:/(?:{_UNIT}))?)?"
+    rf"(?:[$¢%‰]|°[CF]?|(?:{UNIT})(?:/(?:{UNIT}))?)?"
 )
 ENUMERATOR = re.compile(r"\(?\d+[.)]")
-OPENING, CLOSING = "\"'“”‘’«»*_`~([{≈#:", "\"'“”‘’«»*_`~)]}.,;:?$…"
-
-_TAG = re.compile(r"</?[A-Za-z][\w-]*>")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-+]?[\d,.]+)\s*\}\s*\{\s*([\d,.]+)\s*\}|(\d)\s*(\d))")
-_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textrm|bm|boldsymbol)\s*\{([^{}]*)\}")
-_UNIT_POWER = re.compile(rf"(\d\s?(?:(?:{_UNIT})/)?(?:{_UNIT}))(?:\^[23]|[23²³])(?!\w)")
-_TIMES_TEN = re.compile(r"(?<=\d)\s?[×x*·]\s?10\s?\^\s?([-+]?\d+)(?![\d.])")
-_POWER_OF_TEN = re.compile(r"(?<![\w.,^/])10\^([-+]?\d+)(?![\d.])")
-_PLAIN = str.maketrans({"−": "-", "’": "'", "⁄": "/", "\u00a0": SPACE, "\u2009": SPACE, "\r": "\n"})
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
-_LATEX = {
-    **{rf"\{name}": "" for name in ("left", "right", "displaystyle", "!", "(", ")", "[", "]")},
-    r"\times": "×",
-    r"\cdot": "·",
-    r"\pm": "±",
-    r"\approx": "≈",
-    r"\pi": "π",
-    r"\sqrt": "√",
-    r"\div": "÷",
-    r"\leq": "≤",
-    r"\geq": "≥",
-    r"\le": "≤",
-    r"\ge": "≥",
-    r"\lt": "<",
-    r"\gt": ">",
-    r"^\circ": "°",
-    r"^{\circ}": "°",
-    r"\%": "%",
-    r"\$": "$",
-    r"\,": SPACE,
-    r"\;": " ",
-    r"\:": " ",
-    r"\ ": " ",
-    r"\quad": " ",
-    "{,}": ",",
-    "$$": "$",
-}
-_LATEX_NAME = re.compile("|".join(re.escape(name) + r"(?![A-Za-z])" * name[-1].isalpha() for name in _LATEX))
+OPENING, CLOSING = "\"'“”‘’«»*_`~([{≈#:", "\"'“”‘’«»*_`~)]}.,:;?$…"
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{|-?\d+(?![\d.,]))")
 
 
-def last_number(text: str) -> float | None:
-    """Returns the value of the last number of a text; None without one, and where it is not clear what it means.
+def last_number(text: str) -> Fraction | None:
+    """Returns the exact value of the last number of a text; None without one, and where it is not clear what it means.
 
     `asyncrl.rewards.templates.numeric` states the rules.
     """
-    found = _last_box(text)
-    if found is None:
-        return _value(_plain(text), alone=False)
-    box, closed = found
-    return _value(_plain(box.rpartition("=")[2]), alone=True) if closed else None
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return _value(plain(text), alone=False) if (value := _in_object(text)) is None else last_number(value)
+    inside = _inside(text, boxes[-1])
+    return None if inside is None else _value(_of_last_equation(plain(inside)), alone=True)
 
 
-def _last_box(text: str) -> tuple[str, bool] | None:
-    r"""Returns what the last `\boxed{...}` holds, and whether its brace is closed; None without a box."""
-    _, box, rest = text.rpartition("\\boxed{")
-    if not box:
-        return None
+def _inside(text: str, box: re.Match[str]) -> str | None:
+    r"""Returns what a `\boxed{...}` holds; None where its brace is not closed."""
+    if box[1] != "{":
+        return box[1]
     depth = 1
-    for place, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
+    for place in range(box.end(), len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
         if depth == 0:
-            return rest[:place], True
-    return rest, False
+            return re.sub(r"^(\s|\$)*([-+])[\s\\,;]+(?=[\d.$\\])", r"\2", text[box.end() : place])
+    return None
 
 
-def _plain(text: str) -> str:
-    """Writes LaTeX, fractions of one character, superscripts and digits of other scripts in plain characters."""
-    text = _FRACTION.sub(_over, _TAG.sub(" ", text.translate(_PLAIN)))
-    text = _LATEX_NAME.sub(lambda match: _LATEX[match[0]], _WRAPPED.sub(r" \1 ", text))
-    text = re.sub(r"\^\s?\{([-+]?\d+)\}", r"^\1", text)
-    text = re.sub(r"10([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)", lambda match: "10^" + match[1].translate(_SUPERSCRIPTS), text)
-    text = _UNIT_POWER.sub(r"\1", text)
-    text = "".join(map(_in_ascii, text))
-    text = _POWER_OF_TEN.sub(r"1e\1", _TIMES_TEN.sub(r"e\1", text))
-    text = re.sub(r"(?<![<>!=])=(?!=)", " = ", text)
-    return re.sub(r"(?<=[A-Za-z]):(?![*_]+(?:\s|$))(?=\S)", ": ", text)
+def _of_last_equation(text: str) -> str:
+    """Returns what stands behind the last `=`; a text without a number where there are several equations."""
+    before, equals, behind = text.rpartition(" = ")
+    words = before.split()
+    joined = any(word.lower().strip(CLOSING) in WORDS_BETWEEN for word in words)
+    joined = joined or re.search(r"[,;](?!\d{3})", before) is not None
+    several = _has_digit(before) and (joined or ("=" in words and not _has_digit(words[-1])))
+    return "" if equals and several else behind
 
 
-def _over(match: re.Match[str]) -> str:
-    over, under = match[1] or match[3], match[2] or match[4]
-    space = " " if match.start() and match.string[match.start() - 1].isdigit() else ""
-    return f"{space}{over}/{under}"
-
-
-def _in_ascii(character: str) -> str:
-    """Writes a digit of any script, or a fraction such as ½ with a space before it, in ASCII."""
-    if character.isascii():
-        return character
-    if (digit := unicodedata.decimal(character, None)) is not None:
-        return str(digit)
-    parts = unicodedata.normalize("NFKC", character).split("\u2044")
-    return f" {parts[0]}/{parts[1]}" if len(parts) == 2 and all(part.isdigit() for part in parts) else character
+def _in_object(text: str) -> str | None:
+    """Returns the answer of the JSON object at the end of a text: its only value, or that of `answer`; "" where it is
+    not clear which, and None without an object."""
+    found, end = next(reversed(list(json_objects(text))), ({}, 0))
+    if not found or _has_digit(text[end:]):
+        return None
+    names = [name for name in found if name.lower().replace("_", " ") in ("answer", "final answer")] or list(found)
+    value = found[names[0]] if len(names) == 1 else None
+    return str(value) if isinstance(value, str | int | Decimal) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +115,9 @@ class WordInLine:
     behind: list[str]
 
 
-def _value(text: str, *, alone: bool) -> float | None:
-    """Returns the value of the last number of a plain text. alone: the text must hold no second number."""
+def _value(text: str, *, alone: bool) -> Fraction | None:
+    """Returns the value of the last number of a plain text. alone: the text must hold no second number, no list and no
+    command of LaTeX that is left."""
     word = _last_word_with_a_digit(text)
     if word is None:
         return None
@@ -155,16 +125,24 @@ def _value(text: str, *, alone: bool) -> float | None:
     if value is not None and before and _is_fraction(word.text) and _is_whole(before[0]):
         whole = _number(before[0])
         assert whole is not None
-        value = math.copysign(abs(whole) + value, -1.0 if before[0].startswith("-") else 1.0)
+        value = whole - value if before[0].startswith("-") else whole + value
         before = before[1:]
     if value is not None and before[:2] == ["-", "="]:
         value, before = -value, before[1:]
-    if value is None or not _stands_alone(word, before, value):
+    if value is None or not _stands_alone(word, before):
         return None
-    if alone and any(map(_has_digit, [*before, *text.splitlines()[:-1]])):
+    others = [*before, *word.behind, *text.splitlines()[:-1]]
+    if alone and (any(map(_has_digit, others)) or re.search(r"\\[A-Za-z]|[,;]\s+\S|∞", text)):
         return None
-    value *= SCALES.get(word.behind[0].strip(CLOSING).lower(), 1.0) if word.behind else 1.0
-    return value if math.isfinite(value) else None
+    scale = _scale(word.behind[0]) if word.behind else 1
+    return value * scale if scale else None
+
+
+def _scale(behind: str) -> int:
+    """Returns the factor that the word behind a number is; 1 where it is none, and 0 where it is not clear."""
+    if (found := _UNSPACED_SCALE.match(behind)) and not _UNSPACED_UNIT.match(behind):
+        return _UNSPACED_SCALES.get(found[1] or found[2] or "", 0)
+    return SCALES.get(behind.strip(CLOSING).lower(), 1)
 
 
 def _last_word_with_a_digit(text: str) -> WordInLine | None:
@@ -176,25 +154,28 @@ def _last_word_with_a_digit(text: str) -> WordInLine | None:
     return None
 
 
-def _number(word: str) -> float | None:
+def _number(word: str) -> Fraction | None:
     """Returns the value of a word that is a number, perhaps between brackets, quotes or marks of emphasis."""
-    if word.startswith(("($", "(€", "(£")):  # In accounts, brackets make an amount negative.
+    if word.startswith("($") or len(word) > MOST_CHARACTERS:  # In accounts, brackets make an amount negative.
         return None
     in_brackets = word[:1] in "([{"
     match = NUMBER.fullmatch(word.lstrip(OPENING).rstrip(CLOSING).rstrip(SPACE))
     if match is None or (match["sign"] and match["inner"]) or (in_brackets and "," in match[0]):
         return None
     if match["over"]:
-        under = _decimal(match["under"])
-        value = _decimal(match["over"]) / under if under else math.nan
+        over, under = _decimal(match["over"]), _decimal(match["under"])
+        value = over / under if over is not None and under else None
     else:
         comma = match["comma"]
-        value = _decimal(comma.replace(".", "").replace(",", ".")) if comma else _decimal(match["point"])
-    return -value if "-" in (match["sign"], match["inner"]) else value
+        value = _decimal(comma.replace(".", "").replace(",", ".") if comma else match["point"])
+    return -value if value is not None and "-" in (match["sign"], match["inner"]) else value
 
 
-def _decimal(digits: str) -> float:
-    return float(re.sub(rf"[,'_{SPACE}]", "", digits))
+def _decimal(digits: str) -> Fraction | None:
+    exponent = digits.lower().partition("e")[2].lstrip("+-0")
+    if len(exponent) > 3 or int(exponent or 0) > LARGEST_EXPONENT:
+        return None
+    return Fraction(Decimal(re.sub(rf"[,'_{SPACE}]", "", digits)))
 
 
 def _has_digit(word: str) -> bool:
@@ -209,26 +190,57 @@ def _is_whole(word: str) -> bool:
     return re.fullmatch(r"[-+]?\d+", word.lstrip(OPENING)) is not None
 
 
-def _stands_alone(word: WordInLine, before: list[str], value: float) -> bool:
+def _stands_alone(word: WordInLine, before: list[str]) -> bool:
     """Returns whether the neighbours leave a number what it is: not part of a list, range, date or expression."""
     if not before and len(word.behind) > 0 and ENUMERATOR.fullmatch(word.text):
         return False  # The number of an item.
     nearest, *others = [each.lstrip("([{") or each for each in (*before, "")]  # A bracket opens no other meaning.
     number_before = _has_digit(nearest) and not nearest.endswith((".", ":"))
-    operator_before = nearest in OPERATORS or nearest.endswith(("<", ">", "≤", "≥", "±", "<=", ">="))
-    changed = nearest.lower() in CHANGES_BEFORE
+    operator_before = nearest in OPERATORS or nearest.endswith(("<", ">", "≤", "≥", "≠", "±", "<=", ">=", "√"))
+    command = re.search(r"\\([A-Za-z]+)$", nearest)
+    changed = nearest.lower() in CHANGES_BEFORE or (command is not None and command[1] not in HARMLESS)
+    changed = changed or _UNSPACED_CHANGES_BEFORE.fullmatch(nearest) is not None
     date = nearest.rstrip(".") in MONTHS
-    if number_before or _joins_numbers(nearest, others) or operator_before or changed or date:
+    if number_before or _joins_numbers(word, nearest, others) or operator_before or changed or date:
         return False
     return _keeps_value(word.text, word.behind)
 
 
-def _joins_numbers(nearest: str, others: list[str]) -> bool:
+def _joins_numbers(word: WordInLine, nearest: str, others: list[str]) -> bool:
     """Returns whether the nearest word before a number joins it to another one, behind which its unit may stand."""
-    if nearest.strip(",") not in UNITS and nearest.lower().strip(",") not in {*JOINS, *SCALES}:
+    first, second = [*others, "", ""][:2]
+    if nearest == "=":
+        return _joins_equations([each.strip("$") for each in others])
+    if _UNSPACED_BETWEEN.fullmatch(nearest) and not _UNSPACED_STATES.fullmatch(nearest):
+        return _has_digit(first) and not first.endswith((".", ",", ":", ";"))
+    if _is_unit(nearest):
+        has_unit = word.text[-1:].isalpha() or any(
+            _is_unit(each) or each.strip(CLOSING) == "in" for each in word.behind[:1]
+        )
+        return (has_unit or not nearest.endswith(",")) and _counts(first)
+    if nearest.strip(",").lower() not in {*JOINS, *SCALES}:
         return False
-    has_unit = bool(others) and (others[0].strip(CLOSING) in UNITS or others[0].startswith(SIGNS))
-    return any(map(_has_digit, others[1:2] if has_unit else others[:1]))
+    beyond = _is_unit(first) or first.startswith(SIGNS) or (nearest.lower() in WORDS_BETWEEN and first.isalpha())
+    return _counts(second) if beyond else _has_digit(first) or first.lower() in COUNTS
+
+
+def _joins_equations(others: list[str]) -> bool:
+    """Returns whether the words before a last `=` are a variable, and before it another value: x = 12 or x = 13."""
+    name, between, value, equals, other = [*others, *[""] * 5][:5]
+    if between.lower() in WORDS_BETWEEN:
+        return _has_digit(value)
+    same = re.sub(r"[^A-Za-z]", "", name) == re.sub(r"[^A-Za-z]", "", equals)
+    return _has_digit(between) and value == "=" and same and not other.endswith("=")
+
+
+def _counts(word: str) -> bool:
+    """Returns whether a word says how many there are of the one behind it."""
+    return _has_digit(word) or word.lower() in COUNTS | {"a", "an"}
+
+
+def _is_unit(word: str) -> bool:
+    bare = word.strip(CLOSING)
+    return bare in UNITS or QUANTITY.fullmatch(bare.lower()) is not None
 
 
 def _keeps_value(word: str, behind: list[str]) -> bool:
@@ -243,4 +255,5 @@ def _keeps_value(word: str, behind: list[str]) -> bool:
     if bool(rest) and {first.lower(), rest[0].strip(CLOSING).lower()} <= SCALES.keys():
         return False  # Five hundred thousand.
     bare = first.strip(CLOSING)
-    return bare not in CHANGES_BEHIND and first not in OPERATORS and bare not in MONTHS and first[0] not in "√^*!+"
+    changed = bare in CHANGES_BEHIND or _UNSPACED_CHANGES_BEHIND.match(bare) is not None
+    return not changed and first not in OPERATORS and bare not in MONTHS and first[0] not in "√^*!+"

@@ -29,11 +29,13 @@ class RemoteJudge:
     """Asks for a score of 0 to 1. url: base of an OpenAI-compatible API, as http://localhost:8000/v1. model: its name
     there. rubric: the question, in which {prompt}, {answer}, {conversation} and {COLUMN} of the row are filled in.
     pattern or json_field: the place of the score in the reply, the first group of a regular expression in its last
-    match, or a field of a JSON object; default: after the word `score`. lowest, highest: bounds of the scores.
-    key_variable: the environment variable with the API key. body: further keys of the request.
+    match, or a field of the last JSON object with it; default: after the word `score`. Thoughts of the judge do not
+    count. lowest, highest: bounds of the scores. key_variable: the environment variable with the API key. body:
+    further keys of the request.
 
-    per_second, in_flight: limits of the calls of one reward worker. tries: calls for one answer. seconds: for one call.
-    cache: scores that are kept for answers that come again. deadline: seconds for all tries, set from reward.deadline.
+    per_second, in_flight: limits of the calls of one reward worker. tries: calls for one answer; a reply without a
+    score is asked for again where `body` has another temperature than 0. seconds: for one call. cache: scores that are
+    kept for answers that come again. deadline: seconds for all tries, set from reward.deadline.
     """
 
     url: str
@@ -98,7 +100,10 @@ class RemoteJudge:
         limits = CallLimits(self.in_flight, self.per_second, self.timing.clock, self.timing.sleep)
         url = self.url.rstrip("/")
         url = url if url.endswith(COMPLETIONS) else url + COMPLETIONS
-        self._endpoint = ChatEndpoint(url, self._key, limits, self.tries, self.seconds, self.deadline, self.timing)
+        varies = self.body.get("temperature") != 0
+        self._endpoint = ChatEndpoint(
+            url, self._key, limits, self.tries, self.seconds, self.deadline, self.timing, varies=varies
+        )
 
 
 def standard_rubric(lowest: float, highest: float) -> str:

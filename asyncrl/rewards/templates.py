@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import cache
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
 from asyncrl.rewards.sample import OfSample, Sample
+
+RELATIVE = Fraction(1, 10**6)
+"""Share of the larger of two numbers by which they may differ where one of them is not whole."""
 
 
 def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
@@ -34,30 +38,44 @@ def regex_format(pattern: str) -> OfSample:
     return lambda sample: float(compiled.fullmatch(sample.text.strip()) is not None)
 
 
-def numeric(column: str = "answer", tolerance: float = 1e-6) -> OfSample:
-    """Gives 1 if the last number of the completion is the row's `column`, within `tolerance` (relative above 1).
+def numeric(column: str = "answer", tolerance: float | None = None) -> OfSample:
+    """Gives 1 if the last number of the completion is the row's `column`, else 0. By default a whole number
+    in the row, 0 among them, has to be met exactly, as 12 or 12.0, and another one within a millionth (1e-6) of the
+    larger of the two. tolerance: the share of the larger one by which all numbers may differ, whole ones too.
 
     A text that may mean several numbers holds none and gives 0, whatever stands before it; in the row it is an error.
-    The number is what the last `\\boxed{}` holds, if there is one, else the last word with a digit.
+    The number is what the last `\\boxed{}` or `\\fbox{}` holds, which must be one number; without a box the only value
+    of a JSON object at the end, or its `answer`; else the last word with a digit.
 
     - A point is the decimal mark. Groups of three are thousands: 1,234.5, 1'234, 1_234, 1\\,234, and 1 234 with a thin
       or non-breaking space. 1.234,5 has both marks and is 1234.5; 1,2 and 0,5 and 1.234.567 are no numbers.
-    - A sign stands directly before a number, or with a space behind `=`. Minus signs of Unicode are minus signs.
-    - 3/4, \\frac{3}{4}, ¾ and 1 3/4 are fractions. 1e3, 1.5E-4, 2 x 10^3 and 10^3 are powers of ten; 2^3 is no number.
-    - Percent, currencies and units leave the number what it is: 50%, $50, 50 km and 50km are 50. Words from `hundred`
-      to `trillion` and `dozen` multiply it; 50k and 50M are no numbers.
-    - Ranges, lists, tuples, choices (3 or 4, 3 (or 4), 3 kg or 4 kg), expressions (7-3, x + 1, minus 5), quantities of
-      several numbers (5 ft 10 in), bounds (> 5), dates, times, versions, names with digits (GPT-4) and numbers of items
-      in a list are no numbers.
+    - A sign stands directly before a number, or with a space behind `=` or at the beginning of a box. Minus signs of
+      Unicode are minus signs.
+    - 3/4, \\frac{3}{4}, ¾ and 1 3/4 are fractions. 1e3, 1.5E-4, 2 x 10^3 and 10^3 are powers of ten, up to 308; 2^3 is
+      no number.
+    - Percent, currencies and units leave the number what it is: 50%, $50, 50 km, 50km and 50 cm^2 are 50. Words from
+      `hundred` to `trillion` and `dozen` multiply it, and so do 百, 千, 万 and 亿; 50k and 50M are no numbers.
+    - Digits of all scripts are digits, and full-width characters are those of ASCII. Chinese, Japanese, Korean and Thai
+      words end where a number begins: 12 in 答案是12。 and 12元. Numbers in words (five, 十二, 三分之一) are none.
+    - Ranges, intervals, lists, tuples, matrices, choices (3 or 4, 3 (or 4), 3 kg or 4 kg, x = 3 or x = 4), expressions
+      (7-3, x + 1, minus 5, ln 5), quantities of several numbers (5 ft 10 in, 2 hours 30 minutes, 2小时30分钟), bounds
+      (> 5, 5以上), dates, times, versions, names with digits (GPT-4) and numbers of items in a list are no numbers.
     """
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise ConfigError(f"tolerance is a share of the number, at least 0 and under 1, not {tolerance!r}")
+    share = None if tolerance is None else Fraction(str(tolerance))
 
     def reward(sample: Sample) -> float:
-        wanted, given = last_number(str(_value(sample, column))), last_number(sample.answer)
+        value = _value(sample, column)
+        wanted = None if isinstance(value, list | Mapping) else last_number(str(value))
         if wanted is None:
             raise RewardError(
-                f"the row's {column} holds no number, or one that may mean several things: {_column(sample, column)!r}"
+                f"the row's {column} holds no number, or one that may mean several things: {value!r:.200}"
             )
-        return float(given is not None and abs(given - wanted) <= tolerance * max(1.0, abs(wanted)))
+        given = last_number(sample.answer)
+        if given is None or (share is None and wanted.denominator == 1):
+            return float(given == wanted)
+        return float(abs(given - wanted) <= (RELATIVE if share is None else share) * max(abs(given), abs(wanted)))
 
     return reward
 

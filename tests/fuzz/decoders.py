@@ -15,7 +15,7 @@ CALLS = {
     "torch": ("load", "frombuffer"),
 }
 """Functions that decode, by the name before the dot."""
-METHODS = ("unpack", "unpack_from", "validate_json", "model_validate", "model_validate_json")
+METHODS = ("unpack", "unpack_from", "raw_decode", "validate_json", "model_validate", "model_validate_json")
 """Methods of any object that decode."""
 
 FUZZED: dict[str, tuple[str, ...]] = {
@@ -34,7 +34,7 @@ FUZZED: dict[str, tuple[str, ...]] = {
     "protocols/prompt_row.py": ("rows",),
     "rewards/feedback/web.py": ("feedback",),
     "rewards/judge_calls/chat_endpoint.py": ("judge",),
-    "rewards/judge_calls/score_reader.py": ("judge",),
+    "children/json_objects.py": ("judge",),
 }
 OWN = "a file of asyncrl"
 RUN = "a file of the run, which its user alone writes"
@@ -59,6 +59,7 @@ UNFUZZED: dict[str, str] = {
     "controller/journal/best_checkpoint.py": RUN,
     "controller/saved_rows.py": RUN,
     "deploy/checks/folder_contents.py": MODEL,
+    "rewards/number_parser.py": OWN,
     "deploy/checks/lost_characters.py": MODEL,
     "deploy/checks/shared_memory_needs.py": MODEL,
     "deploy/commands/tuning/search_space.py": USER,

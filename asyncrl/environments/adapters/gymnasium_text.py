@@ -1,21 +1,26 @@
 """Episodes of Gymnasium environments whose actions are texts or numbers, such as FrozenLake."""
 
 import re
+import unicodedata
 from typing import Any
 
+from asyncrl.children.plain_text import UNSPACED
 from asyncrl.environments.adapters.packages import OwnRandomness, after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.thoughts import split_thoughts
 
 ANSI = re.compile(r"\x1b\[[\d;]*m")
-NUMBER = re.compile(r"-?\d+")
+LETTER = rf"[^\W_{UNSPACED}]"
+"""A letter or digit of a script whose words stand between spaces."""
+NUMBER = re.compile(rf"(?<!{LETTER})(?<!\d-)(?<!{LETTER}[_.,])-?\d+(?!{LETTER}|[_.,]{LETTER})")
 
 
 class GymnasiumText:
     """Plays `gymnasium.make(id)`. Its actions are a space `Text`, which gets the answer as it is, or `Discrete`, which
-    gets the last number of the answer, or of `actions`, names of the actions in order, the one that occurs last. An
-    answer without an action is told so and costs a turn. options: of the Gymnasium environment. rendered: shows what
+    gets the last number of the answer, or of `actions`, names of the actions in order, the one that is named last, as
+    whole words in any case; of names at one place it is the longest. What is said in thoughts does not count. An answer
+    without an action is told so and costs a turn. options: of the Gymnasium environment. rendered: shows what
     its mode `ansi` draws, without colours, instead of the observation."""
 
     def __init__(
@@ -23,6 +28,7 @@ class GymnasiumText:
     ) -> None:
         self._id = id
         self._actions = actions
+        self._name = _names(actions) if actions else None
         self._options = dict(options or {}) | ({"render_mode": "ansi"} if rendered else {})
         self._rendered = rendered
         self._environment: Any = None
@@ -69,11 +75,11 @@ class GymnasiumText:
         space = self._environment.action_space
         if not hasattr(space, "n"):
             return message
-        if self._actions is not None:
-            places = {number: message.lower().rfind(name.lower()) for number, name in enumerate(self._actions)}
-            chosen = max(places, key=lambda number: places[number])
-            return int(space.start) + chosen if places[chosen] >= 0 else None
-        numbers = NUMBER.findall(message[-1000:])
+        answer = split_thoughts(message)[1]
+        if self._name is not None:
+            named = list(self._name.finditer(_folded(answer)))
+            return int(space.start) + int(str(named[-1].lastgroup)[1:]) if named else None
+        numbers = NUMBER.findall(answer[-1000:])
         return number if numbers and (number := int(numbers[-1])) in space else None
 
     def _choices(self) -> str:
@@ -85,3 +91,18 @@ class GymnasiumText:
     def _shown(self, observed: Any) -> str:
         drawn = self._environment.render() if self._rendered else observed
         return ANSI.sub("", str(drawn))
+
+
+def _names(actions: list[str]) -> re.Pattern[str]:
+    """Returns what finds the name of an action, in the group `a` with its number; the longest name comes first."""
+    names = {number: _folded(name).split() for number, name in enumerate(actions)}
+    if empty := [number for number, words in names.items() if not words]:
+        raise ConfigError(f"environment.options: the name of action {empty[0]} is empty")
+    longest = sorted(names, key=lambda number: -len(" ".join(names[number])))
+    choices = [f"(?P<a{number}>" + r"\s+".join(map(re.escape, names[number])) + ")" for number in longest]
+    inside = rf"(?<={LETTER})(?={LETTER})|(?<={LETTER}_)(?={LETTER})|(?<={LETTER})(?=_{LETTER})"
+    return re.compile(rf"(?!{inside})(?:{'|'.join(choices)})(?!{inside})")
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())

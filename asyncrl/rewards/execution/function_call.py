@@ -106,11 +106,14 @@ def result_of(value: Any) -> FunctionResult:
 
 
 def _number(value: Any, what: str) -> float:
-    """Converts a finite number, also of numpy and torch, to a float; raises RewardError for anything else."""
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        advice = "; a list of rewards, one for each token, needs by_token = true" if isinstance(value, list) else ""
+    """Converts a finite number, also an array or tensor of one, to a float; raises RewardError for anything else."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    while plain is not value and isinstance(plain, list) and len(plain) == 1:
+        (plain,) = plain
+    if isinstance(plain, str | bytes) or not hasattr(plain, "__float__"):
+        advice = "; a list of rewards, one for each token, needs by_token = true" if isinstance(plain, list) else ""
         raise RewardError(f"{what} is not a number but {repr(value)[:80]}{advice}")
-    number = float(value)
+    number = float(plain)
     if not abs(number) <= LARGEST_REWARD:
         raise RewardError(f"{what} is {number:g}; a reward is finite, and {LARGEST_REWARD:g} at most")
     return number

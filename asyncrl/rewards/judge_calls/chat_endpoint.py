@@ -55,7 +55,8 @@ class Timing:
 @dataclass(eq=False, slots=True)
 class ChatEndpoint:
     """Asks one server. url: of its chat completions. key: sent as a bearer token, "" for none. tries: calls for one
-    question. seconds: for one call. deadline: seconds for all tries, waiting included."""
+    question. seconds: for one call. deadline: seconds for all tries, waiting included. varies: the replies to one
+    question may differ, so that another try may bring the score that one lacks."""
 
     url: str
     key: str
@@ -64,6 +65,7 @@ class ChatEndpoint:
     seconds: float
     deadline: float
     timing: Timing = field(default_factory=Timing)
+    varies: bool = True
     _client: Any = None
 
     async def ask(self, body: bytes, read: Callable[[str], float]) -> float:
@@ -93,6 +95,10 @@ class ChatEndpoint:
         try:
             return read(reply)
         except ValueError as mistake:
+            if not self.varies:
+                raise RewardError(
+                    f"the judge {self.url} gave no score, and at temperature 0 it would not with another try: {mistake}"
+                ) from None
             raise FailedTry(str(mistake)) from None
 
     async def _wait(self, number: int, failure: FailedTry, ends: float) -> None:

@@ -1,14 +1,17 @@
 """Reads the score in the reply of a judge."""
 
-import json
 import math
 import re
 from typing import Any
 
+from asyncrl.children.json_objects import json_objects
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.thoughts import split_thoughts
 
-SCORE = r"(?i)score\W{0,8}?(-?\d+(?:\.\d+)?)(?![\d.]* *(?:[-\u2013]|to) *\d)"
+SCORE = r"(?i)score(?: is| of)?\W{0,8}?(-?\d+(?:\.\d+)?)(?![\d.]* *(?:[-\u2013]|to) *\d|[\d.]*,\d)"
 """Finds the score where neither a pattern nor a field is named. The bounds in `Score (0-10)` are none."""
+BEST = re.compile(r" *(?:/|out of) *(\d+(?:\.\d+)?)")
+"""Stands behind a score that says what the best one is."""
 EXCERPT = 200
 """Characters of a reply that an error quotes."""
 
@@ -31,9 +34,12 @@ class ScoreReader:
         self._highest = highest
 
     def score(self, reply: str) -> float:
-        """Returns the score, 0 to 1; raises ValueError that says what is wrong with the reply."""
-        found = self._in_field(reply) if self._field else self._by_pattern(reply)
+        """Returns the score behind the thoughts of a reply, 0 to 1; raises ValueError that says what is wrong."""
+        shown = split_thoughts(reply)[1]
+        found = self._in_field(shown) if self._field else self._by_pattern(shown)
         try:
+            if isinstance(found, bool) or "_" in str(found):  # Python converts both.
+                raise ValueError
             number = float(found)
         except (TypeError, ValueError, OverflowError):
             raise ValueError(f"the score is no number but {found!r:.{EXCERPT}}") from None
@@ -45,6 +51,13 @@ class ScoreReader:
         matches = list(self._pattern.finditer(reply))
         if not matches:
             raise ValueError(self._without_score(reply))
+        if self._pattern.pattern == SCORE:  # `Score: 7` is the shown, although prose about scores may follow.
+            matches = [match for match in matches if re.search("[:=]", match[0])] or matches
+            best = BEST.match(reply, matches[-1].end())
+            if best is not None and float(best[1]) != self._highest:
+                raise ValueError(
+                    f"the score is one of {best[1]}, and highest is {self._highest:g}: {reply!r:.{EXCERPT}}"
+                )
         return str(matches[-1][min(1, self._pattern.groups)])
 
     def _without_score(self, reply: str) -> str:
@@ -57,9 +70,7 @@ class ScoreReader:
         )
 
     def _in_field(self, reply: str) -> Any:
-        start, end = reply.find("{"), reply.rfind("}")
-        try:
-            found = json.loads(reply[start : end + 1])
-            return found[self._field]
-        except (ValueError, KeyError, RecursionError):
-            raise ValueError(f"the reply has no JSON object with {self._field}: {reply!r:.{EXCERPT}}") from None
+        found = [each[self._field] for each, _ in json_objects(reply) if self._field in each]
+        if not found:
+            raise ValueError(f"the reply has no JSON object with {self._field}: {reply!r:.{EXCERPT}}")
+        return found[-1]

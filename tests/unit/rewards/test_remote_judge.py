@@ -92,6 +92,17 @@ async def test_what_is_asked_and_what_comes_back(time: Time, monkeypatch: pytest
         ({"pattern": r"<(\d+)>"}, "<1> or <4>", 0.4),
         ({"json_field": "grade", "highest": 5.0}, '```json\n{"why": "{}", "grade": 2.5}\n```', 0.5),
         ({"json_field": "grade"}, '{"grade": "6"}', 0.6),
+        ({"json_field": "grade"}, 'The value \\frac{1}{2} is right.\n{"grade": 7}', 0.7),
+        ({"json_field": "grade"}, '{"grade": 7} I hope {this} helps', 0.7),
+        ({"json_field": "grade"}, '<think>{"grade": 1}?</think>{"grade": 7}', 0.7),
+        ({"json_field": "grade"}, '{"grade": 1}, no: {"why": "a {b}", "grade": 7.0}', 0.7),
+        ({"json_field": "grade"}, '{"why": "\\sqrt{2} and\n\\underline{x}", "grade": 7}', 0.7),
+        ({"json_field": "grade"}, '\\boxed{{"grade": 7}} of the set {1, 2}', 0.7),
+        ({"json_field": "grade"}, '{"grade": 7} and {"other": 3}', 0.7),
+        ({}, "Score: 7. The minimum score 0 means useless.", 0.7),
+        ({}, "**Score:** 7/10", 0.7),
+        ({}, "The score is 7.", 0.7),
+        ({}, "<think>Score: 3? No.</think>Score: 7 out of 10", 0.7),
     ],
 )
 async def test_where_the_score_stands(time: Time, options: dict[str, Any], reply: str, score: float) -> None:
@@ -110,15 +121,32 @@ async def test_where_the_score_stands(time: Time, options: dict[str, Any], reply
         ({"json_field": "grade"}, "[" * 100_000, "no JSON object with grade"),
         ({"json_field": "grade"}, '{"grade": [1]}', r"the score is no number but \[1\]"),
         ({"json_field": "grade"}, '{"grade": NaN}', "the score nan does not lie"),
+        ({"json_field": "grade"}, '{"grade": true}', "the score is no number but True"),
+        ({"json_field": "grade"}, '{"grade": null}', "the score is no number but None"),
+        ({"json_field": "grade"}, '{"grade": "1_0"}', "the score is no number but '1_0'"),
+        ({"json_field": "grade"}, '<think>{"grade": 3}', "no JSON object with grade: ''"),
+        ({"json_field": "grade"}, "{grade} of {7}", "no JSON object with grade"),
+        ({}, "<think>Score: 3", "the reply has no score"),
+        ({}, "Score: 4/5", "the score is one of 5, and highest is 10"),
+        ({}, "Score: 7,5", "the reply has no score"),
     ],
 )
 async def test_a_reply_without_a_score_is_asked_for_again(
     time: Time, options: dict[str, Any], reply: str, message: str
 ) -> None:
-    async with judged(time, says(reply), tries=2, **options) as (server, judge):
+    async with judged(time, says(reply), tries=2, body={"temperature": 0.5}, **options) as (server, judge):
         with pytest.raises(RewardError, match=f"gave no score in 2 tries; the last one: .*{message}"):
             await judge(SAMPLE)
         assert len(server.asked) == 2
+
+
+async def test_a_reply_that_would_be_the_same_is_not_asked_for_again(time: Time) -> None:
+    async with judged(time, says("Well done!"), says("Score: 7"), tries=2) as (server, judge):
+        with pytest.raises(RewardError, match="gave no score, and at temperature 0 it would not with another try: the"):
+            await judge(SAMPLE)
+        assert len(server.asked) == 1
+    async with judged(time, says("Well done!"), says("Score: 7"), tries=2, body={}) as (server, judge):
+        assert await judge(SAMPLE) == 0.7
 
 
 BUSY = answer(503, b"come back later")

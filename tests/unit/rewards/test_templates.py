@@ -77,12 +77,57 @@ def test_numeric(text: str, answer: object, reward: float) -> None:
     assert templates.numeric()(sample(text, answer=answer)) == reward
 
 
-def test_numeric_tolerance_is_relative_above_one() -> None:
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("The product is 7006653", "7006652", 0),
+        ("The product is 7006652", "7006652", 1),
+        ("12345678901234567890", "12345678901234567891", 0),
+        ("12345678901234567891", 12345678901234567891, 1),
+        ("12.0", "12", 1),
+        ("12", 12.0, 1),
+        ("12.0000001", "12", 0),
+        ("0", "1.6e-19", 0),
+        ("1.6e-19", "0", 0),
+        ("0.0", "0", 1),
+        ("9.1e-31", "6.63e-34", 0),
+        ("6.63e-34", "6.63e-34", 1),
+        ("0.33333333", "1/3", 1),
+        ("1/3", "0.333333", 1),
+        ("1/7", "0.142857", 1),
+        ("0.33", "1/3", 0),
+        ("3", 0.1 + 0.2 + 2.7, 1),
+        ("3.14159", "3.14159265", 1),
+        ("3.1416", "3.14159265", 0),
+        ("-1e-9", "1e-9", 0),
+        ("1/2", "0.5", 1),
+        ("9" * 3000, "9" * 2999 + "8", 0),
+        ("答案是12。", "12元", 1),
+    ],
+)
+def test_numeric_is_exact_for_whole_numbers_and_relative_for_others(text: str, answer: object, reward: float) -> None:
+    assert templates.numeric()(sample(text, answer=answer)) == reward
+
+
+def test_a_tolerance_is_a_share_of_the_number() -> None:
     assert templates.numeric(tolerance=0.01)(sample("0.3333", answer=1 / 3)) == 1
-    assert templates.numeric(tolerance=0.01)(sample("1009", answer=1000)) == 1
+    assert templates.numeric(tolerance=0.01)(sample("1010", answer=1000)) == 1
     assert templates.numeric(tolerance=0.01)(sample("1011", answer=1000)) == 0
-    with pytest.raises(RewardError, match="holds no number"):
-        templates.numeric()(sample("3", answer="three"))
+    assert templates.numeric(tolerance=0.1)(sample("1.1", answer="1.0")) == 1
+    assert templates.numeric(tolerance=0.1)(sample("0.1", answer=0)) == 0
+    assert templates.numeric(tolerance=0)(sample("0.33333333", answer="1/3")) == 0
+    for tolerance in (-0.1, 1, float("nan")):
+        with pytest.raises(ConfigError, match="tolerance is a share of the number, at least 0 and under 1, not"):
+            templates.numeric(tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["three", r"(-\infty, 2)", [3, "x", 12], {"value": 5, "year": 2024}, [], "2 hours 30 minutes", "3 or 4", True],
+)
+def test_a_row_that_is_no_single_number_is_an_error(answer: object) -> None:
+    with pytest.raises(RewardError, match="the row's answer holds no number, or one that may mean several things"):
+        templates.numeric()(sample("12", answer=answer))
 
 
 @pytest.mark.parametrize(("tokens", "reward"), [(0, 0), (60, 0), (80, -0.5), (100, -1), (400, -1)])

@@ -1,9 +1,11 @@
 import asyncio
 import math
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrl.errors import RewardError
 from asyncrl.rewards import Sample
@@ -14,12 +16,35 @@ SAMPLES = [Sample("p", text, {}, 0, member, "stop", 1) for member, text in enume
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1.0, 2.0]),
+        torch.tensor([1.0, 2.0]),
+        np.array([]),
+        np.array(["1"]),
+        np.complex64(1 + 2j),
+        np.ma.array([1.0], mask=[True]),
+        np.array([[1.0, 2.0]]),
+        [1.0],
+    ],
+)
+def test_what_is_no_single_number_is_no_reward(value: Any) -> None:
+    assert result_of(value).reason.startswith("what it returned is not a number but ")
+
+
+@pytest.mark.parametrize(
     ("value", "expected"),
     [
         (1, 1.0),
         (True, 1.0),
         (np.float32(0.5), 0.5),
         (np.array(2), 2.0),
+        (np.array([1.0]), 1.0),
+        (np.array([[3]], np.int8), 3.0),
+        (torch.tensor([1.0]), 1.0),
+        (torch.tensor([[0.5]], dtype=torch.bfloat16, requires_grad=True), 0.5),
+        ({"a": np.array([True])}, {"a": 1.0}),
+        (Decimal("0.5"), 0.5),
         ({"a": 1, "b": np.int64(2)}, {"a": 1.0, "b": 2.0}),
     ],
 )

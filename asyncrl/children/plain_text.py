@@ -1,0 +1,91 @@
+"""Writes the text of an answer in plain characters and words: LaTeX, other scripts, full width, superscripts, marks."""
+
+import re
+import unicodedata
+
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+"""Thai, Lao, Burmese, Khmer, kana, Chinese, and Hangul, whose particles follow a word at once: a range."""
+SPACE = "\u202f"
+"""The thin space that stands between thousands; LaTeX's `\\,` and other narrow spaces are turned into it."""
+UNITS = (
+    *("km", "cm", "mm", "nm", "dm", "m", "mi", "ft", "yd", "kg", "mg", "g", "lbs", "lb", "oz", "ml", "mL", "l", "L"),
+    *("ms", "s", "sec", "min", "h", "hr", "hrs", "kWh", "kW", "W", "V", "Hz", "kHz", "MHz", "GHz", "kB", "KB", "MB"),
+    *("GB", "TB", "mph", "kph", "px", "USD", "EUR", "GBP", "N", "J", "kJ", "Pa", "kPa", "mol", "ha"),
+)
+"""Units that may stand directly behind a number. The letters k, M and B are none: they may be units or factors."""
+UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
+_UNSPACED_EDGE = re.compile(rf"(?<=[{UNSPACED}])(?=[^\s{UNSPACED}])|(?<=[^\s{UNSPACED}])(?=[{UNSPACED}])")
+_TAG = re.compile(r"</?[A-Za-z][\w-]*>")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-+]?[\d,.]+)\s*\}\s*\{\s*([\d,.]+)\s*\}|(\d)\s*(\d))")
+_WRAPPED = re.compile(
+    r"\\(?:text|mathrm|textbf|mathbf|mbox|textrm|textit|mathit|operatorname|bm|boldsymbol)\s*\{([^{}]*)\}"
+)
+_FRACTION_OF_UNITS = re.compile(rf"\\[dtc]?frac\s*\{{\s*({UNIT})\s*\}}\s*\{{\s*({UNIT})\s*\}}")
+_UNIT_POWER = re.compile(rf"(\d\s*(?:(?:{UNIT})\s*[/·]\s*)?(?:{UNIT}))\s*(?:\^-?[1-4]|[23²³])(?!\w)")
+_MATRIX = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]*(?:matrix|array|cases)\*?\}")
+_ELEMENT = r"\s*(?:[-+]?(?:oo|inf(?:ty|inity)?)|(?:(?![A-Za-z]{2})[^\s,;()\[\]{}])+)\s*"
+_TUPLE = re.compile(rf"[(\[\]{{](?=[^()\[\]{{}}]*[\d∞])(?:{_ELEMENT}[,;])+{_ELEMENT}[)\]\[}}]")
+_SEVERAL = " (1,1) "
+"""Stands for tuples, intervals and matrices: a word with a digit that is no number."""
+_TIMES_TEN = re.compile(r"(?<=\d)\s?[×x*·]\s?10\s?\^\s?([-+]?\d+)(?![\d.])")
+_POWER_OF_TEN = re.compile(r"(?<![\w.,^/])10\^([-+]?\d+)(?![\d.])")
+_FULL_WIDTH_THOUSANDS = re.compile(r"(?<=[０-９])，(?=[０-９]{3}(?![０-９]))")
+_INVISIBLE = "\ufeff\u200b\u200c\u200d\u200e\u200f\u2060\ufe0f\u20e3" + "".join(map(chr, range(0x202A, 0x202F)))
+_PLAIN = str.maketrans(
+    {chr(0xFEE0 + code): chr(code) for code in range(0x21, 0x7F)}  # Full width.
+    | dict.fromkeys("\u00a0\u2007\u2009\u200a", SPACE)
+    | dict.fromkeys(_INVISIBLE + "".join(map(chr, range(0x2066, 0x206A))), "")
+    | dict.fromkeys("−‐‑﹣➖", "-")
+    | dict.fromkeys("【】「」『』《》〈〉〔〕", '"')
+    | dict.fromkeys("。！｡", " . ")
+    | {"、": ", ", "，": ", ", "،": ", ", "；": "; ", "：": ": ", "？": "? ", "।": " . ", "٫": ".", "٬": ",", "٪": "%"}
+    | dict(zip("’⁄\u3000\r➕✖✕➗〜", "'/ \n+××÷~", strict=True))
+    | {"℃": "°C", "℉": "°F"}
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_COMMANDS = (
+    r"times=× cdot=· pm=± approx=≈ pi=π infty=∞ sqrt=√ div=÷ le=≤ leq=≤ leqslant=≤ ge=≥ geq=≥ geqslant=≥ ne=≠ neq=≠ "
+    r"lt=< gt=> %=% $=$ {={ }=} left= right= displaystyle= != (= )= [= ]="
+)
+_LATEX = {rf"\{pair.partition('=')[0]}": pair.partition("=")[2] for pair in _COMMANDS.split()}
+_LATEX |= {rf"\{name}": " " for name in (";", ":", " ", "\\", "quad", "qquad")}
+_LATEX |= {r"\,": SPACE, r"^\circ": "°", r"^{\circ}": "°", "{,}": ",", "$$": "$"}
+_LATEX_NAME = re.compile("|".join(re.escape(name) + r"(?![A-Za-z])" * name[-1].isalpha() for name in sorted(_LATEX)))
+
+
+def plain(text: str) -> str:
+    """Returns a text without LaTeX and other marks; tuples, intervals and matrices become a word with digits that is no
+    number, and words without spaces between them are parted from what is not of their script."""
+    text = _FULL_WIDTH_THOUSANDS.sub(",", text).translate(_PLAIN)
+    text = _FRACTION.sub(_over, _TAG.sub(" ", "".join(map(_in_ascii, text))))
+    text = _LATEX_NAME.sub(lambda match: _LATEX[match[0]], _MATRIX.sub(_SEVERAL, _WRAPPED.sub(r" \1 ", text)))
+    text = re.sub(r"(?<=\d)~(?=\s*[A-Za-z])", " ", _FRACTION_OF_UNITS.sub(r" \1/\2", text))
+    text = re.sub(rf"(?<!\d){SPACE}|{SPACE}(?!\d{{3}}(?!\d))", " ", text)
+    text = re.sub(r"\^\s?\{([-+]?\d+)\}", r"^\1", text)
+    text = re.sub(r"10([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)", lambda match: "10^" + match[1].translate(_SUPERSCRIPTS), text)
+    text = _UNIT_POWER.sub(r"\1", text)
+    text = _TUPLE.sub(_SEVERAL, _POWER_OF_TEN.sub(r"1e\1", _TIMES_TEN.sub(r"e\1", text)))
+    text = re.sub(r"(?<![<>!=])&?=(?!=)", " = ", _UNSPACED_EDGE.sub(" ", text))
+    return re.sub(r"(?<=[^\W\d_]):(?![*_]+(?:\s|$))(?=\S)", ": ", text)
+
+
+def _over(match: re.Match[str]) -> str:
+    over, under = match[1] or match[3], match[2] or match[4]
+    space = " " if match.start() and match.string[match.start() - 1].isdigit() else ""
+    return f"{space}{over}/{under}"
+
+
+def _in_ascii(character: str) -> str:
+    """Writes a digit of any script, a currency, a unit of one character, or a fraction such as ½ with a space before
+    it, in ASCII; pictures are spaces."""
+    if character.isascii():
+        return character
+    if (digit := unicodedata.decimal(character, None)) is not None:
+        return str(digit)
+    category = unicodedata.category(character)
+    if category == "Sc":
+        return "¢" if character == "¢" else "$"
+    if category == "So" and character >= "\u2600":
+        return unicodedata.normalize("NFKC", character) if "\u3300" <= character < "\u3400" else " "
+    parts = unicodedata.normalize("NFKC", character).split("\u2044")
+    return f" {parts[0]}/{parts[1]}" if len(parts) == 2 and all(part.isdigit() for part in parts) else character
