@@ -1,7 +1,7 @@
 """Builds the command that contains a child with bubblewrap: it keeps the user and sees the machine, but not the fleet.
 
     /                        read-only; /proc has the child's own processes
-    /tmp, /run, /dev/shm     empty and its own, but for the folders of its code
+    /tmp, /var/tmp, /run, /dev/shm     empty and its own, but for the folders of its code
     the run, the sockets     empty
     children.writable        as outside
 

@@ -82,7 +82,8 @@ class GenerationConfig(Section):
     stored_samples: str = ""
     """Parquet file of samples (`asyncrl samples RUN_DIR --parquet FILE`) that are trained instead of sampled ones."""
     deadline: PositiveFloat = 600.0
-    """Seconds that a sample may hold a slot; it then ends with the reason `length`. Waiting for one does not count."""
+    """Most seconds that the engine spends on one sample, which is then cut off with the finish reason `length`. Time in
+    the queue does not count."""
 
 
 MODEL_TERM = "model"
@@ -129,6 +130,9 @@ class RewardConfig(Section):
 class CostConfig(RewardConfig):
     """Costs of answers, scored like rewards. Used with `constraint = "lagrangian"`."""
 
+    functions: tuple[RewardFunction, ...] = ()
+    """Cost functions: a higher value is worse. Each is a name, e.g. "FILE.py:function", or a table with the keys `use`,
+    `name`, `weight`, `group` and `options`."""
     limit: float | None = None
     """Largest mean cost of an answer. The multiplier rises while the mean cost of a batch is above this limit."""
     multiplier: PositiveFloat = 1.0
@@ -225,8 +229,8 @@ class GuardsConfig(Section):
     more), and to 10 steps in which over 80 % of the groups had equal rewards, unless the reward rose before."""
     no_movement: Reaction = "warn"
     """Reaction to a learning rate so small that the log-prob of a token moves by less than 0.1 nats in the whole run.
-    It is measured by `mismatch/kl` of 10 steps with stale samples: never at staleness 0, and rounding of bfloat16 hides
-    it."""
+    The change is estimated from `mismatch/kl` over 10 steps with stale samples, so this guard is silent at staleness 0
+    and where the rounding of bfloat16 is larger than the change."""
     reward_errors: Reaction = "warn"
     """Reaction to a failed reward on each of the last samples, twice as many as can be in flight, where
     `on_error = "zero"` hides it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.children.user_errors import trace
+from asyncrl.children.user_errors import trace, where_to_write
 from asyncrl.environments.call_deadlines import CallDeadlines, UserCall
 from asyncrl.environments.loading import CLOSE, OPENED, SAMPLED, WAITS, MakeEnvironment, takes
 from asyncrl.environments.observation import Message, Observation
@@ -108,7 +108,8 @@ class Episode:
         except EnvironmentFailed as failed:  # Said by an adapter of ours, whose lines tell nobody anything.
             answer = {"error": f"`{method}` failed: {failed}", "traceback": ""}
         except Exception as error:  # the user's code: its errors are answers of its episode
-            answer = {"error": f"`{method}` raised {type(error).__name__}: {error}", "traceback": trace(error)}
+            raised = f"`{method}` raised {type(error).__name__}: {error}{where_to_write(error)}"
+            answer = {"error": raised, "traceback": trace(error)}
         return answer | {"seconds": monotonic() - began}
 
     async def _in_time(self, method: str, *arguments: Any, **further: Any) -> Any:

@@ -150,7 +150,7 @@ def _evaluated_returns(runs: Sequence[RunRecord]) -> Any:
 
 
 def _add_evaluations(chart: Any, run: RunRecord, colour: str) -> None:
-    """Adds the held-out reward of each evaluated version, with twice its standard error to both sides."""
+    """Adds the held-out reward of each evaluated version, with its standard error to both sides."""
     if not run.evaluations:
         return
     found = run.evaluations
@@ -158,8 +158,8 @@ def _add_evaluations(chart: Any, run: RunRecord, colour: str) -> None:
         {
             "version": [each["version"] for each in found],
             "mean": [each["mean"] for each in found],
-            "low": [each["mean"] - 2 * (each["stderr"] or 0) for each in found],
-            "high": [each["mean"] + 2 * (each["stderr"] or 0) for each in found],
+            "low": [each["mean"] - (each["stderr"] or 0) for each in found],
+            "high": [each["mean"] + (each["stderr"] or 0) for each in found],
         }
     )
     chart.scatter("version", "mean", source=source, size=7, color=colour, line_color="#888", legend_label="held out")

@@ -9,10 +9,11 @@ class ChildrenConfig(Section):
     """The processes that run your reward functions and environments. asyncrl's own ones run in other processes."""
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """Containment of these processes. bubblewrap: they can read the machine, but reach neither the run directory, nor
-    the fleet's memory, sockets and variables, nor other processes. none: they can do all that you can."""
+    """Isolation of the processes that run your reward functions and environments. bubblewrap: they can read the
+    machine, but reach neither the run directory, nor the fleet's memory, sockets and variables, nor other processes.
+    none: they can do all that you can."""
     network: bool = True
     """Lets these processes use the network. A function that calls a remote judge needs it."""
     writable: tuple[str, ...] = ()
-    """Folders that these processes may write, such as a cache. Otherwise they can write only to an empty
-    /tmp, /run and /dev/shm of their own."""
+    """Folders that these processes may write, such as a cache. Otherwise they can write only to a /tmp, /var/tmp, /run
+    and /dev/shm of their own, which are empty at first: what you have in these folders they do not see."""

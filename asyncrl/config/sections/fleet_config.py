@@ -20,7 +20,8 @@ class FleetConfig(Section):
     """Services whose workers join, each with the number that has to be there before the run begins, such as
     {generation = 2}. More may join at any time, up to the replicas of the service."""
     join_deadline: PositiveFloat = 300.0
-    """Seconds until those workers have joined, and until one has joined again when a service has lost all."""
+    """Seconds that the run waits at its start for the workers of fleet.joined, and later for one worker to join when a
+    service has lost all of its own."""
     join_keys: str = ""
     """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, which the run
     makes when it listens on the loopback interface."""

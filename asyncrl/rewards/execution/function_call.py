@@ -7,7 +7,7 @@ import traceback
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.children.user_errors import trace
+from asyncrl.children.user_errors import trace, where_to_write
 from asyncrl.errors import RewardError
 from asyncrl.protocols.reward_bound import LARGEST_REWARD
 from asyncrl.rewards.sample import Function, FunctionResult, Logged, Sample
@@ -26,7 +26,8 @@ async def attempt(
         elif isinstance(error, RewardError):
             result = FunctionResult(reason=str(error))
         else:
-            reason = f"it raised {type(error).__name__}: {error}{_other_argument(error, group)}"
+            advice = _other_argument(error, group) or where_to_write(error)
+            reason = f"it raised {type(error).__name__}: {error}{advice}"
             result = FunctionResult(reason=reason, traceback=trace(error))
         return [replace(result, failed_together=len(samples) if group else 0)] * len(samples)
 

@@ -70,5 +70,5 @@ def _missing_columns(prompts: PromptRows, functions: Sequence[RewardFunction]) -
             continue
         column = str(function.options.get("column", COMPARING[function.use]))
         if not any(column in row for row in rows):
-            text = f"{prompts.where(0)}: {function.use} reads a column, but {missing_column(column, rows[0])}"
+            text = f"{prompts.where(0)}: {function.use} needs the column {column}: {missing_column(column, rows[0])}"
             yield Check("prompts", "bad", text, f'write task.columns = {{ {column} = "COLUMN OF YOURS" }}')

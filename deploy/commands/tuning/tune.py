@@ -60,7 +60,7 @@ def _parser() -> CommandParser:
     parser.add_argument("experiment", nargs="?", metavar="NAME|FILE", help="Name the experiment; without: see --to.")
     text = "A key and its values: KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C. Several keys: several times."
     parser.add_argument("--search", action="append", default=[], metavar="KEY=VALUES", help=text)
-    parser.add_argument("--candidates", type=positive, default=9, help="of a round; default: 9")
+    parser.add_argument("--candidates", type=positive, default=9, help="Candidates in each round; default: 9.")
     parser.add_argument("--keep", type=positive, default=3, metavar="N", help="One candidate in N goes on; default: 3.")
     text = "Rounds, of which each is guided by the results of those before; default: 1."
     parser.add_argument("--rounds", type=positive, default=1, help=text)
@@ -68,7 +68,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--stop-at", type=positive, metavar="STEP", help="Last step; default: the experiment's.")
     text = "Metric of metrics.jsonl that decides, as its mean over the last fourth of the steps; default: reward/mean."
     parser.add_argument("--metric", default="reward/mean", help=text)
-    parser.add_argument("--minimize", action="store_true", help="Less of the metric is better.")
+    parser.add_argument("--minimize", action="store_true", help="Lower values of the metric are better.")
     text = "Directory of the search; default: runs/tune-NAME-TIME. `asyncrl tune --to DIR` goes on."
     parser.add_argument("--to", type=Path, metavar="DIR", help=text)
     return parser

@@ -1,4 +1,8 @@
-from asyncrl.children.user_errors import TRACEBACK, greeting, trace
+import sqlite3
+
+import pytest
+
+from asyncrl.children.user_errors import TRACEBACK, greeting, trace, where_to_write
 from asyncrl.errors import ConfigError
 
 
@@ -31,3 +35,31 @@ def test_a_traceback_begins_with_the_users_first_line() -> None:
     mistake = greeting("reward.functions", broken)["mistake"]
     first = next(line for line in mistake.splitlines() if line.lstrip().startswith("File "))
     assert first.endswith("in broken")
+
+
+def wrapped(error: Exception) -> Exception:
+    try:
+        raise RuntimeError("the cache cannot be opened") from error
+    except RuntimeError as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "advised"),
+    [
+        (OSError(30, "Read-only file system", "/home/me/log.txt"), True),
+        (wrapped(OSError(30, "Read-only file system", "/home/me/cache")), True),
+        (sqlite3.OperationalError("attempt to write a readonly database"), True),
+        (sqlite3.OperationalError("unable to open database file"), True),
+        (OSError(28, "No space left on device", "/tmp/log.txt"), False),
+        (FileNotFoundError(2, "No such file or directory", "log.txt"), False),
+        (ValueError("30"), False),
+    ],
+)
+def test_an_error_of_a_read_only_file_system_names_the_sandbox(error: Exception, advised: bool) -> None:
+    assert ("children.writable" in where_to_write(error)) == advised
+
+    def load() -> dict[str, object]:
+        raise error
+
+    assert ("children.writable" in greeting("reward.functions", load)["mistake"]) == advised

@@ -30,10 +30,10 @@ def test_several_sources(tmp_path: Path) -> None:
 
 
 def test_order_and_rows_to_hold_out(tmp_path: Path) -> None:
-    (tmp_path / "daten").mkdir()
-    rows = [{"frage": f"Frage {number}?", "stufe": (7 * number) % 5} for number in range(40)]
-    write(tmp_path / "daten" / "a.jsonl", *rows[:20])
-    write(tmp_path / "daten" / "b.jsonl", *rows[20:])
+    (tmp_path / "data").mkdir()
+    rows = [{"question": f"Question {number}?", "level": (7 * number) % 5} for number in range(40)]
+    write(tmp_path / "data" / "a.jsonl", *rows[:20])
+    write(tmp_path / "data" / "b.jsonl", *rows[20:])
     files_of(PAGE, tmp_path)
     config = config_of(PAGE, "held_out", tmp_path)
     training, held_out = training_prompts(config), held_out_prompts(config)
@@ -43,7 +43,7 @@ def test_order_and_rows_to_hold_out(tmp_path: Path) -> None:
     asked = [[str(prompts.row(number).prompt) for number in range(len(prompts))] for prompts in (training, held_out)]
     assert not set(asked[0]) & set(asked[1])
     draw = Draw(training, config.seed, config.task.shuffle)
-    levels = [draw(group).columns["stufe"] for group in range(len(training))]
+    levels = [draw(group).columns["level"] for group in range(len(training))]
     assert levels == sorted(levels)
     assert shared_prompts(config, training, {"": held_out}) == []
     leaking = {"": load_prompts([{"prompt": asked[0][3]}, {"prompt": "another"}])}

@@ -12,7 +12,8 @@ class DeepspeedConfig(Section):
     """Read with training.engine = "deepspeed" alone."""
 
     stage: Literal[1, 2, 3] = 2
-    """Shares of each of the layout.dp ranks: 1 of moments, 2 of gradients too, 3 of weights too."""
+    """ZeRO stage: what is split over the layout.dp ranks. 1: the moments of the optimizer; 2: gradients too; 3: weights
+    too."""
     offload: bool = False
     """Keeps moments and the float32 weights that they change in the memory of the host, where the optimizer computes,
     instead of on the device."""

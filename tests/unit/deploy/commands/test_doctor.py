@@ -50,7 +50,7 @@ def test_prompts_are_read_and_their_columns_named(experiment: Path, capsys: pyte
     text = " ".join(capsys.readouterr().out.split())
     assert f"{folder}: 4 rows, columns frage, antwrt, prompt" in text
     assert "teil1.jsonl.gz 3, teil2.parquet 1" in text
-    assert "exact_match reads a column, but the row has no column answer; found are frage, antwrt, prompt" in text
+    assert "exact_match needs the column answer: the row has no column answer; found are frage, antwrt, prompt" in text
     assert 'write task.columns = { answer = "COLUMN OF YOURS" }' in text
     columns = '{ prompt = "frage", answer = "antwrt" }'
     assert cli.main(["doctor", str(experiment), *flags[:3], columns, "--model.name", "warmed:reverse"]) == 0
