@@ -20,6 +20,7 @@ from asyncrl.deploy.checks.gpu_packages import gpu_package_problems
 from asyncrl.deploy.checks.machine import available_memory, device_mistakes, free_shared_memory, size_text
 from asyncrl.deploy.checks.placement_plan import memory_problems
 from asyncrl.deploy.checks.row_lengths import measured_lengths
+from asyncrl.deploy.checks.run_prompts import prompt_tokenizer
 from asyncrl.deploy.checks.shared_memory_needs import SharedMemoryNeed, longest_token_of, shared_memory
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
 from asyncrl.deploy.process.step_callback import callback_problems
@@ -27,7 +28,7 @@ from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_families import family_problems
-from asyncrl.engines.models.model_folder import context_of_folder, damages
+from asyncrl.engines.models.model_folder import context_of_folder, damages, has_chat_template
 from asyncrl.engines.models.row_length import rotation_by_longest_row
 from asyncrl.engines.models.scoring_models import scoring_model_folders
 from asyncrl.engines.rank_limits import models_of_services, rank_problems
@@ -38,6 +39,7 @@ from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
 from asyncrl.rewards.passing import pass_problems
 from asyncrl.tasks.source_problems import prompt_problems
+from asyncrl.tasks.turn_template import turn_problems
 from asyncrl.telemetry.exporters.scrape_address import scrape_problems
 from asyncrl.telemetry.sinks import sink_problems
 
@@ -163,6 +165,8 @@ def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     yield from cache_problems(config, str(model))
     yield from memory_of_run(config, str(model))
     yield from _context_problems(config, model)
+    if has_chat_template(model):
+        yield from turn_problems(config, lambda: prompt_tokenizer(config, model).render_chat)
 
 
 def scoring_folders(config: Config, policy: Path, noted: Path | None = None) -> dict[str, Path]:

@@ -176,8 +176,7 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The beginning of the episodes of a group. prompt: what the policy is asked first; tools: JSON schemas of the
-    functions that it may call, for the chat template."""
+    """The beginning of the episodes of a group. prompt: what the policy is asked first; tools: JSON schemas."""
 
     prompt: str | list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...] = ()
@@ -187,8 +186,8 @@ class Opening:
 class SampleText:
     """One sample as text, for a person to read. turns: of an episode, its messages after the prompt ({"role",
     "content"}), the policy's as "assistant"; turn_rewards: of the environment, for each of those. token_ids,
-    token_logprobs, token_versions: of each sampled token, with the version of the weights that sampled it. transitions:
-    of a policy that acts, with numbers to four digits, see services/acting/shown_transitions.py."""
+    token_logprobs, token_versions: of each sampled token, with the version of the weights that sampled it. context: all
+    that the policy saw before its newest turn. transitions: of a policy that acts, see acting/shown_transitions.py."""
 
     group: int
     member: int
@@ -196,6 +195,7 @@ class SampleText:
     text: str
     turns: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: tuple[float, ...] = ()
+    context: str = ""
     prompt_ids: tuple[int, ...] = ()
     token_ids: tuple[int, ...] = ()
     token_logprobs: tuple[float, ...] = ()

@@ -93,7 +93,8 @@ class GenerationService(Service, Generation):
         key = "environment.max_tokens" if episodes else "generation.max_new_tokens"
         budget = TokenBudget(prompt, response, self._engine.context, key)
         renderer, max_turns = (self._engine.turns, config.environment.max_turns) if episodes else (None, 1)
-        self._turns = TurnRequests(tokenizer, renderer, budget, max_turns)
+        by_template = config.environment.thoughts == "template"
+        self._turns = TurnRequests(tokenizer, renderer, budget, max_turns, by_template)
         if prompts := context.spec.options.get("longest_prompts"):
             answered = partial(self._engine.turns.prompt_ids, role=answer_role(config.environment))
             prompt_ids = answered if episodes else tokenizer.prompt_ids
@@ -253,7 +254,11 @@ class GenerationService(Service, Generation):
         if "transcript" not in columns:
             return text
         turns, rewards = json.loads(bytes(columns["transcript"])), tuple(columns["turn_rewards"].tolist())
-        return replace(text, turns=turns, turn_rewards=rewards)
+        decode = partial(self._engine.tokenizer.decode, skip_special_tokens=False)
+        played = Trajectory.of_row(columns)
+        seen = played.context_of(played.turns)[: -int(played.spans[-2])]
+        context = await self.context.compute.run(decode, seen)
+        return replace(text, turns=turns, turn_rewards=rewards, context=context)
 
     async def _requested(self, prompts: PromptGroup) -> tuple[list[Turn], list[RowRef]]:
         """Returns the turns that a call asks for, and samples that have no room for one."""

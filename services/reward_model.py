@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from asyncrl.concurrency import gather
 from asyncrl.config.schema import MODEL_TERM
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.tokenization import ASSISTANT, WHOLE, TokenizerWithStops
+from asyncrl.engines.generation.tokenization import ASSISTANT, TokenizerWithStops
 from asyncrl.engines.models.model_folder import context_of_folder
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.training.batch.contexts import contexts_of
@@ -32,6 +32,7 @@ from asyncrl.services.ranks.led_ranks import LedRanks
 from asyncrl.services.ranks.meeting import find_meeting, open_mesh, warn_of_whole_load
 from asyncrl.services.reward import RewardService
 from asyncrl.tasks.prompt_rows import with_system
+from asyncrl.tasks.turn_template import WHOLE
 
 NOTHING = np.zeros(0, np.int64)
 

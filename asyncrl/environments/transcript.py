@@ -1,7 +1,7 @@
 """The messages of an episode after its opening: what the policy said, and what the environment answered."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ OPENED = "opened"
 CUT_OFF = "\n[cut off after {} bytes]"
 
 Transcript = list[Message]
+Quote = Callable[[Sequence[Message]], list[Message]]
+"""Makes messages of an environment such that no part of them becomes a mark of a chat template."""
 
 
 def read_transcript(column: Array) -> Transcript:
@@ -83,6 +85,42 @@ def context_message(messages: Sequence[Message], tools: Sequence[Mapping[str, An
 def begun_context(messages: Sequence[Message]) -> Message | None:
     """Returns the message that begins a new context, if the messages of an observation do."""
     return messages[0] if messages and messages[0]["role"] == CONTEXT else None
+
+
+def begins_with_prompt(transcript: Iterable[Message], turn: int) -> bool:
+    """Returns whether the context of a turn, from 1, goes back to the prompt of the sample, and not to a conversation
+    that the environment began."""
+    begins, found = True, []
+    for message in transcript:
+        if message["role"] == POLICY:
+            found.append(begins)
+        elif message["role"] == CONTEXT:
+            begins = message["follows"] > 0 and found[message["follows"] - 1]
+    return found[turn - 1]
+
+
+def conversations(
+    transcript: Sequence[Message], opening: Sequence[Message], answers: Sequence[Message], quoted: Quote
+) -> tuple[list[Message], list[Message]]:
+    """Returns the messages that the policy saw before its newest answer, and all up to now; none where they begin with
+    a text. answers: those of the policy, by turn. quoted: makes those of the environment."""
+    seen: list[Message] = []
+    now = list(opening)
+    talks = [now]
+    for message in transcript:
+        if message["role"] == POLICY:
+            seen, answer = now, answers[len(talks) - 1]
+            if now and now[-1]["role"] == POLICY:  # The opening has its beginning.
+                now, answer = now[:-1], {**answer, "content": now[-1]["content"] + answer["content"]}
+            now = [*now, answer] if seen else []
+            talks.append(now)
+        elif message["role"] == CONTEXT:
+            follows = message["follows"]
+            earlier = talks[follows] if follows else []
+            now = [*earlier, *quoted(message["messages"])] if earlier or not follows else []
+        elif now:
+            now = [*now, *quoted([message])]
+    return seen, now
 
 
 def with_info(transcript: Transcript, info: Mapping[str, Any]) -> Transcript:

@@ -1,7 +1,7 @@
 """Checks chat messages and tools of a row, and brings them into the form that every chat template takes."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +230,34 @@ def tools_of(columns: Mapping[str, Any], is_text: bool, where: str) -> list[dict
 def _is_bare(tool: Mapping[str, Any]) -> bool:
     """Returns whether a schema lacks the table {"type": "function", "function": ...} around it."""
     return "name" in tool and "parameters" in tool and "function" not in tool
+
+
+def takes_parts(render: Callable[[Message], str]) -> bool:
+    """Returns whether a template shows contents only as lists of parts, as those of models for pictures do."""
+    shown = []
+    for each in (asked := {"role": "user", "content": "asked7f3a"}, in_parts(asked)):
+        try:
+            text = render(each)
+            shown.append(asked["content"] in text and not re.search(r"""["']text["']""", text))  # no list as text
+        except TaskError:
+            shown.append(False)
+    return shown == [False, True]
+
+
+def in_parts(message: Message) -> Message:
+    """Returns a message whose content is a list of parts."""
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def refuse_unseen_functions(messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> None:
+    """Refuses a template that drops the functions which a model may call, or has called."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    for kind, each in [*(("tools", tool) for tool in tools), *(("tool_calls", call) for call in calls)]:
+        described = each.get("function", each) if isinstance(each, Mapping) else {}
+        name = described.get("name") if isinstance(described, Mapping) else None
+        if isinstance(name, str) and name not in text:
+            raise TaskError(
+                f"the model's chat template leaves out {kind}, {name} among them: take a model whose template shows "
+                f"them, or rows without {kind}"
+            )

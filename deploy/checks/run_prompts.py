@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.problems import refuse
 from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
 from asyncrl.deploy.checks.folder_contents import beyond_embedding, may_end_texts
@@ -24,6 +25,7 @@ from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import function_named
 from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.tasks.source_problems import check_tests
+from asyncrl.tasks.turn_template import turn_problems
 
 TRAINING = "task.prompts"
 RAW = (
@@ -87,6 +89,7 @@ def questions_of(
     if not has_chat_template(model):
         _refuse_messages(sets.by_key(config))
     refuse_marks(config, sets.by_key(config), model)
+    refuse(turn_problems(config, lambda: prompt_tokenizer(config, model).render_chat, sets.training))
     if config.task.long_prompts != "error":
         sets = _fitting(config, sets, model)
     for note in (note for each in sets.by_key(config).values() for note in each.notes):

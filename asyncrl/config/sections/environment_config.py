@@ -35,6 +35,11 @@ class EnvironmentConfig(Section):
     """Effect of an environment that raises, hangs or dies: `fail` ends the run, `zero` ends the episode and gives 0 for
     that turn, `ignore` leaves the sample out of the baseline and the loss. With the last two, a group for which `reset`
     fails is dropped."""
+    thoughts: Literal["keep", "template"] = "keep"
+    """Treatment of earlier answers whose thoughts the chat template would drop or rewrite: `keep` leaves all that was
+    sampled in the context and renders new messages alone, `template` renders the conversation anew for each turn, as
+    most servers do. Where that changes what the policy saw, a new context begins in the same sample, and each counts
+    towards max_tokens: the tokens of an episode grow with the square of its turns."""
     replicas: Positive = 1
     """Number of environment workers, each with its own child processes."""
     pool: str = ""

@@ -18,7 +18,9 @@ from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
 from asyncrl.protocols.row_columns import Columns
 from asyncrl.protocols.thoughts import PAIRS, ends_in_thoughts, split_thoughts
+from asyncrl.tasks.chat_messages import in_parts, refuse_unseen_functions, takes_parts
 from asyncrl.tasks.reading.pictures import has_pictures, picture_files
+from asyncrl.tasks.turn_template import BEFORE_ANSWER, INSIDE_ANSWER, WHOLE
 
 WINDOW_MARGIN = 8  # extra tokens in the search window, for what a tokenizer strips at its edge
 BYTES_PER_CHARACTER = 4  # longest UTF-8 character; a byte-level token may be a single byte
@@ -42,10 +44,6 @@ ENDED = (
     "the model's tokenizer writes {} behind each text, so that a prompt would have ended before its answer: write "
     "add_eos_token = false in its tokenizer_config.json, or take it out of the post_processor in its tokenizer.json"
 )
-BEFORE_ANSWER = {"add_generation_prompt": True}
-WHOLE = {"add_generation_prompt": False}
-INSIDE_ANSWER = {"add_generation_prompt": False, "continue_final_message": True}
-"""Ends of a rendered chat: the mark for the start of an answer, nothing, or the answer in the last message, open."""
 
 
 class TokenizerWithStops:
@@ -111,9 +109,9 @@ class TokenizerWithStops:
             return np.asarray(ids[len(before) :] if is_begun else ids, np.int32)
         is_begun = prompt[-1]["role"] == ASSISTANT
         text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
-        self._refuse_changed_parts(prompt, tools, text)
+        self.refuse_changed_parts(prompt, tools, text)
         if not by_environment:
-            _refuse_unseen_functions(prompt, tools, text)
+            refuse_unseen_functions(prompt, tools, text)
         return self.text_ids(self._begun(prompt, tools) if is_begun else text)
 
     def _begun(self, prompt: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
@@ -128,11 +126,13 @@ class TokenizerWithStops:
             )
         return text if text.endswith(answer) else text + answer[len(answer.rstrip()) :]
 
-    def _refuse_changed_parts(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> None:
+    def refuse_changed_parts(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str, but: str = ""
+    ) -> None:
         """Refuses a template that drops a part of a prompt, such as the thoughts of earlier answers. One that writes it
-        in another form, such as JSON, shows marks that are put between its words."""
+        in another form, such as JSON, shows marks that are put between its words. but: a role that may be changed."""
         for number, message in enumerate(messages):
-            for key in ("content", *THOUGHTS):
+            for key in ("content", *THOUGHTS) if message["role"] != but else ():
                 given = message.get(key)
                 for each in given if isinstance(given, list) else [given]:
                     part = each.get("text") if isinstance(each, dict) else each
@@ -153,7 +153,7 @@ class TokenizerWithStops:
         """Returns the token ids of messages by the chat template; what reads like a special token in them is text.
         Raises TaskError as `prompt_ids` does."""
         text = self.render_chat(self.quoted(messages), tools)
-        self._refuse_changed_parts(self.quoted(messages), tools, text)
+        self.refuse_changed_parts(self.quoted(messages), tools, text)
         return self.rendered_ids(text)
 
     def special_in(self, text: str) -> str:
@@ -205,12 +205,23 @@ class TokenizerWithStops:
         fails."""
         if not self._tokenizer.chat_template:
             raise TaskError(NO_TEMPLATE)
-        settings = {**self._template, **end, "tools": list(tools) or None, "tokenize": False}
+        if self._takes_parts:
+            messages = [in_parts(message) for message in messages]
+        return self._render(messages, {**end, "tools": list(tools) or None})
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return takes_parts(lambda asked: self._render([asked], BEFORE_ANSWER))
+
+    def _render(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), **settings))
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), **{**self._template, **settings, "tokenize": False}
+            )
+            return str(rendered)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             if (with_texts := [*map(_with_text_arguments, messages)]) != list(messages):  # Some templates join texts.
-                return self.render_chat(with_texts, tools, end)
+                return self._render(with_texts, settings)
             raise TaskError(
                 f"the model's chat template fails on this prompt: {type(error).__name__}: {error}; write messages that "
                 "it takes, or the prompt as text"
@@ -278,19 +289,6 @@ def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
     if getattr(tokenizer, "chat_template", None) and (end := (marks := Marks.of_tokenizer(tokenizer)).turn_end()):
         ids.add(marks.ids[end])
     return np.array(sorted(ids - {None}), np.int64)
-
-
-def _refuse_unseen_functions(messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> None:
-    """Refuses a template that drops the functions which a model may call, or has called."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    for kind, each in [*(("tools", tool) for tool in tools), *(("tool_calls", call) for call in calls)]:
-        described = each.get("function", each) if isinstance(each, Mapping) else {}
-        name = described.get("name") if isinstance(described, Mapping) else None
-        if isinstance(name, str) and name not in text:
-            raise TaskError(
-                f"the model's chat template leaves out {kind}, {name} among them: take a model whose template shows "
-                f"them, or rows without {kind}"
-            )
 
 
 def _with_text_arguments(value: Any) -> Any:

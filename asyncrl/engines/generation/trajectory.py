@@ -9,7 +9,7 @@ sees nothing of before.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from asyncrl.engines.generation.scheduling.sample_requests import Completion
 from asyncrl.engines.generation.tokenization import Message
-from asyncrl.engines.generation.turn_rendering import Tools
-from asyncrl.environments.transcript import CONTEXT, FINISH, POLICY, policy_message
+from asyncrl.environments.transcript import CONTEXT, FINISH, POLICY, Quote, conversations, policy_message
 from asyncrl.protocols.batch import Array
 from asyncrl.protocols.row_columns import EXPERTS
+from asyncrl.tasks.turn_template import Tools
 
 Ids = NDArray[np.int32]
 ROW = ("prompt_ids", "response_ids", "logprobs", "versions", "spans", "transcript")
@@ -71,16 +71,13 @@ class Trajectory:
         own = [place for place, message in enumerate(self.transcript) if message["role"] == POLICY]
         return self.transcript[own[-1] + 1 :]
 
-    def begins_with_prompt(self, turn: int) -> bool:
-        """Returns whether the context of a turn, from 1, goes back to the prompt of the sample, and not to a
-        conversation that the environment began."""
-        begins, found = True, []
-        for message in self.transcript:
-            if message["role"] == POLICY:
-                found.append(begins)
-            elif message["role"] == CONTEXT:
-                begins = message["follows"] > 0 and found[message["follows"] - 1]
-        return found[turn - 1]
+    def conversation(
+        self, opening: list[Message], answered: Callable[[Ids, Ids], Message], quoted: Quote
+    ) -> tuple[list[Message], list[Message]]:
+        """Returns what `conversations` does. answered: makes a message of a context and what was sampled in it."""
+        contexts = [self.context_of(turn)[: -int(self.spans[2 * turn - 2])] for turn in range(1, self.turns + 1)]
+        answers = [answered(context, self.answer_of(turn)) for turn, context in enumerate(contexts, 1)]
+        return conversations(self.transcript, opening, answers, quoted)
 
     def tools(self, opening: Tools) -> Tools:
         """Returns the schemas of the tools of the newest context. opening: those of the first one."""

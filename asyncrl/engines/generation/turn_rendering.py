@@ -3,33 +3,24 @@
     prompt | sampled, turn 1 | given | sampled, turn 2 | given | ...
 
 Given tokens are what the chat template writes after an answer, up to its next mark for the start of an answer: the end
-of the turn, the environment's messages, and that mark. What reads like a special token in these messages stays text. A
-prompt that is text has no template, and the environment's text is tokenized as it is, with the special tokens in it.
-
-The template is asked about a stand-in for the conversation, so it has to leave earlier messages as they are. Whether it
-does depends on the role of the environment's messages: some templates drop the thoughts of answers before the newest
-message of the user, but not before the newest of a tool.
+of the turn, the environment's messages, and that mark (tasks/turn_template.py). What reads like a special token in
+these messages stays text. A prompt that is text has no template, and the environment's text is tokenized as it is, with
+the special tokens in it. `environment.thoughts = "template"` renders the conversation anew, and where it is not what
+the policy saw, a new context begins.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.tokenization import Message, TokenizerWithStops
-from asyncrl.environments.transcript import without_info
-from asyncrl.errors import TaskError
+from asyncrl.engines.generation.tokenization import ASSISTANT, Message, TokenizerWithStops
+from asyncrl.environments.transcript import begun_context, without_info
+from asyncrl.tasks.turn_template import Tools, TurnTemplate
 
 Ids = NDArray[np.int32]
-Tools = tuple[dict[str, Any], ...]
-
-ASKED = {"role": "user", "content": "asked"}
-ANSWERS = ("answered", "<think>\nthought\n</think>\n\nanswered")
-MARK = "answer7f3a"  # stands for an answer, in a rendering that is cut behind it
-CHECKED_TURNS = 3
-NOTHING = np.zeros(0, np.int32)
+LONGEST_OPENING = 32  # tokens at the end of a context among which a template opens thoughts
 
 
 class TurnRenderer:
@@ -38,16 +29,13 @@ class TurnRenderer:
     def __init__(self, tokenizer: TokenizerWithStops, ends: NDArray[np.int64]) -> None:
         self._tokenizer = tokenizer
         self._ends = frozenset(ends.tolist())
-        self._problem = cache(self._find_problem)
+        self._template = TurnTemplate(tokenizer.render_chat)
 
     def prompt_ids(self, prompt: str | list[Message], tools: Tools = (), role: str = "") -> Ids:
         """Returns the ids of an opening. Raises TaskError when it cannot be rendered, or when it is a chat that no
         environment can answer with this template. role: in which the environment will answer; "": that is not known."""
         if not isinstance(prompt, str):
-            roles = [role] if role else ["tool"] if tools else ["user", "tool"]
-            problems = [self._problem(role) for role in roles]
-            if all(problems):
-                raise TaskError("; ".join(dict.fromkeys(filter(None, problems))))
+            self._template.refuse_role(role or ("tool" if tools else ""))
         return self._tokenizer.prompt_ids(prompt, tools, by_environment=True)
 
     def context_ids(self, messages: Sequence[Message], tools: Tools = ()) -> Ids:
@@ -59,60 +47,60 @@ class TurnRenderer:
         """Returns the tokens that follow the sampled ones of an answer when an environment says these messages.
 
         chat: whether the prompt is one. The end of the answer is given only where the answer lacks it. Raises TaskError
-        for messages that the template cannot show, or that make it change what came before.
+        for messages that the template cannot show.
         """
         if not chat:
             return self._tokenizer.text_ids("".join(str(message["content"]) for message in messages))
-        for role in dict.fromkeys(str(message["role"]) for message in messages):
-            if problem := self._problem(role):
-                raise TaskError(problem)
-        # The environment may repeat what the policy wrote, which must not become a mark of the template.
-        ids = self._tokenizer.rendered_ids(self._suffix(self._tokenizer.quoted(without_info(messages)), tools))
-        return ids[1:] if self._ends_with(answer, ids) else ids
+        self._template.refuse_unseen(messages)
+        ids = self._tokenizer.rendered_ids(self._template.suffix(self.quoted(messages), tools))
+        return ids[self._written(answer, ids) :]
 
-    def _ends_with(self, answer: Ids, ids: Ids) -> bool:
-        """Returns whether an answer has the end already with which these ids begin, or another one."""
+    def context_as_written(
+        self, seen: Sequence[Message], answer: Ids, said: Sequence[Message], now: Sequence[Message], tools: Tools
+    ) -> Ids | None:
+        """Returns the ids of the conversation `now` as the template writes it; None where it leaves what the policy saw
+        and sampled as it was, so that `given_ids` of `said` go on there. seen: the conversation before the answer.
+        Raises TaskError for messages that the template cannot show."""
+        template = self._template
+        whole = template.conversation(now, tools)
+        if context := begun_context(said):
+            self._tokenizer.refuse_changed_parts(self.quoted(context["messages"]), tools, whole, but=ASSISTANT)
+            return self._tokenizer.rendered_ids(whole)
+        template.refuse_unseen(said)
+        kept = template.conversation(seen, tools) + self._text_of(answer) + template.suffix(self.quoted(said), tools)
+        return None if whole == kept else self._tokenizer.rendered_ids(whole)
+
+    def answer_message(self, context: Ids, answer: Ids) -> Message:
+        """Returns the message that the template is shown for an answer. context: what the policy saw before it."""
+        before = self._tokenizer.decode(context[-LONGEST_OPENING:], skip_special_tokens=False)
+        return self._template.answer(before, self._text_of(answer))
+
+    def quoted(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages of an environment, which may repeat what the policy wrote: no part of them becomes a mark of
+        the template."""
+        return list(self._tokenizer.quoted(without_info(messages)))
+
+    @cached_property
+    def _end(self) -> list[int]:
+        return [int(token) for token in self._tokenizer.rendered_ids(self._template.end)]
+
+    def _text_of(self, answer: Ids) -> str:
+        """Returns the text of an answer without the tokens that end it."""
+        ends = self._ends.union(filter(self._tokenizer.is_special, self._end))
+        while len(answer) and int(answer[-1]) in ends:
+            answer = answer[:-1]
+        return self._tokenizer.decode(answer, skip_special_tokens=False)
+
+    def _written(self, answer: Ids, ids: Ids) -> int:
+        """Returns how many of these ids, with which the template goes on after an answer, the answer ends with, or with
+        others in their place."""
         if not len(answer) or not len(ids):
-            return False
-        last, first = int(answer[-1]), int(ids[0])
-        return (last in self._ends and first in self._ends) or (last == first and self._tokenizer.is_special(last))
-
-    def _suffix(self, messages: Sequence[Message], tools: Tools = ()) -> str:
-        """Returns what the template writes after an answer that these messages follow."""
-        conversation = [ASKED, {"role": "assistant", "content": MARK}, *messages]
-        _, found, suffix = self._tokenizer.render_chat(conversation, tools).partition(MARK)
-        if not found:
-            raise TaskError("the model's chat template shows no earlier answers of the assistant")
-        return suffix
-
-    def _find_problem(self, role: str) -> str | None:
-        """Returns why an environment cannot answer in this role, and what to do; None if it can."""
-        try:
-            problem = next(self._problems(role), None)
-        except TaskError as error:
-            problem = str(error)
-        if problem is None:
-            return None
-        advice = 'write environment.options.role = "user", ' if role == "tool" else ""
-        return (
-            f"an environment cannot answer in the role {role!r}: {problem}; {advice}give the model folder a chat "
-            "template that writes messages of this role and leaves earlier ones as they are, or let the environment "
-            "begin with a prompt that is text, to which its answers are added as they are"
-        )
-
-    def _problems(self, role: str) -> Iterator[str]:
-        """Compares conversations of one turn and more with what their turns are put together from."""
-        for answer in ANSWERS:
-            messages: list[Message] = [ASKED]
-            expected = self._tokenizer.render_chat(messages)
-            for turn in range(CHECKED_TURNS):
-                # Tools may answer side by side.
-                said = [{"role": role, "content": f"said{turn}{each}"} for each in range(1 + (role == "tool"))]
-                messages += [{"role": "assistant", "content": answer}, *said]
-                expected += answer + self._suffix(said)
-                shown = self._tokenizer.render_chat(messages)
-                if missing := [each for each in said if each["content"] not in shown]:
-                    yield f"the model's chat template leaves out messages of the role {missing[0]['role']!r}"
-                if shown != expected:
-                    what = "the thoughts (<think>) of earlier answers" if answer != ANSWERS[0] else "earlier messages"
-                    yield f"the model's chat template removes or rewrites {what} when such a message follows"
+            return 0
+        last = int(answer[-1])
+        ends = {last, *self._ends} if last in self._ends else {last}
+        place = next((place for place, token in enumerate(self._end) if token in ends), None)
+        if place is not None:
+            same = ids[: place + 1].tolist() == self._end[: place + 1]
+            if same or (not place and self._tokenizer.is_special(int(ids[0]))):
+                return place + 1
+        return int(last == int(ids[0]) and self._tokenizer.is_special(last))

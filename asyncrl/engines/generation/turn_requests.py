@@ -9,12 +9,13 @@ from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.generation.trajectory import Ids, Trajectory
 from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.environments.transcript import begun_context
+from asyncrl.environments.transcript import begins_with_prompt, begun_context
 from asyncrl.errors import TaskError
 from asyncrl.protocols.batch import NO_ROOM, Batch, RowRef
 from asyncrl.protocols.messages import PromptGroup
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.tasks.prompt_lengths import TokenBudget
+from asyncrl.tasks.turn_template import Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequests:
-    """Makes requests. renderer: None where each sample is one answer. budget: of a row. max_turns: of a sample."""
+    """Makes requests. renderer: None where each sample is one answer. budget: of a row. max_turns: of a sample.
+    by_template: the chat template may rewrite what the policy saw, which begins a new context."""
 
     tokenizer: TokenizerWithStops
     renderer: TurnRenderer | None
     budget: TokenBudget
     max_turns: int = 1
+    by_template: bool = False
 
     def first(self, prompts: PromptGroup) -> list[Turn]:
         """Returns the first turn of each member. Raises TaskError for a prompt that cannot be rendered or has no
@@ -69,19 +72,29 @@ class TurnRequests:
                 ended.append(sample._replace(finish=NO_ROOM))
         return turns, ended
 
-    @staticmethod
-    def _answered(prompts: PromptGroup, before: Trajectory, renderer: TurnRenderer) -> Trajectory:
+    def _answered(self, prompts: PromptGroup, before: Trajectory, renderer: TurnRenderer) -> Trajectory:
         """Returns the turns with the tokens of what the environment said last."""
         said, tools = before.unanswered, before.tools(prompts.tools)
         context = begun_context(said)
         messages, follows = (said, before.turns) if context is None else (context["messages"], context["follows"])
+        if self.by_template and (written := self._as_written(prompts, before, renderer, tools)) is not None:
+            return before.with_given(written, context=True)
         if not follows:
             return before.with_given(renderer.context_ids(messages, tools), context=True)
-        chat = not isinstance(prompts.prompt, str) or not before.begins_with_prompt(follows)
+        chat = not isinstance(prompts.prompt, str) or not begins_with_prompt(before.transcript, follows)
         added = renderer.given_ids(before.answer_of(follows), messages, chat=chat, tools=tools)
         if context is None:
             return before.with_given(added)
         return before.with_given(np.concatenate([before.context_of(follows), added]), context=True)
+
+    @staticmethod
+    def _as_written(prompts: PromptGroup, before: Trajectory, renderer: TurnRenderer, tools: Tools) -> Ids | None:
+        """Returns the conversation as the template writes it, where that is a chat and not what the policy saw."""
+        opening = [] if isinstance(prompts.prompt, str) else prompts.prompt
+        seen, now = before.conversation(opening, renderer.answer_message, renderer.quoted)
+        if not now:
+            return None
+        return renderer.context_as_written(seen, before.answer_of(before.turns), before.unanswered, now, tools)
 
     def _request(
         self,

@@ -158,6 +158,7 @@ def _answer(text: SampleText, described: str) -> Iterator[str]:
     for turn in text.turns:
         ended = f", ended by {turn[FINISH]}" if FINISH in turn else ""
         yield _block(f"{turn['role']}{ended}", str(turn["content"]))
+    yield _block("all that the model saw before its last answer", text.context)
     yield f"episode, {described}, rewards of the environment {', '.join(f'{each:g}' for each in text.turn_rewards)}"
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -220,6 +221,8 @@ async def test_an_episode_is_shown_with_what_its_environment_said_last(
             assert [turn["role"] for turn in text.turns] == ["assistant", "user"] * 2
             assert [turn["content"] for turn in text.turns[1::2]] == [" no", " yes"]
             assert text.text == text.turns[2]["content"]
+            seen = re.sub("<(bos|eos|pad|unk)>", "", text.context)  # Special tokens that were sampled are shown too.
+            assert seen == f"go left: {text.turns[0]['content']} no"
             assert text.turn_rewards == (0.0, 0.0)
             tokens = next(row.tokens for row in rows if row.member == text.member)
             assert len(text.token_ids) == len(text.token_logprobs) == len(text.token_versions) == tokens

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.controller.training_run import Questions
 from asyncrl.deploy import run_setup
-from asyncrl.deploy.checks.run_prompts import RAW, questions_of, read_prompts, with_steps_of_epochs
+from asyncrl.deploy.checks.run_prompts import RAW, prompt_tokenizer, questions_of, read_prompts, with_steps_of_epochs
 from asyncrl.deploy.run_setup import RunRequest
 from asyncrl.engines.models.warmed_up_model import build_tokenizer
-from asyncrl.errors import TaskError
+from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.curriculum import CurriculumDraw
+from asyncrl.tasks.turn_template import turn_problems
 
 ROWS = [{"prompt": "x" * length} for length in (3, 30, 5, 9)]
 
@@ -117,3 +119,42 @@ def test_a_run_has_the_steps_of_its_epochs(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(TaskError, match="seen"):
         asyncio.run(run_setup.run(request))
     assert seen == [10]
+
+
+TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+REFUSED = {
+    "roles": "{% for m in messages %}{{ m.content if m.role != 'tool' else raise_exception('no tools') }}{% endfor %}",
+    "left out": TURNS.replace("in messages", "in messages if m.role != 'tool'"),
+    "counted": TURNS.replace("{{ m.role }}", "{{ loop.index }}"),
+    "no answers": TURNS.replace("in messages", "in messages if m.role != 'assistant'"),
+    "other contents": TURNS.replace("m.content", "m.contents"),
+}
+
+
+def problems(settings: Config, folder: Path) -> list[Problem]:
+    return list(turn_problems(settings, lambda: prompt_tokenizer(settings, folder).render_chat))
+
+
+@pytest.mark.parametrize("template", list(REFUSED.values()), ids=list(REFUSED))
+def test_conversations_that_a_template_cannot_go_on_with_are_refused_before_workers_start(
+    template: str, model: Path, tmp_path: Path
+) -> None:
+    """`asyncrl doctor` and a run say the same of them, with what to do."""
+    (tmp_path / "tools.py").write_text("def add(a: int) -> int:\n    return a\n")
+    tokenizer = build_tokenizer(())
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tools = {"use": "tools", "options": {"tools": [f"{tmp_path}/tools.py:add"]}}
+    chosen = config(task={"prompts": str(tmp_path / "p.jsonl")}, environment=tools)
+    (problem,) = problems(chosen, tmp_path)
+    says = "an environment cannot answer in the role 'tool'"
+    assert problem.key == "environment.use"
+    assert says in str(problem)
+    assert 'write environment.options.role = "user"' in str(problem)
+    with pytest.raises(ConfigError, match=says):
+        questions(chosen, tmp_path, tmp_path, rows)
+    assert problems(chosen, model) == [], "a template that shows all"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a text"}))
+    assert problems(chosen, tmp_path) == [], "texts have no template"

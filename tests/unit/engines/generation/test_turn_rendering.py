@@ -140,7 +140,7 @@ def test_text_is_added_as_it_is(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.trap("rewritten_history")
-def test_a_template_that_drops_thoughts_before_a_users_message_takes_answers_of_tools(
+def test_a_template_that_drops_thoughts_takes_answers_of_tools_and_users(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     turns = renderer(tokenizer, QWEN3)
@@ -148,10 +148,9 @@ def test_a_template_that_drops_thoughts_before_a_users_message_takes_answers_of_
     turns.prompt_ids([ASKS], (TOOL,))
     answer = ids(tokenizer, "<think>\n2\n</think>\n\n<tool_call>")
     assert len(turns.given_ids(answer, said("tool", "4"), chat=True, tools=(TOOL,)))
-    with pytest.raises(
-        TaskError, match=r"in the role 'user': .*removes or rewrites the thoughts \(<think>\) of earlier"
-    ):
-        turns.given_ids(answer, said("user", "4"), chat=True)
+    assert tokenizer.decode(turns.given_ids(answer, said("user", "4"), chat=True)) == (
+        "<|im_end|>\n<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,13 +161,12 @@ def test_a_template_that_drops_thoughts_before_a_users_message_takes_answers_of_
             "{% for m in messages %}{{ raise_exception('no tools') if m.role == 'tool' else m.content }}{% endfor %}",
             "no t",
         ),
-        (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.revindex }}"), "removes or rewrites earlier messages"),
-        (CHATML.replace("for m in messages", "for m in messages[-4:]"), "removes or rewrites earlier messages"),
+        (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.index }}"), "depends on earlier turns"),
+        (CHATML.replace("{{ m.role }}", "{{ m.role }}{{ messages | length }}"), "depends on earlier turns"),
         ("{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}", "shows no earlier answers"),
-        (CHATML + "<think>\n", "removes or rewrites earlier messages"),
     ],
 )
-def test_a_template_without_a_role_for_tools_or_that_rewrites_is_refused_when_tools_are_there(
+def test_a_template_without_a_role_for_tools_or_with_turns_of_many_forms_is_refused_when_tools_are_there(
     tokenizer: PreTrainedTokenizerFast, template: str, says: str
 ) -> None:
     turns = renderer(tokenizer, template)
@@ -178,7 +176,7 @@ def test_a_template_without_a_role_for_tools_or_that_rewrites_is_refused_when_to
 
 
 def test_a_chat_is_refused_at_once_when_no_role_can_answer_and_text_is_not(tokenizer: PreTrainedTokenizerFast) -> None:
-    turns = renderer(tokenizer, CHATML + "<think>\n")
+    turns = renderer(tokenizer, CHATML.replace("{{ m.role }}", "{{ m.role }}{{ loop.index }}"))
     with pytest.raises(TaskError, match=r"in the role 'user': .*in the role 'tool'"):
         turns.prompt_ids([ASKS])
     assert len(turns.prompt_ids("hi"))
