@@ -24,6 +24,8 @@ NO_ROOM = "token_limit"
 CUT, LATE = "length", "deadline"
 """Names of what ends an answer in the midst: generation.max_new_tokens, generation.deadline."""
 
+LARGEST_REWARD = 1e30
+"""Sums and squares of a step's rewards stay finite, and each fits into a float32."""
 GREEDY = -1
 """Member of a group's greedy answer, sampled at temperature 0. The answer is no sample: only its reward is used."""
 

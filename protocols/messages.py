@@ -207,13 +207,14 @@ class SampleText:
 class Score:
     """The score of a sample. reward: the weighted sum, None when unscorable; terms: each function's own value; error:
     why it is unscorable; turns: of an episode, what each turn added to the reward; () when nothing belongs to one.
-    place: where the rewards of single tokens are stored, if the trainer reads them."""
+    place: where the rewards of single tokens are stored, if the trainer reads them. bad_row: the row is why."""
 
     reward: float | None
     terms: dict[str, float]
     error: str = ""
     turns: tuple[float, ...] = ()
     place: Place | None = None
+    bad_row: bool = False
 
     def by_turn(self, turns: int) -> tuple[float, ...]:
         """Returns the reward in parts, one for each of several turns; what belongs to no turn comes with the last."""
@@ -228,7 +229,8 @@ def with_cost(score: Score, cost: Score) -> Score:
     """Returns one score of a sample that needs both to be trained; terms of costs begin with `cost/`."""
     terms = score.terms | {f"cost/{name}": value for name, value in cost.terms.items()}
     error = "\n".join(each for each in (score.error, cost.error) if each)
-    return Score(None if cost.reward is None else score.reward, terms, error, score.turns, score.place)
+    bad_row = score.bad_row or cost.bad_row
+    return Score(None if cost.reward is None else score.reward, terms, error, score.turns, score.place, bad_row)
 
 
 @dataclass(frozen=True, slots=True)

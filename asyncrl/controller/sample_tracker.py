@@ -14,6 +14,7 @@ from asyncrl.controller.observers.events import GroupFinished, Observe, SampleSc
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.batch import GREEDY, BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Score
+from asyncrl.rewards.sample import BAD_ROW
 
 POISON = "poison"
 """The reason of a drop that is no progress of the run."""
@@ -215,8 +216,8 @@ class SampleTracker:
         """Takes the score of a sample, which is dropped without a reward. A score of an old attempt is refused."""
         reward = score.reward
         state = None if self.gate.finished(row.group) else self.gate.group(row.group)
-        parts = score.by_turn(row.turns)
-        if not self.gate.scored(row.group, row.member, row.attempt, reward, parts) or state is None:
+        parts, without = score.by_turn(row.turns), BAD_ROW if score.bad_row else "unscorable"
+        if not self.gate.scored(row.group, row.member, row.attempt, reward, parts, without) or state is None:
             if score.place is not None:
                 self.release([row.name])
             return
@@ -231,7 +232,7 @@ class SampleTracker:
             self.journal.append(ledger.Scored(row.group, row.member, reward))
         self.observe(SampleScored(scored, score))
         if reward is None:
-            self._dropped(state, (row.member,), "unscorable")
+            self._dropped(state, (row.member,), without)
             self._close(state)
             self.changed()
         elif self.gate.worth_picking:

@@ -168,7 +168,7 @@ class TrainingRun:
         alarm = Alarm(self.config.guards, self._warn)
         self._guards = TrainingGuards.of(self.config, limit, alarm)
         self._alarms = (
-            RewardFailures(limit, alarm, gate.config.members),
+            RewardFailures(limit, alarm, gate.config.members, where=self.questions.where),
             AlgorithmDrops(limit, gate.config.baseline, gate.version, alarm),
             PoisonedGroups(alarm),
             self._guards,

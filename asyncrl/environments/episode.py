@@ -26,7 +26,7 @@ from asyncrl.environments.transcript import (
     messages_of,
 )
 from asyncrl.errors import EnvironmentFailed
-from asyncrl.protocols.reward_bound import LARGEST_REWARD
+from asyncrl.protocols.batch import LARGEST_REWARD
 
 LARGEST_OPENING = 2**22
 """Bytes of an opening: more than any model reads."""

@@ -2,15 +2,16 @@
 without one the whole answer, behind what the row has in the column `before`. sandbox: what `children.sandbox` says."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl.children.code.code_runner import SourceCheck, shared_runner
 from asyncrl.children.code.program_extraction import cases_in, code_in
-from asyncrl.children.sandbox import Program, SandboxError
+from asyncrl.children.sandbox import Program, SandboxError, TestCase
 from asyncrl.children.sandbox.pool import Kind
 from asyncrl.errors import ConfigError, RewardError, TaskError
-from asyncrl.rewards.sample import OfSample, Sample
+from asyncrl.rewards.sample import OfSample, RowError, Sample
 
 SANDBOX = "sandbox"
 """Name of the option that is no option of users, for programs are contained as other code of a run is."""
@@ -38,10 +39,17 @@ class ShareOfTests:
         """Returns the number of cores: further calls would wait for a sandbox while `reward.deadline` runs."""
         return len(os.sched_getaffinity(0))
 
+    def check_row(self, row: Mapping[str, Any]) -> tuple[TestCase, ...]:
+        """Returns the tests of a row; raises TaskError where it has none."""
+        return cases_in(row, self.column)
+
     async def __call__(self, sample: Sample) -> float:
         runner, source = shared_runner(self.sandbox), code_in(sample.answer, sample.row)
         try:
-            tests = cases_in(sample.row, self.column)
+            tests = self.check_row(sample.row)
+        except TaskError as error:
+            raise RowError(self.column, str(error)) from None
+        try:
             if not (await runner.check(source)).compiles:
                 return 0.0
             results = await runner.run(Program(source, tests), self.seconds)

@@ -22,7 +22,7 @@ from asyncrl.config.user_code import (
 )
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.code_templates import CODE_TEMPLATES, SANDBOX
-from asyncrl.rewards.sample import Function
+from asyncrl.rewards.sample import CheckRow, Function
 from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, TEMPLATES
 from asyncrl.rewards.trl_verl_adapters import from_trl, from_verl
 
@@ -135,6 +135,18 @@ def function_problems(config: "Config", service: "Scorer" = "reward") -> list[Pr
     is_here = service not in config.fleet.joined
     found = [problem for spec in specs if (problem := _problem(spec, is_here)) is not None]
     return found or list(_code_problems(specs, config.scorers[service].deadline, is_here))
+
+
+def row_checks(config: "Config", held_out: str | None = None) -> list[tuple[str, CheckRow]]:
+    """Returns what the templates of ours ask of a row, by their names. held_out: a set with functions of its own. None
+    are returned where a function cannot be loaded, which `function_problems` says."""
+    try:
+        specs = [spec for service in config.scorers for spec in function_specs(config, service)]
+        specs = specs if held_out is None else held_out_specs(config)[held_out]
+        loaded = [(spec.use, load(spec)) for spec in specs if ":" not in spec.use]
+    except ConfigError:
+        return []
+    return [(use, function.check_row) for use, function in loaded if hasattr(function, "check_row")]
 
 
 def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool) -> Iterator[Problem]:

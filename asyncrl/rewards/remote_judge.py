@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.errors import ConfigError, RewardError
-from asyncrl.protocols.named_columns import missing_column
+from asyncrl.errors import ConfigError
 from asyncrl.rewards.judge_calls.call_limits import CallLimits
 from asyncrl.rewards.judge_calls.chat_endpoint import ChatEndpoint, Timing
 from asyncrl.rewards.judge_calls.score_cache import ScoreCache
 from asyncrl.rewards.judge_calls.score_reader import ScoreReader
-from asyncrl.rewards.sample import Sample
+from asyncrl.rewards.sample import RowError, Sample
 
 PLACE = re.compile(r"\{(\w+)\}")
+FILLED = {"prompt", "answer", "conversation"}
+"""Places of a rubric that are no columns."""
 FLEET = "ASYNCRL_"
 """Beginning of variables that children of a worker do not get."""
 COMPLETIONS = "/chat/completions"
@@ -71,6 +72,11 @@ class RemoteJudge:
                 f"per_second = {self.per_second:g} is one call in {1 / self.per_second:g} s, and reward.deadline "
                 f"leaves {self.deadline:g} s for a score; raise it"
             )
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises RowError for a column of the rubric that a row lacks."""
+        for column in {*PLACE.findall(self.rubric)} - FILLED - {*row}:
+            raise RowError.missing(column, row, f"the rubric has {{{column}}}, and ")
 
     @property
     def overlapping(self) -> int:
@@ -129,7 +135,7 @@ def question(rubric: str, sample: Sample) -> str:
             case column if column in sample.row:
                 return str(sample.row[column])
             case column:
-                raise RewardError(f"the rubric has {{{column}}}, and {missing_column(column, sample.row)}")
+                raise RowError.missing(column, sample.row, f"the rubric has {{{column}}}, and ")
 
     return PLACE.sub(filled, rubric)
 

@@ -1,11 +1,12 @@
 """Defines the sample that a reward function gets, and the values that it may return."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
-from asyncrl.protocols.named_columns import Columns
+from asyncrl.errors import RewardError
+from asyncrl.protocols.named_columns import Columns, missing_column
 from asyncrl.protocols.thoughts import split_thoughts
 
 Value = float | dict[str, float] | None
@@ -62,6 +63,44 @@ class Sample:
         return split_thoughts(self.text, self.opened)[1]
 
 
+class RowError(RewardError):
+    """Reports a row that lacks what a template of ours needs of a column, so that no answer to its prompt can be
+    scored. advice: what to do, at the start of a run."""
+
+    def __init__(self, column: str, text: str, advice: str = "correct the row, or remove it") -> None:
+        super().__init__(text)
+        self.column = column
+        self.advice = advice
+
+    @classmethod
+    def missing(cls, column: str, row: Mapping[str, Any], text: str = "") -> Self:
+        """Returns the error for a column that a row lacks. text: goes before it."""
+        advice = f'write task.columns = {{ {column} = "COLUMN OF YOURS" }}'
+        return cls(column, text + missing_column(column, row), advice)
+
+
+BAD_ROW = "bad_row"
+"""The reason of a drop of samples whose row cannot be scored."""
+CheckRow = Callable[[Mapping[str, Any]], object]
+"""Raises RowError, or TaskError about tests of programs, for a row that a template cannot score."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfRow:
+    """A template that compares samples with what their row holds. wanted: reads that from a row, and raises RowError
+    where there is no such thing, at the start of a run and for each sample. score: compares a sample with it."""
+
+    wanted: CheckRow
+    score: Callable[[Sample, Any], float]
+
+    @property
+    def check_row(self) -> CheckRow:
+        return self.wanted
+
+    def __call__(self, sample: Sample) -> float:
+        return self.score(sample, self.wanted(sample.row))
+
+
 def with_columns(sample: Sample) -> Sample:
     """Returns a copy of the sample whose row is `Columns`, of which a function may change any part."""
     return replace(sample, row=Columns(deepcopy(dict(sample.row))))
@@ -80,7 +119,7 @@ class FunctionResult:
     """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error.
     tokens: of a function by token, the rewards of the sampled tokens, whose sum is the value. failed_together: number
     of samples of a call that failed for a whole group; 0 for a reason that is of this sample. logged: further terms of
-    the sample, which are no part of the reward."""
+    the sample, which are no part of the reward. of_row: whether the row is why."""
 
     value: Value = None
     reason: str = ""
@@ -88,3 +127,4 @@ class FunctionResult:
     tokens: tuple[float, ...] = ()
     failed_together: int = 0
     logged: dict[str, float] = field(default_factory=dict)
+    of_row: bool = False

@@ -9,13 +9,14 @@ from functools import cache
 from typing import Any, Literal
 
 from asyncrl.config.user_code import suggestion
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError
 from asyncrl.protocols.batch import NO_ROOM
-from asyncrl.protocols.named_columns import missing_column
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
-from asyncrl.rewards.sample import OfSample, Sample
+from asyncrl.rewards.sample import OfRow, OfSample, RowError, Sample
+
+Row = Mapping[str, Any]
 
 RELATIVE = Fraction(1, 10**6)
 """Share of the larger of two numbers by which they may differ where one of them is not whole."""
@@ -25,11 +26,11 @@ def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
     """Gives 1 if the completion equals the row's `column`, else 0; white space around both is ignored. A number that
     tables have as 5.0 may be written 5, and a truth value as in JSON."""
 
-    def reward(sample: Sample) -> float:
-        given, wanted = sample.answer.strip(), _writings(_value(sample, column), column)
+    def reward(sample: Sample, wanted: list[str]) -> float:
+        given = sample.answer.strip()
         return float(given.lower() in map(str.lower, wanted) if ignore_case else given in wanted)
 
-    return reward
+    return OfRow(lambda row: _writings(_value(row, column), column), reward)
 
 
 def regex_format(pattern: str) -> OfSample:
@@ -65,19 +66,22 @@ def numeric(column: str = "answer", tolerance: float | None = None) -> OfSample:
         raise ConfigError(f"tolerance is a share of the number, at least 0 and under 1, not {tolerance!r}")
     share = None if tolerance is None else Fraction(str(tolerance))
 
-    def reward(sample: Sample) -> float:
-        value = _value(sample, column)
-        wanted = None if isinstance(value, list | Mapping) else last_number(str(value))
-        if wanted is None:
-            raise RewardError(
-                f"the row's {column} holds no number, or one that may mean several things: {value!r:.200}"
+    def wanted(row: Row) -> Fraction:
+        value = _value(row, column)
+        found = None if isinstance(value, list | Mapping) else last_number(str(value))
+        if found is None:
+            raise RowError(
+                column, f"the row's {column} holds no number, or one that may mean several things: {value!r:.200}"
             )
+        return found
+
+    def reward(sample: Sample, wanted: Fraction) -> float:
         given = last_number(sample.answer)
         if given is None or (share is None and wanted.denominator == 1):
             return float(given == wanted)
         return float(abs(given - wanted) <= (RELATIVE if share is None else share) * max(abs(given), abs(wanted)))
 
-    return reward
+    return OfRow(wanted, reward)
 
 
 def math_verify(column: str = "answer") -> OfSample:
@@ -87,17 +91,16 @@ def math_verify(column: str = "answer") -> OfSample:
     # Its own time limits work in main threads only; a call has a deadline, after which its process is killed.
     unlimited: dict[str, Any] = {"parsing_timeout": None}
 
-    def reward(sample: Sample) -> float:
-        text = str(_value(sample, column)).rpartition("####")[2].strip()
+    def reward(sample: Sample, text: str) -> float:
         import math_verify as package
 
         wanted = package.parse(text if "$" in text or "boxed" in text else f"${text}$", **unlimited)
         if not wanted:
-            raise RewardError(f"math-verify finds no expression in the row's {column}: {text!r:.200}")
+            raise RowError(column, f"math-verify finds no expression in the row's {column}: {text!r:.200}")
         given = package.parse(sample.answer, **unlimited)
         return float(bool(given) and package.verify(wanted, given, timeout_seconds=None))
 
-    return reward
+    return OfRow(lambda row: _expression(_value(row, column), column), reward)
 
 
 def length(
@@ -138,8 +141,7 @@ def reasoning_gym(pattern: str = "") -> OfSample:
     the last match; by default it is the whole completion."""
     compiled = _compiled(pattern) if pattern else None
 
-    def reward(sample: Sample) -> float:
-        origin = _column(sample, "reasoning_gym")
+    def reward(sample: Sample, origin: Mapping[str, Any]) -> float:
         dataset = _reasoning_gym_dataset(origin["name"], tuple(sorted(origin["options"].items())))
         answer: str | None = sample.answer.strip()
         if compiled is not None:
@@ -147,7 +149,7 @@ def reasoning_gym(pattern: str = "") -> OfSample:
             answer = str(matches[-1][min(1, compiled.groups)]).strip() if matches else None
         return float(dataset.score_answer(answer, dataset[origin["index"]]))
 
-    return reward
+    return OfRow(_origin, reward)
 
 
 def environment() -> OfSample:
@@ -169,26 +171,45 @@ TEMPLATES: dict[str, Callable[..., OfSample]] = {made.__name__: made for made in
 TEMPLATES[JUDGE_TEMPLATE] = RemoteJudge
 
 
-def _column(sample: Sample, name: str) -> Any:
-    if name not in sample.row:
-        raise RewardError(missing_column(name, sample.row))
-    return sample.row[name]
+def _column(row: Row, name: str) -> Any:
+    if name not in row:
+        raise RowError.missing(name, row)
+    return row[name]
 
 
-def _value(sample: Sample, name: str) -> Any:
-    """Returns the value of a column of answers. Raises RewardError for none: null, or the NaN of tables."""
-    value = _column(sample, name)
+def _value(row: Row, name: str) -> Any:
+    """Returns the value of a column of answers. Raises RowError for none: null, or the NaN of tables."""
+    value = _column(row, name)
     if value is None or value != value:
-        raise RewardError(f"the row's {name} is {value}: write an answer, or remove the row")
+        raise RowError(name, f"the row's {name} is {value}: write an answer, or remove the row", advice="")
     return value
 
 
+def _expression(value: Any, column: str) -> str:
+    """Returns the text of an expression. Parsing it takes too long for all rows of a source, and is left to scoring:
+    raises RowError where nothing can be parsed."""
+    text = str(value).rpartition("####")[2].strip()
+    if isinstance(value, list | Mapping) or not text.replace("boxed{}", "").strip("$\\ "):
+        raise RowError(column, f"the row's {column} holds no expression: {value!r:.200}")
+    return text
+
+
+def _origin(row: Row) -> Mapping[str, Any]:
+    """Returns what a row says of its entry of a reasoning-gym data set."""
+    origin = _column(row, "reasoning_gym")
+    if not isinstance(origin, Mapping) or not {"name", "options", "index"} <= {*origin}:
+        raise RowError("reasoning_gym", f"the row's reasoning_gym does not name an entry of a data set: {origin!r:.80}")
+    return origin
+
+
 def _writings(value: Any, column: str) -> list[str]:
-    """Returns the texts that mean a value of a row. Raises RewardError for lists and tables."""
+    """Returns the texts that mean a value of a row. Raises RowError for lists and tables."""
     if isinstance(value, list | Mapping):
-        raise RewardError(
+        raise RowError(
+            column,
             f"the row's {column} is {json.dumps(value, default=str)[:80]}, and exact_match compares texts: name a "
-            "column of texts, or write a function"
+            "column of texts, or write a function",
+            advice="",
         )
     writings = [str(value).strip()]
     if isinstance(value, bool):

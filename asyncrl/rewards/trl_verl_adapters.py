@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from asyncrl.config.user_code import name_of, suggestion
+from asyncrl.config.written_values import written_or
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards.sample import Function, Logged, Sample
-from asyncrl.rewards.written_values import written_or
 
 Parameters = Mapping[str, inspect.Parameter]
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.written_values import written_or, written_value
 from asyncrl.errors import TaskError
-from asyncrl.rewards.written_values import written_or, written_value
 from asyncrl.tasks.reading.pictures import checked_picture, is_picture
 
 Message = dict[str, Any]
@@ -21,7 +21,7 @@ OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "a
 SENDERS = OTHER_ROLES | {"chatgpt": "assistant", "observation": "tool", "function_response": "tool"}
 """Names of ShareGPT's form, {"from", "value"}."""
 FORM = '[{"role": "user", "content": "..."}]'
-BEGIN = re.compile(r"""[\s\ufeff"]*(?:array\(|list\(|\()?\s*\[?\s*\{\s*\\*["'](\w+)\\*["']\s*:""")
+BEGIN = re.compile(r"""[\s\ufeff"\\]*(?:array\(|list\(|\()?\s*\[?\s*\{\s*\\*["'](\w+)\\*["']\s*:""")
 """Begin of a text that may hold messages: the first key of the first one."""
 KEYS = tuple(re.compile(rf"""["'](?:{names})\\*["']\s*:""") for names in ("role|from", "content|value|tool_calls"))
 MEANT = ("default", "const")
@@ -37,7 +37,8 @@ def parsed(prompt: Any, where: str) -> Any:
     try:
         found = written_value(prompt.lstrip("\ufeff"))
     except ValueError as error:
-        if begin[1] in ("role", "content") or all(key.search(prompt) for key in KEYS):
+        is_cut = begin[1] in ("role", "content") and "]" not in prompt
+        if is_cut or all(key.search(prompt) for key in KEYS):
             raise TaskError(
                 f"{where}: this text begins like messages, which it does not hold ({error}), and a model would read it "
                 f"as it is: write messages as JSON, {FORM}; if it is a text, as the content of one: {prompt:.80}"

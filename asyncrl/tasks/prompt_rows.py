@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from asyncrl.config.user_code import suggestion
+from asyncrl.config.written_values import written_or
 from asyncrl.errors import TaskError
 from asyncrl.protocols.prompt_row import PromptRow
-from asyncrl.rewards.written_values import written_or
 from asyncrl.tasks.chat_messages import (
     TOOLS,
     Messages,
@@ -25,10 +25,12 @@ from asyncrl.tasks.chat_messages import (
 )
 from asyncrl.tasks.reading.pictures import has_pictures
 from asyncrl.tasks.reading.plain_values import plain, valid_text
-from asyncrl.tasks.reading.row_files import located, place_of, unchecked
+from asyncrl.tasks.reading.row_files import ArrowRows, JoinedRows, located, place_of, unchecked
 
 COLUMNS = "task.columns"
 """Config key that names columns."""
+MOST_CHECKED = 10_000
+"""Rows that are looked at before a run starts, of a source that makes them on demand."""
 CONVERSATIONS = ("messages", "conversations", "conversation")
 """Columns of other libraries with whole conversations, which end with the wanted answer."""
 OTHER_NAMES = ("prompts", "question", "problem", "query", "instruction", "input", *CONVERSATIONS, "text")
@@ -193,6 +195,11 @@ def with_system(prompt: Messages, system: str, where: str, chat: bool = False, f
     if any(message["role"] == "system" for message in messages[:1]):
         raise TaskError(f"{where}: the prompt has a system message of its own; remove task.system")
     return [{"role": "system", "content": system}, *messages]
+
+
+def checked_rows(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Returns how many rows are looked at before a run starts: all that a file or a list has."""
+    return len(rows) if isinstance(rows, list | ArrowRows | JoinedRows) else min(len(rows), MOST_CHECKED)
 
 
 def has_column(raw: Mapping[str, Any], column: str) -> bool:

@@ -19,7 +19,15 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.chat_messages import Messages, in_one_form, parsed
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
 from asyncrl.tasks.human_eval import human_eval
-from asyncrl.tasks.prompt_rows import CONVERSATIONS, MixedPrompts, PromptRows, Prompts, checked_row, has_column
+from asyncrl.tasks.prompt_rows import (
+    CONVERSATIONS,
+    MixedPrompts,
+    PromptRows,
+    Prompts,
+    checked_row,
+    checked_rows,
+    has_column,
+)
 from asyncrl.tasks.reading.hub_rows import STREAMING, hub_rows
 from asyncrl.tasks.reading.pictures import has_pictures
 from asyncrl.tasks.reading.plain_values import plain
@@ -101,6 +109,8 @@ def load_prompts(
     if held_out and len(rows) > 0 and isinstance(rows[0], Mapping):
         named = columns.items()
         columns = {name: column for name, column in named if name not in rows[0] or has_column(rows[0], column)}
+    if (checked := checked_rows(rows)) < len(rows):
+        notes += (f"{source} makes its {len(rows):,} rows on demand: the first {checked:,} are checked before the run",)
     return Prompts(rows, source, system, columns, notes, chat, _folder_of(spec))
 
 

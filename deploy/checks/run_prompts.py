@@ -24,7 +24,7 @@ from asyncrl.tasks.prompt_lengths import write_longest
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import function_named
 from asyncrl.tasks.reading.row_files import Rows
-from asyncrl.tasks.source_problems import check_tests
+from asyncrl.tasks.source_problems import check_rows
 from asyncrl.tasks.turn_template import turn_problems
 
 TRAINING = "task.prompts"
@@ -68,7 +68,7 @@ def read_prompts(config: Config, given: Rows | None = None) -> PromptSets:
     found = {each.name: held_out_prompts(config, name=each.name) for each in config.evaluate.held_out}
     held_out = {name: prompts for name, prompts in found.items() if prompts is not None}
     sets = PromptSets(training_prompts(config, given), held_out)
-    check_tests(config, sets.by_key(config))
+    check_rows(config, sets.by_key(config))
     return sets
 
 

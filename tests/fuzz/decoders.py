@@ -126,7 +126,7 @@ UNFUZZED: dict[str, str] = {
     "simulation/cost_model/model_size.py": MODEL,
     "simulation/mapping/job_file.py": USER,
     "tasks/builtin/dialogue.py": USER,
-    "rewards/written_values.py": USER,
+    "config/written_values.py": USER,
     "tasks/reading/row_files.py": USER,
     "tasks/builtin/guess_agent.py": "an example, which runs contained",
     "tasks/human_eval.py": USER,

@@ -95,9 +95,15 @@ MEMBER = r"on member \d of group \d: "
             ],
         ),
         (
-            ["--environment.use=", "--reward.functions", f'["exact_match", {JUDGE}]'],
+            ["--environment.use=", "--reward.functions", '["exact_match"]'],
             [
-                f"reward function exact_match {MEMBER}the row has no column answer; found are prompt\n  completion: '",
+                r"\.jsonl, line 1: exact_match needs the column answer: the row has no column answer; found are "
+                r'prompt; write task\.columns = \{ answer = "COLUMN OF YOURS" \}'
+            ],
+        ),
+        (
+            ["--environment.use=", "--reward.functions", f"[{JUDGE}]"],
+            [
                 f"reward function judge {MEMBER}the judge http://127.0.0.1:1/v1/chat/completions gave no score in 1 "
                 "tries; the last one: the call failed: ConnectError",
             ],

@@ -120,9 +120,15 @@ class Gate:
         return True
 
     def scored(
-        self, group: int, member: int, attempt: int, reward: float | None, turn_rewards: tuple[float, ...] = ()
+        self,
+        group: int,
+        member: int,
+        attempt: int,
+        reward: float | None,
+        turn_rewards: tuple[float, ...] = (),
+        without: str = "unscorable",
     ) -> bool:
-        """Moves a sample SCORING -> READY; one without a reward is dropped as `unscorable`. Returns as `generated`.
+        """Moves a sample SCORING -> READY; one without a reward is dropped as `without`. Returns as `generated`.
         turn_rewards: the reward in parts, of a sample with several turns."""
         sample = self._current(group, member, attempt, Stage.SCORING)
         if sample is None:
@@ -130,7 +136,7 @@ class Gate:
         sample.reward, sample.turn_rewards = reward, turn_rewards
         self._counts.move(sample, Stage.READY)
         if reward is None:
-            self.drop(group, [member], "unscorable")
+            self.drop(group, [member], without)
         else:
             self._stamps.add(self.expiry_stamp(sample), group)
             self._reconsider(group)

@@ -87,8 +87,8 @@ class Trained:
 class Dropped:
     """These members leave without training.
 
-    reason: "stale", "unscorable", "no_baseline", "no_signal", "greedy_unscorable", "poison" or a word of the user's
-    algorithm; of samples that a step was given, "stale", "truncated", "rejected", "not finite" or "left out".
+    reason: "stale", "unscorable", "bad_row", "no_baseline", "no_signal", "greedy_unscorable", "poison" or a word of the
+    user's algorithm; of samples that a step was given, "stale", "truncated", "rejected", "not finite" or "left out".
     """
 
     group: int

@@ -74,19 +74,34 @@ class Alarm:
 @dataclass(slots=True)
 class RewardFailures:
     """Rings at the first failed score, and after each `limit` samples in a row without a reward: samples that could not
-    be scored, and those of groups that were given up as poison, `members` each."""
+    be scored, and those of groups that were given up as poison, `members` each. Says which rows cannot be scored: they
+    end no run. where: names the row of a group."""
 
     limit: int
     alarm: Alarm
     members: int = 1
     failed: int = 0
     unscored: int = 0
+    where: Callable[[int], str] = "group {}".format
+    bad_rows: set[str] = field(default_factory=set)
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, SampleScored):
+        if isinstance(event, SampleScored) and event.score.bad_row:
+            self._bad_row(self.where(event.sample.group), event.score.error)
+        elif isinstance(event, SampleScored):
             self._scored(event.score)
         elif isinstance(event, GroupPoisoned):
             self._count(self.members, f"group {event.group} was given up as poison: {event.reason}")
+
+    def _bad_row(self, where: str, error: str) -> None:
+        if where in self.bad_rows or len(self.bad_rows) > REPORTED:
+            return
+        self.bad_rows.add(where)
+        if len(self.bad_rows) > REPORTED:
+            self.alarm.say("further rows cannot be scored; they are counted as data/dropped/bad_row in metrics.jsonl")
+            return
+        text = "this row cannot be scored, and its group is left out (data/dropped/bad_row); correct or remove it"
+        self.alarm.say(f"{where}: {text}:\n{error}")
 
     def _scored(self, score: Score) -> None:
         self.failed += bool(score.error)

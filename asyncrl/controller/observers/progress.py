@@ -9,6 +9,7 @@ from asyncrl.concurrency import running_beside
 from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, Generated
 from asyncrl.controller.observers.events import Event, SampleScored, StepDone
 from asyncrl.controller.observers.step_metrics import step_of
+from asyncrl.rewards.sample import BAD_ROW
 
 INTERVAL = 10.0
 """Seconds. A run that says nothing for longer looks as if it hung."""
@@ -93,15 +94,17 @@ class RunProgress:
         )
 
     def drops(self, trained: int, abandoned: int) -> str | None:
-        """Returns how the samples since this start ended, for the end of a run that dropped many of them, else None."""
+        """Returns how the samples since this start ended, for the end of a run that dropped many of them or some for
+        their rows, else None."""
         dropped = self._dropped_in_all.total()
-        if not dropped or dropped < MANY * (trained + dropped):
+        if not self._dropped_in_all[BAD_ROW] and (not dropped or dropped < MANY * (trained + dropped)):
             return None
         return f"of the samples {trained:,} were trained, {_dropped(self._dropped_in_all)}, {abandoned:,} abandoned"
 
 
 def _dropped(reasons: Counter[str]) -> str:
-    named = ", ".join(f"{count:,} as {reason}" for reason, count in reasons.most_common(NAMED))
+    shown = [*reasons.most_common(NAMED), *((BAD_ROW, reasons[BAD_ROW]),) * bool(reasons[BAD_ROW])]
+    named = ", ".join(f"{count:,} as {reason}" for reason, count in dict(shown).items())
     return f"{reasons.total():,} dropped{f' ({named})' if named else ''}"
 
 

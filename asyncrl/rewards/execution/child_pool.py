@@ -131,8 +131,9 @@ def _result(fields: Any) -> FunctionResult:
             [*tokens],
             int(many),
             dict(logged),
+            bool(of_row),
         ] if all(isinstance(each, int | float) for each in (*tokens, *logged.values())):
-            return FunctionResult(value, reason, trace, tuple(tokens), many, logged)
+            return FunctionResult(value, reason, trace, tuple(tokens), many, logged, of_row)
     raise WireError(f"no result: {fields!r:.100}")
 
 

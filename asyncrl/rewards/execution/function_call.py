@@ -9,8 +9,8 @@ from typing import Any
 
 from asyncrl.children.user_errors import trace, where_to_write
 from asyncrl.errors import RewardError
-from asyncrl.protocols.reward_bound import LARGEST_REWARD
-from asyncrl.rewards.sample import Function, FunctionResult, Logged, Sample
+from asyncrl.protocols.batch import LARGEST_REWARD
+from asyncrl.rewards.sample import Function, FunctionResult, Logged, RowError, Sample
 
 
 async def attempt(
@@ -24,7 +24,7 @@ async def attempt(
         if scope.expired():
             result = FunctionResult(reason=f"it hung: no answer within {deadline:g} s{_waiting_in(error)}")
         elif isinstance(error, RewardError):
-            result = FunctionResult(reason=str(error))
+            result = FunctionResult(reason=str(error), of_row=isinstance(error, RowError))
         else:
             advice = _other_argument(error, group) or where_to_write(error)
             reason = f"it raised {type(error).__name__}: {error}{advice}"

@@ -7,7 +7,7 @@ from asyncrl.errors import RewardError
 from asyncrl.protocols.messages import Score
 from asyncrl.rewards.execution.token_rewards import token_rewards, turn_sums
 from asyncrl.rewards.functions import FunctionSpec
-from asyncrl.rewards.sample import FunctionResult, Sample
+from asyncrl.rewards.sample import BAD_ROW, FunctionResult, Sample
 from asyncrl.rewards.templates import ENVIRONMENT, TEMPLATES
 
 OnError = Literal["fail", "zero", "ignore"]
@@ -20,8 +20,9 @@ def score_of(
 ) -> Score:
     """Returns the weighted sum of the functions' values; terms are the values before weighting. on_error: for a
     function without a value, `fail` raises RewardError with function, sample and traceback, `zero` counts 0, and
-    `ignore` makes the sample unscorable, so that it leaves the baseline and the loss. place: what errors call the group
-    of the sample; default: by its number."""
+    `ignore` makes the sample unscorable, so that it leaves the baseline and the loss. A row that a template of ours
+    cannot score makes it so whatever on_error says. place: what errors call the group of the sample; default: by its
+    number."""
     terms: dict[str, float] = {}
     failures: list[str] = []
     effects: set[str] = set()
@@ -30,8 +31,9 @@ def score_of(
         terms |= {f"{spec.name}/{name}": value for name, value in result.logged.items()}
         if result.reason:
             failures.append(failure_text(sample, spec, result, place or f"group {sample.group}"))
-            effects.add(spec.on_error or on_error)
-            if (spec.on_error or on_error) == "zero":
+            effect = BAD_ROW if result.of_row else spec.on_error or on_error
+            effects.add(effect)
+            if effect == "zero":
                 terms[spec.name] = 0.0
         elif isinstance(result.value, dict):
             terms |= {f"{spec.name}/{term}": value for term, value in result.value.items()}
@@ -42,7 +44,9 @@ def score_of(
             total += spec.weight * result.value
     if "fail" in effects:
         raise RewardError("\n".join([*failures, _advice(specs, results)]))
-    return Score(None if "ignore" in effects else total, terms, "\n".join(failures), _turns(sample, specs, results))
+    reward = None if effects & {"ignore", BAD_ROW} else total
+    turns = _turns(sample, specs, results)
+    return Score(reward, terms, "\n".join(failures), turns, bad_row=BAD_ROW in effects)
 
 
 def _turns(sample: Sample, specs: Sequence[FunctionSpec], results: Sequence[FunctionResult]) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller import sample_tracker
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.iterations import Iterations
+from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.sample_tracker import SampleTracker
@@ -268,3 +269,20 @@ def test_the_rewards_of_tokens_are_part_of_the_row_and_freed_with_a_refused_scor
     assert not released
     tracker.scored(row(group, 1)._replace(attempt=7), Score(1.0, {}, place=place))
     assert released == [(group, 1, 7)], "nothing else would free what an old attempt stored"
+
+
+def test_samples_of_a_row_that_cannot_be_scored_are_dropped_for_that_reason() -> None:
+    dropped: list[tuple[int, str]] = []
+
+    def observe(event: object) -> None:
+        if isinstance(event, ledger.Dropped):
+            dropped.extend((member, event.reason) for member in event.members)
+
+    gate = Gate(CONFIG)
+    tracker = SampleTracker(gate, Journal(MemoryStore()), observe, lambda names: None, lambda: None, lambda: None)
+    group = tracker.draw()
+    tracker.generated([row(group, member) for member in range(4)])
+    for member, bad_row in enumerate((True, True, False)):
+        tracker.scored(row(group, member), Score(None, {}, "no number", bad_row=bad_row))
+    assert dropped == [(0, "bad_row"), (1, "bad_row"), (2, "unscorable")]
+    assert [gate.group(group).samples[member].reason for member in range(3)] == [reason for _, reason in dropped]

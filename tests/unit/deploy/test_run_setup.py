@@ -30,7 +30,7 @@ from asyncrl.deploy.run_setup import (
 from asyncrl.errors import ConfigError, FleetFailed, RemoteError, TaskError
 from asyncrl.tasks import training_prompts
 from asyncrl.tasks.prompt_draw import drawn_row
-from asyncrl.tasks.source_problems import check_tests
+from asyncrl.tasks.source_problems import check_rows
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 from asyncrl.telemetry.screen.display import open_display
@@ -122,7 +122,7 @@ class Endless:
     def __len__(self):
         return 10**9
     def __getitem__(self, number):
-        assert number < 2000, "only the first rows are read before the run starts"
+        assert number < 10_000, "only the first rows are read before the run starts"
         return whole(1)[0]
 
 def endless(size):
@@ -162,10 +162,10 @@ def test_rows_from_python_have_tests_too_where_programs_are_tested(directory: Ru
         read_prompts(request.config, request.prompts)
 
 
-def test_of_many_rows_only_the_first_are_read_for_their_tests(tmp_path: Path) -> None:
+def test_of_many_rows_made_on_demand_only_the_first_are_checked(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MADE)
     config = order(tmp_path, task={"prompts": f"{tmp_path}/mine.py:endless"}, reward={"functions": ["passes_tests"]})
-    check_tests(config.config, {"task.prompts": training_prompts(config.config)})
+    check_rows(config.config, {"task.prompts": training_prompts(config.config)})
 
 
 PLAN = ResumePlan(1, 5, 0, "checkpoints/5", Ledger(), 5, ("checkpoint 6 was passed over",), Scan(MemoryStore()))

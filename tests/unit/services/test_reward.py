@@ -261,3 +261,16 @@ def test_the_worker_needs_no_torch() -> None:
     code = "import asyncrl.services.reward, sys; sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60, env=environment).returncode == 0
+
+
+@pytest.mark.parametrize("on_error", ["fail", "zero", "ignore"])
+async def test_a_row_that_a_template_cannot_score_costs_its_group_and_not_the_run(
+    tmp_path: Path, serving: Serving, on_error: str
+) -> None:
+    row = {"prompt": "say", "answer": "x+1"}
+    async with serving(config("numeric", on_error=on_error), tmp_path) as bench:
+        (score,) = await bench.service.score(BatchRef((bench.ref("7"),)), row)
+        assert (score.reward, score.terms, score.bad_row) == (None, {}, True)
+        assert "numeric on member 0 of group 4: the row's answer holds no number" in score.error
+        (good,) = await bench.service.score(BatchRef((bench.ref("7", group=5),)), {"prompt": "say", "answer": "7"})
+        assert good == Score(1.0, {"numeric": 1.0})

@@ -198,6 +198,7 @@ SEVERAL = [{"role": "user", "content": "What's 1 + 1?\n[{'a': 1}]"}, {"role": "u
         "\ufeff" + json.dumps(SEVERAL),
         json.dumps(SEVERAL, ensure_ascii=False, separators=(",", ":")),
         json.dumps(json.dumps(SEVERAL)),
+        json.dumps(json.dumps(json.dumps(SEVERAL))),
         json.dumps([dict(sorted(each.items())) for each in SEVERAL]),
         repr(SEVERAL),
         repr([dict(sorted(each.items())) for each in SEVERAL]),
@@ -225,6 +226,7 @@ def test_arrays_within_messages_are_lists() -> None:
     [
         '[{"role": "user", "content": "hi"}',
         "[{'role': 'user', 'content': 'hi'",
+        '[{"role": "us',
         "[{'content': 'hi', 'role': 'user'} ...]",
         '[{"id": 3, "role": "user", "content": "hi"},',
         "[{'from': 'human', 'value': datetime.date(2026, 1, 1)}]",
@@ -245,6 +247,7 @@ def test_a_text_that_begins_like_messages_and_holds_none_is_refused(text: str, t
         "[{",
         "[{'a': 1}, {'a': 2}] is a list. Sort it.",
         '[{"name": "x", "role": "admin"}]',
+        "[{'role': 'admin', 'id': 3}] What does this print?",
         "[{'value': 3}, {'value': 5}] What is the sum?",
         '"[{" begins a list of tables in JSON.',
         '{"a": 1}',

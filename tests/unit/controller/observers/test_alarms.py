@@ -242,3 +242,20 @@ def test_three_steps_of_answers_without_an_end_end_the_run_and_name_the_key() ->
     with pytest.raises(OnlyTruncated, match=r"3 steps in a row from version 0 .*generation\.max_new_tokens"):
         scene.play()
     assert {event.reason for event in scene.told(Dropped)} == {"truncated"}
+
+
+def test_rows_that_cannot_be_scored_are_named_once_each_and_end_no_run() -> None:
+    said: list[str] = []
+    reactions = GuardsConfig(first_failure="stop", unscored="stop")
+    failures = RewardFailures(3, Alarm(reactions, said.append), where="rows.jsonl, line {}".format)
+    for group in [0, 0, 1, *range(20)]:
+        sample = ROW._replace(group=group)
+        failures.observe(SampleScored(sample, Score(None, {}, f"no number in group {group}", bad_row=True)))
+    assert len(said) == 6
+    assert said[1] == (
+        "rows.jsonl, line 1: this row cannot be scored, and its group is left out (data/dropped/bad_row); correct or "
+        "remove it:\nno number in group 1"
+    )
+    assert said[5].startswith("further rows cannot be scored; they are counted as data/dropped/bad_row")
+    with pytest.raises(TrainingStopped):
+        failures.observe(FAILED)

@@ -79,6 +79,19 @@ def test_the_end_names_what_was_dropped_or_nothing() -> None:
     virtual_loop.run(main())
 
 
+def test_the_end_names_rows_that_could_not_be_scored_however_few() -> None:
+    async def main() -> None:
+        progress = RunProgress(print)
+        for reason in ("stale", "stale", "no_signal", "no_signal", "no_baseline", "no_baseline", "bad_row"):
+            progress.observe(Dropped(0, (0,), reason))
+        assert progress.drops(trained=80_000, abandoned=4) == (
+            "of the samples 80,000 were trained, 7 dropped (2 as stale, 2 as no_signal, 2 as no_baseline, 1 as "
+            "bad_row), 4 abandoned"
+        )
+
+    virtual_loop.run(main())
+
+
 def test_a_line_that_is_printed_is_progress_enough() -> None:
     assert shown(25, (9, RunProgress.note), (18, RunProgress.note)) == []
 

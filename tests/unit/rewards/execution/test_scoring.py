@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -75,3 +76,19 @@ def test_the_rewards_of_an_environment_are_parts_of_the_score(weight: float, tur
     assert score_of(episode, specs[:1], [FunctionResult(1.0)], "fail").turns == ()
     failed = [FunctionResult(1.0), FunctionResult(reason="raised")]
     assert score_of(episode, specs, failed, "zero").turns == ()
+
+
+@pytest.mark.parametrize("on_error", ["fail", "zero", "ignore"])
+@pytest.mark.parametrize("own", ["", "fail", "zero"])
+def test_a_row_that_cannot_be_scored_leaves_the_run_whatever_a_key_says_of_errors(on_error: Any, own: str) -> None:
+    specs = [replace(SPECS[0], on_error=own), SPECS[1]]
+    bad = [FunctionResult(reason="the row's answer holds no number", of_row=True), FunctionResult(1.0)]
+    score = score_of(SAMPLE, specs, bad, on_error)
+    assert (score.reward, score.bad_row, score.terms) == (None, True, {"shape": 1.0})
+    assert "exact_match on member 3 of group 12: the row's answer holds no number" in score.error
+    assert not score_of(SAMPLE, SPECS, [FunctionResult(1.0), FunctionResult(1.0)], on_error).bad_row
+
+
+def test_an_error_of_the_users_function_still_ends_the_run_beside_a_bad_row() -> None:
+    with pytest.raises(RewardError, match="it raised KeyError"):
+        score_of(SAMPLE, SPECS, [FunctionResult(reason="no number", of_row=True), BROKEN[1]], "fail")
