@@ -283,10 +283,10 @@ def _algorithm(given: Any) -> tuple[Mapping[str, Any], "Algorithm | None"]:
     from asyncrl.controller.algorithm_interface import algorithm_from
 
     keys = _section("algorithm", "preset", given if isinstance(given, str | Mapping) else {"custom": given})
-    if "custom" not in keys or isinstance(keys["custom"], str):
+    if isinstance(own := keys.get("custom", ""), str):
         return keys, None
-    custom = algorithm_from(keys["custom"], f"algorithm: {keys['custom']!r:.100}")
-    return {**keys, "custom": importable_algorithm(keys["custom"]) or FROM_PYTHON}, custom
+    custom = algorithm_from(own, f"algorithm: {name_of(own) if callable(own) else repr(own):.100}")
+    return {**keys, "custom": importable_algorithm(own) or FROM_PYTHON}, custom
 
 
 def _algorithm_here(custom: "Algorithm | None", name: str, say: Callable[[str], None]) -> "Algorithm | None":

@@ -215,6 +215,8 @@ def test_an_algorithm_is_a_preset_an_algorithm_or_keys_with_an_algorithm_among_t
 
     with pytest.raises(ConfigError, match=r"^algorithm: Algorithm\(roll_out, train\) is no algorithm: its roll"):
         _algorithm(Algorithm(Broken.roll_out, grpo.train))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^algorithm: lambda is no algorithm: it is one function"):
+        _algorithm(lambda: 1)
     with pytest.raises(
         ConfigError, match="algorithm: 3 is no algorithm: it has no function roll_out, write `async def"
     ):

@@ -153,6 +153,8 @@ def test_no_key_of_ours_is_taken_for_a_name_of_others() -> None:
         ("max_tool_calling_iterations", "write environment.max_turns"),
         ("push_to_hub", "not supported: a run publishes nothing by itself"),
         ("shuffle_dataset", "write task.shuffle"),
+        ("logging_steps", "write telemetry.print_every (of printed lines"),
+        ("disable_tqdm", "telemetry.print_every = 0 is quiet"),
         ("training.load_best_model_at_end", "write training.keep_best"),
         ("learning_rate", "write training.learning_rate"),
     ],
