@@ -112,11 +112,23 @@ class TokenizerWithStops:
         self.refuse_changed_parts(prompt, tools, text)
         if not by_environment:
             refuse_unseen_functions(prompt, tools, text)
+            self._refuse_unseen_calls(prompt, tools)
         return self.text_ids(self._begun(prompt, tools) if is_begun else text)
+
+    def _refuse_unseen_calls(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        """Refuses a template that drops calls, of which it may show the schemas: marks stand before their names."""
+        if any(message.get("tool_calls") for message in messages):
+            marked = [_with_marked_calls(message) for message in messages]
+            try:
+                refuse_unseen_functions(marked, (), self.render_chat(marked, tools, WHOLE))
+            except TaskError as error:
+                raise TaskError(str(error).replace(MARK, "")) from None
 
     def _begun(self, prompt: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """Returns the prompt up to the end of the answer in its last message, with the white space there, which some
         templates strip. Raises TaskError where the template changes the answer."""
+        if prompt[-1].get("tool_calls"):
+            raise TaskError("the last message calls tools, and no answer goes on there: write their results behind it")
         text, content = self.render_chat(prompt, tools, INSIDE_ANSWER), prompt[-1]["content"]
         answer = content if isinstance(content, str) else content[-1].get("text", "")
         if not text.endswith(answer.rstrip()):
@@ -216,7 +228,7 @@ class TokenizerWithStops:
     def _render(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         try:
             rendered = self._tokenizer.apply_chat_template(
-                list(messages), **{**self._template, **settings, "tokenize": False}
+                [*map(_with_content, messages)], **{**self._template, **settings, "tokenize": False}
             )
             return str(rendered)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -289,6 +301,20 @@ def end_ids(generation_config: Any, tokenizer: Any) -> NDArray[np.int64]:
     if getattr(tokenizer, "chat_template", None) and (end := (marks := Marks.of_tokenizer(tokenizer)).turn_end()):
         ids.add(marks.ids[end])
     return np.array(sorted(ids - {None}), np.int64)
+
+
+def _with_content(message: Message) -> Message:
+    """Returns a message with an empty content in place of none: some templates would write "None", others fail."""
+    return message if message.get("content", "") is not None else {**message, "content": ""}
+
+
+def _with_marked_calls(message: Message) -> Message:
+    """Returns a message whose calls have a mark before the names of their functions."""
+    calls = [
+        {**call, "function": {**call["function"], "name": f"{MARK}{call['function']['name']}"}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _with_text_arguments(value: Any) -> Any:

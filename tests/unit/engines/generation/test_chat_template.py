@@ -240,3 +240,25 @@ def test_calls_are_written_as_the_template_takes_them(
     with_calls = f"{{% if m.tool_calls %}}{{% set f = m.tool_calls[0].function %}}{written}{{% else %}}"
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", with_calls + "{{ m.content }}{% endif %}")
     assert f"assistant\n{call}<|im_end|>" in shown(tokenizer, [ASKS, CALLS, {"role": "tool", "content": "3 C"}])
+
+
+@pytest.mark.parametrize("content", ["{{ m['content'] + '!' }}", "{{ m.content }}"])
+def test_a_call_without_content_is_written_without_any(content: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", content + "{{ m.tool_calls[0].function.name }}")
+    found = shown(tokenizer, [CALLS, {**ASKS, "tool_calls": [CALL]}])
+    assert f"assistant\n{'!' * (content != '{{ m.content }}')}get" in found
+
+
+def test_a_call_that_the_template_leaves_out_is_missed_beside_the_schema_of_its_function(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    schema = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
+    tokenizer.chat_template = "{{ tools | tojson }}" + CHATML
+    with pytest.raises(TaskError, match="leaves out tool_calls, get among them"):
+        TokenizerWithStops(tokenizer, ()).prompt_ids([ASKS, CALLS, ASKS], [schema])
+
+
+def test_a_prompt_that_ends_with_a_call_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = RESULTS_AS_JSON
+    with pytest.raises(TaskError, match=r"the last message calls tools, .*: write their results behind it"):
+        shown(tokenizer, [ASKS, CALLS])
