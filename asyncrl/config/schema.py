@@ -74,7 +74,8 @@ class GenerationConfig(Section):
     prefill_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens of prompts that a step computes beside a full batch of samples. 0 chooses 32 on a CPU, else 2048."""
     deterministic: bool = False
-    """Makes tokens and log-probs independent of slots, neighbours and order of arrival, bit for bit. This is slower."""
+    """Makes tokens and log-probs independent of slots, neighbours and order of arrival, bit for bit. This is slower.
+    Models with experts are refused."""
     device: str = "cpu"
     """Device of the generation workers, e.g. cpu or cuda:0."""
     pool: str = ""

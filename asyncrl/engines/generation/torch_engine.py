@@ -52,12 +52,14 @@ from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.model_shape import layers_of_stage
+from asyncrl.engines.models.model_families import BY_NEIGHBOURS
 from asyncrl.engines.models.model_folder import context_of, longest_row
+from asyncrl.engines.models.parameter_roles import Role, roles_of
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
-from asyncrl.errors import PeerLost, WeightsError
+from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.batch import SampleName
 
@@ -91,6 +93,8 @@ class TorchEngine:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         # The memory of a device may hold the slices of a rank alone.
         model = load_model(folder, DTYPES[config.model.dtype], "cpu" if ranks.size > 1 else generation.device)
+        if generation.deterministic and {Role.EXPERTS, Role.ROUTER} & {*roles_of(model).values()}:
+            raise ConfigError(f"generation.deterministic: {folder}: {BY_NEIGHBOURS}")
         if config.model.lora is not None:
             attach(model, config.model.lora, config.seed)
             fill_for_probe(model)

@@ -77,6 +77,15 @@ HEADLESS = "it has no head that continues texts: take a folder whose config.json
 DIFFERS = "its logits differ by {:.2g} from transformers' own forward, so its attention is one that the engine lacks"
 
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of a config.json with the number of experts of a layer."""
+BY_NEIGHBOURS = (
+    "it has experts, and the product of an expert has as many rows as other samples send there, so that the last bits "
+    "of a sample depend on its neighbours: remove generation.deterministic, or take a model without experts"
+)
+"""Why deterministic mode refuses a model."""
+
+
 def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
     """Yields a problem for a model on this machine whose family cannot be trained as asked, and a warning for one that
     no test has trained."""
@@ -95,6 +104,8 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
         yield Problem("model.name", "", f"{folder}: {not_computed(name, reason)}")
     elif head := _other_head(shape):
         yield Problem("model.name", "", f"{folder}: {head}")
+    elif config.generation.deterministic and _has_experts(name, shape):
+        yield Problem("generation.deterministic", "", f"{folder}: {BY_NEIGHBOURS}")
     elif config.training.router_replay and name not in REPLAYED:
         text = f"{folder} is of the family {name!r}, and experts of {', '.join(REPLAYED)} are replayed: remove it"
         yield Problem(KEY, "", text)
@@ -104,6 +115,13 @@ def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
             "log-probs with those of transformers at its start, and ends the run where they differ"
         )
         yield Problem("model.name", "", text, is_warning=True)
+
+
+def _has_experts(family: str, shape: Mapping[str, Any]) -> bool:
+    """Returns whether a config.json is of a model with experts; one that transformers saved lacks default numbers."""
+    text = {**shape, **(shape.get("text_config") or {}), **(shape.get("ffn_config") or {})}
+    found = [int(text[key] or 0) for key in EXPERTS if key in text]
+    return max(found) > 0 if found else family in REPLAYED
 
 
 def not_computed(name: str, reason: str) -> str:

@@ -1,8 +1,8 @@
 """Names, shapes, dtype and offsets of the tensors in a slot, on which both sides agree before weights move."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Self
@@ -16,12 +16,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Describes one tensor in a slot: `bytes` bytes from `offset`, row-major."""
+    """Describes one tensor in a slot: `bytes` bytes from `offset`, row-major. exact: no codec may round it, which is
+    no part of the layout."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
     bytes: int
+    exact: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,19 @@ class WeightsSpec:
     size: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str, aliases: Mapping[str, str] | None = None) -> Self:
-        """Lays out tensors in the mapping's order. dtype: a key of DTYPES."""
+    def of(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        aliases: Mapping[str, str] | None = None,
+        exact: Collection[str] = (),
+    ) -> Self:
+        """Lays out tensors in the mapping's order. dtype: a key of DTYPES. exact: names of those that are not rounded,
+        beside those of one dimension."""
         tensors, offset = [], 0
         for name, shape in shapes.items():
             size = prod(shape) * DTYPES[dtype].itemsize
-            tensors.append(TensorSpec(name, shape, offset, size))
+            tensors.append(TensorSpec(name, shape, offset, size, len(shape) < 2 or name in exact))
             offset += -(-size // ALIGNMENT) * ALIGNMENT
         return cls(dtype, tuple(tensors), tuple((aliases or {}).items()), offset)
 
@@ -52,8 +61,9 @@ class WeightsSpec:
         return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def spec_of(model: nn.Module, dtype: str) -> WeightsSpec:
-    """Returns the specification of a model's parameters. A tied parameter is one tensor with aliases."""
+def spec_of(model: nn.Module, dtype: str, exact: Collection[str] = ()) -> WeightsSpec:
+    """Returns the specification of a model's parameters. A tied parameter is one tensor with aliases. exact: names of
+    those that are not rounded."""
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
@@ -63,4 +73,4 @@ def spec_of(model: nn.Module, dtype: str) -> WeightsSpec:
             shapes[name] = tuple(parameter.shape)
         else:
             aliases[name] = owner
-    return WeightsSpec.of(shapes, dtype, aliases)
+    return WeightsSpec.of(shapes, dtype, aliases, exact)

@@ -68,4 +68,5 @@ def keep_layers(model: Any, stage: LayerStage) -> None:
 def of_stage(spec: WeightsSpec) -> WeightsSpec:
     """Returns the specification without the tensors that `keep_layers` has freed."""
     shapes = {each.name: each.shape for each in spec.tensors if prod(each.shape)}
-    return WeightsSpec.of(shapes, spec.dtype, {alias: name for alias, name in spec.aliases if name in shapes})
+    exact = [each.name for each in spec.tensors if each.exact]
+    return WeightsSpec.of(shapes, spec.dtype, {alias: name for alias, name in spec.aliases if name in shapes}, exact)

@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, default_options
+from asyncrl.engines.models.parameter_roles import HEADS, INNER, MATRICES, roles_of
 from asyncrl.engines.models.tensor_parts import StoredTensor
 from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradients
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -46,12 +47,16 @@ class Optimizer:
         # Optimizers get this rank's parts as plain tensors: fused kernels take no mixture of whole tensors and parts.
         self._own = {p: nn.Parameter(own_part(p.detach())) if is_part(p) else p for p in trained}
         self._trained = {own: parameter for parameter, own in self._own.items()}
+        roles = roles_of(model)
+        role = {id(parameter): roles[name] for name, parameter in model.named_parameters()}
+        decayed = {own for parameter, own in self._own.items() if role[id(parameter)] in MATRICES}
         if settings.optimizer == "muon":
-            inner, others = _inside_of_layers(model)
+            inner = [each for each in trained if each.ndim == 2 and role[id(each)] in INNER]
+            others = [each for each in trained if each.ndim != 2 or role[id(each)] not in INNER]
             adamw = settings.model_copy(update={"optimizer": "adamw", "optimizer_options": {}})
-            self.parts = [_optimizer(inner, settings), _optimizer(others, adamw)]
+            self.parts = [_optimizer(inner, settings, decayed), _optimizer(others, adamw, decayed)]
         else:
-            self.parts = [_optimizer(self._own.values(), settings)]
+            self.parts = [_optimizer(self._own.values(), settings, decayed)]
 
     def step(self, mesh: RankMesh, *, finite: bool) -> float | None:
         """Takes one step on the accumulated gradients of all ranks, and returns their norm before clipping; None, with
@@ -127,6 +132,14 @@ class Optimizer:
     def _restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Takes this rank's parts of the whole states."""
         for part, state in zip(self.parts, states, strict=True):
+            then, now = (
+                [len(group["params"]) for group in each["param_groups"]] for each in (state, part.state_dict())
+            )
+            if now != then:
+                raise ConfigError(
+                    f"training: the checkpoint's optimizer decays {then[0]} tensors and spares {sum(then[1:])}, while "
+                    f"this version decays {now[0]} and spares {sum(now[1:])}: start anew with another --run-dir"
+                )
             part.load_state_dict(self._with_tensors(part, state, share_out))
 
     def _with_tensors(
@@ -146,14 +159,16 @@ class Optimizer:
         return {**state, "state": changed}
 
 
-def _optimizer(parameters: Iterable[Tensor], settings: TrainingConfig) -> torch.optim.Optimizer:
-    """Makes an optimizer of torch or bitsandbytes of some parameters."""
+def _optimizer(
+    parameters: Iterable[Tensor], settings: TrainingConfig, decayed: Collection[Tensor]
+) -> torch.optim.Optimizer:
+    """Makes an optimizer of torch or bitsandbytes of some parameters, of which weight decay acts on some."""
     kind, options = OPTIMIZERS[settings.optimizer], default_options(settings.optimizer)
     given = settings.optimizer_options.items()
     options |= {key: tuple(value) if isinstance(value, list) else value for key, value in given}
     if kind.betas:
         options["betas"] = settings.betas
-    matrices, others = ([p for p in parameters if (p.ndim >= 2) == wanted] for wanted in (True, False))
+    matrices, others = ([p for p in parameters if (p in decayed) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if settings.optimizer in FUSED:
         options["fused"] = True
@@ -162,25 +177,12 @@ def _optimizer(parameters: Iterable[Tensor], settings: TrainingConfig) -> torch.
     return made
 
 
-def _inside_of_layers(model: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the trained matrices between embeddings and output layer, for muon, and all other trained parameters."""
-    outside = {id(each.weight) for each in _ends_of(model)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    inner = [each for each in trained if each.ndim == 2 and id(each) not in outside]
-    chosen = set(map(id, inner))
-    return inner, [each for each in trained if id(each) not in chosen]
-
-
 def _tied_weight(model: Any) -> Tensor | None:
     """Returns the weight of an embedding that is the head too; None where they have weights of their own."""
-    weights: list[Any] = [each.weight for each in _ends_of(model)]
-    return next((each for each in weights[:1] if any(each is other for other in weights[1:])), None)
-
-
-def _ends_of(model: Any) -> list[nn.Module]:
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    ends = (embeddings, getattr(model, "lm_head", None), getattr(model, "score", None))
-    return [each for each in (*ends, getattr(model, "classifier", None)) if isinstance(each, nn.Module)]
+    ends = [each for each in (embeddings, *(getattr(model, name, None) for name in HEADS)) if each is not None]
+    weights: list[Any] = [each.weight for each in ends]
+    return next((each for each in weights[:1] if any(each is other for other in weights[1:])), None)
 
 
 def learning_rate(settings: TrainingConfig, update: int, total: int) -> float:

@@ -1,22 +1,19 @@
 """The parts in which a slot crosses a network, the same on both sides.
 
 Parts follow the order of the slot. A codec that rounds has parts within one tensor, and leaves out tensors that do not
-stand it: those of one dimension (norms, biases), embeddings, output layers and routers.
+stand it, as their specification says: norms, biases, embeddings, output layers and routers.
 """
 
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from asyncrl.lanes.weights.codec.chunk import LOSSY, WireCodec
-from asyncrl.lanes.weights.tensor_spec import TensorSpec, WeightsSpec
+from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 
 CHUNK_BYTES = 2 << 20
 """Bytes of a part: they stay in the cache between digest and copy, and messages cost little beside them."""
-
-KEPT_EXACT = re.compile(r"(^|\.)(lm_head|embed_tokens|wte|wpe|gate|router)\.")
 
 START, SLOWEST = 5.0, 1e6
 """Seconds and bytes a second: what is not there after START and its bytes at SLOWEST does not come."""
@@ -77,14 +74,10 @@ def _stretches(spec: WeightsSpec, codec: WireCodec) -> Iterator[tuple[int, int, 
         return
     done = 0
     for tensor in spec.tensors:
-        if _may_be_rounded(tensor):
+        if tensor.bytes > 0 and not tensor.exact:
             if tensor.offset > done:
                 yield done, tensor.offset, WireCodec.DENSE
             done = tensor.offset + tensor.bytes
             yield tensor.offset, done, codec
     if spec.size > done:
         yield done, spec.size, WireCodec.DENSE
-
-
-def _may_be_rounded(tensor: TensorSpec) -> bool:
-    return len(tensor.shape) > 1 and tensor.bytes > 0 and not KEPT_EXACT.search(tensor.name)

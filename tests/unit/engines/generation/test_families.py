@@ -14,6 +14,7 @@ from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, lo
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.models.model_families import TRAINED, family_problems
+from asyncrl.errors import ConfigError
 from tests.unit.engines.generation.conftest import PADDED_VOCABULARY, byte_tokenizer, engine_config
 from tests.unit.engines.generation.test_agreement_with_training import trained_on
 
@@ -93,6 +94,24 @@ def group(requests: list[SampleRequest]) -> list[SampleRequest]:
         SampleRequest(each.key, requests[number // 4 * 4].prompt, each.seed, each.temperature, each.max_new_tokens)
         for number, each in enumerate(requests)
     ]
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_deterministic_mode_keeps_the_bits_of_a_family_in_any_order_or_refuses_it(
+    family: str,
+    tmp_path: Path,
+    requests: Callable[..., list[SampleRequest]],
+    drain: Callable[..., dict[Any, Completion]],
+) -> None:
+    folder = tiny_model(family, tmp_path)
+    config = engine_config(slots=4, max_prompt_tokens=40, max_new_tokens=24, deterministic=True)
+    if "experts" in TRAINED[family]:
+        with pytest.raises(ConfigError, match="it has experts, and the product of an expert has as many rows"):
+            TorchEngine(folder, config, 0)
+        return
+    wanted = requests(6, seed=3)
+    one, other = (drain(TorchEngine(folder, config, 0), each) for each in (wanted, wanted[::-1]))
+    assert all(one[key].logprobs.tolist() == other[key].logprobs.tolist() for key in one)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -54,6 +54,31 @@ def test_what_a_config_says_is_refused_whatever_the_family(shape: dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    ("shape", "is_refused"),
+    [
+        *(({"model_type": family}, "experts" in special) for family, special in TRAINED.items()),
+        ({"model_type": "qwen2_moe", "num_experts": 0}, False),
+        ({"model_type": "llama", "num_experts": None, "num_experts_per_tok": 2}, False),
+        ({"model_type": "olmoe", "num_experts": 64}, True),
+        ({"model_type": "granitemoe", "num_local_experts": 8}, True),
+        ({"model_type": "unknown", "n_routed_experts": 160}, True),
+        ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, True),
+        ({"model_type": "unknown", "text_config": {"num_local_experts": 4}}, True),
+    ],
+)
+def test_bits_that_depend_on_no_neighbour_are_refused_for_models_with_experts(
+    shape: dict[str, Any], is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    for deterministic in (True, False):
+        sections: dict[str, Any] = {"model": {"name": "m"}, "task": {"prompts": "p"}}
+        config = Config.model_validate(sections | {"generation": {"deterministic": deterministic}})
+        found = [each for each in family_problems(config, tmp_path) if each.key == "generation.deterministic"]
+        assert len(found) == (is_refused and deterministic)
+        assert all("its neighbours: remove generation.deterministic" in str(each) for each in found)
+
+
+@pytest.mark.parametrize(
     ("architecture", "reason"),
     [
         ("LlamaForTokenClassification", "it is a critic, .* write it in critic.model"),

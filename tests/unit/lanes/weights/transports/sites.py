@@ -51,7 +51,8 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 def spec_of(dtype: str) -> WeightsSpec:
-    return WeightsSpec.of(SHAPES, dtype, {"lm_head.weight": "model.embed_tokens.weight"})
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"}
+    return WeightsSpec.of(SHAPES, dtype, aliases, exact=["model.embed_tokens.weight"])
 
 
 @dataclass(frozen=True, slots=True)

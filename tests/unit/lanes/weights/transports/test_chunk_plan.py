@@ -6,7 +6,7 @@ from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
 from asyncrl.lanes.weights.transports.collective.part_groups import groups
 from tests.unit.lanes.weights.transports.sites import SHAPES
 
-SPEC = WeightsSpec.of(SHAPES, "float32")
+SPEC = WeightsSpec.of(SHAPES, "float32", exact=["model.embed_tokens.weight"])
 CHUNK = 64 << 10
 
 
