@@ -18,7 +18,7 @@ from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
 from asyncrl.environments.event_counts import counted_metrics, turn_counts
 from asyncrl.environments.loading import EnvironmentSpec, contained
-from asyncrl.environments.sampled_answers import sampled_answers, token_texts
+from asyncrl.environments.sampled_answers import sampled_answers, token_pieces, token_texts
 from asyncrl.environments.transcript import (
     Transcript,
     answers_in,
@@ -107,6 +107,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         await super().start()
         if self._pool.takes_sampled:
             self._text_of = await asyncio.to_thread(token_texts, self.context.facts.model_dir)
+            self._pieces_of = await asyncio.to_thread(token_pieces, self.context.facts.model_dir)
 
     async def reset(self, prompts: PromptGroup, row: dict[str, Any] | PackedRow) -> Opening:
         names = [(prompts.id, member, prompts.attempt) for member in prompts.members]
@@ -184,7 +185,9 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         transcript = read_transcript(columns["transcript"])
         said = said_in(transcript)
         self._take_over(state, sample, said[:-1])
-        sampled = sampled_answers(columns, sample.finish, self._text_of) if self._pool.takes_sampled else []
+        sampled = (
+            sampled_answers(columns, sample.finish, self._text_of, self._pieces_of) if self._pool.takes_sampled else []
+        )
         played = await self._play(state, sample, row, transcript, tuple(sampled))
         state.seconds += new_seconds(state, played)
         if played.error:

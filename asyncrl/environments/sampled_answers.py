@@ -1,8 +1,11 @@
 """Tells an environment what the engine recorded of an answer: its tokens, their log-probs, why it ended."""
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,10 @@ from asyncrl.protocols.batch import Array
 from asyncrl.protocols.row_columns import SPANS, sampled_places
 
 TOKENIZER = "tokenizer.json"
+SPACE = "\u2581"
+"""Stands for a space in vocabularies of SentencePiece."""
+FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A token that is one byte, in vocabularies of characters."""
 UNKNOWN = "token_id:{}"
 """Text of a token whose tokenizer is not in a file of its own."""
 
@@ -21,12 +28,19 @@ UNKNOWN = "token_id:{}"
 @dataclass(frozen=True, slots=True)
 class SampledAnswer:
     """Describes an answer of the policy. tokens: the text of each sampled token alone. logprobs: of each, as the engine
-    sampled it. finish: "stop", "stop_string" or "length". context: tokens of the conversation before it."""
+    sampled it. finish: "stop", "stop_string" or "length". context: tokens of the conversation before it. pieces: the
+    bytes of each token, as characters of latin-1; (): those of its text."""
 
     tokens: tuple[str, ...]
     logprobs: tuple[float, ...]
     finish: str
     context: int
+    pieces: tuple[str, ...] = ()
+
+    @property
+    def token_bytes(self) -> list[bytes]:
+        """Returns the bytes of each token, which may be a part of a character."""
+        return [piece.encode("latin-1") for piece in self.pieces] or [token.encode() for token in self.tokens]
 
 
 def token_texts(folder: Path) -> Callable[[int], str]:
@@ -39,11 +53,50 @@ def token_texts(folder: Path) -> Callable[[int], str]:
     return cache(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
 
 
-def sampled_answers(columns: Mapping[str, Array], finish: str, text_of: Callable[[int], str]) -> list[dict[str, Any]]:
+def token_pieces(folder: Path) -> Callable[[int], str] | None:
+    """Returns what tells the bytes of a token, as characters of latin-1, of the tokenizer in a model folder: they are
+    those that stand for it between others, also where a token is a part of a character. None without a file of it."""
+    if not (folder / TOKENIZER).exists():
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer, text_of = Tokenizer.from_file(str(folder / TOKENIZER)), token_texts(folder)
+    added, how = tokenizer.get_added_tokens_decoder(), json.loads((folder / TOKENIZER).read_bytes())
+    decoder = json.dumps(how.get("decoder"), ensure_ascii=False)
+    of_bytes = {character: byte for byte, character in enumerate(byte_characters())}
+
+    def own(token: int) -> bytes:
+        written = tokenizer.id_to_token(token)
+        if written is None or token in added:
+            return (added[token].content if token in added else text_of(token)).encode()
+        if '"ByteLevel"' in decoder:
+            return b"".join(bytes([of_bytes[each]]) if each in of_bytes else each.encode() for each in written)
+        if '"ByteFallback"' in decoder and (byte := FALLBACK.fullmatch(written)):
+            return bytes([int(byte[1], 16)])
+        return (written.replace(SPACE, " ") if SPACE in decoder else text_of(token)).encode()
+
+    return cache(lambda token: own(token).decode("latin-1"))
+
+
+def byte_characters() -> list[str]:
+    """Returns the characters that stand for bytes in byte-level vocabularies: printable ones for themselves, the others
+    by their order from 256 on (GPT-2, Radford et al. 2019)."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = count(256)
+    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+
+
+def sampled_answers(
+    columns: Mapping[str, Array],
+    finish: str,
+    text_of: Callable[[int], str],
+    pieces_of: Callable[[int], str] | None = None,
+) -> list[dict[str, Any]]:
     """Returns the fields of a SampledAnswer for each turn of a row. finish: of the newest; that of earlier ones is in
     the transcript."""
     spans, response = columns[SPANS], columns["response_ids"]
-    texts = [text_of(token) for token in response[sampled_places(spans)].tolist()]
+    ids = response[sampled_places(spans)].tolist()
+    texts = [text_of(token) for token in ids]
     logprobs, contexts = columns["logprobs"].tolist(), _context_sizes(len(columns["prompt_ids"]), spans)
     said = [message for message in read_transcript(columns["transcript"]) if message["role"] == POLICY]
     found, first = [], 0
@@ -51,6 +104,8 @@ def sampled_answers(columns: Mapping[str, Array], finish: str, text_of: Callable
         own = slice(first, first + size)
         ended = finish if 2 * turn + 2 == len(spans) else "length" if FINISH in said[turn] else "stop"
         found.append({"tokens": texts[own], "logprobs": logprobs[own], "finish": ended, "context": contexts[turn]})
+        if pieces_of is not None:
+            found[-1]["pieces"] = [pieces_of(token) for token in ids[own]]
         first += size
     return found
 

@@ -130,8 +130,10 @@ def _logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
     if answer.sampled is None:
         return None
     content = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(answer.sampled.tokens, answer.sampled.logprobs, strict=True)
+        {"token": token, "logprob": logprob, "bytes": list(own), "top_logprobs": []}
+        for token, logprob, own in zip(
+            answer.sampled.tokens, answer.sampled.logprobs, answer.sampled.token_bytes, strict=True
+        )
     ]
     return {"content": content, "refusal": None}
 

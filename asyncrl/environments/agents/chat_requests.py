@@ -92,6 +92,7 @@ def read_request(body: bytes, *, retry: bool = False) -> ChatRequest:
         raise RefusedRequest("the body is no JSON object")
     _refuse_what_is_not_done(found)
     tools = _tools(found.get("tools"))
+    _refuse_choice(found.get("tool_choice"), tools)
     messages = _messages(found.get("messages"))
     options = found.get("stream_options")
     return ChatRequest(
@@ -135,6 +136,20 @@ def _refuse_what_is_not_done(found: Mapping[str, Any]) -> None:
             raise RefusedRequest(f"the policy samples freely: answers of the form {kind!r} cannot be promised", name)
         if name == "modalities" and value not in (None, ["text"]):
             raise RefusedRequest("the policy writes text only", name)
+
+
+def _refuse_choice(given: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses a choice of tools that the policy might not follow."""
+    if given in (None, "auto", "none"):
+        return
+    named = given.get("function") if isinstance(given, Mapping) else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    known = [str(tool["function"]["name"]) for tool in tools]
+    if isinstance(name, str) and name not in known:
+        raise RefusedRequest(f"tools has no function {name}{suggestion(name, known)}", "tool_choice")
+    asked = f"a call of {name}" if isinstance(name, str) else f"the choice {given!r:.60}"
+    text = f'the policy samples freely: {asked} cannot be promised; write "auto" or "none", or leave it out'
+    raise RefusedRequest(text, "tool_choice")
 
 
 def _messages(given: Any) -> tuple[Message, ...]:

@@ -52,6 +52,22 @@ def test_an_answer_is_streamed_token_by_token(said: str, tokens: tuple[str, ...]
     assert usage["usage"]["total_tokens"] == (7 + len(tokens) if tokens else 0)
 
 
+def test_bytes_of_log_probs_are_those_of_tokens_that_are_parts_of_characters() -> None:
+    sampled = SampledAnswer(("a", "\ufffd", "\ufffd"), (-0.5,) * 3, "stop", 7, ("a", "\xc3", "\xa9"))
+    request = asked(logprobs=True)
+    answer = answer_of(request, 3, "aé", sampled, FORMS["hermes"])
+    for content in (
+        completion(request, answer)["choices"][0]["logprobs"]["content"],
+        [
+            known
+            for each in streamed(request, answer)
+            for known in (each["choices"][0]["logprobs"] or {}).get("content", [])
+        ],
+    ):
+        assert [each["bytes"] for each in content] == [[97], [195], [169]]
+        assert bytes(byte for each in content for byte in each["bytes"]).decode() == "aé"
+
+
 def test_calls_are_streamed() -> None:
     request = asked(stream=True, tools=[TOOL], logprobs=True)
     *_, call, last = (each["choices"][0] for each in streamed(request, answered(request, CALL, "<tool", "_call>")))

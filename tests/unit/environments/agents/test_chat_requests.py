@@ -9,6 +9,9 @@ from asyncrl.environments.agents.chat_requests import SET_BY_EXPERIMENT, Refused
 
 USER = {"role": "user", "content": "a"}
 
+ADD = {"type": "function", "function": {"name": "add"}}
+NAMED = {"type": "function", "function": {"name": "add"}}
+
 
 def body(**fields: Any) -> bytes:
     return json.dumps({"messages": [USER], **fields}).encode()
@@ -37,6 +40,11 @@ def test_what_the_experiment_sets_has_no_effect() -> None:
     assert read_request(body(**dict.fromkeys(SET_BY_EXPERIMENT, 1), n=1, response_format={"type": "text"})) == plain
 
 
+@pytest.mark.parametrize(("choice", "calls"), [(None, True), ("auto", True), ("none", False)])
+def test_choices_that_promise_nothing_are_taken(choice: str | None, calls: bool) -> None:
+    assert read_request(body(tools=[ADD], tool_choice=choice)).calls == calls
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
@@ -44,6 +52,20 @@ def test_what_the_experiment_sets_has_no_effect() -> None:
         ({"top_logprobs": 5}, "top_logprobs", "log-probs of the sampled tokens"),
         ({"temprature": 1}, "temprature", "no parameter temprature; did you mean temperature"),
         ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' cannot be promised"),
+        ({"tool_choice": "required"}, "tool_choice", "the choice 'required' cannot be promised"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", 'write "auto" or "none"'),
+        ({"tools": [ADD], "tool_choice": NAMED}, "tool_choice", "a call of add cannot be promised"),
+        ({"tool_choice": NAMED}, "tool_choice", "tools has no function add"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "ad"}}},
+            "tool_choice",
+            "no function ad; did you mean add",
+        ),
+        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "cannot be promised"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": "add"}}, "tool_choice", "cannot be promised"),
+        ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "the choice 'any'"),
+        ({"tools": [ADD], "tool_choice": 1}, "tool_choice", "the choice 1"),
+        ({"tools": [ADD], "tool_choice": []}, "tool_choice", "the choice []"),
         ({"modalities": ["audio"]}, "modalities", "writes text only"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": "a"}, "messages", "at least one message"),

@@ -18,7 +18,8 @@ def multiply(a: int, b: int) -> int:
 
 
 row = json.loads(sys.stdin.read())
-agent = ToolCallingAgent(tools=[multiply], model=OpenAIModel("policy"), max_steps=2, verbosity_level=LogLevel.OFF)
+model = OpenAIModel("policy", tool_choice="auto")
+agent = ToolCallingAgent(tools=[multiply], model=model, max_steps=2, verbosity_level=LogLevel.OFF)
 if system := row.get("system"):
     agent.prompt_templates["system_prompt"] = system
 found = agent.run(row["prompt"])
