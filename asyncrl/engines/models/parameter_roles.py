@@ -3,6 +3,7 @@ tensor by its dimensions or by a list of names."""
 
 import re
 from enum import StrEnum
+from typing import Any
 
 from torch import nn
 
@@ -34,7 +35,7 @@ ROUNDED = frozenset((Role.MATRIX, Role.EXPERTS))
 """Roles that stand a codec that rounds."""
 
 
-def roles_of(model: nn.Module) -> dict[str, Role]:
+def roles_of(model: Any) -> dict[str, Role]:
     """Returns the role of each parameter, under every name that it has; a tied one has that of its first name."""
     inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
