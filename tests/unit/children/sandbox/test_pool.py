@@ -180,6 +180,23 @@ async def test_a_sandbox_that_ends_before_it_has_the_case_is_reported(
     assert (result.outcome, result.detail) == ("killed", "its sandbox: it was gone: Broken pipe")
 
 
+async def test_no_case_of_a_program_runs_in_a_sandbox_that_ended_without_a_report(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, begin = pool._sandbox, await pool._sandbox()
+    kill_inside(begin._process.pid)
+    given: list[Sandbox] = []
+
+    async def first_is_gone() -> Sandbox:
+        given.append(await started() if given else begin)
+        return given[-1]
+
+    monkeypatch.setattr(pool, "_sandbox", first_is_gone)
+    first, second = await pool.run_all(Program("print(1)", (prints("a", "", "1"), prints("b", "", "1"))))
+    assert (first.outcome, second.outcome, len(given)) == ("killed", "passed", 2)
+    assert begin.has_ended
+
+
 async def test_a_sandbox_whose_end_is_cancelled_ends_all_the_same(pool: SandboxPool) -> None:
     sandbox = await pool._sandbox()
     kill_inside(sandbox._process.pid)

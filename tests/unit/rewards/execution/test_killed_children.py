@@ -66,6 +66,16 @@ async def test_a_sample_whose_process_is_killed_from_outside_is_judged_by_the_ne
 
 
 @pytest.mark.parametrize("name", ["kills_itself", "kills_itself_later"])
+async def test_children_that_end_at_a_sample_are_progress(pool: MakePool, name: str) -> None:
+    """A worker whose children all end is slow and does not hang."""
+    async with pool(name) as running:
+        for ended in (2, 4):
+            (result,) = await running.run(0, [sample("kill")])
+            assert "so was another one at the same sample" in result.reason
+            assert running.finished == ended
+
+
+@pytest.mark.parametrize("name", ["kills_itself", "kills_itself_later"])
 async def test_a_function_that_kills_its_own_process_is_blamed_and_the_rest_is_judged(
     pool: MakePool, name: str
 ) -> None:

@@ -106,8 +106,11 @@ async def test_a_sample_begins_with_weights_that_are_new_enough(serving: Serving
         waits = asyncio.create_task(samples_of(service, group(not_before=5)))
         await until(lambda: service._loop.running > 0)
         assert (service._loop.running, service._loop.steps) == (2, 0)
+        service._count()
+        assert service.counters["running"] == 2
         publish(service, 5)
         assert {row.first for row in await waits} == {5}
+        assert service.counters["running"] == 0
 
 
 @pytest.mark.parametrize("feedback", ["synchronous", "asynchronous"])
