@@ -1,11 +1,9 @@
 """Tells an environment what the engine recorded of an answer: its tokens, their log-probs, why it ended."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,10 @@ SPACE = "\u2581"
 """Stands for a space in vocabularies of SentencePiece."""
 FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A token that is one byte, in vocabularies of characters."""
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = sorted({*range(256)} - {*_SHOWN})
+BYTES = {chr(byte): bytes([byte]) for byte in _SHOWN} | {chr(256 + n): bytes([byte]) for n, byte in enumerate(_OTHERS)}
+"""The byte for which each character of a byte-level vocabulary stands (GPT-2, Radford et al. 2019)."""
 UNKNOWN = "token_id:{}"
 """Text of a token whose tokenizer is not in a file of its own."""
 
@@ -54,36 +56,26 @@ def token_texts(folder: Path) -> Callable[[int], str]:
 
 
 def token_pieces(folder: Path) -> Callable[[int], str] | None:
-    """Returns what tells the bytes of a token, as characters of latin-1, of the tokenizer in a model folder: they are
-    those that stand for it between others, also where a token is a part of a character. None without a file of it."""
+    """Returns what tells the bytes of a token between others, as characters of latin-1, also of one that is a part of a
+    character, of the tokenizer in a model folder; None without a file of it."""
     if not (folder / TOKENIZER).exists():
         return None
     from tokenizers import Tokenizer
 
     tokenizer, text_of = Tokenizer.from_file(str(folder / TOKENIZER)), token_texts(folder)
-    added, how = tokenizer.get_added_tokens_decoder(), json.loads((folder / TOKENIZER).read_bytes())
-    decoder = json.dumps(how.get("decoder"), ensure_ascii=False)
-    of_bytes = {character: byte for byte, character in enumerate(byte_characters())}
+    added, decoder = tokenizer.get_added_tokens_decoder(), repr(tokenizer.decoder)
 
     def own(token: int) -> bytes:
         written = tokenizer.id_to_token(token)
-        if written is None or token in added:
+        if token in added or written is None:
             return (added[token].content if token in added else text_of(token)).encode()
-        if '"ByteLevel"' in decoder:
-            return b"".join(bytes([of_bytes[each]]) if each in of_bytes else each.encode() for each in written)
-        if '"ByteFallback"' in decoder and (byte := FALLBACK.fullmatch(written)):
+        if "ByteLevel(" in decoder:
+            return b"".join(BYTES[each] if each in BYTES else each.encode() for each in written)
+        if "ByteFallback(" in decoder and (byte := FALLBACK.fullmatch(written)):
             return bytes([int(byte[1], 16)])
         return (written.replace(SPACE, " ") if SPACE in decoder else text_of(token)).encode()
 
     return cache(lambda token: own(token).decode("latin-1"))
-
-
-def byte_characters() -> list[str]:
-    """Returns the characters that stand for bytes in byte-level vocabularies: printable ones for themselves, the others
-    by their order from 256 on (GPT-2, Radford et al. 2019)."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = count(256)
-    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
 
 
 def sampled_answers(

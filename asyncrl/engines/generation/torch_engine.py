@@ -54,12 +54,12 @@ from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.model_shape import layers_of_stage
 from asyncrl.engines.models.model_families import BY_NEIGHBOURS
 from asyncrl.engines.models.model_folder import context_of, longest_row
-from asyncrl.engines.models.parameter_roles import Role, roles_of
 from asyncrl.engines.models.row_length import refuse_rotation_by_longest_row
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
+from asyncrl.lanes.weights.parameter_roles import Role, roles_of
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.batch import SampleName
 

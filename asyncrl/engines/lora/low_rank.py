@@ -15,7 +15,6 @@ from torch.nn.functional import dropout, linear
 
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.lora.target_layers import adapted_names
-from asyncrl.engines.models.parameter_roles import exact_names
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 
 PROBE_DEVIATION = 0.02
@@ -104,7 +103,7 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
 def published_spec(model: nn.Module, dtype: str) -> WeightsSpec:
     """Returns names, shapes and dtype of the weights of a version."""
     if next(adapted(model), None) is None:
-        return spec_of(model, dtype, exact_names(model))
+        return spec_of(model, dtype)
     return WeightsSpec.of({name: tuple(each.shape) for name, each in published_tensors(model).items()}, dtype)
 
 

@@ -127,13 +127,11 @@ def _calls(answer: ChatAnswer) -> list[dict[str, Any]]:
 
 
 def _logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
-    if answer.sampled is None:
+    if (sampled := answer.sampled) is None:
         return None
     content = [
         {"token": token, "logprob": logprob, "bytes": list(own), "top_logprobs": []}
-        for token, logprob, own in zip(
-            answer.sampled.tokens, answer.sampled.logprobs, answer.sampled.token_bytes, strict=True
-        )
+        for token, logprob, own in zip(sampled.tokens, sampled.logprobs, sampled.token_bytes, strict=True)
     ]
     return {"content": content, "refusal": None}
 

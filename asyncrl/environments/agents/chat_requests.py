@@ -147,9 +147,8 @@ def _refuse_choice(given: Any, tools: Sequence[Mapping[str, Any]]) -> None:
     known = [str(tool["function"]["name"]) for tool in tools]
     if isinstance(name, str) and name not in known:
         raise RefusedRequest(f"tools has no function {name}{suggestion(name, known)}", "tool_choice")
-    asked = f"a call of {name}" if isinstance(name, str) else f"the choice {given!r:.60}"
-    text = f'the policy samples freely: {asked} cannot be promised; write "auto" or "none", or leave it out'
-    raise RefusedRequest(text, "tool_choice")
+    text = f"a call of {name}" if isinstance(name, str) else f"the choice {given!r:.60}"
+    raise RefusedRequest(f'the policy samples freely: {text} cannot be promised; write "auto" or "none"', "tool_choice")
 
 
 def _messages(given: Any) -> tuple[Message, ...]:

@@ -10,6 +10,8 @@ from typing import Self
 import torch
 from torch import nn
 
+from asyncrl.lanes.weights.parameter_roles import ROUNDED, roles_of
+
 ALIGNMENT = 64  # bytes: a cache line and the widest vector load
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -61,9 +63,8 @@ class WeightsSpec:
         return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def spec_of(model: nn.Module, dtype: str, exact: Collection[str] = ()) -> WeightsSpec:
-    """Returns the specification of a model's parameters. A tied parameter is one tensor with aliases. exact: names of
-    those that are not rounded."""
+def spec_of(model: nn.Module, dtype: str) -> WeightsSpec:
+    """Returns the specification of a model's parameters. A tied parameter is one tensor with aliases."""
     shapes: dict[str, tuple[int, ...]] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
@@ -73,4 +74,5 @@ def spec_of(model: nn.Module, dtype: str, exact: Collection[str] = ()) -> Weight
             shapes[name] = tuple(parameter.shape)
         else:
             aliases[name] = owner
+    exact = [name for name, role in roles_of(model).items() if role not in ROUNDED]
     return WeightsSpec.of(shapes, dtype, aliases, exact)

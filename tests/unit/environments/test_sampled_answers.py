@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from asyncrl.environments.sampled_answers import (
+    BYTES,
     SampledAnswer,
-    byte_characters,
     sampled_answers,
     token_pieces,
     token_texts,
@@ -101,7 +101,8 @@ def test_added_tokens_are_their_text_whatever_they_are_made_of(tmp_path: Path) -
 
 
 def test_characters_of_bytes_are_those_of_byte_level_vocabularies() -> None:
-    assert sorted(byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(BYTES) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(BYTES.values()) == [bytes([byte]) for byte in range(256)]
 
 
 def test_without_a_file_of_the_tokenizer_bytes_are_those_of_the_text(tmp_path: Path) -> None:

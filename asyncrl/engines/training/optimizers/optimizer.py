@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, default_options
-from asyncrl.engines.models.parameter_roles import HEADS, INNER, MATRICES, roles_of
 from asyncrl.engines.models.tensor_parts import StoredTensor
 from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradients
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import as_part_of, is_part, own_part, share_out
 from asyncrl.errors import ConfigError
+from asyncrl.lanes.weights.parameter_roles import HEADS, INNER, MATRICES, roles_of
 
 FUSED = ("adam", "adamw")
 """Optimizers whose update is one pass over each tensor."""
@@ -132,14 +132,6 @@ class Optimizer:
     def _restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Takes this rank's parts of the whole states."""
         for part, state in zip(self.parts, states, strict=True):
-            then, now = (
-                [len(group["params"]) for group in each["param_groups"]] for each in (state, part.state_dict())
-            )
-            if now != then:
-                raise ConfigError(
-                    f"training: the checkpoint's optimizer decays {then[0]} tensors and spares {sum(then[1:])}, while "
-                    f"this version decays {now[0]} and spares {sum(now[1:])}: start anew with another --run-dir"
-                )
             part.load_state_dict(self._with_tensors(part, state, share_out))
 
     def _with_tensors(

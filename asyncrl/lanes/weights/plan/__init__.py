@@ -5,7 +5,6 @@
     balance.py            which holder sends which part, and which receivers pass it on
     weight_plan.py        all of it, with the digest that both sides compare
     schedule.py           what one rank sends, receives and copies, in order
-    local_views.py        where a rank's memory has a part: fused parameters, flat shards
     parallel_layout.py    placements of a model under `tp2.pp2.dp2`, `fsdp8` or `zero8`
     regrouping.py         who gathers what where ranks that train generate as well
 

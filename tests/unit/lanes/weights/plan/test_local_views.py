@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from asyncrl.lanes.weights.plan.local_views import LocalView, RankMemory
 from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Mesh, Shard, flat_shards
+from tests.unit.lanes.weights.plan.local_views import LocalView, RankMemory
 
 TENSORS = [CheckpointTensor("q", (8, 6)), CheckpointTensor("k", (4, 6)), CheckpointTensor("odd", (4, 5))]
 ROWS = dict.fromkeys(("q", "k", "odd"), Mesh.of(np.arange(2), Shard(0)))

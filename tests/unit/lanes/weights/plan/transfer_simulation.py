@@ -6,10 +6,10 @@ from math import prod
 import numpy as np
 
 from asyncrl.lanes.weights.plan.index_boxes import Box, as_box, box_volume, intersection
-from asyncrl.lanes.weights.plan.local_views import LocalView, RankMemory
 from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
 from asyncrl.lanes.weights.plan.schedule import Bucket, Part, RankSchedule, schedule_of
 from asyncrl.lanes.weights.plan.weight_plan import WeightPlan
+from tests.unit.lanes.weights.plan.local_views import LocalView, RankMemory
 
 Placements = Mapping[str, Placement]
 Memory = dict[str, np.ndarray]

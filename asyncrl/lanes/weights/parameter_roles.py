@@ -1,4 +1,4 @@
-"""What each parameter of a model is to it: weight decay, muon and codecs that round ask here, and nothing else tells a
+"""Roles of the parameters of a model: weight decay, muon and codecs that round ask here, and nothing else tells a
 tensor by its dimensions or by a list of names."""
 
 import re
@@ -64,8 +64,3 @@ def roles_of(model: Any) -> dict[str, Role]:
             role = Role.MATRIX
         found[name] = first.setdefault(id(parameter), role)
     return found
-
-
-def exact_names(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the parameters that no codec rounds."""
-    return frozenset(name for name, role in roles_of(model).items() if role not in ROUNDED)
