@@ -66,11 +66,6 @@ class MeasuredTransition:
         return self.received - self._expected.volume * self.model
 
     @property
-    def unused_excess(self) -> Fraction:
-        """Returns the unused bytes beyond those that the grouping leaves unused."""
-        return self.unused - self._expected.redundancy * self.model
-
-    @property
     def _expected(self) -> Transition:
         layout = Layout(self.pp, self.tp, self.dp, self.generation_pp, self.generation_tp)
         return Regrouping(layout, self.grouping).cost(self.rank)
@@ -171,6 +166,7 @@ def _run_rank(path: Path, rank: int, ranks: int) -> Iterator[MeasuredTransition]
                 model, received, unused = (large - small for small, large in zip(*found, strict=True))
                 sizes = layout.pp, layout.tp, layout.dp, layout.gpp, layout.gtp
                 yield MeasuredTransition(*sizes, grouping, rank, model, received, unused)
+    meeting.meet()  # The kernel counts the end of a connection as a byte: none closes before all have read theirs.
     dist.destroy_process_group()
 
 
