@@ -1,7 +1,7 @@
 """The families of models that this version trains, and why others are refused; read from config.json, without torch.
 
 tests/unit/engines/models/test_families.py trains a tiny random model of each family in TRAINED and holds that the
-engine's log-probs are those of transformers. docs/models.md has the tables that this module prints.
+engine's log-probs are those of transformers. docs/models.md has them as tables.
 """
 
 import json
@@ -83,7 +83,6 @@ BY_NEIGHBOURS = (
     "it has experts, and the product of an expert has as many rows as other samples send there, so that the last bits "
     "of a sample depend on its neighbours: remove generation.deterministic, or take a model without experts"
 )
-"""Why deterministic mode refuses a model."""
 
 
 def family_problems(config: Config, folder: Path) -> Iterator[Problem]:
@@ -121,7 +120,7 @@ def _has_experts(family: str, shape: Mapping[str, Any]) -> bool:
     """Returns whether a config.json is of a model with experts; one that transformers saved lacks default numbers."""
     text = {**shape, **(shape.get("text_config") or {}), **(shape.get("ffn_config") or {})}
     found = [int(text[key] or 0) for key in EXPERTS if key in text]
-    return max(found) > 0 if found else family in REPLAYED
+    return any(found) if found else family in REPLAYED
 
 
 def not_computed(name: str, reason: str) -> str:
@@ -179,16 +178,3 @@ def attention_not_computed(shape: Mapping[str, Any]) -> str:
     if shape.get("use_bidirectional_attention"):
         return CLASSIFIES
     return BIASED if shape.get("alibi") else ""
-
-
-def family_table() -> Iterator[str]:
-    """Yields the lines of the tables in docs/models.md."""
-    yield from ("| `model_type` | beside plain causal attention |", "|---|---|")
-    for name, special in TRAINED.items():
-        yield f"| `{name}` | {special} |"
-    for name in WITH_PICTURES:
-        yield f"| `{name}` | pictures ([prompts](prompts.md#pictures)), positions in three dimensions |"
-    yield from ("", "| refused | because |", "|---|---|")
-    for reason in dict.fromkeys(REFUSED.values()):
-        names = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)
-        yield f"| {names} | {reason} |"
