@@ -1,14 +1,17 @@
 """Bytes that processes receive as they regroup, as the kernel counts them."""
 
+import os
+import select
 import socket
 import subprocess
 import sys
-from multiprocessing import get_context
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from asyncrl.bench.transfer_speed import weight_regrouping
+from asyncrl.lanes.weights.plan.regrouping import Grouping
 
 ROWS = {
     ("1-2-2", "1-1", "zero-redundancy"): ("1/2", "0"),
@@ -41,29 +44,26 @@ def test_the_kernel_counts_the_end_of_a_connection_as_a_byte() -> None:
 def test_no_rank_closes_its_connections_before_the_slowest_has_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One of them counts up to a tenth of a second late, as if others had the CPU, or once another has closed."""
-    received, destroy = weight_regrouping._received, weight_regrouping.dist.destroy_process_group
-    closed, is_late = get_context("fork").Event(), list[bool]()
+    """The first to count does so for the last time seconds after the other, or once that has ended."""
+    received, counts, first, other = weight_regrouping._received, list[int](), tmp_path / "first", tmp_path / "other"
+    of_each = len(get_args(Grouping)) * len(weight_regrouping.WIDTHS) * 2
+    last = of_each * len(list(weight_regrouping.layouts(2)))
 
     def late() -> int:
-        if not is_late:
+        counts.append(os.getpid())
+        if len(counts) == 1:
             try:
-                (tmp_path / "late").touch(exist_ok=False)
-                is_late.append(True)
+                first.touch(exist_ok=False)
             except FileExistsError:
-                is_late.append(False)
-        if is_late[0]:
-            closed.wait(0.1)
+                other.write_text(str(os.getpid()))
+        if len(counts) == last and int(other.read_text()) != os.getpid():
+            end = os.pidfd_open(int(other.read_text()))
+            select.select([end], [], [], 2)
+            os.close(end)
         return received()
 
-    def close() -> None:
-        destroy()
-        closed.set()
-
     monkeypatch.setattr(weight_regrouping, "_received", late)
-    monkeypatch.setattr(weight_regrouping.dist, "destroy_process_group", close)
-    found = weight_regrouping.measure(2)
-    assert {each.excess for each in found} == {0}
+    assert {each.excess for each in weight_regrouping.measure(2)} == {0}
 
 
 def test_ranks_receive_what_table_2_says_to_the_byte() -> None:
