@@ -8,7 +8,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from asyncrl.environments.sampled_answers import (
-    BYTES,
     SampledAnswer,
     sampled_answers,
     token_pieces,
@@ -98,11 +97,6 @@ def test_added_tokens_are_their_text_whatever_they_are_made_of(tmp_path: Path) -
     pieces_of = token_pieces(tmp_path)
     assert pieces_of is not None
     assert [pieces_of(token).encode("latin-1") for token in (256, 257)] == [b"<eos>", "é!".encode()]
-
-
-def test_characters_of_bytes_are_those_of_byte_level_vocabularies() -> None:
-    assert sorted(BYTES) == sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(BYTES.values()) == [bytes([byte]) for byte in range(256)]
 
 
 def test_without_a_file_of_the_tokenizer_bytes_are_those_of_the_text(tmp_path: Path) -> None:

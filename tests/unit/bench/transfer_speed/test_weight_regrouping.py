@@ -2,7 +2,6 @@
 
 import os
 import select
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,19 +25,6 @@ ROWS = {
 }
 """Shares of the model that the worst rank receives, and does not use: (d_g - 1) / (t p), and with vanilla groups
 (t p - 1) / (t p) and 1 / (t p)."""
-
-
-def test_the_kernel_counts_the_end_of_a_connection_as_a_byte() -> None:
-    before = weight_regrouping._received()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as sender:
-            receiver, _ = server.accept()
-            sender.sendall(b"0123456789")
-            assert receiver.recv(10, socket.MSG_WAITALL) == b"0123456789"
-            assert weight_regrouping._received() - before == 10
-        with receiver:
-            assert receiver.recv(1) == b""
-            assert weight_regrouping._received() - before == 11
 
 
 def test_no_rank_closes_its_connections_before_the_slowest_has_counted(

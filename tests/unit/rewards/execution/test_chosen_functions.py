@@ -20,17 +20,9 @@ from asyncrl.rewards.functions import FunctionSpec
 def test_the_first_group_is_of_the_run_and_negative_ones_of_held_out_sets(
     group: int, place: str, members: int, own: bool
 ) -> None:
-    sections = {
-        "model": {"name": "m"},
-        "task": {"prompts": "p.jsonl", "samples_per_prompt": 4},
-        "evaluate": {
-            "prompts": "held.jsonl",
-            "size": 2,
-            "samples": 3,
-            "temperature": 1.0,
-            "sets": {"hard": {"prompts": "hard.jsonl", "samples": 5}},
-        },
-    }
+    hard = {"hard": {"prompts": "hard.jsonl", "samples": 5}}
+    held = {"prompts": "held.jsonl", "size": 2, "samples": 3, "temperature": 1.0, "sets": hard}
+    sections = {"model": {"name": "m"}, "task": {"prompts": "p", "samples_per_prompt": 4}, "evaluate": held}
     spec = FunctionSpec("numeric", "numeric")
     choice = FunctionChoice.of(Config.model_validate(sections), [spec], {"hard": [spec]})
     assert (choice.place(group), choice.members(group), choice.of_group(group).is_own) == (place, members, own)

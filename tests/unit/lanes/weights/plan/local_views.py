@@ -1,11 +1,4 @@
-"""Where the memory of one rank has a part of a tensor: parameter, offset, shape and strides.
-
-    one box of a tensor          a parameter of the box's shape
-    several boxes (ZeRO)         a flat parameter, one box behind the other
-    fused tensors (q, k, v)      one parameter, the boxes of its tensors below each other in their first dimension
-
-Where a rank has a tensor is its own affair and no part of the plan.
-"""
+"""Where the memory of one rank has a part of a tensor: parameter, offset, shape and strides."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +41,7 @@ class RankMemory:
         placements: Mapping[str, Placement],
         fused: Mapping[str, Sequence[str]] | None = None,
     ) -> Self:
-        """Lays out what a rank holds. fused: the tensors of each fused parameter, in order. Raises ValueError for a
-        fused tensor with several boxes on this rank, or with another width than the others."""
+        """Lays out what a rank holds. fused: the tensors of each fused parameter, in order."""
         boxes = {tensor.name: _boxes(rank, tensor, placements[tensor.name]) for tensor in tensors}
         boxes = {name: held for name, held in boxes.items() if held}
         shapes, stored = dict[str, tuple[int, ...]](), dict[str, list[_Stored]]()
@@ -83,8 +75,6 @@ def _fuse(
     shapes: dict[str, tuple[int, ...]],
     stored: dict[str, list[_Stored]],
 ) -> None:
-    if any(len(held) > 1 for held in boxes.values()) or len({_extents(held[0])[1:] for held in boxes.values()}) > 1:
-        raise ValueError(f"{parameter} fuses {', '.join(boxes)}, which need one box each, of the same width")
     rows, offset = 0, 0
     for name, (box,) in boxes.items():
         stored[name] = [_Stored(box, parameter, offset)]
