@@ -23,7 +23,7 @@ from asyncrl.lanes.weights.transports.weight_stream import StreamSender
 from asyncrl.simulation import virtual_loop
 from tests.unit.lanes.weights.transports.sites import INCARNATION, SHAPES, hello, take, weights
 
-SPEC = WeightsSpec.of(SHAPES, "float32")
+SPEC = WeightsSpec.of(SHAPES, "float32", exact=["model.embed_tokens.weight"])
 CHUNK = 64 << 10
 PARTS = -(-SPEC.size // CHUNK)
 
