@@ -15,10 +15,9 @@ from asyncrl.protocols.batch import Array
 from asyncrl.protocols.row_columns import SPANS, sampled_places
 
 TOKENIZER = "tokenizer.json"
-SPACE = "\u2581"
-"""Stands for a space in vocabularies of SentencePiece."""
-FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A token that is one byte, in vocabularies of characters."""
+SPACE, FALLBACK = "\u2581", re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A space, and a token that is one byte, in vocabularies of SentencePiece."""
+TextOf = Callable[[int], str]
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted({*range(256)} - {*_SHOWN})
 BYTES = {chr(byte): bytes([byte]) for byte in _SHOWN} | {chr(256 + n): bytes([byte]) for n, byte in enumerate(_OTHERS)}
@@ -66,9 +65,9 @@ def token_pieces(folder: Path) -> Callable[[int], str] | None:
     added, decoder = tokenizer.get_added_tokens_decoder(), repr(tokenizer.decoder)
 
     def own(token: int) -> bytes:
-        written = tokenizer.id_to_token(token)
-        if token in added or written is None:
-            return (added[token].content if token in added else text_of(token)).encode()
+        written = tokenizer.id_to_token(token) or ""
+        if token in added:
+            return str(added[token].content).encode()
         if "ByteLevel(" in decoder:
             return b"".join(BYTES[each] if each in BYTES else each.encode() for each in written)
         if "ByteFallback(" in decoder and (byte := FALLBACK.fullmatch(written)):
@@ -79,10 +78,7 @@ def token_pieces(folder: Path) -> Callable[[int], str] | None:
 
 
 def sampled_answers(
-    columns: Mapping[str, Array],
-    finish: str,
-    text_of: Callable[[int], str],
-    pieces_of: Callable[[int], str] | None = None,
+    columns: Mapping[str, Array], finish: str, text_of: TextOf, pieces_of: TextOf | None = None
 ) -> list[dict[str, Any]]:
     """Returns the fields of a SampledAnswer for each turn of a row. finish: of the newest; that of earlier ones is in
     the transcript."""
