@@ -143,8 +143,7 @@ def _refuse_choice(given: Any, tools: Sequence[Mapping[str, Any]]) -> None:
     if given in (None, "auto", "none"):
         return
     named = given.get("function") if isinstance(given, Mapping) else None
-    name = named.get("name") if isinstance(named, Mapping) else None
-    known = [str(tool["function"]["name"]) for tool in tools]
+    name, known = named.get("name") if isinstance(named, Mapping) else None, [str(t["function"]["name"]) for t in tools]
     if isinstance(name, str) and name not in known:
         raise RefusedRequest(f"tools has no function {name}{suggestion(name, known)}", "tool_choice")
     text = f"a call of {name}" if isinstance(name, str) else f"the choice {given!r:.60}"
