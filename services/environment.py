@@ -16,10 +16,12 @@ from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
-from asyncrl.environments.event_counts import counted_metrics, turn_counts
+from asyncrl.environments.event_counts import FAILED_EPISODES, counted_metrics, turn_counts
 from asyncrl.environments.loading import EnvironmentSpec, contained
 from asyncrl.environments.sampled_answers import sampled_answers, token_pieces, token_texts
 from asyncrl.environments.transcript import (
+    CAUSE,
+    FAILED,
     Transcript,
     answers_in,
     opened_in,
@@ -48,10 +50,13 @@ TOKEN_BYTES = 256
 """Bytes of the longest token of usual tokenizers, a row of blanks; what a row could take costs no memory."""
 JSON_BYTES, ANSWER_BYTES = 8, 1024
 """Bytes in JSON of a byte of text at most, and of what surrounds an answer."""
-RESET_ADVICE = "mend `reset`, or remove such rows from task.prompts: on_error is about episodes that have begun"
+RESET_ADVICE = (
+    "mend {}, or remove such rows from task.prompts; "
+    'environment.on_error = "zero" or "ignore" drops groups whose episodes cannot begin'
+)
 """Advice where no episode begins."""
-FAILED = "environment"
-"""Finish reason of an episode whose environment died, hung or raised."""
+LONGEST_CAUSE = 600
+"""Characters of a line that a sample keeps of a failure."""
 
 
 @dataclass(slots=True)
@@ -90,7 +95,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             containment=containment,
         )
         self._text_of: Callable[[int], str] = str
-        counted = ("answers", "failed", "replayed", "unclosed", *counted_metrics(self._section.use))
+        counted = ("answers", "failed", "replayed", "unclosed", FAILED_EPISODES, *counted_metrics(self._section.use))
         self.counters = dict.fromkeys(counted, 0.0)
 
     async def start(self) -> None:
@@ -119,7 +124,9 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         played = await self._pool.play(Play(names[0], packed, prompts.seed, ()))
         if played.error:
             text = self._failure(names[0], packed, played)
-            raise EnvironmentFailed(f"{text}\n{RESET_ADVICE}") if self._section.on_error == "fail" else Retryable(text)
+            what = "the program" if EnvironmentSpec.of(self.context.config).is_of_agents else "`reset`"
+            advice = RESET_ADVICE.format(what)
+            raise EnvironmentFailed(f"{text}\n{advice}") if self._section.on_error == "fail" else Retryable(text)
         answer = played.answers[0]
         self._openings[prompts.id, prompts.attempt] = answer["text"]
         where = f"environment {self._section.use} began group {prompts.id}"
@@ -193,6 +200,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         if played.error:
             finish, reward = FAILED, 0.0
             self._report(sample.name, row, played)
+            transcript = with_info(transcript, {CAUSE: self._cause(sample.name, played)})
         else:
             newest = played.answers[sample.turns]
             if sample.group >= 0:  # Others are of the evaluation.
@@ -272,6 +280,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
     def _report(self, name: SampleName, row: PackedRow, played: Played) -> None:
         """Counts and logs a failure; raises it under `on_error = "fail"`."""
         self.counters["failed"] += 1
+        self.counters[FAILED_EPISODES] += name[0] >= 0
         text = self._failure(name, row, played)
         if self._section.on_error == "fail":
             advice = 'environment.on_error = "zero" or "ignore" lets the run go on'
@@ -286,9 +295,16 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
 
     def _failure(self, name: SampleName, row: PackedRow, played: Played) -> str:
         prompt = PromptRow.of(row).get("prompt")
-        where = f"environment {self._section.use} on member {name[1]} of group {name[0]}"
-        lines = [f"{where}: {played.error}", f"  prompt of its row: {prompt!r:.{EXCERPT}}"]
+        lines = [self._where(name) + played.error, f"  prompt of its row: {prompt!r:.{EXCERPT}}"]
         return "\n".join([*lines, played.traceback.rstrip()] if played.traceback else lines)
+
+    def _where(self, name: SampleName) -> str:
+        return f"environment {self._section.use} on member {name[1]} of group {name[0]}: "
+
+    def _cause(self, name: SampleName, played: Played) -> str:
+        """Returns what failed and the first line of the user's code that led there."""
+        lines = [self._where(name) + played.error, *played.traceback.splitlines()[1:3]]
+        return "\n".join(line[:LONGEST_CAUSE] for line in lines)
 
 
 def _packed(row: dict[str, Any] | PackedRow) -> PackedRow:

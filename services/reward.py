@@ -16,6 +16,7 @@ from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Scorer
 from asyncrl.environments.sampled_answers import token_texts
+from asyncrl.environments.transcript import FAILED, failure_in
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import BatchRef
@@ -101,11 +102,13 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         found, specs = await score_all(samples, scored), chosen.specs if chosen.is_own else self._specs
         for sample, results, row_ref in zip(scored, found, samples, strict=True):
             place = self._functions.place(sample.group)
-            score = self._unplayed(sample) or score_of(sample, specs, results, self._section.on_error, place)
+            failure = self._failure(sample)
+            left_out = failure and self.context.config.environment.on_error == "ignore"
+            score = Score(None, {}) if left_out else score_of(sample, specs, results, self._section.on_error, place)
             if self.rows is not None and sample.group >= 0 and score.reward is not None:
                 rewards = token_rewards(sample, specs, results).astype(np.float32)
                 score = replace(score, place=self.keep(row_ref.name, {TOKEN_REWARDS: rewards}))
-            scores.append(score)
+            scores.append(replace(score, error=failure) if failure else score)
             if score.error:
                 self.add_to_counters(failed=1)
                 self.context.log.warning("reward failed", group=sample.group, member=sample.member, error=score.error)
@@ -151,12 +154,12 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         texts = [self._text_of(each) for each in sampled] if self._by_token else []
         return {"token_ids": sampled, "token_texts": texts, "turn_tokens": turns}
 
-    def _unplayed(self, sample: Sample) -> Score | None:
-        """Returns the score of a sample whose environment failed, where such samples have no reward."""
-        if sample.finish != "environment" or self.context.config.environment.on_error != "ignore":
-            return None
+    def _failure(self, sample: Sample) -> str:
+        """Returns why the environment of a sample failed; "" where it did not."""
+        if sample.finish != FAILED:
+            return ""
         place = self._functions.place(sample.group)
-        return Score(None, {}, f"the environment failed on member {sample.member} of {place}")
+        return failure_in(sample.turns) or f"the environment failed on member {sample.member} of {place}"
 
     async def _score_all(self, refs: BatchRef, samples: list[Sample]) -> list[list[FunctionResult]]:
         """Returns all results for each sample, in the order of `_specs`."""

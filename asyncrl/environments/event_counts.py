@@ -5,6 +5,8 @@ from typing import Any
 
 from asyncrl.environments.transcript import INFO, Transcript
 
+FAILED_EPISODES = "environment/failed_episodes"
+"""Metric of episodes whose environment failed, which environment.on_error lets pass."""
 OF_AN_ANSWER = {"calls": "environment/tool_calls", "failed_calls": "environment/failed_tool_calls"}
 """Metrics by the keys in `info` of tools, which count what one answer of the policy called."""
 OF_AN_EPISODE = {

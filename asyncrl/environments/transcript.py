@@ -22,6 +22,8 @@ FINISH = "finish"
 """Key of a message of the policy under which CUT or LATE says what ended it in the midst."""
 OPENED = "opened"
 """Key of a message of the policy that began inside thoughts, which the prompt had opened: true, or left out."""
+FAILED, CAUSE = "environment", "error"
+"""Finish reason of an episode whose environment failed; key in `info` of its last message that says why."""
 CUT_OFF = "\n[cut off after {} bytes]"
 
 Transcript = list[Message]
@@ -58,6 +60,11 @@ def unfinished_in(transcript: Iterable[Message]) -> tuple[int, int]:
 def opened_in(transcript: Transcript) -> tuple[bool, ...]:
     """Returns for each turn whether what the policy said began inside thoughts."""
     return tuple(bool(message.get(OPENED)) for message in transcript if message["role"] == POLICY)
+
+
+def failure_in(transcript: Sequence[Message]) -> str:
+    """Returns why the environment of an episode failed; "" where that is not known."""
+    return str(transcript[-1].get(INFO, {}).get(CAUSE, "")) if transcript else ""
 
 
 def answers_in(transcript: Transcript) -> list[Transcript]:

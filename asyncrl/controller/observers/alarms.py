@@ -14,6 +14,7 @@ import numpy as np
 
 from asyncrl.config.schema import GuardsConfig, MismatchConfig
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, GroupPoisoned, SampleScored, StepDone
+from asyncrl.environments.transcript import FAILED
 from asyncrl.errors import (
     AlgorithmError,
     AsyncrlError,
@@ -26,6 +27,7 @@ from asyncrl.errors import (
 from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import Score
 
+REWARD = "reward"
 REPORTED = 5
 """Number of poisoned groups that are reported one by one."""
 EXCERPT = 200
@@ -71,16 +73,28 @@ class Alarm:
                 self._warned.add(key)
 
 
+WHAT_FAILED = {
+    REWARD: "a reward failed",
+    FAILED: "an environment failed, which environment.on_error lets pass: mend it",
+}
+"""Beginning of what is said of a failure."""
+
+
+def failed_in(scored: SampleScored) -> str:
+    """Returns which of WHAT_FAILED the error of a score is of."""
+    return FAILED if scored.sample.finish == FAILED else REWARD
+
+
 @dataclass(slots=True)
 class RewardFailures:
-    """Rings at the first failed score, and after each `limit` samples in a row without a reward: samples that could not
-    be scored, and those of groups that were given up as poison, `members` each. Says which rows cannot be scored: they
-    end no run. where: names the row of a group."""
+    """Rings at the first failed score, at the first failed environment, and after each `limit` samples in a row without
+    a reward: samples that could not be scored, and those of groups that were given up as poison, `members` each. Says
+    which rows cannot be scored: they end no run. where: names the row of a group."""
 
     limit: int
     alarm: Alarm
     members: int = 1
-    failed: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
     unscored: int = 0
     where: Callable[[int], str] = "group {}".format
     bad_rows: set[str] = field(default_factory=set)
@@ -89,7 +103,7 @@ class RewardFailures:
         if isinstance(event, SampleScored) and event.score.bad_row:
             self._bad_row(self.where(event.sample.group), event.score.error)
         elif isinstance(event, SampleScored):
-            self._scored(event.score)
+            self._scored(event.score, failed_in(event))
         elif isinstance(event, GroupPoisoned):
             self._count(self.members, f"group {event.group} was given up as poison: {event.reason}")
 
@@ -103,12 +117,12 @@ class RewardFailures:
         text = "this row cannot be scored, and its group is left out (data/dropped/bad_row); correct or remove it"
         self.alarm.say(f"{where}: {text}:\n{error}")
 
-    def _scored(self, score: Score) -> None:
-        self.failed += bool(score.error)
-        if score.error and self.failed == 1:
-            scorer = "cost" if score.error.startswith("cost") else "reward"
+    def _scored(self, score: Score, where: str) -> None:
+        self.failed[where] += bool(score.error)
+        if score.error and self.failed[where] == 1:
+            scorer = "cost" if where == REWARD and score.error.startswith("cost") else where
             logs = f"logs/{scorer}*.jsonl (the newest 8 to 16 MiB)"
-            self.alarm.ring("first_failure", f"a reward failed; further failures are in {logs}:\n{score.error}")
+            self.alarm.ring("first_failure", f"{WHAT_FAILED[where]}; further failures are in {logs}:\n{score.error}")
         if score.reward is None:
             self._count(1, score.error)
         else:

@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.environments.episode_pool import Played
+from asyncrl.environments.transcript import failure_in
 from asyncrl.errors import EnvironmentFailed, LostRows, Retryable, TaskError
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
@@ -181,7 +182,8 @@ async def test_calls_of_tools_count_once_and_not_in_an_evaluation(
         await step(environment, said(generated, call, f"{call}<tool_call>", before=before))
         await step(environment, said(generated, call)._replace(group=-1))
         counted = {name: count for name, count in environment.counters.items() if name.startswith("environment/")}
-        assert counted == {"environment/tool_calls": 3.0, "environment/failed_tool_calls": 1.0}
+        calls = {"environment/tool_calls": 3.0, "environment/failed_tool_calls": 1.0}
+        assert counted == {**calls, "environment/failed_episodes": 0.0}
         assert environment.counters["replayed"] == 1
 
 
@@ -361,4 +363,23 @@ async def test_a_failure_ends_only_its_episode_where_that_is_asked_for(
         )
         assert (bad.finish, good.finish) == ("environment", "")
         assert stored(environment, bad)["rewards"] == [6.0, 0.0]
-        assert environment.counters["failed"] == 1
+        assert environment.counters["failed"] == environment.counters["environment/failed_episodes"] == 1
+        first, *lines = failure_in(stored(environment, bad)["transcript"]).splitlines()
+        assert "on member 0 of group 3: `step` raised KeyError" in first
+        assert len(lines) == 2
+        assert "environments.py" in lines[0], "the first line of the user's code"
+        assert failure_in(stored(environment, good)["transcript"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"), [({}, "`reset`"), ({"use": "agent:python3 -c 'raise SystemExit(3)'"}, "the program")]
+)
+async def test_the_advice_about_an_opening_names_what_the_user_wrote(
+    service: MakeService, settings: dict[str, Any], what: str
+) -> None:
+    async with service("Opens", **settings) as environment:
+        with pytest.raises(EnvironmentFailed) as raised:
+            await environment.reset(prompts(0), {"start": 5})
+    advice = str(raised.value).splitlines()[-1]
+    assert advice.startswith(f"mend {what}, or remove such rows from task.prompts")
+    assert 'environment.on_error = "zero" or "ignore" drops groups' in advice

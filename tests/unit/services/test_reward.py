@@ -1,6 +1,7 @@
 """The reward service with real children."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -124,6 +125,28 @@ async def test_a_function_is_told_that_the_prompt_opened_the_thoughts(
             ref = bench.ref(text)._replace(opened=True)
             (score,) = await bench.service.score(BatchRef((ref,)), ROW)
             assert score.terms == {"exact_match": expected, "right": float(text == "cba")}
+
+
+@pytest.mark.parametrize(("on_error", "reward"), [("zero", 1.0), ("ignore", None)])
+@pytest.mark.parametrize("known", [True, False])
+async def test_an_episode_whose_environment_failed_says_why(
+    tmp_path: Path, serving: Serving, on_error: str, reward: float | None, known: bool
+) -> None:
+    """Such an error is none of a reward function, and in no log of theirs."""
+    cause = "environment my.py:Game on member 2 of group 4: `step` raised KeyError: 'a'\n  File ..."
+    said = {"role": "assistant", "content": "cba"} | ({"info": {"error": cause}} if known else {})
+    settings = config("exact_match").model_dump() | {"environment": {"use": "my.py:Game", "on_error": on_error}}
+    async with serving(Config.model_validate(settings), tmp_path) as bench:
+        columns = {"text": b"cba", "transcript": json.dumps([said]).encode()}
+        stored = {name: np.frombuffer(data, np.uint8) for name, data in columns.items()}
+        place = bench.store.put(stored | {"turn_rewards": np.zeros(1, np.float32)})
+        ref = RowRef(4, 2, 0, 1, 5, 3, 0, 0, "environment", (place,))
+        (score,) = await bench.service.score(BatchRef((ref,)), ROW)
+        assert score.reward == reward
+        assert score.error == (cause if known else "the environment failed on member 2 of group 4")
+        assert not bench.service.counters.get("failed")
+        (score,) = await bench.service.score(BatchRef((ref._replace(finish="stop"),)), ROW)
+        assert (score.reward, score.error) == (1.0, "")
 
 
 async def test_group_functions_wait_for_all_members_and_answer_each(

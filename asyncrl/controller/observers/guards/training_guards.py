@@ -11,9 +11,10 @@ from statistics import fmean
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.ledger import Dropped
-from asyncrl.controller.observers.alarms import Alarm
+from asyncrl.controller.observers.alarms import REWARD, Alarm
 from asyncrl.controller.observers.events import Event, SampleScored, StepDone
 from asyncrl.controller.observers.guards.training_history import MOST_EQUAL, SIGNAL_WINDOW, WINDOW, TrainingHistory
+from asyncrl.environments.transcript import FAILED
 
 FEWEST_SAMPLES = 64
 """Samples with equal rewards, from the first step on, after which a constant reward is more likely than chance."""
@@ -54,8 +55,9 @@ def _no_variance(history: TrainingHistory) -> str:
         reward = history.steps[-1]["reward/mean"]
         if history.all_failed:
             return (
-                f"a reward failed for each of the {history.scored} samples scored so far, so that all "
-                f"{history.samples} up to step {history.step} got {reward:g}, and none can teach: {history.last_error}"
+                f"{WHO_FAILED[history.failing]} failed for each of the {history.scored} samples scored so far, so that "
+                f"all {history.samples} up to step {history.step} got {reward:g}, and none can teach: "
+                f"{history.last_error}"
             )
         return (
             f"all {history.samples} samples up to step {history.step} got the same reward, {reward:g}, and none can "
@@ -84,7 +86,7 @@ def _equal_groups(history: TrainingHistory) -> str:
 def _advise_variance(history: TrainingHistory) -> str:
     """Names the cause of equal rewards, as far as it is known."""
     if history.all_failed:
-        return CORRECT_THE_FUNCTION
+        return _advise_failures(history)
     if history.equal_texts and (same := fmean(history.equal_texts)) >= SAME_TEXTS:
         return (
             f"the answers to a prompt are one and the same text in {same:.0%} of the recorded groups: raise "
@@ -111,10 +113,14 @@ def _no_movement(history: TrainingHistory) -> str:
     )
 
 
+WHO_FAILED = {REWARD: "a reward", FAILED: "the environment"}
+
+
 def _reward_errors(history: TrainingHistory) -> str:
     if history.errors_in_a_row < history.limit:
         return ""
-    return f"a reward function failed on each of the last {history.errors_in_a_row} samples: {history.last_error}"
+    who = "a reward function" if history.failing == REWARD else WHO_FAILED[history.failing]
+    return f"{who} failed on each of the last {history.errors_in_a_row} samples: {history.last_error}"
 
 
 def _collapse(history: TrainingHistory) -> str:
@@ -168,9 +174,13 @@ class Guard:
         return f"{trouble}; {self.advice if isinstance(self.advice, str) else self.advice(history)}"
 
 
-CORRECT_THE_FUNCTION = (
-    'reward.on_error = "zero" counts 0 for each: correct the function; its errors are in logs/reward*.jsonl'
-)
+def _advise_failures(history: TrainingHistory) -> str:
+    if history.failing == FAILED:
+        return (
+            'environment.on_error = "zero" counts 0 for such turns, and "ignore" leaves such samples out: mend the '
+            "environment; its errors are in logs/environment*.jsonl"
+        )
+    return 'reward.on_error = "zero" counts 0 for each: correct the function; its errors are in logs/reward*.jsonl'
 
 
 GUARDS = (
@@ -187,7 +197,7 @@ GUARDS = (
         "raise training.learning_rate, tenfold at a time while mismatch/kl stays under 0.01",
         speaks_once=True,
     ),
-    Guard("reward_errors", _reward_errors, CORRECT_THE_FUNCTION, looks_at_steps=False),
+    Guard("reward_errors", _reward_errors, _advise_failures, looks_at_steps=False),
     Guard("collapse", _collapse, _advise_collapse, speaks_once=True),
     Guard(
         "truncation",

@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 from asyncrl.config.schema import Config
 from asyncrl.controller.journal.ledger import Dropped
+from asyncrl.controller.observers.alarms import failed_in
 from asyncrl.controller.observers.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.controller.observers.step_metrics import batch_metrics, step_of
 from asyncrl.protocols.batch import BatchRef
@@ -41,7 +42,8 @@ class TrainingHistory:
     share of the recorded groups of a step whose texts are all the same. moves: how far log-probs moved in a step, over
     the steps that tell. rewards_varied: whether a batch had unequal rewards. untrainable: samples of the steps in a row
     without a gradient. groups_without_signal, errors_in_a_row:
-    counts up to now. scored, failed: samples, and those of them with a failed call of a reward.
+    counts up to now. scored, failed: samples, and those of them with a failed call of a reward, or a failed
+    environment. failing: which of these the last error was of.
     """
 
     limit: int
@@ -70,6 +72,7 @@ class TrainingHistory:
     scored: int = 0
     failed: int = 0
     last_error: str = ""
+    failing: str = ""
     _first_rewards: dict[int, float] = field(default_factory=dict)
 
     @classmethod
@@ -89,7 +92,7 @@ class TrainingHistory:
     def observe(self, event: Event) -> None:
         match event:
             case SampleScored(sample, score):
-                self._scored(sample.group, score.reward, score.error)
+                self._scored(sample.group, score.reward, score.error, failed_in(event))
             case Dropped(group, reason="no_signal"):
                 self.groups_without_signal += 1
                 self.equal_reward = self._first_rewards.pop(group, self.equal_reward)
@@ -130,10 +133,11 @@ class TrainingHistory:
         """Returns the median move of log-probs in a step, in nats; None before SIGNAL_WINDOW steps tell."""
         return median(self.moves) if len(self.moves) == SIGNAL_WINDOW else None
 
-    def _scored(self, group: int, reward: float | None, error: str) -> None:
+    def _scored(self, group: int, reward: float | None, error: str, where: str) -> None:
         self.scored += 1
         self.failed += bool(error)
-        self.errors_in_a_row = self.errors_in_a_row + 1 if error else 0
+        self.errors_in_a_row = self.errors_in_a_row + 1 if error and where == self.failing else int(bool(error))
+        self.failing = where if error else self.failing
         self.last_error = error.partition("\n")[0] or self.last_error
         if reward is not None and reward != self._first_rewards.setdefault(group, reward):
             self.groups_without_signal = 0

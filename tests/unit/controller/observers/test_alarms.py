@@ -155,9 +155,30 @@ def test_the_first_failure_is_said_once() -> None:
     failures = RewardFailures(10, Alarm(GuardsConfig(), said.append))
     for _ in range(3):
         failures.observe(FAILED)
-    assert failures.failed == 3
+    assert failures.failed == {"reward": 3}
     assert len(said) == 1
     assert "function f on member 0" in said[0]
+
+
+@pytest.mark.parametrize("reward", [None, 0.0])
+@pytest.mark.parametrize("rewards_fail", [False, True])
+def test_the_first_failure_of_an_environment_is_said_once_with_its_cause(
+    reward: float | None, rewards_fail: bool
+) -> None:
+    said: list[str] = []
+    failures = RewardFailures(100, Alarm(GuardsConfig(), said.append))
+    cause = (
+        "environment my.py:Game on member 1 of group 0: `step` raised KeyError: 'a'\n  File \"my.py\", line 3, in step"
+    )
+    for _ in range(3):
+        if rewards_fail:
+            failures.observe(FAILED)
+        failures.observe(SampleScored(ROW._replace(finish="environment"), Score(reward, {}, cause)))
+    assert len(said) == 1 + rewards_fail
+    assert "an environment failed, which environment.on_error lets pass" in said[-1]
+    assert "logs/environment*.jsonl" in said[-1]
+    assert cause in said[-1]
+    assert "reward" not in said[-1]
 
 
 def test_it_names_the_logs_of_the_service_that_failed() -> None:

@@ -205,6 +205,41 @@ def test_one_group_in_ten_with_a_signal_is_enough() -> None:
     assert said == []
 
 
+@pytest.mark.parametrize("reward", [None, 0.0])
+def test_an_environment_that_always_fails_is_blamed_and_no_function(reward: float | None) -> None:
+    """Of four samples one fails by its function in between, which begins the count again."""
+    said: list[str] = []
+    watching = guards(said, limit=5, no_variance="off")
+    failed = row(0, 0.0)._replace(finish="environment", reward=reward)
+    cause = Score(reward, {}, "environment my.py:Game on member 0 of group 0: `step` raised KeyError: 'a'\n  File ...")
+    for _ in range(4):
+        watching.observe(SampleScored(failed, cause))
+    watching.observe(SampleScored(row(0, 0.0), Score(0.0, {}, "f raised")))
+    for _ in range(4):
+        watching.observe(SampleScored(failed, cause))
+    assert said == []
+    watching.observe(SampleScored(failed, cause))
+    (text,) = said
+    assert "the environment failed on each of the last 5 samples: environment my.py:Game on member 0" in text
+    assert "`step` raised KeyError: 'a'; environment.on_error =" in text
+    assert "logs/environment*.jsonl" in text
+    assert "reward.on_error" not in text
+
+
+@pytest.mark.parametrize("finish", ["stop", "turn_limit", "token_limit", "time_limit"])
+def test_guards_say_of_episodes_what_is_true_of_them(finish: str) -> None:
+    """Equal rewards, a fall, a small rate: these are judged by rewards and log-probs, whatever ends an episode."""
+    said: list[str] = []
+    watching = guards(said)
+    for number in range(1, 40):
+        done = step(number, [0.0] * 128, grad_norm=0.0)
+        rows = (each._replace(finish=finish, turns=3, given=7) for each in done.cuts.batch)
+        watching.observe(replace(done, cuts=replace(done.cuts, batch=BatchRef(tuple(rows)))))
+    assert [text.partition(":")[0] for text in said] == ["guards.no_variance"]
+    assert "all 640 samples up to step 5 got the same reward" in said[0]
+    assert "max_new_tokens" not in said[0]
+
+
 def test_a_reward_that_always_fails_is_told_where_its_errors_count_zero() -> None:
     scene, said = Scene(steps=20), list[str]()
     scene.reward.value_of = lambda sample: Score(0.0, {"f": 0.0}, "f raised KeyError")  # type: ignore[method-assign]
