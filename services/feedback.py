@@ -113,5 +113,5 @@ class FeedbackService(RewardService):
             return FunctionResult({})  # A held-out sample has the other terms only.
         return FunctionResult(
             reason=f"nobody rated it within {self._feedback.deadline:g} s (feedback.deadline), or while the staleness "
-            "limit let it train, or while another answer was left to compare it with"
+            "limit let it train, or while another answer was left to compare it with, or a person skipped it"
         )

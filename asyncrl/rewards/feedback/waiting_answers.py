@@ -159,6 +159,14 @@ class FeedbackBoard:
             raise UnknownAnswer(f"{chosen} cannot be compared with itself: name two answers")
         return await self._decide((chosen, other), (EQUAL, EQUAL) if equal else (1.0, 0.0))
 
+    async def skip(self, names: Sequence[str]) -> None:
+        """Ends the wait for answers that a person does not want to rate, as if their time were over. Raises
+        UnknownAnswer."""
+        async with self._deciding:
+            for answer in [self._answer(name) for name in names]:
+                if self._waits(answer.id):
+                    self._waiting[answer.id].value.set_result(None)
+
     async def _decide(self, names: Sequence[str], values: tuple[float, ...]) -> Judgement:
         async with self._deciding:
             if self.file.holds(dict(zip(names, values, strict=True))):

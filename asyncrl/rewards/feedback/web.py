@@ -2,7 +2,8 @@
 
 GET  /           the page; the key is in its address, ?key=...
 GET  /answers    what waits: {"ask", "scale", "waiting", "answers": [...], "pairs": [[..., ...], ...]}
-POST /ratings    {"sample": NAME, "rating": 1 to scale}, {"chosen": NAME, "other": NAME} or {"equal": [NAME, NAME]}
+POST /ratings    {"sample": NAME, "rating": 1 to scale}, {"chosen": NAME, "other": NAME}, {"equal": [NAME, NAME]}
+                 or {"skipped": [NAME, ...]}, for which the run waits no longer
 """
 
 import json
@@ -34,7 +35,10 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 Endpoint = Callable[[Request], Awaitable[Response]]
-FORMS = '{"sample": NAME, "rating": NUMBER}, {"chosen": NAME, "other": NAME} or {"equal": [NAME, NAME]}'
+FORMS = (
+    '{"sample": NAME, "rating": NUMBER}, {"chosen": NAME, "other": NAME}, {"equal": [NAME, NAME]} or '
+    '{"skipped": [NAME, ...]}'
+)
 
 
 class FeedbackWeb:
@@ -107,6 +111,9 @@ class FeedbackWeb:
                 return await self._board.pick(chosen, other)
             case {"equal": [str(first), str(second)], **rest} if not rest:
                 return await self._board.pick(first, second, equal=True)
+            case {"skipped": [*names], **rest} if names and not rest and all(isinstance(name, str) for name in names):
+                await self._board.skip(names)
+                return Judgement((), (), late=False)
         raise HTTPException(400, f"this is no rating: {json.dumps(said)[:200]}; write {FORMS}")
 
 

@@ -63,6 +63,25 @@ async def test_a_rating_is_on_disk_before_it_is_a_reward(opened: Opened, tmp_pat
     assert line["answers"] == [{"sample": answer().id, "text": "hello", "value": 0.75, "finish": "stop", "tokens": []}]
 
 
+@pytest.mark.parametrize("skipped", [(0,), (1,), (0, 1)])
+async def test_the_run_waits_no_longer_for_an_answer_that_is_skipped(
+    opened: Opened, tmp_path: Path, skipped: tuple[int, ...]
+) -> None:
+    board = await opened()
+    answers = [answer("one"), answer("two", member=1)]
+    waits = await asked(board, *answers)
+    await board.skip([answers[number].id for number in skipped])
+    assert [await waits[number] for number in skipped] == [None] * len(skipped)
+    assert board.waiting == 2 - len(skipped)
+    assert (board.unrated, board.rated, lines(tmp_path)) == (len(skipped), 0, [])
+    await board.skip([answers[number].id for number in skipped])  # Another page that shows it skips it too.
+    with pytest.raises(UnknownAnswer):
+        await board.skip(["nobody's"])
+    for number in {0, 1}.difference(skipped):
+        await board.rate(answers[number].id, 0.5)
+        assert await waits[number] == 0.5
+
+
 async def test_a_rating_that_cannot_be_written_is_no_reward(
     opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,19 @@ async def test_ratings_are_values_from_zero_to_one(tmp_path: Path) -> None:
         assert [await wait for wait in page.waits] == [0.0, 0.25, 1.0]
 
 
+async def test_skips_by_http(tmp_path: Path) -> None:
+    async with serving(tmp_path) as page:
+        answers = [answer(text, number) for number, text in enumerate("abc")]
+        await page.asks(*answers)
+        skipped = [each.id for each in answers[:2]]
+        assert await page.rate({"skipped": skipped}) == (200, {"values": [], "late": False})
+        assert [await wait for wait in page.waits[:2]] == [None, None]
+        assert (await page.rate({"skipped": ["unknown"]}))[0] == 404
+        for wrong in ([], [3], "abc", [skipped[0], None]):
+            assert (await page.rate({"skipped": wrong}))[0] == 400
+        assert not page.waits[2].done()
+
+
 async def test_picks_by_http(tmp_path: Path) -> None:
     async with serving(tmp_path) as page:
         answers = [answer(text, number) for number, text in enumerate("abcd")]
