@@ -50,7 +50,6 @@ from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
 from asyncrl.deploy.run_fleet import LONGEST, PRETRAIN, facts_of, run_fleet
 from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
-from asyncrl.engines.models.hub_models import NOTED
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare, remove_model
 from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
@@ -224,7 +223,7 @@ async def _train(
     with forks_of(config, request.forks, display.say) as forks:
         restored = await asyncio.to_thread(settle_config, request, directory, plan)
         model, questions = await _read_texts_and_model(request, directory, progress)
-        scorers = await asyncio.to_thread(scoring_folders, config, model, directory.path / NOTED)
+        scorers = await asyncio.to_thread(scoring_folders, config, model, directory.hub)
         state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
         progress.begin("starting the workers")
@@ -331,17 +330,13 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
         )
     elif directory.config.exists():
         then = read(directory.config)
-        if _made_of(then) != _made_of(config):
+        before, now = then.model, config.model
+        if (before.name, before.revision, then.seed) != (now.name, now.revision, config.seed):
             remove_model(directory.model)
-            (directory.path / NOTED).unlink(missing_ok=True)
+            directory.hub.unlink(missing_ok=True)
     replace_text(directory.config, dump(config))
     keep(directory.sources, files)
     return restored
-
-
-def _made_of(config: Config) -> tuple[str, str, int]:
-    """Returns what decides which model a run prepares."""
-    return config.model.name, config.model.revision, config.seed
 
 
 def _scores_groups(config: Config) -> bool:

@@ -62,6 +62,7 @@ class RunDirectory:
         self.recorded = path / "recorded"
         self.report = path / "report.html"
         self.logs = path / "logs"
+        self.hub = path / "hub.json"
         self.sources = path / "sources"
 
     @property

@@ -35,30 +35,24 @@ COMPARED = 16 << 20
 def content_problems(folder: Path, stop: Sequence[str] = ()) -> Iterator[Problem]:
     """Yields what is wrong with a whole and undamaged model folder; a folder that holds no model has nothing. stop:
     strings that end answers besides the ends of the folder."""
-    if not is_complete(folder):
-        return
+    if is_complete(folder):
+        marks, rows = Marks.of_folder(folder), embedding_rows(folder)
+        notes = ((each, True) for each in _end_notes(folder, marks, rows, stop))
+        wrong = ((each, False) for each in (*_file_problems(folder), *_written_beyond(folder, marks, rows)))
+        yield from (Problem("model.name", "", text, is_warning=is_note) for text, is_note in (*wrong, *notes))
+
+
+def _file_problems(folder: Path) -> Iterator[str]:
     if not any(next(folder.glob(pattern), None) for pattern in TOKENIZERS):
-        yield _problem(f"there is no tokenizer in {folder}: save it beside the model, by tokenizer.save_pretrained")
+        yield f"there is no tokenizer in {folder}: save it beside the model, by tokenizer.save_pretrained"
     shape = json.loads((folder / "config.json").read_bytes())
-    if not shape.get("model_type"):
-        text = f"{folder}/config.json names no model_type: take the config.json of the model that the weights are of"
-        yield _problem(text)
-        return
     kind = (shape.get("quantization_config") or {}).get("quant_method")
-    if kind is not None and kind not in READ_QUANTIZED:
-        text = (
-            f"the weights in {folder} are quantized ({kind}) and cannot be trained: take the model that was quantized"
-        )
-        yield _problem(text)
-        return
-    yield from map(_problem, _tensor_problems(folder, shape))
-    marks, rows = Marks.of_folder(folder), embedding_rows(folder)
-    yield from map(_problem, _written_beyond(folder, marks, rows))
-    yield from (Problem("model.name", "", text, is_warning=True) for text in _end_notes(folder, marks, rows, stop))
-
-
-def _problem(text: str) -> Problem:
-    return Problem("model.name", "", text)
+    if not shape.get("model_type"):
+        yield f"{folder}/config.json names no model_type: take the config.json of the model that the weights are of"
+    elif kind is not None and kind not in READ_QUANTIZED:
+        yield f"the weights in {folder} are quantized ({kind}) and cannot be trained: take the model that was quantized"
+    else:
+        yield from _tensor_problems(folder, shape)
 
 
 def _tensor_problems(folder: Path, described: Mapping[str, Any]) -> Iterator[str]:
@@ -133,10 +127,8 @@ def _bytes_of(name: str, path: Path) -> tuple[Any, memoryview]:
 
 def embedding_rows(folder: Path) -> int | None:
     """Returns how many ids a model has, by its config.json, to which its files are held; None where it does not say."""
-    return next(
-        (int(each["vocab_size"]) for each in _configs(json_object(folder / "config.json")) if "vocab_size" in each),
-        None,
-    )
+    sizes = [int(each["vocab_size"]) for each in _configs(json_object(folder / "config.json")) if "vocab_size" in each]
+    return sizes[0] if sizes else None
 
 
 def beyond_embedding(folder: Path) -> dict[str, int]:
@@ -168,15 +160,10 @@ def _end_notes(folder: Path, marks: Marks, rows: int | None, stop: Sequence[str]
     if not (known := {text: at for at, text in vocabulary(folder).items()}):
         return  # Only loading the tokenizer would tell.
     described = folder / "generation_config.json"
-    named = next(
-        (
-            e
-            for e in map(_ends_in, _configs(json_object(described if described.is_file() else folder / "config.json")))
-            if e
-        ),
-        [],
-    )
-    ends = {at for at in [*named, known.get(marks.names.get("eos_token") or "")] if at is not None}
+    configs = _configs(json_object(described if described.is_file() else folder / "config.json"))
+    named: Any = next((each["eos_token_id"] for each in configs if each.get("eos_token_id") is not None), [])
+    by_name = known.get(marks.names.get("eos_token") or "")
+    ends = {at for at in [*(named if isinstance(named, list) else [named]), by_name] if at is not None}
     end = marks.turn_end()
     if end and marks.ids[end] not in ends:
         line = json.dumps(sorted(ends | {marks.ids[end]}))
@@ -191,11 +178,6 @@ def _end_notes(folder: Path, marks: Marks, rows: int | None, stop: Sequence[str]
             'tokenizer_config.json), so each is as long as generation.max_new_tokens: write "eos_token_id" there, or '
             "generation.stop"
         )
-
-
-def _ends_in(described: Mapping[str, Any]) -> list[int]:
-    found = described.get("eos_token_id")
-    return [int(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
 
 
 def _has_default_end(folder: Path, marks: Marks) -> bool:

@@ -62,6 +62,7 @@ UNFUZZED: dict[str, str] = {
     "rewards/number_parser.py": OWN,
     "deploy/checks/lost_characters.py": MODEL,
     "deploy/checks/shared_memory_needs.py": MODEL,
+    "deploy/commands/exporting/export.py": RUN,
     "deploy/commands/tuning/search_space.py": USER,
     "deploy/commands/tuning/study.py": RUN,
     "deploy/commands/tuning/trial_process.py": PARENT,
@@ -133,6 +134,7 @@ UNFUZZED: dict[str, str] = {
     "tasks/prompt_draw.py": "a digest that was just computed",
     "telemetry/jsonl.py": RUN,
     "telemetry/metrics_file.py": OWN,
+    "telemetry/model_card.py": RUN,
     "telemetry/run_status.py": RUN,
     "telemetry/source_copies.py": RUN,
 }

@@ -14,9 +14,11 @@ from asyncrl.engines.acting.stepping.spaces_file import SPACES
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, CRITICS, EXPORTED, base_folder, is_in_parts
 from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
+from asyncrl.telemetry.model_card import write_origin
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 
 POLICY = "policy"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(arguments: list[str]) -> int:
@@ -25,10 +27,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("target", type=Path, help="Name a folder that does not exist yet or is empty.")
     parser.add_argument("--merge", action="store_true", help="Merge the adapters of a run with model.lora.")
     parser.add_argument("--step", default="", metavar="N", help="Copy the checkpoint of this step, or `best`.")
+    parser.add_argument("--dtype", choices=DTYPES, help="Write weights so; default: model.dtype of the run.")
     model_help = "Copy this model; default: policy."
     parser.add_argument("--model", choices=[POLICY, *CRITICS], default=POLICY, help=model_help)
     asked = parser.parse_args(arguments)
-    version = export(asked.run, asked.target, merged=asked.merge, step=asked.step, model=asked.model)
+    wanted = {"merged": asked.merge, "step": asked.step, "model": asked.model, "dtype": asked.dtype or ""}
+    version = export(asked.run, asked.target, **wanted)
     call = f"AutoModelForCausalLM.from_pretrained({str(asked.target)!r})"
     if asked.model in CRITICS:
         call = f"{asked.model}.model = {str(asked.target)!r}"
@@ -40,10 +44,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "", model: str = POLICY) -> int:
+def export(
+    run_dir: Path,
+    target: Path,
+    *,
+    merged: bool = False,
+    step: str = "",
+    model: str = POLICY,
+    dtype: str = "",
+    public: bool = False,
+) -> int:
     """Copies the model, or merges its adapters into it; returns its version. step: as in `chosen_model`. model: the
-    policy or one of CRITICS. The target appears complete or not at all. Raises ConfigError for a mistake in the
-    arguments, and JournalError when none of the run's checkpoints is good."""
+    policy or one of CRITICS. dtype: of weights; empty: model.dtype for a policy, else as they are. public: as in
+    `write_origin`. The target appears complete or not at all. Raises ConfigError for a mistake in the arguments, and
+    JournalError when none of the run's checkpoints is good."""
     target = target.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already; name a folder that does not")
@@ -54,8 +68,8 @@ def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "",
     policy, version = chosen_model(run_dir, step)
     folder = policy if model == POLICY else _critic_folder(policy.parent, model, merged=merged)
     write: Callable[[Path], object] = partial(_gather if is_in_parts(folder) else shutil.copytree, folder)
+    config = read(RunDirectory(run_dir).config)
     if merged:
-        config = read(RunDirectory(run_dir).config)
         if config.model.lora is None:
             raise ConfigError(f"{run_dir} trained all weights, so there is nothing to merge: leave out --merge")
         base = base_folder(run_dir, config)
@@ -65,7 +79,10 @@ def export(run_dir: Path, target: Path, *, merged: bool = False, step: str = "",
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         write(unfinished)
+        if precision := dtype or ("" if model in CRITICS or config.acting.env else config.model.dtype):
+            _round(unfinished, precision)
         (unfinished / EXPORTED).write_text(json.dumps({"model": model, "version": version}) + "\n")
+        write_origin(unfinished, RunDirectory(run_dir), config, model, version, public=public)
         unfinished.replace(target)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -87,6 +104,19 @@ def _gather(model: Path, target: Path) -> None:
     from asyncrl.engines.models.tensor_parts import gather_model
 
     gather_model(model, target)
+
+
+def _round(folder: Path, dtype: str) -> None:
+    """Rounds the weights of a model or of adapters, which are float32 in checkpoints, a file at a time."""
+    for path in folder.glob("*.safetensors") if dtype != "float32" else ():
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        kind, tensors = getattr(torch, dtype), load_file(path)
+        rounded = {name: each.to(kind) if each.is_floating_point() else each for name, each in tensors.items()}
+        save_file(rounded, path, metadata={"format": "pt"})
+    if (path := folder / "config.json").is_file():
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": dtype}, indent=2) + "\n")
 
 
 def _merge(adapters: Path, base: Path, target: Path) -> None:

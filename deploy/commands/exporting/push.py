@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="asyncrl-push-") as scratch:
         folder = Path(scratch) / "model"
-        version = export(asked.run, folder, merged=asked.merge, step=asked.step)
+        version = export(asked.run, folder, merged=asked.merge, step=asked.step, public=True)
         address = upload(folder, asked.name, f"asyncrl: step {version} of {asked.run.name}", public=asked.public)
     print(f"version {version} is at {address}")
     return 0

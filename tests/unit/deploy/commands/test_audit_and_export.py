@@ -140,6 +140,7 @@ def test_export_copies_the_model_and_nothing_else(
     assert "version 0" in capsys.readouterr().out
     found = {path.name: path.read_bytes() for path in target.iterdir()}
     assert json.loads(found.pop("asyncrl_export.json")) == {"model": "policy", "version": 0}
+    assert "asyncrl" in found.pop("README.md").decode()
     assert found == {"model.safetensors": WEIGHTS}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
