@@ -5,7 +5,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from asyncrl.children.code.program_extraction import cases_in
+from asyncrl.children.code.row_tests import cases_in
 from asyncrl.config.named_files import COMPRESSED, data_folder, data_suffix
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import IN_MEMORY, Config, TaskConfig

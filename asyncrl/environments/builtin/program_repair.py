@@ -3,7 +3,8 @@
 from typing import Any
 
 from asyncrl.children.code.code_runner import shared_runner
-from asyncrl.children.code.program_extraction import cases_in, code_in
+from asyncrl.children.code.program_extraction import code_in
+from asyncrl.children.code.row_tests import cases_in
 from asyncrl.children.sandbox import CaseResult, Program, TestCase
 from asyncrl.children.sandbox.pool import Kind
 from asyncrl.environments.observation import Observation

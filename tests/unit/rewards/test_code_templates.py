@@ -49,7 +49,11 @@ async def test_programs_are_scored_by_compiling_by_their_tests_and_by_style(
         assert await values(pool, "def f(x): return x + 1") == [1, 1, 1]
         assert await values(pool, "def f(x): return 1;") == [1, 0.25, 0.75]
         assert await values(pool, "def f(x) return x + 1") == [0, 0, 0]
-        assert await values(pool, "") == [1, 0, 1]
+        assert await values(pool, "") == [0, 0, 0]
+        assert await values(pool, "", before="def f(x):\n    '''f'''\n") == [0, 0, 0]
+        assert await values(pool, "<think>def f(x): return x + 1") == [0, 0, 0]
+        draft = "<think>\n```python\ndef f(x): return 1\n```</think>\n"
+        assert await values(pool, f"{draft}```python\ndef f(x): return x + 1\n```") == [1, 1, 1]
         assert await values(pool, "    return x + 1", before="def f(x):\n") == [1, 1, 1]
         assert await values(pool, "Here:\n```python\ndef f(x): return x + 1\n```\nDone.") == [1, 1, 1]
         doubles = [{"stdin": "2", "stdout": "4"}, {"stdin": "3", "stdout": "6"}]
@@ -72,7 +76,7 @@ async def test_a_program_that_never_ends_or_cheats_earns_nothing_and_costs_its_s
     [
         ({}, "the row has no column tests with tests; found are prompt"),
         ({"tests": []}, r"the row's tests are no list of tests, but \[\]"),
-        ({"tests": [1]}, r"the row's tests\[0\] is no test: write a text"),
+        ({"tests": [1]}, r"the row's tests\[0\] is no test: write asserts"),
     ],
 )
 async def test_a_row_without_tests_is_an_error(tmp_path: Path, row: dict[str, Any], said: str) -> None:
@@ -167,3 +171,9 @@ async def test_without_containment_programs_are_scored_too(tmp_path: Path) -> No
     reward = load(FunctionSpec("passes_tests", "t", options={"sandbox": "none"}))
     assert await reward(sample("def f(x): return x + 1", tests=TESTS)) == 1
     await code_runner.shared_runner("none").close()
+
+
+@pytest.mark.parametrize("template", ["compiles", "passes_tests", "lint"])
+def test_a_choice_of_programs_that_there_is_not_is_refused(template: str) -> None:
+    with pytest.raises(ConfigError, match="choose is one of last, first, not 'frist'; did you mean first"):
+        load(FunctionSpec(template, template, options={"choose": "frist"}))

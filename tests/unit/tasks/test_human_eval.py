@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.children.code.code_runner import CodeRunner
-from asyncrl.children.code.program_extraction import cases_in, code_in
+from asyncrl.children.code.program_extraction import code_in
+from asyncrl.children.code.row_tests import cases_in
 from asyncrl.children.sandbox import Program
 from asyncrl.errors import TaskError
 from asyncrl.tasks import human_eval as module

@@ -1,14 +1,13 @@
-"""The code in an answer, and the tests of a row."""
-
-from typing import Any
+"""The code in an answer."""
 
 import pytest
 
-from asyncrl.children.code.program_extraction import cases_in, code_in
-from asyncrl.children.sandbox import TestCase
-from asyncrl.errors import TaskError
+from asyncrl.children.code.program_extraction import code_in
 
 CODE = "def f(x):\n    return x\n"
+DRAFT = "def f(x):\n    return 0\n"
+HELPER = "def g(x):\n    return x\n"
+USES = "def f(x):\n    return g(x)\n"
 
 
 @pytest.mark.parametrize(
@@ -16,13 +15,30 @@ CODE = "def f(x):\n    return x\n"
     [
         (CODE, CODE),
         (f"Sure:\n```python\n{CODE}```\nor\n```\nother\n```", CODE),
+        (f"```python\n{DRAFT}```\nNo:\n```python\n{CODE}```", CODE),
+        (f"```\n{DRAFT}```\nNo:\n```\n{CODE}```\nIt prints\n```\n1\n```", CODE),
+        (f"```bash\npip install x\n```\n```python\n{CODE}```\n```text\n1\n```", CODE),
+        (f"```Python3\n{CODE}```\nUse it:\n```python\nprint(f(1))\n```", CODE),
+        (f"```{{.python}}\n{CODE}```\n```python\nassert f(1) == 1\n```", CODE),
+        (f"~~~python\n{CODE}~~~\n", CODE),
+        (f"````python\n{CODE}````\n", CODE),
+        ("1. So:\n   ```python\n   def f(x):\n       return x\n   ```\n", CODE),
+        ("- ```python\n  def f(x):\n      return x\n  ```\n", CODE),
+        ("> ```python\n> def f(x):\n>     return x\n> ```\n", CODE),
+        ("```python\n    def f(x):\n        return x\n```", CODE),
+        ("```python\r\ndef f(x):\r\n    return x\r\n```", CODE),
+        (f"```python\n{HELPER}```\nand\n```python\n{USES}```", HELPER + USES),
+        (f"```python\n{HELPER}```\n```python\nprint(g(int(input())))\n```", HELPER + "print(g(int(input())))\n"),
+        ("```python\nprint(1)\n```\nor\n```python\nprint(2)\n```", "print(2)\n"),
+        ("```bash\nrm -r x\n```", ""),
+        ("```python\n```", ""),
         (f"```\n{CODE}", CODE),
         (f"  ```py\n{CODE}  ```", CODE),
         ("x = 'a ``` b'", "x = 'a ``` b'"),
         ("", ""),
     ],
 )
-def test_code_is_the_first_fenced_block_or_everything(answer: str, code: str) -> None:
+def test_code_is_the_last_program_in_fenced_blocks_or_everything(answer: str, code: str) -> None:
     assert code_in(answer, {}) == code
 
 
@@ -31,38 +47,10 @@ def test_what_the_row_has_before_the_code_comes_first() -> None:
     assert code_in("    return x", row) == 'def f(x):\n    """Return x."""\n    return x'
     assert code_in(f"```\n{CODE}```", row) == f"{row['before']}\n{CODE}"
     assert code_in("x", {"before": None}) == "x"
+    assert code_in("```\n    return x\n```\n```\nprint(f(3))\n```", row) == f"{row['before']}\n    return x\n"
+    assert code_in(" ", row) == code_in("```bash\nls\n```", row) == ""
 
 
-def test_tests_are_texts_or_tables() -> None:
-    asserts = TestCase("tests[0]", code="assert f(1) == 1")
-    assert cases_in({"tests": "assert f(1) == 1"}, "tests") == (asserts,)
-    assert cases_in({"tests": ["assert f(1) == 1"]}, "tests") == (asserts,)
-    table = {"stdin": "1", "stdout": "2"}
-    assert cases_in({"io": [table, {"name": "b", "code": "f(1)"}]}, "io") == (
-        TestCase("io[0]", stdin="1", stdout="2"),
-        TestCase("b", code="f(1)"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("tests", "said"),
-    [
-        ([], r"the row's tests are no list of tests, but \[\]"),
-        (None, "the row's tests are no list of tests, but None"),
-        (7, "the row's tests are no list of tests, but 7"),
-        ([""], r"the row's tests\[0\] is no test: write .*, not ''"),
-        (["f(1)", 3], r"the row's tests\[1\] is no test"),
-        ([{"stdin": "1"}], r"the row's tests\[0\] is no test"),
-        ([{"stdin": "1", "code": "f(1)"}], r"the row's tests\[0\] is no test"),
-        ([{"stdout": 1}], r"the row's tests\[0\] is no test"),
-        ([{"stdout": "1", "input": "2"}], r"the row's tests\[0\] is no test"),
-    ],
-)
-def test_what_is_no_test_is_named(tests: Any, said: str) -> None:
-    with pytest.raises(TaskError, match=said):
-        cases_in({"tests": tests}, "tests")
-
-
-def test_a_row_without_tests_names_its_columns() -> None:
-    with pytest.raises(TaskError, match="the row has no column tests with tests; found are prompt, answer"):
-        cases_in({"prompt": "p", "answer": "a"}, "tests")
+def test_the_first_of_several_programs_can_be_chosen() -> None:
+    answer = f"```bash\nls\n```\n```python\n{CODE}```\nor\n```python\n{DRAFT}```"
+    assert code_in(answer, {}, "first") == CODE
