@@ -27,7 +27,7 @@ shuffle = false
 [generation]
 max_new_tokens = 8
 [reward]
-functions = ["exact_match"]
+functions = ["repetition"]
 """
 Content = bytes | str | None
 """Content of a file; None makes a folder."""
