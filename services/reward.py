@@ -79,6 +79,7 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         uses: list[Function | str] = [*functions, *(spec.use for spec in self._pool.specs)]
         self._reads_ids = self._by_token or any(takes_token_ids(each) for each in uses)
         self._text_of: Callable[[int], str] = str
+        self._told_unjudged: set[str] = set()
 
     def _child_pool(self, printed: Path, specs: Sequence[FunctionSpec], containment: Containment | None) -> ChildPool:
         return ChildPool(
@@ -111,6 +112,9 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
             scores.append(replace(score, error=failure) if failure else score)
             if score.error:
                 self.add_to_counters(failed=1)
+            unjudged = {spec.use for spec, result in zip(specs, results, strict=True) if result.unjudged}
+            if score.error and not (unjudged and unjudged <= self._told_unjudged):  # Those are told once.
+                self._told_unjudged |= unjudged
                 self.context.log.warning("reward failed", group=sample.group, member=sample.member, error=score.error)
         self.add_to_counters(samples=len(scores))
         return scores

@@ -15,6 +15,7 @@ UNITS = (
 """Units that may stand directly behind a number. The letters k, M and B are none: they may be units or factors."""
 UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 _UNSPACED_EDGE = re.compile(rf"(?<=[{UNSPACED}])(?=[^\s{UNSPACED}])|(?<=[^\s{UNSPACED}])(?=[{UNSPACED}])")
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{|-?\d+(?![\d.,]))")
 _TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-+]?[\d,.]+)\s*\}\s*\{\s*([\d,.]+)\s*\}|(\d)\s*(\d))")
 _WRAPPED = re.compile(
@@ -53,6 +54,19 @@ _LATEX |= {r"\,": SPACE, r"^\circ": "°", r"^{\circ}": "°", "{,}": ",", "$$": "
 _LATEX_NAME = re.compile("|".join(re.escape(name) + r"(?![A-Za-z])" * name[-1].isalpha() for name in sorted(_LATEX)))
 
 
+def last_box(text: str) -> str | None:
+    r"""Returns what the last `\boxed{...}` or `\fbox{...}` holds, "" where it does not end; None without one."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes or boxes[-1][1] != "{":
+        return boxes[-1][1] if boxes else None
+    depth, begin = 1, boxes[-1].end()
+    for place in range(begin, len(text)):
+        depth += (text[place] == "{") - (text[place] == "}")
+        if depth == 0:
+            return text[begin:place]
+    return ""
+
+
 def plain(text: str) -> str:
     """Returns a text without LaTeX and other marks; tuples, intervals and matrices become a word with digits that is no
     number, and words without spaces between them are parted from what is not of their script."""
@@ -89,3 +103,13 @@ def _in_ascii(character: str) -> str:
         return unicodedata.normalize("NFKC", character) if "\u3300" <= character < "\u3400" else " "
     parts = unicodedata.normalize("NFKC", character).split("\u2044")
     return f" {parts[0]}/{parts[1]}" if len(parts) == 2 and all(part.isdigit() for part in parts) else character
+
+
+def composed(text: str) -> str:
+    """Returns a text in the composed form of Unicode, without white space around it."""
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def folded(text: str) -> str:
+    """Returns a text in which letters that differ in case alone, or in their writing in Unicode, are equal."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,8 @@ JUDGE_SHARE = 0.9
 OVERLAPPING = 64
 """Coroutine calls that run at once: enough for a remote scorer, few enough for its rate limits and our sockets."""
 
+PACKAGES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""Packages that templates use, which take seconds to import."""
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
 
@@ -183,7 +187,10 @@ def _problem(spec: FunctionSpec, is_here: bool) -> Problem | None:
 def load(spec: FunctionSpec) -> Function:
     """Loads a function and binds its options; raises ConfigError if there is none, or it does not take them."""
     if ":" not in spec.use:
-        return _from_template(spec)
+        function = _from_template(spec)
+        if (package := PACKAGES.get(spec.use)) is not None and find_spec(package) is not None:
+            import_module(package)  # Here, so that a call's deadline is for its answer alone.
+        return function
     adapter, name = _split(spec.use)
     function = resolve(name, spec.key)
     if not callable(function):

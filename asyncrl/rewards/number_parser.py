@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.children.json_objects import json_objects
-from asyncrl.children.plain_text import SPACE, UNIT, UNITS, UNSPACED, plain
+from asyncrl.children.plain_text import SPACE, UNIT, UNITS, UNSPACED, last_box, plain
 
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("number_words.toml").read_text(encoding="utf-8"))
 
@@ -58,7 +58,6 @@ NUMBER = re.compile(
 )
 ENUMERATOR = re.compile(r"\(?\d+[.)]")
 OPENING, CLOSING = "\"'“”‘’«»*_`~([{≈#:", "\"'“”‘’«»*_`~)]}.,:;?$…"
-_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{|-?\d+(?![\d.,]))")
 
 
 def last_number(text: str) -> Fraction | None:
@@ -66,23 +65,14 @@ def last_number(text: str) -> Fraction | None:
 
     `asyncrl.rewards.templates.numeric` states the rules.
     """
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return _value(plain(text), alone=False) if (value := _in_object(text)) is None else last_number(value)
-    inside = _inside(text, boxes[-1])
-    return None if inside is None else _value(_of_last_equation(plain(inside)), alone=True)
+    inside = last_box(text)
+    if inside is not None:
+        return _value(_of_last_equation(plain(_with_sign(inside))), alone=True)
+    return _value(plain(text), alone=False) if (value := _in_object(text)) is None else last_number(value)
 
 
-def _inside(text: str, box: re.Match[str]) -> str | None:
-    r"""Returns what a `\boxed{...}` holds; None where its brace is not closed."""
-    if box[1] != "{":
-        return box[1]
-    depth = 1
-    for place in range(box.end(), len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
-        if depth == 0:
-            return re.sub(r"^(\s|\$)*([-+])[\s\\,;]+(?=[\d.$\\])", r"\2", text[box.end() : place])
-    return None
+def _with_sign(inside: str) -> str:
+    return re.sub(r"^(\s|\$)*([-+])[\s\\,;]+(?=[\d.$\\])", r"\2", inside)
 
 
 def _of_last_equation(text: str) -> str:

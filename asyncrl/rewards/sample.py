@@ -119,7 +119,8 @@ class FunctionResult:
     """Result of a reward function for one sample. reason: why there is no value, or "". traceback: of its error.
     tokens: of a function by token, the rewards of the sampled tokens, whose sum is the value. failed_together: number
     of samples of a call that failed for a whole group; 0 for a reason that is of this sample. logged: further terms of
-    the sample, which are no part of the reward. of_row: whether the row is why."""
+    the sample, which are no part of the reward. of_row: whether the row is why. unjudged: a template of ours hung or
+    crashed at this answer, which counts 0, for what the policy writes ends no run."""
 
     value: Value = None
     reason: str = ""
@@ -128,3 +129,4 @@ class FunctionResult:
     failed_together: int = 0
     logged: dict[str, float] = field(default_factory=dict)
     of_row: bool = False
+    unjudged: bool = False

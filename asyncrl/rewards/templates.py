@@ -8,9 +8,12 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, Literal
 
+from asyncrl.children.expressions import are_equal, expressions
+from asyncrl.children.plain_text import composed, folded
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.batch import NO_ROOM
+from asyncrl.protocols.thoughts import PAIRS
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
@@ -23,20 +26,32 @@ RELATIVE = Fraction(1, 10**6)
 
 
 def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
-    """Gives 1 if the completion equals the row's `column`, else 0; white space around both is ignored. A number that
-    tables have as 5.0 may be written 5, and a truth value as in JSON."""
+    """Gives 1 if the completion equals the row's `column`, else 0; white space around both is ignored, and characters
+    that Unicode writes in two ways are equal. A number that tables have as 5.0 may be written 5, and a truth value as
+    in JSON. An empty `column` is an error, as null is."""
 
     def reward(sample: Sample, wanted: list[str]) -> float:
-        given = sample.answer.strip()
-        return float(given.lower() in map(str.lower, wanted) if ignore_case else given in wanted)
+        given, written = composed(sample.answer), map(composed, wanted)
+        return float(folded(given) in map(folded, written) if ignore_case else given in written)
 
     return OfRow(lambda row: _writings(_value(row, column), column), reward)
 
 
 def regex_format(pattern: str) -> OfSample:
-    """Gives 1 if the whole completion, white space around it ignored, matches; a dot matches line breaks too."""
+    """Gives 1 if the whole completion, thoughts included, matches; a dot matches line breaks too. White space around
+    the completion may be there or not, and a line break where the pattern wants one. Where the chat template opened
+    thoughts, their opening mark may be in the pattern."""
     compiled = _compiled(pattern)
-    return lambda sample: float(compiled.fullmatch(sample.text.strip()) is not None)
+
+    def reward(sample: Sample) -> float:
+        text = sample.text.strip()
+        head, _, tail = sample.text.partition(text) if text else ("", "", sample.text)
+        opened = [begin + gap for begin, end in PAIRS for gap in ("", "\n") if sample.opened and end in text]
+        heads = dict.fromkeys(["", head, "\n", *opened])
+        whole = (start + text + end for start in heads for end in dict.fromkeys(["", tail, "\n"]))
+        return float(any(compiled.fullmatch(each) is not None for each in whole))
+
+    return reward
 
 
 def numeric(column: str = "answer", tolerance: float | None = None) -> OfSample:
@@ -87,18 +102,20 @@ def numeric(column: str = "answer", tolerance: float | None = None) -> OfSample:
 def math_verify(column: str = "answer") -> OfSample:
     """Gives 1 if the last expression of the completion equals the row's `column` by the package math-verify, else 0:
     1/2, 0.5 and \\frac{1}{2} are equal, and so are sets, intervals and equations. Of a column with `####` what stands
-    behind it counts."""
-    # Its own time limits work in main threads only; a call has a deadline, after which its process is killed.
-    unlimited: dict[str, Any] = {"parsing_timeout": None}
+    behind it counts.
+
+    Of several boxes the last one counts; without a box it is the last expression that the package finds, or what
+    `numeric` reads where it finds none. Values that the package calls equal, but that differ beyond rounding of
+    decimals (2e-6 of their size), are not: it calls 2^{-98} and 2^{-99} equal. An answer whose brackets are more than
+    12 deep, or that is not judged within `reward.deadline`, such as 9^{9^{9^9}}, has 0, which the log tells once.
+    """
 
     def reward(sample: Sample, text: str) -> float:
-        import math_verify as package
-
-        wanted = package.parse(text if "$" in text or "boxed" in text else f"${text}$", **unlimited)
+        wanted = expressions(text if "$" in text or "boxed" in text else f"${text}$", last_number)
         if not wanted:
             raise RowError(column, f"math-verify finds no expression in the row's {column}: {text!r:.200}")
-        given = package.parse(sample.answer, **unlimited)
-        return float(bool(given) and package.verify(wanted, given, timeout_seconds=None))
+        given = expressions(sample.answer, last_number)
+        return float(bool(given) and are_equal(wanted, given))
 
     return OfRow(lambda row: _expression(_value(row, column), column), reward)
 
@@ -178,17 +195,17 @@ def _column(row: Row, name: str) -> Any:
 
 
 def _value(row: Row, name: str) -> Any:
-    """Returns the value of a column of answers. Raises RowError for none: null, or the NaN of tables."""
+    """Returns the value of a column of answers. Raises RowError for none: null, the NaN of tables, or no text."""
     value = _column(row, name)
-    if value is None or value != value:
-        raise RowError(name, f"the row's {name} is {value}: write an answer, or remove the row", advice="")
+    if value is None or value != value or (isinstance(value, str) and not value.strip()):
+        raise RowError(name, f"the row's {name} is {value!r:.80}: write an answer, or remove the row", advice="")
     return value
 
 
 def _expression(value: Any, column: str) -> str:
     """Returns the text of an expression. Parsing it takes too long for all rows of a source, and is left to scoring:
     raises RowError where nothing can be parsed."""
-    text = str(value).rpartition("####")[2].strip()
+    text = str(value).rpartition("####")[2].strip().replace("\\$", "")
     if isinstance(value, list | Mapping) or not text.replace("boxed{}", "").strip("$\\ "):
         raise RowError(column, f"the row's {column} holds no expression: {value!r:.200}")
     return text

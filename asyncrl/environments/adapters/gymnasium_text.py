@@ -1,10 +1,9 @@
 """Episodes of Gymnasium environments whose actions are texts or numbers, such as FrozenLake."""
 
 import re
-import unicodedata
 from typing import Any
 
-from asyncrl.children.plain_text import UNSPACED
+from asyncrl.children.plain_text import UNSPACED, folded
 from asyncrl.environments.adapters.packages import OwnRandomness, after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
@@ -77,7 +76,7 @@ class GymnasiumText:
             return message
         answer = split_thoughts(message)[1]
         if self._name is not None:
-            named = list(self._name.finditer(_folded(answer)))
+            named = list(self._name.finditer(folded(answer)))
             return int(space.start) + int(str(named[-1].lastgroup)[1:]) if named else None
         numbers = NUMBER.findall(answer[-1000:])
         return number if numbers and (number := int(numbers[-1])) in space else None
@@ -95,14 +94,10 @@ class GymnasiumText:
 
 def _names(actions: list[str]) -> re.Pattern[str]:
     """Returns what finds the name of an action, in the group `a` with its number; the longest name comes first."""
-    names = {number: _folded(name).split() for number, name in enumerate(actions)}
+    names = {number: folded(name).split() for number, name in enumerate(actions)}
     if empty := [number for number, words in names.items() if not words]:
         raise ConfigError(f"environment.options: the name of action {empty[0]} is empty")
     longest = sorted(names, key=lambda number: -len(" ".join(names[number])))
     choices = [f"(?P<a{number}>" + r"\s+".join(map(re.escape, names[number])) + ")" for number in longest]
     inside = rf"(?<={LETTER})(?={LETTER})|(?<={LETTER}_)(?={LETTER})|(?<={LETTER})(?=_{LETTER})"
     return re.compile(rf"(?!{inside})(?:{'|'.join(choices)})(?!{inside})")
-
-
-def _folded(text: str) -> str:
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())

@@ -132,8 +132,9 @@ def _result(fields: Any) -> FunctionResult:
             int(many),
             dict(logged),
             bool(of_row),
+            bool(unjudged),
         ] if all(isinstance(each, int | float) for each in (*tokens, *logged.values())):
-            return FunctionResult(value, reason, trace, tuple(tokens), many, logged, of_row)
+            return FunctionResult(value, reason, trace, tuple(tokens), many, logged, of_row, unjudged)
     raise WireError(f"no result: {fields!r:.100}")
 
 
@@ -276,8 +277,9 @@ class ChildPool:
                     continue
                 failed = len(rest) if self.specs[function].group else 0
                 reason = f"{ended}; so was another one at the same sample" if ended.vanished else str(ended)
-                found += [FunctionResult(reason=reason, failed_together=failed)] * (failed or 1)
-                if self._first_failure_only:
+                unjudged = self._slots[function] is None and not self.specs[function].is_users
+                found += [FunctionResult(reason=reason, failed_together=failed, unjudged=unjudged)] * (failed or 1)
+                if self._first_failure_only and not unjudged:
                     found += _uncalled(samples[len(found) :], "a sample before it failed")
             except AsyncrlError as error:
                 found += _uncalled(rest, error)

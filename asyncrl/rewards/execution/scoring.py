@@ -21,8 +21,8 @@ def score_of(
     """Returns the weighted sum of the functions' values; terms are the values before weighting. on_error: for a
     function without a value, `fail` raises RewardError with function, sample and traceback, `zero` counts 0, and
     `ignore` makes the sample unscorable, so that it leaves the baseline and the loss. A row that a template of ours
-    cannot score makes it so whatever on_error says. place: what errors call the group of the sample; default: by its
-    number."""
+    cannot score makes it so whatever on_error says, and an answer that one could not judge counts 0. place: what errors
+    call the group of the sample; default: by its number."""
     terms: dict[str, float] = {}
     failures: list[str] = []
     effects: set[str] = set()
@@ -31,7 +31,7 @@ def score_of(
         terms |= {f"{spec.name}/{name}": value for name, value in result.logged.items()}
         if result.reason:
             failures.append(failure_text(sample, spec, result, place or f"group {sample.group}"))
-            effect = BAD_ROW if result.of_row else spec.on_error or on_error
+            effect = BAD_ROW if result.of_row else "zero" if result.unjudged else spec.on_error or on_error
             effects.add(effect)
             if effect == "zero":
                 terms[spec.name] = 0.0

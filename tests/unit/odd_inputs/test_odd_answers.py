@@ -13,12 +13,13 @@ RIGHT: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a whole number that a table made a fraction": (5.0, ("5", "5.0")),
     "a fraction": (0.5, ("0.5",)),
     "a truth value": (True, ("true", "True")),
-    "an empty text": ("", ("", "\n")),
     "a number as text": ("5.0", ("5.0",)),
 }
 WRONG: dict[str, tuple[Any, str]] = {
     "null": (None, "the row's answer is None: write an answer, or remove the row"),
     "NaN": (math.nan, "the row's answer is nan: write an answer"),
+    "an empty text": ("", "the row's answer is '': write an answer, or remove the row"),
+    "white space": (" \n", r"the row's answer is ' \\n': write an answer, or remove the row"),
 }
 
 
@@ -33,6 +34,8 @@ def test_completions_that_equal_an_answer(answer: Any, completions: tuple[str, .
 def test_no_answer(template: Any, answer: Any, says: str) -> None:
     with pytest.raises(RewardError, match=says):
         template()(sample("None", answer))
+    with pytest.raises(RewardError, match=says):
+        template()(sample("", answer))
 
 
 @pytest.mark.parametrize("answer", [["a", "b"], {"text": "a"}, []])

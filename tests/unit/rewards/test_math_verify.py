@@ -42,8 +42,8 @@ def test_the_wanted_expression_is_marked_as_one(parsed: list[str]) -> None:
 
 
 def test_a_row_without_an_expression_is_an_error(parsed: list[str]) -> None:
-    with pytest.raises(RewardError, match="math-verify finds no expression in the row's answer: ''"):
-        score("72", "")
+    with pytest.raises(RewardError, match="the row's answer holds no expression: 'so ####'"):
+        score("72", "so ####")
     with pytest.raises(RewardError, match="no column wanted"):
         score("72", "72", column="wanted")
     assert score("", "72") == 0
@@ -71,6 +71,50 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         ("I do not know", "72", 0),
         ("", "72", 0),
         ("$\\{1, 2\\}$", "\\{2, 1\\}", 1),
+        # thoughts and boxes
+        ("<think>\\boxed{3}</think> \\boxed{5}", "5", 1),
+        ("<think>\\boxed{5}</think> \\boxed{3}", "5", 0),
+        ("\\boxed{3}\n\\boxed{5}", "5", 1),
+        ("\\boxed{3} and \\boxed{5}", "3", 0),
+        ("\\boxed{3}, then $5$", "3", 1),
+        ("<think>so \\boxed{5}, or", "5", 0),
+        ("so \\boxed{5", "5", 0),
+        ("\\boxed{$5$}", "5", 1),
+        ("\\fbox{5}", "5", 1),
+        ("\\boxed{\\text{Paris}}", "\\text{Paris}", 1),
+        # prices, other scripts
+        ("\\boxed{18}", "\\$18", 1),
+        ("It costs \\$18.", "\\$18", 1),
+        ("\\boxed{\\$18}", "$\\$18$", 1),
+        ("\\boxed{\\$1{,}800}", "\\$1800", 1),
+        ("答案是12。", "12", 1),
+        ("\\boxed{12元}", "12", 1),
+        ("\\boxed{12}", "12元", 1),
+        # values that the package calls equal
+        ("$\\frac{1}{2^{98}}$", "\\frac{1}{2^{99}}", 0),
+        ("$\\frac{1}{2^{99}}$", "\\frac{1}{2^{99}}", 1),
+        ("$2^{-98}$", "2^{-99}", 0),
+        ("$10^{-20}$", "0", 0),
+        ("$x + 10^{-20}$", "x", 0),
+        ("$x = 10^{-20}$", "x = 10^{-21}", 0),
+        ("$\\{1, 10^{-20}\\}$", "\\{1, 10^{-21}\\}", 0),
+        ("$(0, 10^{-20})$", "(0, 10^{-21})", 0),
+        ("0.0000001", "0.0000002", 0),
+        ("$\\sqrt{2} + 10^{-30}$", "\\sqrt{2}", 0),
+        ("$1 + \\frac{1}{\\mathrm{e}}$", "1 - \\frac{1}{\\mathrm{e}}", 0),
+        ("$1 - \\frac{1}{e}$", "1 - \\frac{1}{\\mathrm{e}}", 1),
+        # and that are
+        ("0.333333", "\\frac{1}{3}", 1),
+        ("$9\\%$", "9", 1),
+        ("$\\sin(x)^2 + \\cos(x)^2$", "1", 1),
+        ("$\\frac{\\sqrt{8}}{2}$", "\\sqrt{2}", 1),
+        ("$x > 2$", "x > 2", 1),
+        ("$(-\\infty, 2)$", "(-\\infty, 2)", 1),
+        ("$\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}$", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", 1),
+        # brackets inside each other
+        ("$" + "(" * 40 + "5" + ")" * 40 + "$", "5", 0),
+        ("\\boxed{" + "{" * 40 + "5" + "}" * 40 + "}", "5", 0),
+        ("\\boxed{((5))}", "5", 1),
     ],
 )
 def test_equal_expressions(text: str, answer: str, expected: float) -> None:

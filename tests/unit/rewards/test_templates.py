@@ -52,6 +52,57 @@ def test_a_missing_column_names_the_closest() -> None:
         templates.exact_match()(sample("x", answers="x"))
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted", "reward"),
+    [
+        ("caf\u00e9", "cafe\u0301", 1),
+        ("cafe\u0301", "caf\u00e9", 1),
+        ("\uac00", "\u1100\u1161", 1),
+        ("\u212b", "\u00c5", 1),
+        ("cafe", "caf\u00e9", 0),
+        ("", "x", 0),
+        (" \n", "x", 0),
+    ],
+)
+def test_texts_that_unicode_writes_in_two_ways_are_equal(given: str, wanted: str, reward: float) -> None:
+    assert templates.exact_match()(sample(given, answer=wanted)) == reward
+    assert templates.exact_match(ignore_case=True)(sample(given.upper(), answer=wanted)) == reward
+
+
+REASONING = "<reasoning>\nx\n</reasoning>\n<answer>\n5\n</answer>"
+THINKING = "<think>\nx\n</think>\n<answer>\n5\n</answer>"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "form"),
+    [
+        (r"^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$", REASONING),
+        (r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", THINKING),
+        (r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>", REASONING),
+        (r"^\s*<reasoning>.*?</reasoning>\s*<answer>.*?</answer>\s*$", REASONING),
+        (r"^[\s]{0,}<think>.+?</think>.*?<answer>(.+?)</answer>[\s]{0,}$", THINKING),
+        (r"(?s)\A<think>.*</think>.*\Z", THINKING),
+        (r"(?m)^<think>$.*^</answer>$", THINKING),
+        (r"\n<think>.*</answer>", THINKING),
+        (r"\n<think>.*</answer>\n", THINKING),
+    ],
+)
+def test_patterns_that_people_share_match_with_and_without_space_around(pattern: str, form: str) -> None:
+    reward = templates.regex_format(pattern)
+    for text in (form, form + "\n", "\n" + form, f" \n{form}\n\n"):
+        assert reward(sample(text)) == 1
+    for text in ("", "\n", "5", form[3:], f"well: {form}"):
+        assert reward(sample(text)) == 0
+
+
+def test_the_pattern_may_have_the_mark_that_a_chat_template_wrote() -> None:
+    reward = templates.regex_format(r"^<think>.*?</think>\s*<answer>.*?</answer>$")
+    text = "\nx\n</think>\n<answer>\n5\n</answer>"
+    assert reward(sample(text)) == 0
+    assert reward(replace(sample(text), opened=True)) == 1
+    assert reward(replace(sample("x <answer>5</answer>"), opened=True)) == 0
+
+
 def test_regex_format() -> None:
     reward = templates.regex_format(r"<a>.*</a>")
     assert reward(sample(" <a>two\nlines</a> ")) == 1

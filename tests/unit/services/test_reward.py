@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
@@ -147,6 +148,30 @@ async def test_an_episode_whose_environment_failed_says_why(
         assert not bench.service.counters.get("failed")
         (score,) = await bench.service.score(BatchRef((ref._replace(finish="stop"),)), ROW)
         assert (score.reward, score.error) == (1.0, "")
+
+
+async def test_an_answer_at_which_a_template_hangs_has_0_and_is_told_once(tmp_path: Path, serving: Serving) -> None:
+    slow = {"use": "regex_format", "options": {"pattern": "(x+x+)+y"}}
+    with capture_logs() as logs:
+        async with serving(config(slow, deadline=1.5), tmp_path) as bench:
+            refs = [bench.ref(text, member) for member, text in enumerate(("x" * 60, "xxy", "x" * 61))]
+            scores = await bench.service.score(BatchRef(tuple(refs)), ROW)
+    assert [(score.reward, score.terms) for score in scores] == [
+        (0.0, {"regex_format": 0.0}),
+        (1.0, {"regex_format": 1.0}),
+        (0.0, {"regex_format": 0.0}),
+    ]
+    assert [bool(score.error) for score in scores] == [True, False, True]
+    (told,) = [each for each in logs if each["event"] == "reward failed"]
+    assert "reward function regex_format on member 0 of group 4: it hung: no answer within 1.5 s" in told["error"]
+
+
+async def test_a_function_of_the_user_that_hangs_is_an_error(tmp_path: Path, mine: str, serving: Serving) -> None:
+    async with serving(config(f"{mine}:fussy", deadline=1.5), tmp_path) as bench:
+        with pytest.raises(
+            RewardError, match=r"mine\.py:fussy on member 0 of group 4: it hung: no answer within 1\.5 s"
+        ):
+            await bench.score("hang")
 
 
 async def test_group_functions_wait_for_all_members_and_answer_each(

@@ -1,0 +1,85 @@
+"""Compares expressions by the package math-verify, with checks of our own around it: one box, exact values.
+
+Its own limits of time are off: they work in main threads only, and not inside a large power. A call has a deadline,
+after which its process is killed.
+"""
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from asyncrl.children.plain_text import last_box
+
+DEEPEST = 12
+"""Brackets inside each other in an expression that is read: the package's time triples with each two."""
+DIGITS = 60
+"""Digits with which values are compared that the package calls equal; it drops what is under 1e-15."""
+_PRICE = re.compile(r"\\\$")
+_UPRIGHT = re.compile(r"\\(?:mathrm|mathit|text|operatorname)\s*\{\s*([a-zA-Z])\s*\}")
+
+
+def expressions(text: str, number: Callable[[str], Fraction | None]) -> list[Any]:
+    """Returns what the last box of a text holds, or its last expression without one, as expressions of sympy and texts,
+    of which one has to be met; nothing without an expression, and where its brackets are too deep or do not close.
+    number: reads the number of a text in which the package finds no expression."""
+    import math_verify
+
+    box = last_box(text)
+    if box is None and "\\boxed" in text:
+        return []
+    read = _UPRIGHT.sub(r"\1", _PRICE.sub("", text if box is None else box.replace("$", "").replace("\n", " ")))
+    if _depth(read) > DEEPEST:
+        return []
+    found = math_verify.parse(read if box is None else f"\\boxed{{{read}}}", parsing_timeout=None)
+    if any(isinstance(each, str) and each.count("{") != each.count("}") for each in found):
+        return []  # The package cut the expression.
+    if all(isinstance(each, str) for each in found) and (value := number(text)) is not None:
+        import sympy
+
+        found = [*found, sympy.Rational(value.numerator, value.denominator)]
+    return list(found)
+
+
+def are_equal(wanted: list[Any], given: list[Any]) -> bool:
+    """Returns whether one of the expressions is one of the others, by the package and by their values."""
+    import math_verify
+
+    return any(
+        math_verify.verify([one], [other], timeout_seconds=None) and not _differ(one, other)
+        for one in wanted
+        for other in given
+    )
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth = max(0, depth + (character in "([{") - (character in ")]}"))
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Returns whether two expressions that the package calls equal have other values, one by one where they are sets
+    or tuples. A percentage equals the number with and without its sign."""
+    import sympy
+
+    ends = [each.rhs if isinstance(each, sympy.Eq) and each.lhs.is_Symbol else each for each in (one, other)]
+    if all(isinstance(each, sympy.FiniteSet | sympy.Tuple | sympy.Interval | sympy.MatrixBase) for each in ends):
+        parts = [[part for part in (each.flat() if isinstance(each, sympy.MatrixBase) else each.args)] for each in ends]
+        if len(parts[0]) != len(parts[1]):
+            return False
+        if any(isinstance(each, sympy.FiniteSet) for each in ends):
+            parts = [sorted(own, key=lambda part: str(part.evalf(DIGITS))) for own in parts]
+        return any(_differ(*pair) for pair in zip(*parts, strict=True))
+    if not all(isinstance(each, sympy.Expr) and not each.has(sympy.UnevaluatedExpr) for each in ends):
+        return False
+    symbols = sorted(ends[0].free_symbols | ends[1].free_symbols, key=str)
+    values = {symbol: sympy.Rational(37 + 10 * number, 29) for number, symbol in enumerate(symbols)}
+    first, second = (each.subs(values).evalf(DIGITS) for each in ends)
+    if not (first.is_number and second.is_number and first.is_finite and second.is_finite):
+        return False
+    share = "2e-6" if ends[0].has(sympy.Float) or ends[1].has(sympy.Float) else f"1e-{DIGITS - 20}"
+    further = abs(first - second) > sympy.Float(share, DIGITS) * sympy.Max(abs(first), abs(second))
+    return further in (True, sympy.true)  # It stays an expression where it cannot be decided.
