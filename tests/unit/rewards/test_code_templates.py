@@ -76,7 +76,7 @@ async def test_a_program_that_never_ends_or_cheats_earns_nothing_and_costs_its_s
     [
         ({}, "the row has no column tests with tests; found are prompt"),
         ({"tests": []}, r"the row's tests are no list of tests, but \[\]"),
-        ({"tests": [1]}, r"the row's tests\[0\] is no test: write asserts"),
+        ({"tests": [1]}, r"the row's tests\[0\] is no test: write a text"),
     ],
 )
 async def test_a_row_without_tests_is_an_error(tmp_path: Path, row: dict[str, Any], said: str) -> None:

@@ -103,6 +103,9 @@ class ProgramObject:
     def __getattr__(self, name: str) -> Any:
         return self._link.ask("attribute", self._number, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._link.ask("assign", self._number, name, value)
+
     def __getitem__(self, key: Any) -> Any:
         return self._link.ask("item", self._number, key)
 

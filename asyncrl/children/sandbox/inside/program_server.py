@@ -75,6 +75,7 @@ CHANGEABLE = (list, dict, set, bytearray)
 ACTIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *arguments, **names: target(*arguments, **names),
     "attribute": getattr,
+    "assign": setattr,
     "item": lambda target, key: target[key],
     "length": len,
     "values": list,

@@ -54,3 +54,8 @@ def test_what_the_row_has_before_the_code_comes_first() -> None:
 def test_the_first_of_several_programs_can_be_chosen() -> None:
     answer = f"```bash\nls\n```\n```python\n{CODE}```\nor\n```python\n{DRAFT}```"
     assert code_in(answer, {}, "first") == CODE
+
+
+def test_many_fences_are_read_in_time() -> None:
+    many = "```python\n" * 20_000 + "def f(x): return x\n" * 20_000
+    assert code_in(many, {})

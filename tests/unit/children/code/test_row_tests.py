@@ -1,5 +1,6 @@
 """The tests of a row, in the forms of the usual data sets: each fails a wrong program, and passes a right one."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -7,60 +8,180 @@ import pytest
 
 from asyncrl.children.code.code_runner import CodeRunner
 from asyncrl.children.code.row_tests import cases_in
-from asyncrl.children.sandbox import Program
+from asyncrl.children.sandbox import Program, TestCase
 from asyncrl.errors import TaskError
 
-FUNCTIONS = ("def double(x):\n    return 0\n", "def double(x):\n    return 2 * x\n")
-SCRIPTS = ("print(1)", "print(2 * int(input()))")
-CHECK = "def check(candidate):\n    assert candidate(2) == 4\n"
-UNIT = "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(double(2), 4)\n"
-OF_FUNCTIONS: list[dict[str, Any]] = [
-    *({"tests": CHECK, "entry_point": "double"}, {"tests": f"{CHECK}check(double)"}, {"tests": ["double(2) == 4"]}),
-    *(
-        {"tests": UNIT},
-        {"tests": f"{UNIT}unittest.main()"},
-        {"tests": f"if __name__:\n {UNIT.splitlines()[0]}\n{UNIT}"},
+WRONG, RIGHT = "def double(x):\n    return 0\n", "def double(x):\n    return 2 * x\n"
+READS, PRINTS = "print(1)", "for _ in range(1):\n    print(2 * int(input()))\n"
+CHECK = "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
+UNIT = (
+    "import unittest\n\n\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(double(2), 4)\n"
+)
+PAIRS = {"inputs": ["1\n", "3\n"], "outputs": ["2\n", "6\n"]}
+NAMED = {"inputs": [[2], [3]], "outputs": [[4], 6], "fn_name": "double"}
+LINES = [{"input": "2\n", "output": "4", "testtype": "functional"}]
+OF_METHOD = "class Solution:\n    def double(self, x):\n        return {} * x\n"
+TREE = "class Node:\n    def __init__(self, value):\n        self.value, self.left = value, None\n"
+
+
+def of_functions(tests: Any, **row: Any) -> tuple[str, str, dict[str, Any]]:
+    return WRONG, RIGHT, {"tests": tests, **row}
+
+
+def of_texts(tests: Any, **row: Any) -> tuple[str, str, dict[str, Any]]:
+    return READS, PRINTS, {"tests": tests, **row}
+
+
+FORMS = {
+    "asserts": of_functions(["assert double(2) == 4"]),
+    "HumanEval": of_functions(CHECK, entry_point="double"),
+    "HumanEval, called": of_functions(f"{CHECK}\ncheck(double)\n"),
+    "a method of LeetCode": (
+        OF_METHOD.format(0),
+        OF_METHOD.format(2),
+        {"tests": CHECK, "entry_point": "Solution().double"},
     ),
-    *({"tests": UNIT.replace("Case", "Case", 1)}, {"tests": "async def test_a():\n    assert double(2) == 4"}),
-    {
-        "tests": "class TestA:\n    def setup_method(self):\n        self.x = 2\n    def test_a(self):\n"
-        "        assert double(self.x) == 4"
-    },
-    *({"tests": json.dumps(["assert double(2) == 4"])}, {"tests": str(["assert double(2) == 4"])}),
-    {"tests": ["assert isclose(double(2), 4)"], "test_setup_code": "from math import isclose", "test_imports": []},
-    {"tests": "if __name__ == '__main__':\n    assert double(2) == 4"},
-]
-OF_SCRIPTS: list[Any] = [
-    *(json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]}), {"inputs": [["1"]], "outputs": [["2"]], "fn_name": None}),
-    *({"input": ["1\n"], "output": ["2\n"]}, json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])),
-]
-MEANT = [(FUNCTIONS, row) for row in OF_FUNCTIONS] + [(SCRIPTS, {"tests": tests}) for tests in OF_SCRIPTS]
+    "candidate": of_functions(["assert candidate(2) == 4"], entry_point="double"),
+    "unittest": of_functions(UNIT),
+    "unittest of a base": of_functions(UNIT.replace("class T(", "class B(unittest.TestCase): pass\nclass T(B, ", 1)),
+    "unittest.main": of_functions(f"{UNIT}\nif __name__ == '__main__':\n    unittest.main()\n"),
+    "a bare unittest.main": of_functions(f"{UNIT}\nunittest.main()\n"),
+    "IsolatedAsyncioTestCase": of_functions(
+        UNIT.replace("TestCase", "IsolatedAsyncioTestCase").replace("def test", "async def test")
+    ),
+    "functions of pytest": of_functions("def test_a():\n    assert double(2) == 4\n"),
+    "pytest.main": of_functions("import pytest\ndef test_a():\n    assert double(2) == 4\npytest.main(['-q'])\n"),
+    "coroutines of pytest": of_functions("async def test_a():\n    assert double(2) == 4\n"),
+    "classes of pytest": of_functions(
+        "class TestA:\n    def setup_method(self):\n        self.two = 2\n"
+        "    def test_a(self):\n        assert double(self.two) == 4\n"
+    ),
+    "imported": of_functions("from solution import double\n\ndef test_a():\n    assert double(2) == 4\n"),
+    "imported under a name": of_functions("from .main import double as twice, halve\nassert twice(2) == 4"),
+    "a module": of_functions(f"import math, solution as s\n{UNIT.replace('double', 's.double')}"),
+    "imported in the test": of_functions("def test_a():\n    from submission import *\n    assert double(2) == 4"),
+    "the module of the function": of_functions("from twice import double\nassert double(2) == 4", entry_point="double"),
+    "the module of a package": of_functions("from app import solution\nassert solution.double(2) == 4"),
+    "a package that it can do without": of_functions(
+        "try:\n    import numpy\nexcept ImportError:\n    numpy = None\nassert double(2) == 4"
+    ),
+    "run as a script": of_functions("if __name__ == '__main__':\n    assert double(2) == 4\n"),
+    "a comparison": of_functions(["double(2) == 4"]),
+    "JSON text of asserts": of_functions(json.dumps(["assert double(2) == 4"])),
+    "Python's text of asserts": of_functions(str(["assert double(2) == 4"])),
+    "MBPP": of_functions(["assert isclose(double(2), 4)"], test_setup_code="from math import isclose", test_imports=[]),
+    "APPS": of_texts(json.dumps(PAIRS)),
+    "APPS, lines": of_texts({"inputs": [["1", ""]], "outputs": [["2"]]}),
+    "APPS, a function": of_functions(json.dumps(NAMED)),
+    "TACO": of_texts({**PAIRS, "fn_name": None}),
+    "CodeContests": of_texts({"input": ["1\n"], "output": ["2\n"]}),
+    "LiveCodeBench": of_texts(json.dumps([{"input": "1\n", "output": "2\n", "testtype": "stdin"}])),
+    "LiveCodeBench, a function": of_functions(json.dumps(LINES), metadata=json.dumps({"func_name": "double"})),
+    "DeepCoder": of_functions([{**LINES[0], "metadata": {"func_name": "double"}}]),
+    "test_cases": of_texts(
+        {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}
+    ),
+    "a call": of_functions([{"type": "function_call", "fn_name": "double", "input": [2], "output": 4}]),
+    "tuples and floats": (
+        "def f(x): return (x, 0.0)",
+        "def f(x): return (x, 0.1 + 0.2)",
+        {"tests": {"inputs": [[1]], "outputs": [[1, 0.3]], "fn_name": "f"}},
+    ),
+    "a tree of the program": (
+        TREE,
+        f"{TREE}def total(node): return node.value + (total(node.left) if node.left else 0)",
+        {"tests": ["assert total(root) == 3"], "test_setup_code": "root = Node(1)\nroot.left = Node(2)"},
+    ),
+}
 
 
-@pytest.mark.parametrize(("programs", "row"), MEANT)
-async def test_a_wrong_program_fails_and_a_right_one_passes(
-    bubblewrap_works: None, programs: tuple[str, str], row: dict[str, Any]
-) -> None:
-    runner, cases = CodeRunner(), cases_in(row, "tests")
-    results = [await runner.run(Program(source, cases), 20) for source in programs]
-    await runner.close()
-    assert [[result.passed for result in each] for each in results] == [[False] * len(cases), [True] * len(cases)]
+@pytest.fixture(scope="module")
+def outcomes(bubblewrap_works: None) -> dict[str, list[tuple[bool, bool]]]:
+    """Returns for each form, and each of its tests, whether the wrong and the right program pass."""
+
+    async def run() -> dict[str, list[tuple[bool, bool]]]:
+        runner = CodeRunner()
+        found = {}
+        for name, (wrong, right, row) in FORMS.items():
+            cases = cases_in(row, "tests")
+            both = [await runner.run(Program(source, cases), 20) for source in (wrong, right)]
+            assert [len(results) for results in both] == [len(cases)] * 2
+            found[name] = [(bad.passed, good.passed) for bad, good in zip(*both, strict=True)]
+        await runner.close()
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_program_fails_and_a_right_one_passes(form: str, outcomes: dict[str, list[tuple[bool, bool]]]) -> None:
+    assert outcomes[form]
+    assert set(outcomes[form]) == {(False, True)}
+
+
+def test_tests_are_texts_or_tables() -> None:
+    asserts = TestCase("tests[0]", code="assert f(1) == 1")
+    assert cases_in({"tests": "assert f(1) == 1"}, "tests") == (asserts,)
+    assert cases_in({"tests": ["assert f(1) == 1"]}, "tests") == (asserts,)
+    table = {"stdin": "1", "stdout": "2"}
+    assert cases_in({"io": [table, {"name": "b", "code": "assert f(1)"}]}, "io") == (
+        TestCase("io[0]", stdin="1", stdout="2"),
+        TestCase("b", code="assert f(1)"),
+    )
+    assert cases_in({"io": PAIRS}, "io")[1] == TestCase("io[0][1]", stdin="3\n", stdout="6\n")
 
 
 @pytest.mark.parametrize(
-    "tests",
+    ("tests", "said"),
     [
-        *([], None, 7, [""], ["assert f(1)", 3], [{"stdin": "1"}], [{"stdout": "1", "checker": "2"}], CHECK, "f(2) ="),
-        *("double(2)", "x = double(2)", "assert True", "assert (double(2) == 4, 'two')", "assert max(1, 2) == 2"),
-        *({"inputs": ["1"], "outputs": ["2", "3"]}, "def helper():\n    assert double(2) == 4", "import math"),
-        *(
-            {"inputs": [[1]], "outputs": [2], "fn_name": "double"},
+        ([], r"the row's tests are no list of tests, but \[\]"),
+        (None, "the row's tests are no list of tests, but None"),
+        (7, "the row's tests are no list of tests, but 7"),
+        ([""], r"the row's tests\[0\] is no test: write .*, not ''"),
+        (["assert f(1)", 3], r"the row's tests\[1\] is no test"),
+        ([{"stdin": "1"}], r"the row's tests\[0\] is no test"),
+        ([{"stdin": "1", "code": "f(1)"}], r"the row's tests\[0\] is no test"),
+        ([{"stdout": None, "stdin": "1"}], r"the row's tests\[0\] is no test"),
+        ([{"stdout": "1", "checker": "2"}], r"the row's tests\[0\] is no test"),
+        ({"inputs": ["1"], "outputs": ["2", "3"]}, "has 1 inputs and 2 outputs"),
+        (
             [{"input": "1", "output": "2", "testtype": "functional"}],
+            "calls a function: name one of the program as its fn_name",
         ),
+        ({"inputs": [[1]], "outputs": [2], "fn_name": "f()"}, r"calls \['f\(\)'\]: name one of the program"),
+        ("eJxrYJmqwMAABMYzAA==", "is no Python"),
+        (CHECK, "asserts nothing of the program, .* or name its entry_point for `check`"),
+        ("double(2)", "asserts nothing of the program, so that every one passes"),
+        ("print(double(2))", "asserts nothing"),
+        ("x = double(2)", "asserts nothing"),
+        ("import math", "asserts nothing"),
+        ("assert True", "asserts nothing"),
+        ("two = 2\nassert max(two, 1) == 2", "asserts nothing of the program"),
+        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "sum"}, r"calls \['sum'\]: name one of the program"),
+        ("assert (double(2) == 4, 'two')", "asserts nothing"),
+        ("def helper():\n    assert double(2) == 4", "asserts nothing"),
+        ("class Helper:\n    def check_it(self):\n        assert double(2) == 4", "asserts nothing"),
+        ("def test_a(solution):\n    assert solution", "asserts nothing"),
+        (
+            "import numpy as np\nassert np.all(double(2) == 4)",
+            "imports numpy: write the test without it, for sandboxes have the program and Python",
+        ),
+        (
+            "def test_a():\n    from numpy.linalg import det\n    assert det(double(2)) == 4",
+            "imports numpy.linalg: write",
+        ),
+        (
+            "from solution import double, sum\nassert sum(double([2])) == 4",
+            "imports sum, a name of Python itself: write",
+        ),
+        ("double(2) =", "is no Python"),
     ],
 )
-def test_what_is_no_test_is_refused(tests: Any) -> None:
-    with pytest.raises(TaskError, match=r"the row's tests.* (is no|are no|has 1|asserts nothing)"):
+def test_what_is_no_test_is_named(tests: Any, said: str) -> None:
+    with pytest.raises(TaskError, match=said):
         cases_in({"tests": tests}, "tests")
-    with pytest.raises(TaskError, match="the row has no column tests with tests; found are tested"):
-        cases_in({"tested": tests}, "tests")
+
+
+def test_a_row_without_tests_names_its_columns() -> None:
+    with pytest.raises(TaskError, match="the row has no column tests with tests; found are prompt, answer"):
+        cases_in({"prompt": "p", "answer": "a"}, "tests")
