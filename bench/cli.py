@@ -8,8 +8,6 @@ BENCHMARKS = {
     "lanes": ("control_latency.benchmark", "control calls beside queued work, event loop stalls in a message flood"),
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
     "packed-rows": ("end_to_end.packed_rows", "a step of packed rows with shared prompts, beside padded rows"),
-    "checkpoints": ("end_to_end.checkpoint_cost", "a training step beside a checkpoint that is written, and alone"),
-    "loading-memory": ("end_to_end.loading_memory", "bytes of the process of each rank while it loads its parts"),
     "rank-memory": ("end_to_end.rank_memory", "bytes of each rank of a trainer in each layout, predicted and taken"),
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
@@ -30,7 +28,6 @@ BENCHMARKS = {
         "overlap.comparison.command",
         "of runs, or of an experiment in several modes: overlap, gains, the bottleneck",
     ),
-    "accounting": ("overlap.cpu_agreement", "busy time by state clock, spans and scheduler, which must agree"),
     "diff": ("overlap.run_diff", "of two finished runs: where their steps differ"),
     "why": ("overlap.slowest_step", "of a finished run: what made its slowest step slow"),
     "map": (
@@ -45,10 +42,6 @@ BENCHMARKS = {
     "validate": (
         "overlap.prediction.validate",
         "of map and whatif: predictions beside published rows, and which of them miss",
-    ),
-    "policies": (
-        "learning.staleness_policies",
-        "policies on the virtual clock: live tokens, idle trainer, masked samples",
     ),
 }
 """Each command name with its module and its line of help."""

@@ -1,15 +1,45 @@
-"""Adaptive admission against full; `python -m asyncrl.simulation.admission_sweep` prints the longer table."""
+"""Adaptive admission against full, on the virtual clock.
+
+Each case runs once with each, from the same seed. A batch has 16 samples of 4 s; 32 slots sample it in 2 s. Which stage
+is the slowest follows from the seconds of a step and of a score.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
+from typing import Any
 
 import pytest
 
 from asyncrl.controller.gate.admission import Admission
-from asyncrl.simulation.admission_sweep import compare
-from asyncrl.simulation.scenarios import Scenario
+from asyncrl.simulation.fakes.fake_service import Pace
+from asyncrl.simulation.fakes.generation import Lengths, constant, lognormal, stragglers
+from asyncrl.simulation.fakes.training import StepCost
+from asyncrl.simulation.scenarios import Scenario, SimulationResult
 from asyncrl.simulation.simulated_run import simulate
 
+BASE = Scenario(groups=4, members=4, cut_at=2, slots=32, thorough=False, checkpoint_every=1000)
+LENGTHS: Mapping[str, Lengths] = {
+    "constant": constant(40),
+    "lognormal": lognormal(30, 0.8),
+    "stragglers": stragglers(30, 0.05, 10),
+}
+BOUND_BY: Mapping[str, Mapping[str, Any]] = {
+    "trainer": {"cost": StepCost(6.0)},
+    "nothing": {"cost": StepCost(2.5)},
+    "generator": {"cost": StepCost(1.0)},
+    "reward": {"cost": StepCost(2.0), "reward_delay": 1.0, "reward_calls": 6},
+    "latency": {"cost": StepCost(3.0), "reward_delay": 5.0, "slots": 96},
+    "long scores": {"cost": StepCost(3.0), "reward_delay": 6.0},
+}
+CHANGES: Mapping[str, Callable[[float], Mapping[str, Pace]]] = {
+    "steady": lambda middle: {},
+    "slower generator": lambda middle: {"generation": lambda now: 3.0 if now >= middle else 1.0},
+    "faster trainer": lambda middle: {"training": lambda now: 3.0 if now < middle else 1.0},
+    "bursts": lambda middle: {"generation": lambda now: 4.0 if now % 40.0 < 8.0 else 1.0},
+}
+"""The pace of services, given the middle of the run in seconds."""
 STEPS = 60
 LARGE_CUSHION = {"slower generator": 2}
 """Smaller limits for some changes: what full admission has drawn ahead lasts for limit steps when generation becomes
@@ -28,6 +58,58 @@ CASES = (
     ),
     ("trainer", "lognormal", "bursts"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """starved: seconds in which the trainer had no batch. tokens: in the loss, a second.
+
+    Of the second half of the steps: staleness, the mean of tokens in the loss; spread, the standard deviation of the
+    samples in flight when a step begins, as a share of their mean.
+    """
+
+    seconds: float
+    starved: float
+    tokens: float
+    staleness: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One case with full and with adaptive admission."""
+
+    full: Figures
+    adaptive: Figures
+
+    @property
+    def longer_starved(self) -> float:
+        """Returns how much longer the trainer starves, as a share of the run with full admission."""
+        return (self.adaptive.starved - self.full.starved) / self.full.seconds
+
+    @property
+    def tokens(self) -> float:
+        """Returns the trained tokens a second, as a share of those with full admission."""
+        return self.adaptive.tokens / self.full.tokens
+
+
+def compare(bound_by: str, lengths: str, change: str = "steady", **settings: Any) -> Comparison:
+    """Runs one case with each admission. settings: further fields of the scenario."""
+    scenario = replace(BASE, lengths=LENGTHS[lengths], **{**BOUND_BY[bound_by], **settings})
+    middle = scenario.steps / 2 * max(2.0, scenario.cost.fixed)
+    scenario = replace(scenario, pace=CHANGES[change](middle))
+    return Comparison(*(figures(simulate(replace(scenario, admission=each))) for each in ("full", "adaptive")))
+
+
+def figures(result: SimulationResult) -> Figures:
+    late = result.in_flight[len(result.in_flight) // 2 :]
+    return Figures(
+        seconds=result.seconds,
+        starved=result.idle * result.seconds,
+        tokens=result.in_loss / result.seconds,
+        staleness=fmean(age for version, age in result.staleness.items() if 2 * version >= result.version),
+        spread=pstdev(late) / fmean(late),
+    )
 
 
 @pytest.mark.parametrize(("bound_by", "lengths", "change"), CASES)

@@ -27,7 +27,6 @@ COUNTS = {
     "sandbox": ["rounds", "programs"],
     "episodes": ["rounds", "episodes", "children"],
     "learning": ["runs"],
-    "accounting": ["rounds", "steps"],
 }
 
 

@@ -2,12 +2,19 @@
 
 import itertools
 import random
+import time
+from pathlib import Path
+from threading import get_native_id
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.state_clock import STATES, StateClock
+from asyncrl.fleet.worker.compute_thread import ThreadCompute
+from asyncrl.telemetry.state_clock import STATES, Occupancy, StateClock
+
+BURNT = 0.25
+"""CPU-seconds that a thread burns."""
 
 
 class Ticks:
@@ -136,3 +143,22 @@ def test_states_add_up_to_wall_clock(seed: int) -> None:
     assert 0 <= sum(seconds.values()) <= wall
     before = unaccounted(clock)
     assert unaccounted(clock) == pytest.approx(before, abs=1e-9), "reading takes no time of its own"
+
+
+async def test_state_clock_and_scheduler_agree_on_a_thread_that_burns() -> None:
+    """Also on a crowded machine, where the thread mostly waits for a CPU: Linux counts both."""
+    clock = StateClock(time.monotonic)
+    compute = ThreadCompute(Occupancy(clock))
+
+    def burn() -> Path:
+        until = time.thread_time() + BURNT
+        while time.thread_time() < until:
+            pass
+        return Path(f"/proc/self/task/{get_native_id()}/schedstat")
+
+    schedstat = await compute.run(burn)
+    busy = clock.spent()[1]["busy"]
+    ran, waited, _ = schedstat.read_text().split()
+    compute.close()
+    assert busy >= BURNT
+    assert (int(ran) + int(waited)) / 1e9 == pytest.approx(busy, rel=0.02)
