@@ -23,14 +23,17 @@ from asyncrl.deploy.checks.row_lengths import measured_lengths
 from asyncrl.deploy.checks.run_prompts import prompt_tokenizer
 from asyncrl.deploy.checks.shared_memory_needs import SharedMemoryNeed, longest_token_of, shared_memory
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
+from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.process.step_callback import callback_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import context_of_folder, damages, has_chat_template
+from asyncrl.engines.models.model_preparation import name_problems
 from asyncrl.engines.models.row_length import rotation_by_longest_row
-from asyncrl.engines.models.scoring_models import scoring_model_folders
+from asyncrl.engines.models.scoring_models import scoring_model_folders, scoring_model_problems
+from asyncrl.engines.models.warmed_model_cache import CONTEXT
 from asyncrl.engines.rank_limits import models_of_services, rank_problems
 from asyncrl.environments.loading import environment_problems
 from asyncrl.errors import ConfigError
@@ -76,9 +79,14 @@ def _problems(
     if config.acting.env:
         yield from _acting_problems(config)
         return
+    named = [] if model_is_made else list(name_problems(config.model.name))
     damaged = [] if model_is_made else list(_damages(config))
+    scoring = () if damaged else scoring_model_problems(config, here(config.model))
+    named += (each for each in scoring if each.key.partition(".")[0] not in served)
+    yield from named
     yield from damaged or model_problems(config, here(config.model))
-    yield from [] if model_is_made else unreachable_models(_models(config))
+    missing = () if model_is_made else unreachable_models(_models(config))
+    yield from (each for each in missing if each.key not in {problem.key for problem in named})
     yield from vllm_problems(config)
     yield from sink_problems(config.telemetry.sinks)
     yield from callback_problems(config)
@@ -92,6 +100,17 @@ def _problems(
     yield from containment_problems(config, served)
     yield from algorithm_problems(config, algorithm)
     yield from missing_packages(config, model_is_made=model_is_made)
+    yield from _listening_problems(config)
+
+
+def _listening_problems(config: Config) -> Iterator[Problem]:
+    """Yields why workers of other hosts could not join."""
+    if config.fleet.listen:
+        try:
+            listen_address(config)
+            refuse_missing_keys(config)
+        except ConfigError as error:
+            yield Problem.of_error(error, str(error).partition(":")[0])
 
 
 def _acting_problems(config: Config) -> Iterator[Problem]:
@@ -103,6 +122,7 @@ def _acting_problems(config: Config) -> Iterator[Problem]:
         yield from [problem] if problem is not None else []
     yield from containment_problems(config, ())
     yield from missing_packages(config, model_is_made=True)
+    yield from _listening_problems(config)
 
 
 def missing_devices(config: Config, services: Collection[str] = ()) -> Iterator[Problem]:
@@ -240,7 +260,8 @@ def _shared_memory_problems(config: Config, model: str) -> Iterator[Problem]:
 
 def _context_problems(config: Config, folder: Path) -> Iterator[Problem]:
     """Yields problems of rows that are too long for the model, the longest answer without any prompt among them."""
-    context, answer = context_of_folder(folder), config.response_tokens
+    is_to_be_made = config.model.name.startswith("warmed:") and not folder.is_dir()
+    context, answer = CONTEXT if is_to_be_made else context_of_folder(folder), config.response_tokens
     if context is not None and answer >= context:
         text = (
             f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "

@@ -39,7 +39,6 @@ from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
-from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, scoring_folders
 from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.process.fork_client import Forks, forks_of
@@ -172,9 +171,6 @@ def _check(request: RunRequest) -> list[Problem]:
     )
     refuse(problems)
     allow_descriptors(worker_count(request.config))
-    if request.config.fleet.listen:
-        listen_address(request.config)
-        refuse_missing_keys(request.config)
     return problems
 
 

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 from asyncrl.config.problems import Problem
 from asyncrl.errors import ConfigError
@@ -132,9 +133,12 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def source_problem(spec: str, key: str, options: Collection[str] | None = None) -> Problem | None:
+def source_problem(
+    spec: str, key: str, mistake: "Callable[[Parameters], str] | None" = None, calls: str = ONE_ARGUMENT
+) -> Problem | None:
     """Returns why the `FILE.py:NAME` or `module:NAME` of a key cannot be resolved, as far as its source shows it.
-    options: given for a reward function; one with a plain `def` must take one argument and these options."""
+    mistake: for a reward function, says what is wrong about the parameters of a plain `def`, "" for nothing. calls: how
+    such a function is called."""
     try:
         source, name = _source_and_name(spec, key)
         if (path := _path_of(source, key)) is None:
@@ -149,11 +153,11 @@ def source_problem(spec: str, key: str, options: Collection[str] | None = None) 
     if names is not None and name not in names:
         near = suggestion(name, sorted(each for each in names if each[0] != "_"))
         return Problem(key, "", f"{source} has no {name}{near}")
-    wrong = "" if options is None else _call_mistake(name, tree.body, options)
+    wrong = "" if mistake is None else _call_mistake(name, tree.body, mistake, calls)
     return Problem(key, "", f"{spec}: {wrong}") if wrong else None
 
 
-def _call_mistake(name: str, body: Sequence[ast.stmt], options: Collection[str]) -> str:
+def _call_mistake(name: str, body: Sequence[ast.stmt], mistake: "Callable[[Parameters], str]", calls: str) -> str:
     """Returns why `name` cannot be called as a reward function, if nothing else in a module's body binds it."""
     bound = ((node, {name for inner in (node, *_of_top_level(node)) for name in _bound(inner)}) for node in body)
     match [node for node, names in bound if name in names]:
@@ -162,8 +166,8 @@ def _call_mistake(name: str, body: Sequence[ast.stmt], options: Collection[str])
             | ast.AsyncFunctionDef(decorator_list=[], args=arguments)
             | ast.Assign(targets=[ast.Name()], value=ast.Lambda(args=arguments))
         ]:
-            wrong = _argument_mistake(arguments, options)
-            return f"{ONE_ARGUMENT}, not as {name}({ast.unparse(arguments)}): {wrong}" if wrong else ""
+            wrong = mistake(Parameters.of(arguments))
+            return f"{calls}, not as {name}({ast.unparse(arguments)}): {wrong}" if wrong else ""
         case [ast.ClassDef(decorator_list=[], bases=[], body=inner)] if "__call__" in _methods(inner):
             return f"a class is no function: name an object of it, in the file `score = {name}()`, or a function"
         case [ast.Assign(targets=[ast.Name()], value=ast.Constant(value=value))]:
@@ -204,19 +208,42 @@ def _is_importable(name: str, folder: Path) -> bool:
     return True
 
 
-def _argument_mistake(arguments: ast.arguments, options: Collection[str]) -> str:
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of a function. named: all that have a name, in order. needed: those without a default. positional:
+    number of those that may be given by place. takes_any: whether it takes arguments by any name."""
+
+    named: tuple[str, ...]
+    needed: tuple[str, ...]
+    positional: int
+    takes_any: bool
+
+    @classmethod
+    def of(cls, arguments: ast.arguments) -> Self:
+        """Reads the parameters of a `def` or a `lambda`."""
+        positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+        needed = positional[: len(positional) - len(arguments.defaults)]
+        by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        needed += [argument.arg for argument, default in by_name if default is None]
+        named = (*positional, *(argument.arg for argument in arguments.kwonlyargs))
+        return cls(named, tuple(needed), len(positional) + (arguments.vararg is not None), arguments.kwarg is not None)
+
+
+def one_argument_mistake(options: Collection[str], found: Parameters) -> str:
     """Returns what is wrong about a call with one positional argument and `options` by name; "" if it is right."""
-    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    named = [*positional, *(argument.arg for argument in arguments.kwonlyargs)]
-    if library := library_of(named, takes_any=arguments.kwarg is not None):
+    if library := library_of(found.named, takes_any=found.takes_any):
         return f"it is one of {LIBRARIES[library]}: write {library}: before its name"
-    if not positional and arguments.vararg is None:
+    if not found.positional:
         return "it takes no argument"
-    needed = positional[: len(positional) - len(arguments.defaults)][1:]
-    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    needed += [argument.arg for argument, default in by_name if default is None]
-    missing = [name for name in needed if name not in options]
+    missing = [name for name in found.needed if name not in options and name != found.named[0]]
     return f"nothing is given for {', '.join(missing)}" if missing else ""
+
+
+def parameters_in(spec: str) -> Parameters | None:
+    """Returns the parameters of the function that `FILE.py:NAME` names; None where its source does not show them."""
+    found: list[Parameters] = []
+    source_problem(spec, "", lambda parameters: found.append(parameters) or "")  # type: ignore[func-returns-value]
+    return found[0] if found else None
 
 
 def library_of(parameters: Sequence[str], *, takes_any: bool) -> str:

@@ -18,6 +18,7 @@ from asyncrl.config.user_code import (
     library_of,
     missing_import,
     name_of,
+    one_argument_mistake,
     resolve,
     source_problem,
     suggestion,
@@ -26,7 +27,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.code_templates import CODE_TEMPLATES, SANDBOX
 from asyncrl.rewards.sample import CheckRow, Function
 from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, TEMPLATES
-from asyncrl.rewards.trl_verl_adapters import from_trl, from_verl
+from asyncrl.rewards.trl_verl_adapters import CALLS, adapted_mistake, from_trl, from_verl
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, RewardFunction, Scorer  # not at run time: children do without pydantic
@@ -175,7 +176,8 @@ def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool
 def _problem(spec: FunctionSpec, is_here: bool) -> Problem | None:
     if ":" in spec.use:
         adapter, name = _split(spec.use)
-        problem = source_problem(name, spec.key, None if adapter else spec.options)
+        wrong = partial(adapted_mistake, adapter) if adapter else one_argument_mistake
+        problem = source_problem(name, spec.key, partial(wrong, spec.options), CALLS.get(adapter, ONE_ARGUMENT))
         return missing_import(name, spec.key) if problem is None and is_here else problem
     try:
         _from_template(spec)

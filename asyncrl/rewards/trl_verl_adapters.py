@@ -1,11 +1,12 @@
 """Adapts reward functions that were written for other libraries."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from asyncrl.config.user_code import Parameters as UserParameters
 from asyncrl.config.user_code import name_of, suggestion
 from asyncrl.config.written_values import written_or
 from asyncrl.errors import ConfigError, RewardError
@@ -15,6 +16,13 @@ Parameters = Mapping[str, inspect.Parameter]
 
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments that a function of TRL gets besides columns."""
+VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Arguments that a function of verl is called with, by name."""
+CALLS = {
+    "trl": "a function of TRL is called with prompts, completions and columns",
+    "verl": f"a function of verl is called with {', '.join(VERL_ARGUMENTS)}",
+}
+"""Calls of functions of other libraries, for errors."""
 NOT_PASSED = ("environments",)
 """Arguments that TRL passes too, and that only its own trainer has."""
 
@@ -38,6 +46,19 @@ def from_verl(function: Callable[..., Any]) -> Function:
     """Adapts a reward function of verl, `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, to
     single samples. Rows have verl's columns. Of a dict only `score` counts, as in verl."""
     return _serving_both(function, _VerlCall)
+
+
+def adapted_mistake(library: str, options: Collection[str], found: UserParameters) -> str:
+    """Returns what is wrong about the parameters of a function of TRL or verl; "" if it can be called. Of TRL only rows
+    tell whether they have a column for each. options: arguments that a config gives it."""
+    needed = [name for name in found.needed if name not in options]
+    if library == "trl":
+        return needed_in_vain(needed)
+    unknown = [name for name in VERL_ARGUMENTS if name not in found.named and not found.takes_any]
+    if unknown:
+        return f"it does not take {' and '.join(unknown)}"
+    missing = [name for name in needed if name not in VERL_ARGUMENTS]
+    return f"nothing is given for {', '.join(missing)}" if missing else ""
 
 
 _TAKES_IDS = "takes_token_ids"
@@ -67,18 +88,10 @@ class TrainerState:
         raise AttributeError(f"asyncrl's trainer_state has global_step and max_steps, and no {name}")
 
 
-class _Call(Protocol):
-    """One call of a function of another library."""
-
-    def arguments(self) -> dict[str, Any]: ...
-
-    def values(self, result: Any) -> list[Any]: ...
-
-
-def _serving_both(function: Callable[..., Any], calls: Callable[[list[Sample]], _Call]) -> Function:
+def _serving_both(function: Callable[..., Any], calls: "Callable[[list[Sample]], _TrlCall | _VerlCall]") -> Function:
     """Makes a function of one sample or a group; it is a coroutine function exactly if `function` is one."""
 
-    def begun(samples: Sample | list[Sample]) -> _Call:
+    def begun(samples: Sample | list[Sample]) -> "_TrlCall | _VerlCall":
         return calls(samples if isinstance(samples, list) else [samples])
 
     def answer(samples: Sample | list[Sample], found: list[Any]) -> Any:

@@ -20,8 +20,6 @@ Status = Literal["ok", "bad", "note"]
 
 SHARED_MEMORY = Path("/dev/shm")
 CONTAINER = Path("/sys/fs/cgroup")
-CUDA_EXTRAS = {"cu12": "cu13", "cu13": "cu12"}
-"""Extras that exclude each other."""
 FOR_DEVELOPERS = ("dev", "docs", "agents")
 """Extras for tests and documents, which no code of asyncrl imports."""
 IMPORT_DEADLINE = 120.0
@@ -131,21 +129,22 @@ def sandbox_check() -> Check:
 
 
 def package_checks() -> Iterator[Check]:
-    """Checks the packages that asyncrl always needs, and those of its extras, of which no experiment needs all."""
+    """Checks the packages that asyncrl always needs, and names the extras that are there; what an experiment lacks is a
+    problem of it."""
     if installed("asyncrl") is None:
         remedy = f"run {pip_install('-e', '.')} in the checkout, or scripts/set-up"
         yield Check("asyncrl", "bad", "runs from its folder and was never installed", remedy)
     extras = requirements()
-    for name in extras.pop("", ()):
-        version = installed(name)
-        yield check(name, version is not None, version or "is not installed", f"run {pip_install(name)}")
-    for extra, packages in extras.items():
-        if extra in CUDA_EXTRAS and any(installed(name) for name in extras[CUDA_EXTRAS[extra]] if name not in packages):
-            continue  # Both do not go together, so the one that is there is enough.
-        missing = [name for name in packages if installed(name) is None]
-        versions = ", ".join(f"{name} {installed(name)}" for name in packages)
-        found = f"without {', '.join(missing)}" if missing else versions
-        yield check(f"[{extra}]", not missing, found, f"run {install_extra(extra)} to have it", "note")
+    needed = {name: installed(name) for name in extras.pop("", ())}
+    for name in (name for name, version in needed.items() if version is None):
+        yield Check(name, "bad", "is not installed", f"run {pip_install(name)}")
+    yield Check("packages", "ok", ", ".join(f"{name} {version}" for name, version in needed.items() if version))
+    there = {extra: all(map(installed, packages)) for extra, packages in extras.items()}
+    lacking = ", ".join(extra for extra in there if not there[extra])
+    told = [", ".join(extra for extra in there if there[extra]) or "none"]
+    told += [f"not installed {lacking}"] if lacking else []
+    remedy = f"an experiment that needs one says so; by hand: {install_extra('NAME')}" if lacking else ""
+    yield Check("extras", "ok", "; ".join(told), remedy)
 
 
 def torch_check() -> Check:

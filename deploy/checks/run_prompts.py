@@ -86,9 +86,7 @@ def questions_of(
 ) -> Questions:
     """Returns the prompts as the model gets them, and writes the longest ones to `longest`. places: where the values of
     keys come from. say: gets a line about each thing that the user may not expect."""
-    if not has_chat_template(model):
-        _refuse_messages(sets.by_key(config))
-    refuse_marks(config, sets.by_key(config), model)
+    refuse_unreadable(config, sets.by_key(config), model)
     refuse(turn_problems(config, lambda: prompt_tokenizer(config, model).render_chat, sets.training))
     if config.task.long_prompts != "error":
         sets = _fitting(config, sets, model)
@@ -106,6 +104,13 @@ def questions_of(
     sizes = {name: min(config.evaluate.set_named(name).size, len(prompts)) for name, prompts in sets.held_out.items()}
     held_out = {name: [sets.held_out[name].row(number) for number in range(size)] for name, size in sizes.items()}
     return Questions(draw_of(config, sets.training), held_out)
+
+
+def refuse_unreadable(config: Config, sets: Mapping[str, PromptRows], model: Path) -> None:
+    """Raises TaskError for the first prompt that the model cannot take. model: its folder, which is there."""
+    if not has_chat_template(model):
+        _refuse_messages(sets)
+    refuse_marks(config, sets, model)
 
 
 def _refuse_messages(sets: Mapping[str, PromptRows]) -> None:

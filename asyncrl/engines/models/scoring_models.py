@@ -2,17 +2,20 @@
 which a model does not fail but computes nonsense."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import safe_open
 
+from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.hub_models import hub_folder, is_hub_name
+from asyncrl.engines.models.hub_models import cached_folder, hub_folder, is_hub_name
 from asyncrl.engines.models.model_folder import (
     TOKENIZERS,
     chat_template_of,
     context_of_folder,
     existing_folder,
+    is_complete,
     longest_row,
     refuse_damaged,
     vocabulary,
@@ -52,6 +55,22 @@ def scoring_model_folders(config: Config, policy: Path, noted: Path | None = Non
         if name := getattr(config, service).model:
             folders[service] = scoring_model_folder(config, name, f"{service}.model", policy, noted)
     return folders
+
+
+def scoring_model_problems(config: Config, policy: Path) -> Iterator[Problem]:
+    """Yields what `scoring_model_folders` would refuse, as far as the models are here; it downloads nothing. policy:
+    folder of the policy, which need not be there yet."""
+    for service in ("reward", "cost", "critic", "cost_critic"):
+        key, name = f"{service}.model", getattr(config, service).model
+        is_of_hub = "/" in name and is_hub_name(name)
+        try:
+            folder = (existing_folder(name, key) or (is_of_hub and cached_folder(name)) or None) if name else None
+            if folder is not None and is_complete(policy):
+                scoring_model_folder(config, str(folder), key, policy)
+            elif folder is None and name and not is_of_hub:
+                _of_hub(name, key, None)
+        except ConfigError as error:
+            yield Problem.of_error(error, key)
 
 
 def scoring_model_folder(config: Config, name: str, key: str, policy: Path, noted: Path | None = None) -> Path:

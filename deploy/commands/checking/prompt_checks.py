@@ -6,7 +6,8 @@ from functools import partial
 from asyncrl.config.schema import IN_MEMORY, Config
 from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.machine import Check
-from asyncrl.deploy.checks.run_prompts import refuse_marks
+from asyncrl.deploy.checks.run_prompts import refuse_marks, refuse_unreadable
+from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import held_out_prompts, training_prompts
@@ -15,7 +16,8 @@ from asyncrl.tasks.source_problems import is_read_ahead
 
 def prompt_checks(config: Config) -> Iterator[Check]:
     """Reads small files and folders of rows; sources that take code, a download or long are only named."""
-    refuse = partial(refuse_marks, config, model=here(config.model))
+    model = here(config.model)
+    refuse = partial(refuse_unreadable if is_complete(model) else refuse_marks, config, model=model)
     sources = [each.use for each in config.task.sources]
     yield from _source_checks("task.prompts", sources, partial(training_prompts, config), refuse)
     for each in config.evaluate.held_out:

@@ -28,7 +28,7 @@ judge = Judge()
 def trl_like(completions, factor=1.0, **columns):
     return [factor * len(text) for text in completions]
 
-def trl_trainers_own(completions, completion_ids):
+def trl_trainers_own(completions, environments):
     return [1.0]
 
 def verl_like(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
@@ -160,7 +160,7 @@ def test_a_function_of_a_file_with_options(mine: str) -> None:
 def test_functions_for_other_libraries(mine: str) -> None:
     assert load(spec(f"trl:{mine}:trl_like"))(SAMPLE) == 3
     assert load(spec(f"trl:{mine}:trl_like", options={"factor": 2.0}))(SAMPLE) == 6
-    with pytest.raises(ConfigError, match=r"^reward\.functions: trl:.*mine\.py:trl_trainers_own: .* completion_ids"):
+    with pytest.raises(ConfigError, match=r"^reward\.functions: trl:.*mine\.py:trl_trainers_own: .* environments"):
         load(spec(f"trl:{mine}:trl_trainers_own"))
     assert load(spec(f"verl:{mine}:verl_like"))(SAMPLE) == 3
     assert load(spec(f"verl:{mine}:verl_like", options={"bonus": 1.0}))(SAMPLE) == 4

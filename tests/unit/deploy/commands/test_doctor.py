@@ -13,8 +13,10 @@ from asyncrl.config import install_hints
 from asyncrl.config.install_hints import program
 from asyncrl.config.problems import Problem
 from asyncrl.deploy import cli, preflight
+from asyncrl.deploy.checks import machine
 from asyncrl.deploy.checks.machine import Check
 from asyncrl.deploy.commands.checking import doctor
+from tests.unit.letter_model import write_letter_model
 
 GOOD = """\
 [model]
@@ -55,6 +57,29 @@ def test_prompts_are_read_and_their_columns_named(experiment: Path, capsys: pyte
     columns = '{ prompt = "frage", answer = "antwrt" }'
     assert cli.main(["doctor", str(experiment), *flags[:3], columns, "--model.name", "warmed:reverse"]) == 0
     assert "at most 1, by" in capsys.readouterr().out
+
+
+def test_messages_for_a_model_without_a_template_are_refused(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_letter_model(experiment.parent / "model")
+    (experiment.parent / "p.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n')
+    assert cli.main(["doctor", str(experiment), "--model.name", str(experiment.parent / "model")]) == 1
+    assert "chat template" in capsys.readouterr().out
+
+
+def test_packages_and_extras_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {"": ["torch", "numpy"], "otel": ["opentelemetry"], "wandb": ["wandb"], "acting": ["gymnasium", "pygame"]}
+    monkeypatch.setattr(machine, "requirements", lambda: dict(wanted))
+    there = {"asyncrl": "0.1", "torch": "2.13", "opentelemetry": "1", "gymnasium": "1.2"}
+    monkeypatch.setattr(machine, "installed", there.get)
+    monkeypatch.setattr(machine, "install_extra", "pip install -e '.[{}]'".format)
+    assert [str(each) for each in machine.package_checks() if each.status == "ok"] == [
+        "ok    packages            torch 2.13",
+        "ok    extras              otel; not installed wandb, acting\n"
+        f"{'':26}-> an experiment that needs one says so; by hand: pip install -e '.[NAME]'",
+    ]
+    assert [each.name for each in machine.package_checks() if each.status == "bad"] == ["numpy"]
 
 
 def test_prompts_that_code_makes_are_not_read_and_that_is_said(

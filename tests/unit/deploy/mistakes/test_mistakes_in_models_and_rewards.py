@@ -28,6 +28,17 @@ def reward(name: str, text: str, *says: str) -> Mistake:
     )
 
 
+def reward_of_others(name: str, library: str, text: str, *says: str) -> Mistake:
+    """Returns the mistake of a reward function that was written for another library."""
+    return Mistake(
+        name,
+        RUN,
+        ("mine.toml:6: reward.functions: ", *says),
+        scored_by(f'["{library}:bad.py:score"]'),
+        {"bad.py": text},
+    )
+
+
 @each(
     reward("syntax", "def score(sample)\n    return 1\n", "bad.py is not valid Python: line 1: expected ':'"),
     reward(
@@ -49,6 +60,29 @@ def reward(name: str, text: str, *says: str) -> Mistake:
         "trl", "def score(completions, **kwargs): return [1.0]\n", "one of TRL's reward functions: write trl: before"
     ),
     reward("verl", "def score(data_source, solution_str, ground_truth): return 1\n", "write verl: before its name"),
+    reward_of_others(
+        "trl-environments",
+        "trl",
+        "def score(prompts, completions, environments): return [1.0]\n",
+        "a function of TRL is called with prompts, completions and columns, not as score(prompts, completions, ",
+        "takes environments, which TRL passes and asyncrl does not; give it a default: environments=None",
+    ),
+    reward_of_others(
+        "verl-without-information",
+        "verl",
+        "def score(data_source, solution_str, ground_truth): return 1.0\n",
+        "a function of verl is called with data_source, solution_str, ground_truth, extra_info, not as score(",
+        "it does not take extra_info",
+    ),
+    reward_of_others(
+        "verl-with-more",
+        "verl",
+        "def score(data_source, solution_str, ground_truth, extra_info, tokenizer): return 1.0\n",
+        "nothing is given for tokenizer",
+    ),
+    reward_of_others(
+        "verl-renamed", "verl", "async def score(source, text, truth, info): return 1.0\n", "does not take"
+    ),
     reward("other-name", "def scores(sample): return 1\n", "bad.py has no score; did you mean scores?"),
     Mistake("file-only", RUN, "A function of that file is written mine.py:NAME.", scored_by('["mine.py"]')),
     Mistake("dotted", RUN, "A function of mine.py is written mine.py:reward.", scored_by('["mine.reward"]')),
@@ -181,6 +215,31 @@ def test_prompts_and_models(mistake: Mistake, answered: Answered) -> None:
     Mistake("zero-key", f"{RUN} --training.deepspeed {{x=1}}", "x: there is no such key; there are stage, offload"),
     Mistake("environment", f"{RUN} --environment.use calculatr", "did you mean calculator?"),
     Mistake("top-p", f"{RUN} --generation.top_p 90", "must be less than or equal to 1"),
+    Mistake(
+        "positions-of-warmed",
+        f"{RUN} --model.name warmed:reverse --generation.max_new_tokens 256",
+        "256 new tokens leave no room for a prompt: warmed:reverse was made for 256 positions",
+    ),
+    Mistake(
+        "episode-of-warmed",
+        f"{RUN} --model.name warmed:guess --environment.use guess",
+        ("environment.max_tokens: ", "1024 new tokens leave no room for a prompt: warmed:guess was made for 256"),
+    ),
+    Mistake("offline", f"{RUN} --model.name me/tiny", ("me/tiny is no folder here", "HF_HUB_OFFLINE is set")),
+    Mistake("critic-gone", f"{RUN} --algorithm.preset ppo --critic.model nowhere", "there is no folder nowhere"),
+    Mistake("reward-gone", f"{RUN} --reward.model ./judge", "--reward.model: there is no folder "),
+    Mistake("reward-file", f"{RUN} --reward.model mine.py", "mine.py is a file, and a model is a folder"),
+    Mistake(
+        "listening-without-keys",
+        f"{RUN} --fleet.listen tcp://0.0.0.0:7000 --fleet.joined.generation 1 --fleet.wire tcp",
+        "fleet.listen: ",
+    ),
+    Mistake(
+        "keys-gone",
+        f"{RUN} --fleet.listen tcp://127.0.0.1:7000 --fleet.joined.generation 1 --fleet.wire tcp "
+        "--fleet.join_keys nowhere",
+        "nowhere has no keys: make them on this host with",
+    ),
     Mistake("context", f"{RUN} --generation.max_new_tokens 100000", "write fewer than 2048"),
     Mistake("best", f"{RUN} --training.keep_best eval/mean", "write evaluate.prompts"),
     Mistake("port", f"{RUN} --telemetry.prometheus 9090", "write HOST:PORT, such as"),
