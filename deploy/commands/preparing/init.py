@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +17,31 @@ Answers = dict[str, str]
 EXAMPLE, COMPARED, OWN = "example", "compared", "own"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OTHER_KEYS = (
-    *("steps", "seed", "generation.temperature", "training.optimizer", "training.checkpoint_every"),
+    *(
+        "steps",
+        "task.text_prompts",
+        "seed",
+        "generation.temperature",
+        "training.optimizer",
+        "training.checkpoint_every",
+    ),
     *("staleness.limit", "algorithm.preset", "algorithm.kl", "evaluate.prompts", "evaluate.every"),
 )
 """Keys that the file shows with their defaults, as comments."""
+KNOWN: Mapping[str, Answers] = {
+    "gsm8k": {
+        "task": COMPARED,
+        "model": "Qwen/Qwen3-0.6B",
+        "prompts": "hub:openai/gsm8k:main#train",
+        "question": "question",
+        "answer": "answer",
+        "reward": "numeric",
+        "tokens": "400",
+    }
+}
+"""Answers for tasks by the name of the file: docs/guides/first-task.md begins with one."""
+HELD_OUT = {"hub:openai/gsm8k:main#train": "hub:openai/gsm8k:main#test"}
+"""Prompts to hold out, by those to train on; others have none of their own yet."""
 ROWS = """\
 {"prompt": "What is 3 + 4? Answer with the number only.", "answer": "7"}
 {"prompt": "What is 9 - 5? Answer with the number only.", "answer": "4"}
@@ -106,11 +128,20 @@ def main(arguments: list[str]) -> int:
     for file in files:
         if file.exists():
             raise ConfigError(f"{file} is there already: write another name, asyncrl init NAME")
+    _take_task(options, path.stem)
     answers = _answers(options, ask=sys.stdin.isatty() and not options.yes)
     written = list(_write(path, files[1], answers))
     print(f"wrote {', '.join(map(str, written))}")
     print(f"next: `{program()} try {path}` shows a few answers and their rewards, `{program()} run {path}` trains")
     return 0
+
+
+def _take_task(options: argparse.Namespace, name: str) -> None:
+    """Answers what nobody has, where a file is named like a task that asyncrl knows: gsm8k."""
+    if options.task is None and (known := KNOWN.get(name)):
+        for key, value in known.items():
+            if getattr(options, key) is None:
+                setattr(options, key, value)
 
 
 def _parser() -> CommandParser:
@@ -217,11 +248,37 @@ def _title(answers: Answers) -> str:
     }[answers["task"]]
 
 
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([mb])(?![a-z])", re.IGNORECASE)
+"""Number of parameters in the name of a model: 135M, 0.6B."""
+FOR_CHATS = re.compile(r"instruct|chat|(?<![a-z])it(?![a-z])|qwen3(?!.*base)", re.IGNORECASE)
+"""Names of models that have learnt to answer messages."""
+
+
+def learning_rate(model: str) -> float:
+    """Returns the learning rate to begin with, by the size that the folder of a model, or else its name, tells: as
+    training.learning_rate advises."""
+    from asyncrl.engines.model_shape import shape_of
+
+    shape, named = shape_of(model), SIZE.search(model.rpartition("/")[2])
+    of_name = float(named[1]) * (1e6 if named[2] in "mM" else 1e9) if named else 1e9
+    parameters = shape.parameters if shape is not None else of_name
+    return 2e-4 if parameters < 1e6 else 1e-5 if parameters < 5e8 else 1e-6
+
+
+def speaks(model: str) -> bool:
+    """Returns whether a model answers messages: its folder has a chat template, or its name says so."""
+    from asyncrl.engines.models.model_folder import has_chat_template
+
+    folder = Path(model).expanduser()
+    return has_chat_template(folder) if folder.is_dir() else FOR_CHATS.search(model.rpartition("/")[2]) is not None
+
+
 def _values(answers: Answers, rewards: str) -> dict[str, object]:
     """Returns the values of the keys that the file sets."""
     if answers["task"] == EXAMPLE:
         return {
             "steps": 250,
+            "evaluate.prompts": "asyncrl.tasks.builtin.reverse:held_out",
             "model.name": "warmed:reverse",
             "task.prompts": "asyncrl.tasks.builtin.reverse:training",
             "task.samples_per_prompt": 16,
@@ -238,8 +295,13 @@ def _values(answers: Answers, rewards: str) -> dict[str, object]:
         "task.samples_per_prompt": 8,
         "generation.max_new_tokens": int(answers["tokens"]),
         "reward.functions": [{"use": reward, "weight": 1.0}],
-        "training.learning_rate": 1e-4 if answers["adapters"] == "yes" else 1e-6,
+        "training.learning_rate": learning_rate(answers["model"]) * (10 if answers["adapters"] == "yes" else 1),
+        "steps": 200,
+        "evaluate.prompts": HELD_OUT.get(answers["prompts"], answers["prompts"]),
+        "evaluate.every": 20,
     }
+    if speaks(answers["model"]):
+        values["task.text_prompts"] = "chat"
     columns = {"prompt": answers["question"], "answer": answers.get("answer", "answer")}
     if renamed := {name: column for name, column in columns.items() if name != column}:
         values["task.columns"] = renamed

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.sources import load
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.deploy import cli
-from asyncrl.deploy.commands.preparing.init import OTHER_KEYS, OWN, QUESTIONS
+from asyncrl.deploy.commands.preparing.init import OTHER_KEYS, OWN, QUESTIONS, learning_rate, speaks
 from asyncrl.rewards.functions import function_problems
 from asyncrl.tasks import load_prompts
 
@@ -121,3 +121,30 @@ def test_columns_of_own_rows_are_asked_for(here: Path, monkeypatch: pytest.Monke
     assert cli.main(["init", "own", "--task", "own", "--question", "frage", "--prompts", "other.jsonl", "--yes"]) == 0
     assert load(here / "own.toml").config.task.columns == {"prompt": "frage"}
     assert '"frage": ' in (here / "other.jsonl").read_text()
+
+
+def test_the_name_of_the_first_guide_writes_its_task(here: Path) -> None:
+    assert cli.main(["init", "gsm8k", "--yes"]) == 0
+    config = load(here / "gsm8k.toml").config
+    assert (config.task.prompts, config.evaluate.prompts) == (
+        "hub:openai/gsm8k:main#train",
+        "hub:openai/gsm8k:main#test",
+    )
+    assert (config.task.text_prompts, config.steps, config.model.name) == ("chat", 200, "Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("model", "rate", "is_asked"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 1e-5, True),
+        ("HuggingFaceTB/SmolLM2-360M", 1e-5, False),
+        ("Qwen/Qwen3-0.6B", 1e-6, True),
+        ("Qwen/Qwen3-0.6B-Base", 1e-6, False),
+        ("google/gemma-3-1b-it", 1e-6, True),
+        ("meta-llama/Llama-3.1-8B-Instruct", 1e-6, True),
+        ("warmed:reverse", 2e-4, False),
+        ("some/model", 1e-6, False),
+    ],
+)
+def test_the_learning_rate_follows_size_and_text_the_kind_of_model(model: str, rate: float, is_asked: bool) -> None:
+    assert (learning_rate(model), speaks(model)) == (rate, is_asked)
