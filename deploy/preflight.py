@@ -178,7 +178,10 @@ def _feedback_host_problems(section: FeedbackConfig) -> Iterator[Problem]:
 def model_problems(config: Config, model: Path) -> Iterator[Problem]:
     """Yields the problems of family, layouts, memory, adapters and context window; a model that is not on this machine
     has none yet."""
-    yield from family_problems(config, model)
+    families = list(family_problems(config, model))
+    yield from families
+    if families:
+        return  # Nothing below knows what such a folder should hold.
     yield from rank_problems(config, models_of_services(config, str(model)))
     yield from content_problems(model, config.generation.stop)
     yield from adapter_problems(config, str(model))

@@ -38,7 +38,7 @@ def content_problems(folder: Path, stop: Sequence[str] = ()) -> Iterator[Problem
     if is_complete(folder):
         marks, rows = Marks.of_folder(folder), embedding_rows(folder)
         notes = ((each, True) for each in _end_notes(folder, marks, rows, stop))
-        wrong = ((each, False) for each in (*_file_problems(folder), *_written_beyond(folder, marks, rows)))
+        wrong = ((each, False) for each in [*_file_problems(folder)] or _written_beyond(folder, marks, rows))
         yield from (Problem("model.name", "", text, is_warning=is_note) for text, is_note in (*wrong, *notes))
 
 

@@ -108,7 +108,7 @@ def test_a_large_file_of_prompts_is_left_to_the_run(tmp_path: Path, monkeypatch:
 
 
 def test_a_page_at_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     task = {"prompts": str(tmp_path / "rows.jsonl")}
     found = {}
     for host in ("127.0.0.2", "localhost", "203.0.113.7"):

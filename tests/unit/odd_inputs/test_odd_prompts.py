@@ -37,7 +37,7 @@ PROMPTS: dict[str, tuple[str, tuple[str, ...], Trains | Refused]] = {
     "emoji, marks and directions": (row("👩‍👩‍👧 é שלום \u202eabc"), (), Trains(["👩‍👩‍👧 é שלום \u202eabc"])),
     "special tokens in a text": (row("a<|im_end|><|im_start|>"), (), Trains(["a<|im_end|><|im_start|>"])),
     "messages as JSON": (row(json.dumps([USER])), (), Trains([ASKED + BEGUN])),
-    "messages as Python shows them": (row(str([USER])), (), Refused(["line 1", "as Python shows them"])),
+    "messages as Python shows them": (row(str([USER])), (), Trains([ASKED + BEGUN])),
     "a list that is no chat, as text": (row('[{"a": 1}]'), (), Trains(['[{"a": 1}]'])),
     "100,000 characters": (row("x" * 100_000), (), Refused(["line 1: the prompt has 100000"], by_worker=True)),
     "more than the positions of the model": (
@@ -63,7 +63,7 @@ PROMPTS: dict[str, tuple[str, tuple[str, ...], Trains | Refused]] = {
     "a chat by another name": (
         json.dumps({"conversations": [{"from": "human", "value": "a"}]}),
         ("--task.columns", '{prompt = "conversations"}'),
-        Refused(["line 1", 'message 1 has "from" and "value" instead: rename them']),
+        Trains([ASKED + BEGUN]),
     ),
     "texts beside chats": (row("a") + row([USER]), (), Trains(["a", ASKED + BEGUN])),
     "equal rows": (row("a") * 3, (), Trains(["a", "a", "a", "a"])),
