@@ -116,6 +116,7 @@ async def run(request: RunRequest) -> RunDirectory:
         ):
             for warning in warnings:
                 request.display.say(f"warning: {warning}")
+            await _prepare_again(request, directory, store)
             plan = await asyncio.to_thread(plan_resume, store)
             async with copies_of(request.store, directory.path, store, request.display.say) as on_commit:
                 if not nothing_left(request, directory, plan):
@@ -324,15 +325,26 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
             f"model, optimizer and journal are taken over; of the samples in flight {kept} wait for training as they "
             f"are, {go_on}{plan.ledger.samples_in_flight - kept - answered} are sampled again"
         )
-    elif directory.config.exists():
-        then = read(directory.config)
-        before, now = then.model, config.model
-        if (before.name, before.revision, then.seed) != (now.name, now.revision, config.seed):
-            remove_model(directory.model)
-            directory.hub.unlink(missing_ok=True)
+    elif directory.config.exists() and _other_model(config, directory):
+        remove_model(directory.model)
+        directory.hub.unlink(missing_ok=True)
     replace_text(directory.config, dump(config))
     keep(directory.sources, files)
     return restored
+
+
+def _other_model(config: Config, directory: RunDirectory) -> bool:
+    """Returns whether the config of the run's last start names another model to prepare."""
+    then, now = ((each.model.name, each.model.revision, each.seed) for each in (read(directory.config), config))
+    return then != now
+
+
+async def _prepare_again(request: RunRequest, directory: RunDirectory, store: FileStore) -> None:
+    """Makes or downloads the model again where it is gone, and the only checkpoint has links to it."""
+    config = request.config
+    is_gone = versions(store) == [0] and not config.acting.env and not is_complete(directory.model)
+    if is_gone and directory.config.exists() and not _other_model(config, directory):
+        await prepare(config, directory.model, request.display.say)
 
 
 def _scores_groups(config: Config) -> bool:

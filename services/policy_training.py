@@ -42,6 +42,8 @@ class TrainingService(TrainerService[PolicyTrainer]):
         extra: dict[str, Any] = {}
         if checkpoint is None:
             engine = PolicyTrainer(context.config, base, mesh, texts)
+            if not context.config.fleet.listen:  # A trainer that joined has a copy, which the controller may not see.
+                engine.prepared = base
         else:
             engine, extra = PolicyTrainer.resume(context.config, checkpoint, mesh, texts, base)
         warn_of_whole_load(context, engine.model.loaded_whole)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import file_digest, sha256
+from os.path import normpath
 from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import Any, NamedTuple
@@ -196,15 +197,19 @@ def _lies_within(file: str) -> bool:
 def _check_files(store: Folders, manifest: Manifest) -> None:
     """Raises JournalError when a file of a checkpoint does not have its digest."""
     for file, digest in sorted(manifest.files.items()):
+        path = Path(store.path(str(manifest.version))) / file
+        advice = (
+            f"; it is a link: put back {normpath(path.parent / path.readlink())} as it was" if path.is_symlink() else ""
+        )
         try:
             with store.open(str(manifest.version), file) as source:
                 found = file_digest(source, "sha256").hexdigest()
         except FileNotFoundError as error:
-            raise JournalError(f"{file} is missing") from error
+            raise JournalError(f"{file} is missing{advice}") from error
         except OSError as error:
             raise JournalError(f"{file} cannot be read: {error}") from error
         if found != digest:
-            raise JournalError(f"{file} was changed or damaged: its digest is {found[:16]}, not {digest[:16]}")
+            raise JournalError(f"{file} was changed or damaged: its digest is {found[:16]}, not {digest[:16]}{advice}")
 
 
 def _check(store: Store, scan: Scan, manifest: Manifest) -> Ledger:

@@ -117,6 +117,9 @@ COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 def damages(folder: Path) -> Iterator[str]:
     """Yields one clause for each file that cannot be loaded."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if not path.exists():
+            yield f"{path} is a link to {path.readlink()}, which is gone or not seen from this machine"
     for path in sorted(folder.glob("*.json")):
         try:
             found = json.loads(path.read_bytes())

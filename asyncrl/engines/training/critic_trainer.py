@@ -93,7 +93,8 @@ class CriticTrainer(Trainer):
         if mesh.rank > 0:
             return StateCopy(own_state(), None, mesh.rank, parts, mesh.size)
         state = whole_state(self.optimizer, mesh.size, states, extra=extra)
-        return StateCopy(state, partial(write_model, self.model, weights, None), 0, parts, mesh.size)
+        # A new head is in no folder, so that a critic's checkpoints hold its weights from the first one on.
+        return StateCopy(state, partial(write_model, self.model, weights, None, None), 0, parts, mesh.size)
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "CriticStep":
         return CriticStep(self, rows, incarnation, version)

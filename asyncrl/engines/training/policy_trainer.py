@@ -66,7 +66,8 @@ class PolicyTrainer(Trainer):
     """Trains float32 master weights. On CPU with one thread the same rows give the same bits.
 
     kl, multiplier: coefficient of the KL and price of costs, which may change after a step. texts: learnt beside the
-    samples. multiplier and texts are None where the algorithm has none.
+    samples. multiplier and texts are None where the algorithm has none. prepared: the folder that the weights came
+    from, which a checkpoint before the first update links to; None: each checkpoint holds its weights.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class PolicyTrainer(Trainer):
         self.config = config
         self.mesh = mesh or RankMesh()
         self._folder = folder
+        self.prepared: Path | None = None
         refuse_rotation_by_longest_row(folder, config)
         device = own_device(settings.device, self.mesh.rank, self.mesh.size)
         options = {"float32_head": config.model.float32_head, "in_parts": self.mesh.is_parted}
@@ -164,7 +166,10 @@ class PolicyTrainer(Trainer):
         if canary is not None:
             state["canary"] = list(astuple(canary))
         state = whole_state(self.optimizer, self.mesh.size, states, **state)
-        return StateCopy(state, partial(write_model, self.model, weights, self._adapted), 0, parts, self.mesh.size)
+        # Adapters are small, and ranks with parts write them apart: their checkpoints stay as they are.
+        linked = None if self.updates or self._adapted or parts else self.prepared
+        write = partial(write_model, self.model, weights, self._adapted, linked)
+        return StateCopy(state, write, 0, parts, self.mesh.size)
 
     def leave_ranks(self) -> None:
         super().leave_ranks()

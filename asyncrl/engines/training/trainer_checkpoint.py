@@ -1,6 +1,7 @@
 """The files of a trainer in a checkpoint.
 
-model/       config, tokenizer, and weights or adapters, which transformers or peft loads    by rank 0
+model/       config, tokenizer, and weights or adapters, which transformers or peft loads;   by rank 0
+             before the first update links to the weights that the run began with
 trainer.pt   what resumes it: optimizer, random state, version                               by rank 0
 rank-N.pt    random state                                                                    by all other ranks
 parts/       in place of weights in model/ and moments in trainer.pt, where ranks            by every rank
@@ -11,6 +12,7 @@ import asyncio
 import hashlib
 import io
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
@@ -28,7 +30,7 @@ from asyncrl.concurrency import start_task
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.lora.peft_folder import write_adapters
-from asyncrl.engines.models.model_folder import PARTS, sync_to_disk
+from asyncrl.engines.models.model_folder import INDEX, PARTS, sync_to_disk, weight_files
 from asyncrl.engines.models.tensor_parts import Kind, part_file, stored_tensors, write_parts
 from asyncrl.engines.models.weights_digest import BASE, write_base
 from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
@@ -44,6 +46,8 @@ from asyncrl.protocols.messages import Checkpointed
 MODEL = "model"
 TRAINER = "trainer.pt"
 DIGESTS_AT_A_TIME = 4
+HELD_EXACTLY = {"F32", "BF16", "F16"}
+"""Types of stored weights, by their names in safetensors, that float32 holds to the last bit."""
 GIVES_WAY_FROM, NICENESS = 64 << 20, 15
 """Bytes of tensors from which a copy is written by a thread with this niceness: where no core is free it then takes a
 thirtieth of the time of one from a step, and not half. To write smaller copies is mostly Python: a thread that gives
@@ -65,18 +69,22 @@ def write_model(
     model: LoadedModel,
     weights: Mapping[str, Tensor] | None,
     adapted: AdaptedModel | None,
+    prepared: Path | None,
     directory: Path,
 ) -> None:
     """Writes model/ below `directory` while steps go on: nothing is read that they change. Safetensors of the weights,
     unless they are None because they are in parts, tokenizer, and the config that came with the model, dropout
-    included; or adapters, and what names their base."""
+    included; or adapters, and what names their base. prepared: a folder with the same weights, to which links lead."""
     folder = directory / MODEL
     if adapted is None:
-        if weights is not None:
+        linked = [] if prepared is None else _linkable(prepared)
+        if weights is not None and not linked:
             model.whole.save_pretrained(folder, state_dict=weights)
         elif model.whole.can_generate():
             model.whole.generation_config.save_pretrained(folder)
         model.source_config.save_pretrained(folder)
+        if prepared is not None and linked:
+            _link(prepared, linked, folder)
     else:
         assert weights is not None, "adapters are gathered"
         write_adapters(folder, model.whole, adapted.lora, str(adapted.folder), weights)
@@ -84,6 +92,33 @@ def write_model(
     model.tokenizer.save_pretrained(folder)
     if model.processor is not None:
         (folder / PROCESSOR).write_bytes(model.processor)
+
+
+def _linkable(prepared: Path) -> list[str]:
+    """Returns the weight files of a model folder; none where a checkpoint has to hold weights itself: they are not in
+    safetensors, lie elsewhere, or have another type, which float32 rounds or which a quantizer made."""
+    names = weight_files(prepared)
+    for name in names:
+        with safe_open(prepared / name, framework="pt") as file:
+            types = {file.get_slice(tensor).get_dtype() for tensor in file.keys()}  # noqa: SIM118
+        if Path(name).name != name or not types <= HELD_EXACTLY:
+            return []
+    return names
+
+
+def _link(prepared: Path, names: Sequence[str], folder: Path) -> None:
+    """Makes links to weight files. Those to RUN/model from RUN/checkpoints/VERSION/model are relative: so the run can
+    be moved."""
+    for name in names:
+        target, inside = prepared.absolute() / name, Path("../../../model", name)
+        is_inside = (folder / inside).exists() and (folder / inside).samefile(target)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(inside if is_inside else target)
+    if (prepared / INDEX).is_file():
+        shutil.copyfile(prepared / INDEX, folder / INDEX)
+    for path in (*(prepared / name for name in names), prepared, prepared.parent):
+        if os.access(path, os.W_OK):  # Perhaps it was just made; what only others write was there before.
+            sync_to_disk(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +148,8 @@ class StateCopy:
             found |= zip([str(path.relative_to(directory)) for path in files], threads.map(_digest, files), strict=True)
             found |= dict(each.result() for each in parts)
         for path in [*paths, own, *([directory / PARTS] if self.parts else []), directory]:
-            sync_to_disk(path)
+            if not path.is_symlink():
+                sync_to_disk(path)
         return found
 
     def write_beside_steps(self, directory: Path) -> dict[str, str]:

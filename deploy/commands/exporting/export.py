@@ -80,7 +80,7 @@ def export(
     try:
         write(unfinished)
         if precision := dtype or ("" if model in CRITICS or config.acting.env else config.model.dtype):
-            _round(unfinished, precision)
+            _round(folder, unfinished, precision)
         (unfinished / EXPORTED).write_text(json.dumps({"model": model, "version": version}) + "\n")
         write_origin(unfinished, RunDirectory(run_dir), config, model, version, public=public)
         unfinished.replace(target)
@@ -106,14 +106,18 @@ def _gather(model: Path, target: Path) -> None:
     gather_model(model, target)
 
 
-def _round(folder: Path, dtype: str) -> None:
-    """Rounds the weights of a model or of adapters, which are float32 in checkpoints, a file at a time."""
-    for path in folder.glob("*.safetensors") if dtype != "float32" else ():
+def _round(source: Path, folder: Path, dtype: str) -> None:
+    """Rounds the copied weights of a model or of adapters, a file at a time. They are float32 in checkpoints; files
+    that a checkpoint links to have the type of the model that the run began with."""
+    for path in folder.glob("*.safetensors"):
+        if dtype == "float32" and not (source / path.name).is_symlink():
+            continue
         import torch
         from safetensors.torch import load_file, save_file
 
         kind, tensors = getattr(torch, dtype), load_file(path)
         rounded = {name: each.to(kind) if each.is_floating_point() else each for name, each in tensors.items()}
+        path.unlink()  # The copy of a file that may only be read cannot be written to.
         save_file(rounded, path, metadata={"format": "pt"})
     if (path := folder / "config.json").is_file():
         path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": dtype}, indent=2) + "\n")

@@ -67,6 +67,49 @@ def test_a_model_made_for_a_start_that_came_to_nothing_is_used_only_by_its_own_c
     assert directory.model.exists() == kept
 
 
+@pytest.mark.parametrize(
+    ("there", "sections", "made"),
+    [
+        ({"checkpoints/0/"}, {}, True),
+        ({"checkpoints/0/"}, {"seed": 3}, False),
+        ({"checkpoints/0/"}, {"model": {"name": "other"}}, False),
+        ({"checkpoints/0/", "checkpoints/4/"}, {}, False),
+        ({"checkpoints/0/", "model/config.json", "model/model.safetensors"}, {}, False),
+        (set(), {}, False),
+    ],
+)
+async def test_a_model_that_the_only_checkpoint_links_to_is_prepared_again_where_it_is_gone(
+    there: set[str],
+    sections: dict[str, Any],
+    made: bool,
+    directory: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Planned(Exception):
+        pass
+
+    prepared: list[Path] = []
+
+    async def prepare(config: Config, target: Path, show: object) -> Path:
+        prepared.append(target)
+        return target
+
+    def plan(store: FileStore) -> ResumePlan:
+        raise Planned
+
+    settle_config(order(directory.path), directory, None)
+    for name in there:
+        path = directory.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if name.endswith("/") else path.write_text("{}")
+    monkeypatch.setattr(run_setup, "prepare", prepare)
+    monkeypatch.setattr(run_setup, "plan_resume", plan)
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    with pytest.raises(Planned):
+        await run_setup.run(order(directory.path, **sections))
+    assert prepared == ([directory.model] if made else [])
+
+
 def test_a_config_that_cannot_be_written_stays_as_it_is(directory: RunDirectory) -> None:
     settle_config(order(directory.path), directory, None)
     before = directory.config.read_text()

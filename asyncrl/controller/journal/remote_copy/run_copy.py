@@ -96,10 +96,10 @@ class Snapshot:
 
     @classmethod
     def take(cls, run_dir: Path, version: int) -> "Snapshot":
-        """Links the checkpoint into a folder of its own. Raises OSError."""
+        """Links the checkpoint into a folder of its own, as deep, so that its own links hold there. Raises OSError."""
         staged = run_dir / STAGED / str(version)
         shutil.rmtree(staged, ignore_errors=True)
-        shutil.copytree(run_dir / "checkpoints" / str(version), staged, copy_function=os.link)
+        shutil.copytree(run_dir / "checkpoints" / str(version), staged, symlinks=True, copy_function=os.link)
         names = [name for name in GROWING if (run_dir / name).exists()]
         return cls(run_dir, version, {name: (run_dir / name).stat().st_size for name in names})
 

@@ -100,6 +100,31 @@ async def test_weights_leave_in_the_precision_of_the_run_or_of_the_flag(
         assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(wanted).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+async def test_weights_that_a_checkpoint_links_to_leave_in_the_precision_that_was_asked_for(
+    make_run: Callable[..., Any], tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    run, base = await make_run(), tmp_path / "base.safetensors"
+    file = run / "checkpoints" / "0" / "model" / "model.safetensors"
+    weights = {"embed.weight": WEIGHTS["embed.weight"].to(stored), "steps": WEIGHTS["steps"]}
+    save_file(weights, base)
+    base.chmod(0o400)
+    file.unlink()
+    file.symlink_to(base)
+    manifest = json.loads((file.parents[1] / "manifest.json").read_text())
+    manifest["files"]["model/model.safetensors"] = sha256(base.read_bytes()).hexdigest()
+    (file.parents[1] / "manifest.json").write_text(json.dumps(manifest))
+    before = base.read_bytes()
+    assert cli.main(["export", str(run), str(tmp_path / "out"), "--dtype", str(wanted).removeprefix("torch.")]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["embed.weight"].dtype == wanted
+    assert torch.equal(found["embed.weight"], weights["embed.weight"].to(wanted))
+    assert torch.equal(found["steps"], WEIGHTS["steps"])
+    assert not (tmp_path / "out" / "model.safetensors").is_symlink()
+    assert base.read_bytes() == before, "what the run began with stays as it is"
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o002, 0o077])
 async def test_all_files_have_the_mode_that_the_umask_says(
     make_run: Callable[..., Any], tmp_path: Path, mask: int
