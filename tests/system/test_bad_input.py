@@ -90,7 +90,7 @@ MEMBER = r"on member \d of group \d: "
         (
             ["--task.prompts", "chat.jsonl", *TOOLS],
             [
-                r"chat\.jsonl, line 1: an environment cannot answer in the role 'tool': the model's chat template "
+                r"environment\.use: an environment cannot answer in the role 'tool': the model's chat template "
                 "leaves out messages of the role 'tool'; write environment.options.role = \"user\""
             ],
         ),

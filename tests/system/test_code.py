@@ -34,8 +34,7 @@ WARMED = Demonstrations(draw=said, words=expressions.WORDS, steps=40)
 def rows(size=100, seed=0):
     made = expressions.training(size, seed)
     for row in made[::4]:
-        row["tests"] = ["import time", "time.sleep({SLOW_SECONDS})"]
-        row["tests"] = ["\\n".join(row["tests"])]
+        row["tests"] = ["import time\\ntime.sleep({SLOW_SECONDS})\\n" + row["tests"][0]]
     return made
 """
 
