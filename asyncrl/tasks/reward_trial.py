@@ -75,7 +75,7 @@ class Outcome:
         return len({round(score, 9) for _, _, score in (*self.wrong, *self.right)}) == 1
 
     @property
-    def both(self) -> str:
+    def as_words(self) -> str:
         """Returns a wrong and a right answer in words; two wrong ones where the row has no right one."""
         shown = (self.wrong[0], self.right[0] if self.right else self.wrong[-1])
         return " and ".join(f"{name} ({text[:60]!r})" for name, text, _ in shown)
@@ -263,7 +263,7 @@ def _of_template(spec: FunctionSpec, outcomes: Sequence[Outcome]) -> tuple[bool,
     known = [outcome for outcome in outcomes if outcome.right]
     alike = [each for each in known if each.right[0][2] <= max(score for _, _, score in each.wrong)]
     if alike and len(alike) == len(known):
-        said = f"{alike[0].both} both have {alike[0].right[0][2]:g}, and on each row that was tried it is so"
+        said = f"{alike[0].as_words} both have {alike[0].right[0][2]:g}, and on each row that was tried it is so"
         advice = f"no answer would be right: look at the rows and at the options of {spec.use}"
         return True, f"{spec.key}: {spec.use} on {alike[0].where}: {said}; {advice}"
     if missed := [outcome for outcome in known if outcome.right[0][2] < 1.0]:
@@ -302,9 +302,9 @@ async def _of_users(
                 alike.setdefault(number, outcome)
             is_whole = is_whole and scores is not None
             total = [one + specs[number].weight * other for one, other in zip(total, scores or total, strict=True)]
-        together = _outcome(where, wrong, right, total)
-        is_whole = is_whole and together.is_constant and bool(right)
-        totals.append(together)
+        summed = _outcome(where, wrong, right, total)
+        is_whole = is_whole and summed.is_constant and bool(right)
+        totals.append(summed)
         if not asked and not is_whole:
             break
     if is_whole and totals and specs:
@@ -312,8 +312,8 @@ async def _of_users(
     return [
         (
             False,
-            f"{specs[number].key}: {specs[number].use} on {each.where}: {each.both} both have {each.wrong[0][2]:g}, "
-            "and so has each answer that was tried: is that meant?",
+            f"{specs[number].key}: {specs[number].use} on {each.where}: {each.as_words} both have "
+            f"{each.wrong[0][2]:g}, and so has each answer that was tried: is that meant?",
         )
         for number, each in alike.items()
     ]
@@ -324,7 +324,7 @@ def _of_total(specs: Sequence[FunctionSpec], totals: Sequence[Outcome], config: 
     that equal rewards are meant."""
     first = totals[0]
     tried = len(first.wrong) + len(first.right)
-    said = f"{first.both} both have {first.wrong[0][2]:g}, and so has each of {tried} answers"
+    said = f"{first.as_words} both have {first.wrong[0][2]:g}, and so has each of {tried} answers"
     advice = (
         'mend the function; where it wants a form of its own, guards.no_variance = "off" starts the run all the same'
     )
