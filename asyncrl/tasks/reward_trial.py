@@ -40,15 +40,17 @@ TRIED = (*IN_CHILDREN, exact_match.__name__, numeric.__name__)
 """Templates that compare an answer with the row."""
 SOLUTIONS = ("solution", "canonical_solution", "reference_solution", "code", "completion")
 """Columns in which data sets of programs have a right one."""
-WANTED = ("answer", "solution", "ground_truth", "target", "label", "expected", "reference", "final_answer", "gold")
-"""Columns in which data sets have the right answer."""
+WANTED = ("answer", "solution", "ground_truth", "final_answer", "gold")
+"""Columns in which data sets have the right answer; a `target` or `label` may be another thing."""
 NOTHING, EMPTY, NONSENSE = "a program that does nothing", "an empty answer", "nonsense"
 WORDS = "Colourless green ideas sleep furiously, and so does Bob."
 SHAPES = (
-    *("{0}", "\\boxed{{{0}}}", "#### {0}", "The answer is {0}.", "The answer is: {0}", "Answer: {0}", "**{0}**"),
-    *("<answer>{0}</answer>", "<answer>\n{0}\n</answer>", "<think>\nI think.\n</think>\n{0}", "```python\n{0}\n```"),
-    "<think>\nI think.\n</think>\n\n<answer>\n{0}\n</answer>",
-    "<think>I think.</think><answer>{0}</answer>",
+    *("{0}", "\\boxed{{{0}}}", "#### {0}", "The answer is {0}.", "The answer is: {0}", "Answer: {0}", "ANSWER: {0}"),
+    *("**{0}**", "[[{0}]]", "({0})", "Final answer: {0}", "```python\n{0}\n```", "<think>\nI think.\n</think>\n{0}"),
+    *("<answer>{0}</answer>", "<answer>\n{0}\n</answer>", "<think>I think.</think><answer>{0}</answer>"),
+    *("<think>I think.</think>\n<answer>{0}</answer>", "<think>\nI think.\n</think>\n<answer>\n{0}\n</answer>"),
+    *("<think>\nI think.\n</think>\n\n<answer>\n{0}\n</answer>", "I think.\n</think>\n{0}"),
+    *("I think.</think>\n<answer>{0}</answer>", "I think.\n</think>\n<answer>\n{0}\n</answer>"),
     "<reasoning>\nI think.\n</reasoning>\n<answer>\n{0}\n</answer>\n",
     "<start_working_out>I think.<end_working_out><SOLUTION>{0}</SOLUTION>",
 )
@@ -348,7 +350,8 @@ def _free_answers(row: Row) -> tuple[dict[str, str], dict[str, str]]:
         if not isinstance(value, str | int | float) or not str(value).strip():
             continue
         last = str(value).rpartition("####")[2].strip()
-        forms = [shape.format(last) for shape in (*SHAPES, *filter(None, [asked]))]
+        named = [asked, asked.partition(">")[2]] if asked else []  # A prompt may have opened the first one.
+        forms = [shape.format(last) for shape in (*SHAPES, *named)]
         texts = dict.fromkeys([last, str(value), *forms, json.dumps({"answer": last})])
         right |= {f"the row's {name}" + (f" in form {n}" if n else ""): text for n, text in enumerate(texts)}
     return wrong, right

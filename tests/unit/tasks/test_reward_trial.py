@@ -27,6 +27,11 @@ def other_type(sample):
 def marked(sample):
     return 1.0 if sample.text.strip().endswith(f"<final>\\n{sample.row['answer']}\\n</final>") else -1.0
 
+def opened(sample):
+    import re
+    wanted = r"<think>[^<]*</think>\\n<answer>\\s*" + sample.row["answer"] + r"\\s*</answer>"
+    return float(re.fullmatch(wanted, "<think>" + sample.text) is not None)
+
 def fussy(sample):
     return 1.0 / len(sample.text)
 
@@ -142,7 +147,7 @@ async def test_a_function_that_gives_all_answers_the_same_is_told_beside_one_tha
     (note,) = await try_rewards(config(mine("right"), mine("constant")), rows(ROW, ROW))
     assert "constant on rows.jsonl" in note
     assert "an empty answer ('') and the row's answer ('4') both have 0.5, and so has each answer" in note
-    unknown = {"prompt": "Write a poem."}
+    unknown = {"prompt": "Write a poem.", "target": 7}
     (note,) = await try_rewards(config(mine("constant")), rows(unknown))
     assert "an empty answer ('') and a program ('```python" in note
 
@@ -157,6 +162,7 @@ async def test_functions_that_tell_answers_apart_or_fail_are_left_alone(
 async def test_answers_have_the_marks_that_the_prompt_names(mine: Callable[[str], str]) -> None:
     asked = {**ROW, "prompt": "Think in <work> and </work>, then answer in <final> and </final>: two and two"}
     assert await try_rewards(config(mine("marked")), rows(asked)) == []
+    assert await try_rewards(config(mine("opened")), rows(ROW)) == []
 
 
 async def test_functions_of_groups_get_the_answers_to_one_row(mine: Callable[[str], str]) -> None:
