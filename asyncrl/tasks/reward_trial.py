@@ -26,7 +26,6 @@ from asyncrl.rewards.execution.split_pool import SplitPool
 from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_specs, load
 from asyncrl.rewards.sample import FunctionResult, Sample
 from asyncrl.rewards.templates import JUDGE_TEMPLATE, exact_match, math_verify, numeric, reasoning_gym
-from asyncrl.rewards.trl_verl_adapters import takes_token_ids
 from asyncrl.tasks.prompt_rows import PromptRows, Row
 
 FIRST, DRAWN = 3, 5
@@ -135,7 +134,7 @@ async def _tried(
             said.append(_of_template(spec, outcomes))
     templates = [spec for spec in specs if spec.use in IN_CHILDREN]
     asks_users = is_training and service == "reward" and not config.environment.use
-    users = [spec for spec in specs if spec.is_users and asks_users and not _reads_tokens(spec)]
+    users = [spec for spec in specs if spec.is_users and asks_users and not spec.by_token]
     async with AsyncExitStack() as stack:
         pool = await _started(config, config.scorers[service], [*templates, *users], stack)
         if pool is not None:
@@ -146,10 +145,6 @@ async def _tried(
             is_whole = is_whole and not config.reward.model and not config.feedback.asks
             said += await _of_users(pool, len(templates), users, rows, config, is_whole=is_whole)
     return [each for each in said if each]
-
-
-def _reads_tokens(spec: FunctionSpec) -> bool:
-    return spec.by_token or takes_token_ids(spec.use)
 
 
 async def _started(
@@ -218,10 +213,14 @@ def _outcome(where: str, wrong: Mapping[str, str], right: Mapping[str, str], sco
 
 
 def _samples(row: Row, texts: Sequence[str], steps: int = 0) -> list[Sample]:
-    return [
-        Sample(row.prompt, text, dict(row.columns), 0, member, "stop", len(text.split()), steps=steps)
-        for member, text in enumerate(texts)
-    ]
+    """Returns samples of these texts, of which each word is a token."""
+    made = []
+    for member, text in enumerate(texts):
+        ids = list(range(len(text.split())))
+        made.append(
+            Sample(row.prompt, text, dict(row.columns), 0, member, "stop", len(ids), token_ids=ids, steps=steps)
+        )
+    return made
 
 
 def _known_answers(spec: FunctionSpec, row: Row) -> tuple[dict[str, str], dict[str, str]]:

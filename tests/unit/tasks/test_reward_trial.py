@@ -41,6 +41,15 @@ def groups(samples):
 def opposite(sample):
     return -right(sample)
 
+def of_trl(prompts, completions, answer, **others):
+    return [float(wanted in text) for text, wanted in zip(completions, answer)]
+
+def zero_of_trl(prompts, completions, **others):
+    return [0.0 for _ in completions]
+
+def ids_of_trl(completion_ids, **others):
+    return [-float(len(ids)) for ids in completion_ids]
+
 async def waits(sample):
     return {"a": 1.0, "b": 2.0}
 
@@ -65,7 +74,7 @@ def rows(*given: dict[str, Any]) -> dict[str, Prompts]:
 @pytest.fixture
 def mine(tmp_path: Path) -> Callable[[str], str]:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
-    return lambda name: f"{tmp_path}/mine.py:{name}"
+    return lambda name: f"{'trl:' * name.endswith('trl')}{tmp_path}/mine.py:{name}"
 
 
 def programs() -> Config:
@@ -127,7 +136,9 @@ async def test_templates_that_compare_give_the_rows_answer_all_and_wrong_ones_no
     assert "the row's answer has 0 and not 1, so on 1 of 2 rows" in kept[0]
 
 
-@pytest.mark.parametrize("names", [("constant",), ("other_type",), ("right", "opposite"), ("waits", "constant")])
+@pytest.mark.parametrize(
+    "names", [("constant",), ("other_type",), ("right", "opposite"), ("waits", "constant"), ("zero_of_trl",)]
+)
 async def test_functions_that_together_give_all_answers_the_same_are_refused(
     mine: Callable[[str], str], names: tuple[str, ...]
 ) -> None:
@@ -152,7 +163,10 @@ async def test_a_function_that_gives_all_answers_the_same_is_told_beside_one_tha
     assert "an empty answer ('') and a program ('```python" in note
 
 
-@pytest.mark.parametrize("names", [("right",), ("fussy",), ("nothing",), ("fussy", "nothing"), ("right", "fussy")])
+@pytest.mark.parametrize(
+    "names",
+    [("right",), ("of_trl",), ("ids_of_trl",), ("fussy",), ("nothing",), ("fussy", "nothing"), ("right", "fussy")],
+)
 async def test_functions_that_tell_answers_apart_or_fail_are_left_alone(
     mine: Callable[[str], str], names: tuple[str, ...]
 ) -> None:
