@@ -8,7 +8,17 @@ from typing import Any
 
 MOST_BRACES = 1000
 """Opening braces, the last of a text, at which an object is looked for."""
-_DECODER = json.JSONDecoder(strict=False, parse_float=Decimal)
+
+
+def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the values of an object; those of a name that it has twice are a list, for none of them is the one."""
+    values: dict[str, list[Any]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(value)
+    return {name: each[0] if len(each) == 1 else each for name, each in values.items()}
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_float=Decimal, object_pairs_hook=_by_name)
 _BACKSLASH = re.compile(r'(\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})|\\')
 """An escape of JSON, or a backslash that is none: LaTeX inside of a text, which models do not escape."""
 _STAND_IN = "\ue000"

@@ -56,15 +56,23 @@ _LATEX_NAME = re.compile("|".join(re.escape(name) + r"(?![A-Za-z])" * name[-1].i
 
 def last_box(text: str) -> str | None:
     r"""Returns what the last `\boxed{...}` or `\fbox{...}` holds, "" where it does not end; None without one."""
+    return None if (parts := around_last_box(text)) is None else parts[1]
+
+
+def around_last_box(text: str) -> tuple[str, str, str] | None:
+    """Returns what stands before the last box, in it and behind it."""
     boxes = list(_BOX.finditer(text))
-    if not boxes or boxes[-1][1] != "{":
-        return boxes[-1][1] if boxes else None
-    depth, begin = 1, boxes[-1].end()
+    if not boxes:
+        return None
+    before, begin = text[: boxes[-1].start()], boxes[-1].end()
+    if boxes[-1][1] != "{":
+        return before, boxes[-1][1], text[begin:]
+    depth = 1
     for place in range(begin, len(text)):
         depth += (text[place] == "{") - (text[place] == "}")
         if depth == 0:
-            return text[begin:place]
-    return ""
+            return before, text[begin:place], text[place + 1 :]
+    return before, "", ""
 
 
 def plain(text: str) -> str:
@@ -75,6 +83,7 @@ def plain(text: str) -> str:
     text = _LATEX_NAME.sub(lambda match: _LATEX[match[0]], _MATRIX.sub(_SEVERAL, _WRAPPED.sub(r" \1 ", text)))
     text = re.sub(r"(?<=\d)~(?=\s*[A-Za-z])", " ", _FRACTION_OF_UNITS.sub(r" \1/\2", text))
     text = re.sub(rf"(?<!\d){SPACE}|{SPACE}(?!\d{{3}}(?!\d))", " ", text)
+    text = re.sub(r"(?<![^\s(\[*$\"])–(?=[\d.$])", "-", re.sub(r"(?<=\d) / (?=\d)", "/", text))
     text = re.sub(r"\^\s?\{([-+]?\d+)\}", r"^\1", text)
     text = re.sub(r"10([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)", lambda match: "10^" + match[1].translate(_SUPERSCRIPTS), text)
     text = _UNIT_POWER.sub(r"\1", text)

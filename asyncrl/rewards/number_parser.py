@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.children.json_objects import json_objects
-from asyncrl.children.plain_text import SPACE, UNIT, UNITS, UNSPACED, last_box, plain
+from asyncrl.children.plain_text import SPACE, UNIT, UNITS, UNSPACED, around_last_box, plain
 
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("number_words.toml").read_text(encoding="utf-8"))
 
@@ -56,6 +56,11 @@ NUMBER = re.compile(
     rf"(?:(?P<over>{_INTEGER})/(?P<under>{_INTEGER})|(?P<comma>{_COMMA})|(?P<point>{_POINT}))"
     rf"(?:[$¢%‰]|°[CF]?|(?:{UNIT})(?:/(?:{UNIT}))?)?"
 )
+_PHRASE_BEFORE, _PHRASE_BEHIND = (re.compile(_TABLE[f"phrase_{side}_pattern"]) for side in ("before", "behind"))
+_BEFORE_BOX, _BEHIND_BOX = (re.compile(_TABLE[f"{side}_box_pattern"]) for side in ("before", "behind"))
+_EXCLAIMED = re.compile(r"""((?:[^\W\d_]|:)[ ]|[*_])([*_$]{0,3}-?[$]?[\d.,/]+)!+(?=[*_"')]*(?:\s*$|\s+[A-Z]|\n))""")
+_FOOTNOTE = re.compile(r"(?m)(?<=\d)[ ]?\[\d{1,2}\](?=[.\s]*$)")
+_TABLE_ROW = re.compile(r"(?m)^[ ]*\|(?:[^|\d\n]*\|)*[ ]+([^|\n]*?)[ ]+\|[ ]*$")
 ENUMERATOR = re.compile(r"\(?\d+[.)]")
 OPENING, CLOSING = "\"'“”‘’«»*_`~([{≈#:", "\"'“”‘’«»*_`~)]}.,:;?$…"
 
@@ -65,10 +70,17 @@ def last_number(text: str) -> Fraction | None:
 
     `asyncrl.rewards.templates.numeric` states the rules.
     """
-    inside = last_box(text)
-    if inside is not None:
+    parts = around_last_box(text)
+    if parts is not None:
+        before, inside, behind = parts
+        words = plain(behind[:200]).strip("$)] ").split("\n")[0].split()
+        unit = words[0].strip(CLOSING) if words else ""
+        scaled = unit.lower() in SCALES or unit in CHANGES_BEHIND - {"or"} or _means_another([], words)
+        if scaled or _BEFORE_BOX.search(before[-200:]) or _BEHIND_BOX.match(behind):
+            return None
         return _value(_of_last_equation(plain(_with_sign(inside))), alone=True)
-    return _value(plain(text), alone=False) if (value := _in_object(text)) is None else last_number(value)
+    shown = _TABLE_ROW.sub(r"\1", _FOOTNOTE.sub("", _EXCLAIMED.sub(r"\1\2", text)))
+    return _value(plain(shown), alone=False) if (value := _in_object(text)) is None else last_number(value)
 
 
 def _with_sign(inside: str) -> str:
@@ -191,9 +203,17 @@ def _stands_alone(word: WordInLine, before: list[str]) -> bool:
     changed = nearest.lower() in CHANGES_BEFORE or (command is not None and command[1] not in HARMLESS)
     changed = changed or _UNSPACED_CHANGES_BEFORE.fullmatch(nearest) is not None
     date = nearest.rstrip(".") in MONTHS
+    changed = changed or _means_another(before, word.behind if word.text[-1] not in ".,;:?" else [])
     if number_before or _joins_numbers(word, nearest, others) or operator_before or changed or date:
         return False
     return _keeps_value(word.text, word.behind)
+
+
+def _means_another(before: list[str], behind: list[str]) -> bool:
+    """Returns whether the words around a number say that another one is meant: half of it, a bound, not it."""
+    counted = ["#" if each.lower().strip(CLOSING) in COUNTS else each.lower() for each in behind[:4]]
+    words = ["#" if each.lower() in COUNTS else each.lower().strip(OPENING) for each in before[:5][::-1]]
+    return bool(_PHRASE_BEFORE.search(" ".join(words)) or _PHRASE_BEHIND.match(" ".join(counted)))
 
 
 def _joins_numbers(word: WordInLine, nearest: str, others: list[str]) -> bool:

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from ctypes import c_float
 from fractions import Fraction
 from functools import cache
 from typing import Any, Literal
@@ -27,8 +28,8 @@ RELATIVE = Fraction(1, 10**6)
 
 def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
     """Gives 1 if the completion equals the row's `column`, else 0; white space around both is ignored, and characters
-    that Unicode writes in two ways are equal. A number that tables have as 5.0 may be written 5, and a truth value as
-    in JSON. An empty `column` is an error, as null is."""
+    that Unicode writes in two ways are equal. A number that tables have as 5.0 may be written 5, one of 32 bits in its
+    shortest form, and a truth value as in JSON. An empty `column` is an error, as null is."""
 
     def reward(sample: Sample, wanted: list[str]) -> float:
         given, written = composed(sample.answer), map(composed, wanted)
@@ -73,9 +74,12 @@ def numeric(column: str = "answer", tolerance: float | None = None) -> OfSample:
       `hundred` to `trillion` and `dozen` multiply it, and so do 百, 千, 万 and 亿; 50k and 50M are no numbers.
     - Digits of all scripts are digits, and full-width characters are those of ASCII. Chinese, Japanese, Korean and Thai
       words end where a number begins: 12 in 答案是12。 and 12元. Numbers in words (five, 十二, 三分之一) are none.
+    - `!` behind a number at the end of a sentence is no factorial; in a box or expression it is one, and no number.
+    - A box that is a part of an expression (2\\boxed{12}, \\boxed{12} million) holds none.
     - Ranges, intervals, lists, tuples, matrices, choices (3 or 4, 3 (or 4), 3 kg or 4 kg, x = 3 or x = 4), expressions
       (7-3, x + 1, minus 5, ln 5), quantities of several numbers (5 ft 10 in, 2 hours 30 minutes, 2小时30分钟), bounds
-      (> 5, 5以上), dates, times, versions, names with digits (GPT-4) and numbers of items in a list are no numbers.
+      (> 5, at least 5, 5以上), denials (not 5, 5 is wrong), half of 5, dates,
+      times, versions, names with digits (GPT-4) and numbers of items in a list are no numbers.
     """
     if tolerance is not None and not 0 <= tolerance < 1:
         raise ConfigError(f"tolerance is a share of the number, at least 0 and under 1, not {tolerance!r}")
@@ -199,6 +203,8 @@ def _value(row: Row, name: str) -> Any:
     value = _column(row, name)
     if value is None or value != value or (isinstance(value, str) and not value.strip()):
         raise RowError(name, f"the row's {name} is {value!r:.80}: write an answer, or remove the row", advice="")
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise RowError(name, f"the row's {name} is bytes, {value!r:.80}: decode them to text", advice="")
     return value
 
 
@@ -233,6 +239,11 @@ def _writings(value: Any, column: str) -> list[str]:
         writings.append(json.dumps(value))
     elif isinstance(value, float) and value.is_integer():
         writings.append(str(int(value)))
+    elif isinstance(value, float) and c_float(value).value == value:
+        shorter = (float(f"{value:.{digits}g}") for digits in range(1, 18))
+        writings.append(str(next(each for each in shorter if c_float(each).value == value)))
+    elif re.fullmatch(r"[-+]?\d+\.0", writings[0]):
+        writings.append(writings[0].removesuffix(".0"))
     return writings
 
 

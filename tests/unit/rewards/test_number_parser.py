@@ -272,6 +272,19 @@ NUMBERS: dict[str, float] = {
     **dict.fromkeys((r"\boxed{9.8\,\mathrm{m/s^2}}", r"\boxed{9.8\,\text{m}/\text{s}^2}"), 9.8),
     **dict.fromkeys((r"\boxed{3+4=7}", r"\boxed{x = 3 + 4 = 7}"), 7),
     **dict.fromkeys(("(that is, 72)",), 72),
+    # marks of sentences, footnotes, tables, dashes
+    **dict.fromkeys(("The answer is 18!", "**18!**", "It is $18! Great", "It's 18!!", "**Answer: 18!**"), 18),
+    **dict.fromkeys(("12 [1]", "12[3].", "| 12 |", "| Total | 12 |", "**12** is the answer"), 12),
+    **dict.fromkeys(("is –12", "(–12)", "$–12$", "–12"), -12),
+    **dict.fromkeys(("1 / 2", "x = 1 / 2"), 0.5),
+    # texts around a box
+    **dict.fromkeys((r"<answer>\boxed{12}</answer>", r"> \boxed{12}", r"**\boxed{12}**!", r"so:\boxed{12}."), 12),
+    **dict.fromkeys(
+        (r"\boxed{12} - a dozen", r"\textcolor{red}{\boxed{12}}", r"$x = \boxed{12}$ km", r"- \boxed{12}"), 12
+    ),
+    **dict.fromkeys(
+        (r"\boxed{12}\%", r"\boxed{12} or 12.0", r"\boxed{12}kg", r"\mathbf{\boxed{12}}", "50 percent of it, 12"), 12
+    ),
 }
 
 NOTHING = (
@@ -356,6 +369,27 @@ NOTHING = (
     *("\\boxed{12", "\\boxed{x}", "\\boxed{}", "\\boxed{3\\sqrt{2}}", "\\boxed{2\\pi}", "\\boxed{3!}", "\\boxed{x} 5"),
     *("\\frac{a}{2}", "\\frac{1}{x}", "\\frac{1}{2}x", "\\boxed{2^{10}}", "\\boxed{[1,2]}", "\\boxed{5 \\pm 1}"),
     *("\\boxed{1 \\text{ or } 2}", "\\boxed{\\frac{1}{0}}", "\\boxed{-}"),
+    # spelled operations, scales, bounds and denials
+    *("half of 12", "a third of the 12", "twice 12", "double 12", "the square root of 12", "the opposite of 12"),
+    *(
+        "12 divided by four",
+        "12 times five",
+        "five percent of 12",
+        "12 percent of six",
+        "12 modulo five",
+        "12 plus one",
+    ),
+    *("12 Mio. Euro", "12 Mrd", "12 Mrd. Euro", "12 quadrillion", "12 million-dollar", "12 hundreds", "12 gross"),
+    *("12 score", "12 point five", "12 dozens", "12 hundred five", "12 thousand and six", "12 quintillion", "12 grand"),
+    *("less than 12", "more than 12", "no more than 12", "at least 12", "at most 12", "over 12", "up to 12"),
+    *("not 12", "isn't 12", "it is not equal to 12", "never 12", "12 is wrong", "12 is not right", "12 isn't it"),
+    *("12 to the 3", "12 to the power of 3", "12 to the power three", "negative 12", "5! = 120!", "$5!$", "x = 5!"),
+    # parts of an expression around a box
+    *(r"-\boxed{12}", r"x = - \boxed{12}", r"2\boxed{12}", r"\sqrt{\boxed{12}}", r"\boxed{12}^2", r"\boxed{12}00"),
+    *(r"\boxed{12} million", r"\boxed{12}\text{ million}", r"$\boxed{12}$ thousand", r"\frac{1}{\boxed{12}}"),
+    *(r"\boxed{12}.5", r"\boxed{12} + 3", r"3 \times \boxed{12}", r"x^{\boxed{12}}", r"\boxed{12}\pi", r"\boxed{12}x"),
+    *(r"\boxed{12} k", r"\boxed{12} is wrong", r"\boxed{12}/5", r"$\boxed{5}!$", r"\pm\boxed{12}", r"x > \boxed{12}"),
+    *('{"answer": 3, "answer": 5}', '{"x": 12, "x": 12}'),
 )
 
 

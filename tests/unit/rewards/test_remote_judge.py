@@ -117,6 +117,8 @@ async def test_where_the_score_stands(time: Time, options: dict[str, Any], reply
         ({"pattern": r"<(\d+)>"}, "Score: 7", r"pattern <\(\\d\+\)> finds no score in the reply: 'Score: 7'"),
         ({}, "Score: 87", "the score 87 does not lie between 0 and 10"),
         ({}, "Score (0 to 10): 7", "the reply has no score"),
+        ({"json_field": "grade"}, '{"grade": 9} {"grade": 2, "grade": 7}', r"the score is no number but \[2, 7\]"),
+        ({"json_field": "grade"}, '{"grade": 7, "grade": 7}', r"the score is no number but \[7, 7\]"),
         ({"json_field": "grade"}, '{"grade": ' + "9" * 400 + "}", "the score is no number but 9"),
         ({"json_field": "grade"}, "[" * 100_000, "no JSON object with grade"),
         ({"json_field": "grade"}, '{"grade": [1]}', r"the score is no number but \[1\]"),

@@ -69,6 +69,36 @@ def test_texts_that_unicode_writes_in_two_ways_are_equal(given: str, wanted: str
     assert templates.exact_match(ignore_case=True)(sample(given.upper(), answer=wanted)) == reward
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted", "reward"),
+    [
+        ("1", "1.0", 1),
+        ("1.0", "1.0", 1),
+        ("-3", "-3.0", 1),
+        ("1", "1.5", 0),
+        ("1.2", "1.2.0", 0),
+        ("1", 1.0, 1),
+        ("0.1", 0.10000000149011612, 1),
+        ("0.7", 0.699999988079071, 1),
+        ("1e-07", 1.0000000116860974e-07, 1),
+        ("0.10000000149011612", 0.10000000149011612, 1),
+        ("0.2", 0.10000000149011612, 0),
+        ("0.5", 0.5, 1),
+        ("0.1", 0.1, 1),
+        ("0.1", 0.1000000001, 0),
+    ],
+)
+def test_numbers_of_tables_may_be_written_in_short(given: str, wanted: object, reward: float) -> None:
+    assert templates.exact_match()(sample(given, answer=wanted)) == reward
+
+
+@pytest.mark.parametrize("template", ["exact_match", "numeric", "math_verify"])
+@pytest.mark.parametrize("wanted", ["", " \n", None, b"12", bytearray(b"12")])
+def test_a_row_without_an_answer_in_text_is_refused(template: str, wanted: object) -> None:
+    with pytest.raises(RewardError, match="the row's answer is"):
+        templates.TEMPLATES[template]()(sample("12", answer=wanted))
+
+
 REASONING = "<reasoning>\nx\n</reasoning>\n<answer>\n5\n</answer>"
 THINKING = "<think>\nx\n</think>\n<answer>\n5\n</answer>"
 
