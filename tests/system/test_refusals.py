@@ -46,11 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.chat_template = template
         shutil.copytree(folder / "model", folder / name)
         tokenizer.save_pretrained(folder / name)
-    (folder / "talk.jsonl").write_text(json.dumps({"prompt": TALK}))
-    (folder / "blank.jsonl").write_text(json.dumps({"prompt": " "}))
-    (folder / "wide.jsonl").write_text(json.dumps({"prompt": "x" * 200}))
-    (folder / "short.jsonl").write_text(json.dumps({"prompt": "abc"}))
-    (folder / "long.jsonl").write_text("\n".join(json.dumps({"prompt": "x" * length}) for length in (5, 600, 7)))
+    (folder / "talk.jsonl").write_text(json.dumps({"prompt": TALK, "answer": "a"}))
+    (folder / "blank.jsonl").write_text(json.dumps({"prompt": " ", "answer": "a"}))
+    (folder / "wide.jsonl").write_text(json.dumps({"prompt": "x" * 200, "answer": "a"}))
+    (folder / "short.jsonl").write_text(json.dumps({"prompt": "abc", "answer": "a"}))
+    (folder / "long.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": "x" * length, "answer": "a"}) for length in (5, 600, 7))
+    )
     (folder / "mine.py").write_text("import missing_module\n\ndef right(sample):\n    return 1.0\n")
     (folder / "mine.toml").write_text(
         '[model]\nname = "model"\n[task]\nprompts = "short.jsonl"\n[reward]\nfunctions = ["exact_match"]\n'
