@@ -211,12 +211,14 @@ def _is_importable(name: str, folder: Path) -> bool:
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """Parameters of a function. named: all that have a name, in order. needed: those without a default. positional:
-    number of those that may be given by place. takes_any: whether it takes arguments by any name."""
+    number of those that may be given by place. takes_any: whether it takes arguments by any name. by_place: those that
+    have to be given by place."""
 
     named: tuple[str, ...]
     needed: tuple[str, ...]
     positional: int
     takes_any: bool
+    by_place: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, arguments: ast.arguments) -> Self:
@@ -226,7 +228,9 @@ class Parameters:
         by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
         needed += [argument.arg for argument, default in by_name if default is None]
         named = (*positional, *(argument.arg for argument in arguments.kwonlyargs))
-        return cls(named, tuple(needed), len(positional) + (arguments.vararg is not None), arguments.kwarg is not None)
+        number = len(positional) + (arguments.vararg is not None)
+        by_place = tuple(argument.arg for argument in arguments.posonlyargs if argument.arg in needed)
+        return cls(named, tuple(needed), number, arguments.kwarg is not None, by_place)
 
 
 def one_argument_mistake(options: Collection[str], found: Parameters) -> str:
@@ -244,6 +248,44 @@ def parameters_in(spec: str) -> Parameters | None:
     found: list[Parameters] = []
     source_problem(spec, "", lambda parameters: found.append(parameters) or "")  # type: ignore[func-returns-value]
     return found[0] if found else None
+
+
+def outline_of(spec: str) -> Any:
+    """Returns a class with the names of the class that `FILE.py:NAME` names and empty methods of its parameters, or a
+    function for a `def`; None where the source does not show all of it, such as what it inherits."""
+    source, name = _source_and_name(spec, "")
+    path = _path_of(source, "")
+    body = [] if path is None else ast.parse(path.read_bytes()).body
+    match [node for node in body if any(name in _bound(inner) for inner in (node, *_of_top_level(node)))]:
+        case [ast.ClassDef(decorator_list=[], bases=[], keywords=[], body=inner) as found]:
+            found.body = [part for each in inner for part in _emptied(each)]
+        case [ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[])]:
+            return lambda: None
+        case _:
+            return None
+    made: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(ast.Module([found], [])), str(path), "exec"), made)
+    return made[name]
+
+
+def _emptied(node: ast.stmt) -> list[ast.stmt]:
+    """Returns a method of the same parameters that does nothing. What else binds names binds functions of any
+    arguments: nothing of the user's code is left."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.decorator_list:
+        names = ast.unparse(_without_values(node.args))
+        return ast.parse(f"def {node.name}({names}): ...").body
+    bound = {name for inner in (node, *_of_top_level(node)) for name in _bound(inner)}
+    return ast.parse("".join(f"def {name}(*given, **named): ...\n" for name in sorted(bound)) or "pass").body
+
+
+def _without_values(arguments: ast.arguments) -> ast.arguments:
+    """Returns parameters without annotations, and with None for each default."""
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [each and ast.Constant(None) for each in arguments.kw_defaults]
+    return arguments
 
 
 def library_of(parameters: Sequence[str], *, takes_any: bool) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from asyncrl.children.code.code_runner import sandbox_problem
 from asyncrl.children.containment import Containment, Surroundings, WithoutNetwork
 from asyncrl.config.problems import Problem
-from asyncrl.config.user_code import is_of_asyncrl, resolve, source_problem, suggestion
+from asyncrl.config.user_code import is_of_asyncrl, outline_of, resolve, source_problem, suggestion
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,6 +124,15 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
     refuses the values of its options."""
     spec = _adapted(spec)
     environment = _class_of(spec)
+    _refuse_other_class(environment, spec)
+    return partial(environment, **spec.options)
+
+
+def _refuse_other_class(environment: Any, spec: EnvironmentSpec) -> None:
+    """Raises ConfigError for what is no class, lacks a method, or does not take the options."""
+    if not inspect.isclass(environment):
+        kind = "a function" if inspect.isroutine(environment) else f"a {type(environment).__name__}"
+        raise ConfigError(f"{KEY}: {spec.use} is {kind}; write a class with the methods `reset` and `step`")
     for method, arguments in CALLS.items():
         write = f"write `async def {method}(self, {', '.join(arguments)}) -> Observation`"
         _check_method(environment, method, arguments, spec.use, write)
@@ -137,8 +146,6 @@ def load(spec: EnvironmentSpec) -> MakeEnvironment:
             f"environment.options: {spec.use} is made with {_call('', spec.options)}: {error}"
             f"{suggestion(next(iter(spec.options), ''), names)}"
         ) from None
-
-    return partial(environment, **spec.options)
 
 
 def takes(environment: Any, argument: str) -> bool:
@@ -160,11 +167,7 @@ def _class_of(spec: EnvironmentSpec) -> Any:
             f"{KEY}: there is no environment {spec.use}{suggestion(spec.use, BUILTIN)} "
             "A class of your own is written FILE.py:Class."
         )
-    found = resolve(BUILTIN.get(spec.use, spec.use), KEY)
-    if not inspect.isclass(found):
-        kind = "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"
-        raise ConfigError(f"{KEY}: {spec.use} is {kind}; write a class with the methods `reset` and `step`")
-    return found
+    return resolve(BUILTIN.get(spec.use, spec.use), KEY)
 
 
 def _check_method(environment: Any, name: str, arguments: tuple[str, ...], use: str, write: str) -> None:
@@ -204,9 +207,13 @@ def environment_problems(config: "Config") -> list[Problem]:
         return [problem]
     if ":" in spec.use and _adapted(spec) is spec:
         problem = source_problem(spec.use, KEY)
-        return [] if problem is None else [problem]
+        outline = outline_of(spec.use) if problem is None else None
+        if outline is None:
+            return [] if problem is None else [problem]
+    else:
+        outline = None
     try:
-        load(spec)
+        load(spec) if outline is None else _refuse_other_class(outline, spec)
     except ConfigError as error:
         return [Problem.of_error(error, KEY)]
     return []

@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.rewards.code_templates import CODE_TEMPLATES, SANDBOX
 from asyncrl.rewards.sample import CheckRow, Function
 from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, TEMPLATES
-from asyncrl.rewards.trl_verl_adapters import CALLS, adapted_mistake, from_trl, from_verl
+from asyncrl.rewards.trl_verl_adapters import CALLS, adapted_mistake, column_check, from_trl, from_verl
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, RewardFunction, Scorer  # not at run time: children do without pydantic
@@ -151,7 +151,8 @@ def row_checks(config: "Config", held_out: str | None = None) -> list[tuple[str,
         loaded = [(spec.use, load(spec)) for spec in specs if ":" not in spec.use]
     except ConfigError:
         return []
-    return [(use, function.check_row) for use, function in loaded if hasattr(function, "check_row")]
+    of_others = [(spec.use, column_check(*_split(spec.use), spec.options)) for spec in specs if _split(spec.use)[0]]
+    return [(use, function.check_row) for use, function in loaded if hasattr(function, "check_row")] + of_others
 
 
 def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool) -> Iterator[Problem]:

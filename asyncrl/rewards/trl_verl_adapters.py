@@ -3,14 +3,14 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 from asyncrl.config.user_code import Parameters as UserParameters
-from asyncrl.config.user_code import name_of, suggestion
+from asyncrl.config.user_code import name_of, parameters_in, suggestion
 from asyncrl.config.written_values import written_or
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.rewards.sample import Function, Logged, Sample
+from asyncrl.rewards.sample import CheckRow, Function, Logged, RowError, Sample
 
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -18,6 +18,8 @@ GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra
 """Arguments that a function of TRL gets besides columns."""
 VERL_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Arguments that a function of verl is called with, by name."""
+VERL_COLUMNS = ("data_source", "reward_model")
+"""Columns of rows that these arguments are from."""
 CALLS = {
     "trl": "a function of TRL is called with prompts, completions and columns",
     "verl": f"a function of verl is called with {', '.join(VERL_ARGUMENTS)}",
@@ -36,7 +38,7 @@ def from_trl(function: Callable[..., Any]) -> Function:
     and log_extra(column, a value for each completion), whose numbers become terms of the samples besides the reward."""
     parameters = inspect.signature(function).parameters
     if missing := needed_in_vain(_needed(parameters)):
-        raise ConfigError(f"{name_of(function)} {missing}")
+        raise ConfigError(f"{name_of(function)}: {missing}")
     adapted = _serving_both(function, partial(_TrlCall, parameters))
     setattr(adapted, _TAKES_IDS, True)
     return adapted
@@ -52,6 +54,8 @@ def adapted_mistake(library: str, options: Collection[str], found: UserParameter
     """Returns what is wrong about the parameters of a function of TRL or verl; "" if it can be called. Of TRL only rows
     tell whether they have a column for each. options: arguments that a config gives it."""
     needed = [name for name in found.needed if name not in options]
+    if found.by_place:
+        return _by_place_only(found.by_place)
     if library == "trl":
         return needed_in_vain(needed)
     unknown = [name for name in VERL_ARGUMENTS if name not in found.named and not found.takes_any]
@@ -72,8 +76,34 @@ def takes_token_ids(function: Callable[..., Any] | str) -> bool:
 def needed_in_vain(needed: Sequence[str]) -> str:
     """Returns why a function of TRL cannot be called that has these parameters without defaults; "" if it can."""
     missing = [name for name in needed if name in NOT_PASSED]
-    told = f"takes {' and '.join(missing)}, which TRL passes and asyncrl does not; give it a default: "
+    told = f"it takes {' and '.join(missing)}, which TRL passes and asyncrl does not; give it a default: "
+    if single := next((name for name in needed if f"{name}s" in GIVEN), ""):
+        return f"it takes {single}, and TRL passes {single}s, a list"
     return f"{told}{missing[0]}=None" if missing else ""
+
+
+def _by_place_only(names: Sequence[str]) -> str:
+    """Returns why a function cannot be called that has these parameters before a slash."""
+    return f"it takes {', '.join(names)} by place only: take the / out of its parameters"
+
+
+def column_check(library: str, function: str, options: Collection[str]) -> CheckRow:
+    """Returns what raises RowError for a row without a column that a function of TRL or verl, `FILE.py:NAME`, needs, as
+    far as its source shows that. options: arguments that a config gives it."""
+    found = parameters_in(function)
+    shown = found.needed if library == "trl" and found is not None else ()
+    needed: Sequence[str] = (
+        VERL_COLUMNS if library == "verl" else [each for each in shown if each not in {*options, *GIVEN}]
+    )
+    if found is not None and adapted_mistake(library, options, found):
+        needed = ()  # That is another problem.
+
+    def check(row: Mapping[str, Any]) -> None:
+        for column in needed:
+            if column not in row:
+                raise RowError.missing(column, row)
+
+    return check
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +119,12 @@ class TrainerState:
 
 
 def _serving_both(function: Callable[..., Any], calls: "Callable[[list[Sample]], _TrlCall | _VerlCall]") -> Function:
-    """Makes a function of one sample or a group; it is a coroutine function exactly if `function` is one."""
+    """Makes a function of one sample or a group, named like `function`; it is a coroutine function exactly if
+    `function` is one."""
+    name, parameters = name_of(function), inspect.signature(function).parameters
+    by_place = [each for each in _needed(parameters) if parameters[each].kind is inspect.Parameter.POSITIONAL_ONLY]
+    if by_place:
+        raise ConfigError(f"{name}: {_by_place_only(by_place)}")
 
     def begun(samples: Sample | list[Sample]) -> "_TrlCall | _VerlCall":
         return calls(samples if isinstance(samples, list) else [samples])
@@ -103,13 +138,17 @@ def _serving_both(function: Callable[..., Any], calls: "Callable[[list[Sample]],
 
     async def waiting(samples: Sample | list[Sample]) -> Any:
         call = begun(samples)
-        return answer(samples, call.values(await function(**call.arguments())))
+        return answer(samples, call.values(await function(**call.arguments()), name))
 
     def computing(samples: Sample | list[Sample]) -> Any:
         call = begun(samples)
-        return answer(samples, call.values(function(**call.arguments())))
+        return answer(samples, call.values(function(**call.arguments()), name))
 
-    return waiting if inspect.iscoroutinefunction(function) else computing
+    waits = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    adapted = update_wrapper(waiting if waits else computing, function, updated=())
+    del adapted.__wrapped__  # Whoever asks for its parameters shall find one, the sample.
+    adapted.__name__ = name
+    return adapted
 
 
 @dataclass(slots=True)
@@ -142,11 +181,11 @@ class _TrlCall:
         }
         return _accepted(self.parameters, {**columns, **given})
 
-    def values(self, result: Any) -> list[Any]:
+    def values(self, result: Any, function: str) -> list[Any]:
         for name, logged in self._metrics.items():
             for terms in self.terms:
                 terms[name] = sum(logged) / len(logged)
-        found = list(result)
+        found = _listed(result, function)
         if len(found) != len(self.samples):
             return found  # Whoever called says that these are too many or too few.
         return [Logged(value, terms) if terms else value for value, terms in zip(found, self.terms, strict=True)]
@@ -166,6 +205,18 @@ class _TrlCall:
                 terms[str(column)] = _number(value, f"log_extra({column!r}, ...)")
         if any(value is not None and not hasattr(value, "__float__") for value in found):
             print(f"{column}: {found!r}")  # noqa: T201 - into the file of what the functions print
+
+
+def _listed(result: Any, function: str) -> list[Any]:
+    """Returns the rewards that a function of TRL returned; raises RewardError for anything but a list of them."""
+    try:
+        if not isinstance(result, str | bytes | Mapping):
+            return list(result)
+    except TypeError:
+        pass
+    raise RewardError(
+        f"{function} returned {result!r:.80}, and a function of TRL returns a list: one number or None a completion"
+    )
 
 
 def _number(value: Any, what: str) -> float:
@@ -199,7 +250,7 @@ class _VerlCall:
     def arguments(self) -> dict[str, Any]:
         (sample,) = self.samples
         row = sample.row
-        if "data_source" not in row or "reward_model" not in row:
+        if any(name not in row for name in VERL_COLUMNS):
             found = sorted(row)
             raise RewardError(f"verl's functions need the columns data_source and reward_model; found are {found}")
         # Files without tables hold them as text.
@@ -215,7 +266,9 @@ class _VerlCall:
             "extra_info": extra,
         }
 
-    def values(self, result: Any) -> list[Any]:
+    def values(self, result: Any, function: str) -> list[Any]:
+        if isinstance(result, dict) and "score" not in result:
+            raise RewardError(f'{function} returned {result!r:.80}, and of a dict the reward is "score": there is none')
         return [result["score"] if isinstance(result, dict) else result]
 
 

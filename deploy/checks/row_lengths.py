@@ -1,23 +1,25 @@
 """Counts the tokens of an experiment's prompts before a run, where that needs no code of the user and no download."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.models.model_folder import chat_template_of
+from asyncrl.deploy.checks.run_prompts import prompt_tokenizer
+from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, is_complete
 from asyncrl.engines.models.model_preparation import demonstrations_of, sees_pictures
-from asyncrl.engines.models.warmed_model_cache import MERGE, MOST_PIXELS, PATCH
+from asyncrl.engines.models.warmed_model_cache import CONTEXT, MERGE, MOST_PIXELS, PATCH
 from asyncrl.engines.pictures.picture_sizes import PatchCounter
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages
-from asyncrl.tasks.prompt_lengths import longest_rows
+from asyncrl.tasks.prompt_lengths import TokenBudget, longest_rows, refuse_what_has_no_room, write_longest
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.reading.pictures import has_pictures, is_picture, picture_files, with_pictures_read
 from asyncrl.tasks.source_problems import is_read_ahead
@@ -71,6 +73,26 @@ def measured_lengths(config: Config, model: str) -> RowLengths:
     bound, counted = allowed.longest, sum(each.rows for each in found)
     longest = min(bound, max(each.longest for each in found))
     return RowLengths(min(bound, found[0].mean), longest, counted, found[0].patches)
+
+
+def refuse_long_prompts(config: Config, sets: Mapping[str, PromptRows], model: Path) -> None:
+    """Raises TaskError for the longest prompt that has no room, as generation does when it starts. model: its folder,
+    or the path of a name. Tokens are counted where the model is here, or a tiny one that `warmed:` makes."""
+    if config.task.long_prompts != "error":
+        return  # These are shortened or left out.
+    if is_complete(model):
+        tokenize: Callable[..., Sized] = prompt_tokenizer(config, model).prompt_ids
+        context = context_of_folder(model)
+    elif config.model.name.startswith("warmed:") and ":" not in config.model.name[7:]:
+        count, context = _counter(config.model.name, config.task.chat_template_kwargs), CONTEXT
+        tokenize = lambda prompt, tools: range(count(prompt))  # noqa: E731
+    else:
+        return
+    with TemporaryDirectory() as folder:
+        longest = Path(folder) / "longest.jsonl"
+        write_longest(longest, sets)
+        room = TokenBudget(config.task.max_prompt_tokens, config.response_tokens, context)
+        refuse_what_has_no_room(longest, tokenize, room)
 
 
 def _counted(prompts: PromptRows, count: Seen) -> RowLengths:

@@ -61,10 +61,14 @@ class BestCheckpoint:
         return {*unknown, *(() if best is None else (best,))}
 
     def best(self, versions: Sequence[int]) -> int | None:
-        """Returns the best of these checkpoints, the earlier one of those that are equal but for rounding; None while
+        """Returns the best of these checkpoints, the newest of those that are equal but for rounding; None while
         nothing is known of any."""
         sign = -1.0 if self.metric.startswith("-") else 1.0
-        known = {each: sign * self.values[each] for each in sorted(versions) if not isnan(self.values.get(each, nan))}
+        known = {
+            each: sign * self.values[each]
+            for each in sorted(versions, reverse=True)
+            if not isnan(self.values.get(each, nan))
+        }
         most = max(known.values(), default=0.0)
         return next((each for each, value in known.items() if reaches(value, most)), None)
 

@@ -32,10 +32,17 @@ def repeated(path: Path) -> Iterator[str]:
     for line in read_lines(path):
         kinds.setdefault(line["kind"], []).append(line)
     for kind, lines in kinds.items():
-        text = lines[-1]["text"].partition("\n")[0].removeprefix(f"{kind}: ")
+        text = _short(lines[-1]["text"]).removeprefix(f"{kind}: ")
         first, last = lines[0]["step"], lines[-1]["step"]
         often = f"once, after step {first}" if len(lines) == 1 else f"{len(lines)} times, after steps {first} to {last}"
         yield f"{kind} ({often}): {text[:LONGEST]}"
+
+
+def _short(text: str) -> str:
+    """Returns the first line of a warning, with the next one where the first announces it, which is then the cause."""
+    first, _, rest = text.partition("\n")
+    cause = rest.strip().partition("\n")[0]
+    return f"{first} {cause}".rstrip() if first.endswith(":") else first
 
 
 def _kind(text: str) -> str:

@@ -99,7 +99,7 @@ def experiment_checks(target: str, flags: list[str]) -> Iterator[Check]:
     if not config.environment.use and not config.acting.env:
         from asyncrl.deploy.commands.checking.prompt_checks import prompt_checks
 
-        yield from prompt_checks(config)
+        yield from prompt_checks(config, counts=all(problem.is_warning for problem in problems))
     yield from _containment_checks(config)
     yield _workers_check(config)
     yield _weights_check(config)

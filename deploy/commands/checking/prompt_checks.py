@@ -7,6 +7,7 @@ from functools import partial
 from asyncrl.config.schema import IN_MEMORY, Config
 from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.machine import Check
+from asyncrl.deploy.checks.row_lengths import refuse_long_prompts
 from asyncrl.deploy.checks.run_prompts import refuse_marks, refuse_unreadable
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.errors import ConfigError, TaskError
@@ -16,13 +17,16 @@ from asyncrl.tasks.reward_trial import try_rewards
 from asyncrl.tasks.source_problems import is_read_ahead
 
 
-def prompt_checks(config: Config) -> Iterator[Check]:
-    """Reads small files and folders of rows; sources that take code, a download or long are only named."""
+def prompt_checks(config: Config, *, counts: bool = True) -> Iterator[Check]:
+    """Reads small files and folders of rows; sources that take code, a download or long are only named. counts: whether
+    tokens of prompts are counted, for which the model has to be in order."""
     model = here(config.model)
     refuse_prompts = refuse_unreadable if is_complete(model) else refuse_marks
 
     def refuse(sets: Mapping[str, PromptRows]) -> list[str]:
         refuse_prompts(config, sets, model)
+        if counts:
+            refuse_long_prompts(config, sets, model)
         return asyncio.run(try_rewards(config, sets))
 
     sources = [each.use for each in config.task.sources]

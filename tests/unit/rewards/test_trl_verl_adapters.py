@@ -4,10 +4,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
 
+from asyncrl.config.user_code import name_of
 from asyncrl.errors import ConfigError, RewardError
 from asyncrl.rewards import Sample, from_trl, from_verl
 from asyncrl.rewards.execution.function_call import attempt, call
@@ -123,7 +125,7 @@ def test_a_trl_function_that_needs_what_only_trls_trainer_has_is_refused_before_
     def f(prompts: Any, completions: Any, completion_ids: Any, environments: Any, **rest: Any) -> list[float]:
         return [1.0]
 
-    with pytest.raises(ConfigError, match=r"^f takes environments, which TRL .* give it a default: environments=None$"):
+    with pytest.raises(ConfigError, match=r"^f: it takes environments, which TRL .* a default: environments=None$"):
         from_trl(f)
     from_trl(partial(f, environments=None))
 
@@ -189,3 +191,69 @@ def test_verl_gets_tables_that_a_file_without_tables_holds_as_text(written: Call
 def test_verl_is_told_that_its_table_is_none(model: Any) -> None:
     with pytest.raises(RewardError, match="the row's reward_model is no table with ground_truth, nor the text of one"):
         from_verl(compute_score)(sample("72", **{**VERL_ROW, "reward_model": model}))
+
+
+class Judge:
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [1.0 for _ in completions]
+
+
+async def waits(completions: list[str]) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def half(completions: list[str], share: float = 0.5) -> list[float]:
+    return [share for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("adapted", "name"),
+    [
+        (from_trl(half), "half"),
+        (from_trl(waits), "waits"),
+        (from_verl(compute_score), "compute_score"),
+        (from_trl(partial(half, share=0.1)), "half"),
+        (from_trl(Judge()), "Judge"),
+        (from_trl(lambda completions: [1.0]), "lambda"),
+    ],
+)
+def test_an_adapted_function_has_the_name_of_the_other(adapted: Callable[..., Any], name: str) -> None:
+    assert name_of(adapted) == name
+    assert len(signature(adapted).parameters) == 1, "it takes a sample, and not what the other takes"
+
+
+def test_an_adapted_function_is_of_the_module_of_the_other() -> None:
+    assert (from_trl(half).__module__, from_verl(compute_score).__qualname__) == (__name__, "compute_score")
+
+
+@pytest.mark.parametrize("returned", [0.5, None, True, "0.5", {"score": 1.0}, b"1"])
+def test_trl_returns_a_list(returned: Any) -> None:
+    def mine(completions: list[str]) -> Any:
+        return returned
+
+    with pytest.raises(RewardError, match=f"^mine returned {re.escape(repr(returned))}, and a function of TRL returns"):
+        from_trl(mine)(sample("a"))
+
+
+@pytest.mark.parametrize("returned", [{"acc": True}, {}, {"Score": 1.0}, {"reward": 1}])
+def test_of_the_dict_of_verl_the_score_is_needed(returned: Any) -> None:
+    def mine(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any) -> Any:
+        return returned
+
+    with pytest.raises(
+        RewardError, match=f"^mine returned {re.escape(repr(returned))}, and of a dict .* there is none"
+    ):
+        from_verl(mine)(sample("a", **VERL_ROW))
+
+
+def test_what_has_to_be_given_by_place_is_refused() -> None:
+    def first(prompts: list[str], /, completions: list[str]) -> list[float]:
+        return [1.0 for _ in completions]
+
+    def second(data_source: Any, solution_str: Any, /, ground_truth: Any, extra_info: Any) -> float:
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"^first: it takes prompts by place only: take the / out of its parameters"):
+        from_trl(first)
+    with pytest.raises(ConfigError, match=r"^second: it takes data_source, solution_str by place only"):
+        from_verl(second)

@@ -14,7 +14,7 @@ def test_the_best_checkpoint_and_those_that_may_be_are_kept(tmp_path: Path) -> N
     best = BestCheckpoint(tmp_path / "best.json", "eval/reward/mean", lambda: pending)
     for version, value in ((0, 0.1), (10, 0.9), (20, 0.5), (30, 0.9)):
         best.note(version, {"eval/reward/mean": value})
-    assert best.kept([0, 10, 20, 30]) == {10}, "the earlier one of equals"
+    assert best.kept([0, 10, 20, 30]) == {30}, "the newest of equals"
     pending.append(40)
     assert best.kept([20, 30, 40]) == {30, 40}
     assert best.kept([40]) == {40}
@@ -24,7 +24,7 @@ def test_a_value_that_is_higher_by_rounding_only_is_not_better(tmp_path: Path) -
     best = BestCheckpoint(tmp_path / "best.json", "eval/reward/mean")
     for version, value in ((10, 0.7 + 0.2 + 0.1), (20, 1.0), (30, 0.7 + 0.3)):
         best.note(version, {"eval/reward/mean": value})
-    assert best.best([10, 20, 30]) == 10
+    assert best.best([10, 20, 30]) == 30, "the newest of equals, and not the version that nothing trained"
     best.note(40, {"eval/reward/mean": 1.001})
     assert best.best([10, 20, 30, 40]) == 40
 

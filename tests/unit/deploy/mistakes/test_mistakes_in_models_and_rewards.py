@@ -28,6 +28,13 @@ def reward(name: str, text: str, *says: str) -> Mistake:
     )
 
 
+def columns_of_others(name: str, use: str, parameters: str, column: str) -> Mistake:
+    """Returns the mistake of a function of another library that needs a column which the rows lack."""
+    says = ("rows.jsonl, line 1: ", f"{use.partition(':')[2]} needs the column {column}: ")
+    files = {"bad.py": f"def score({parameters}): return [1.0]\n"}
+    return Mistake(name, RUN, says, scored_by(f'["{use}"]'), files)
+
+
 def reward_of_others(name: str, library: str, text: str, *says: str) -> Mistake:
     """Returns the mistake of a reward function that was written for another library."""
     return Mistake(
@@ -37,6 +44,16 @@ def reward_of_others(name: str, library: str, text: str, *says: str) -> Mistake:
         scored_by(f'["{library}:bad.py:score"]'),
         {"bad.py": text},
     )
+
+
+RESET = "    def reset(self, row, seed): ...\n"
+METHODS = f"{RESET}    async def step(self, message: 'str', sampled=None): return await of_nothing\n"
+
+
+def of_class(name: str, body: str, *says: str, options: str = "{}") -> Mistake:
+    """Returns the mistake of the class of an environment."""
+    toml = beside(f'[environment]\nuse = "bad.py:Mine"\noptions = {options}\n')
+    return Mistake(f"class-{name}", RUN, says, toml, {"bad.py": f"class Mine:\n    SIZE = 3\n{body}\n"})
 
 
 @each(
@@ -66,6 +83,20 @@ def reward_of_others(name: str, library: str, text: str, *says: str) -> Mistake:
         "def score(prompts, completions, environments): return [1.0]\n",
         "a function of TRL is called with prompts, completions and columns, not as score(prompts, completions, ",
         "takes environments, which TRL passes and asyncrl does not; give it a default: environments=None",
+    ),
+    columns_of_others("trl-column", "trl:bad.py:score", "completions, label, answer", "label"),
+    columns_of_others("trl-named", "trl:bad.py:score", "completions, *, label, **others", "label"),
+    columns_of_others(
+        "verl-column", "verl:bad.py:score", "data_source, solution_str, ground_truth, extra_info", "data_source"
+    ),
+    reward_of_others(
+        "trl-by-place",
+        "trl",
+        "def score(prompts, completions, /): return [1.0]\n",
+        "it takes prompts, completions by place only: take the / out of its parameters",
+    ),
+    reward_of_others(
+        "trl-single", "trl", "def score(prompt, completions): return [1.0]\n", "it takes prompt, and TRL passes prompts"
     ),
     reward_of_others(
         "verl-without-information",
@@ -213,6 +244,12 @@ def test_prompts_and_models(mistake: Mistake, answered: Answered) -> None:
     ),
     Mistake("zero", f"{RUN} --training.deepspeed {{zero=1}}", "zero: there is no such key; did you mean stage?"),
     Mistake("zero-key", f"{RUN} --training.deepspeed {{x=1}}", "x: there is no such key; there are stage, offload"),
+    of_class("no-step", "    def reset(self, row, seed): ...", "bad.py:Mine has no method `step`"),
+    of_class("no-reset", "    def step(self, message): ...", "bad.py:Mine has no method `reset`"),
+    of_class("step-alone", f"{RESET}    def step(self): ...", "bad.py:Mine is called as step(message)"),
+    of_class("options", METHODS, "bad.py:Mine is made with (size): ", options="{size = 3}"),
+    of_class("other-option", f"{METHODS}    def __init__(self, size=1): ...", "size?", options="{sise = 3}"),
+    of_class("needed-option", f"{METHODS}    def __init__(self, size): ...", "missing a required argument: 'size'"),
     Mistake("environment", f"{RUN} --environment.use calculatr", "did you mean calculator?"),
     Mistake("top-p", f"{RUN} --generation.top_p 90", "must be less than or equal to 1"),
     Mistake(

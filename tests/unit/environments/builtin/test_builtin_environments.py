@@ -113,7 +113,9 @@ def test_demonstrations_are_of_turns_that_the_environments_know(task: Any) -> No
 def test_problems_are_found_without_the_code_of_the_user(
     section: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "explodes.py").write_text("def look(): ...\nclass Mine: ...\nraise SystemExit('this code ran')\n")
+    methods = "    def reset(self, row, seed): ...\n    def step(self, message): ...\n"
+    code = f"def look(): ...\nclass Mine:\n{methods}raise SystemExit('this code ran')\n"
+    (tmp_path / "explodes.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     model, task = ModelConfig(name="m"), TaskConfig(prompts="p.jsonl", samples_per_prompt=2)
     config = Config(model=model, task=task, environment=EnvironmentConfig(**section))

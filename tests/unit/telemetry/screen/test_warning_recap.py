@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from asyncrl.telemetry.screen.warning_recap import WarningFile, repeated
 
 
@@ -24,3 +26,26 @@ def test_each_kind_is_one_line_with_its_count_and_steps(tmp_path: Path) -> None:
         "warning (once, after step 12): the trainer could not prefetch rows",
     ]
     assert list(repeated(tmp_path / "none.jsonl")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "guards.first_failure: a reward failed; logs:\nf: it raised ValueError\n  at line 3",
+            "logs: f: it raised ValueError",
+        ),
+        (
+            "guards.unscored: the last one:\nf: it hung (guards.unscored = ...)",
+            "the last one: f: it hung (guards.unscored = ...)",
+        ),
+        ("row 3: left out:\nthere is no column x", "row 3: left out: there is no column x"),
+        ("nothing follows:", "nothing follows:"),
+        ("guards.poison: group 1\n  prompt: 'a'", "group 1"),
+    ],
+)
+def test_what_the_first_line_announces_is_told(tmp_path: Path, text: str, line: str) -> None:
+    file = WarningFile(tmp_path / "warnings.jsonl", lambda text: None, lambda: 1)
+    file.warn(text)
+    (found,) = repeated(file.path)
+    assert found.endswith(line)
