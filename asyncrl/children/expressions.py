@@ -6,10 +6,11 @@ after which its process is killed.
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from asyncrl.children.plain_text import last_box
+from asyncrl.children.plain_text import UNIT, last_box
 
 DEEPEST = 12
 """Brackets inside each other in an expression that is read: the package's time triples with each two."""
@@ -17,6 +18,36 @@ DIGITS = 60
 """Digits with which values are compared that the package calls equal; it drops what is under 1e-15."""
 _PRICE = re.compile(r"\\\$")
 _UPRIGHT = re.compile(r"\\(?:mathrm|mathit|text|operatorname)\s*\{\s*([a-zA-Z])\s*\}")
+_EXPONENT = re.compile(r"(?<![\w.^\\])(?:\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}(?![\w^]|\.\d)")
+_MIXED = re.compile(r"(?<![\w.,/^\\])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/^]|\.\d)")
+_WITH_BASE = re.compile(r"(?<![\^{\dA-F.])\d[\dA-F]*\)?\s*_\s*\{?\s*\d")
+_LETTER = re.compile(
+    r"(?m)(?<!or )(?<!and )(?<!, )(?:(?i:answer(?: is|:))[\s*:$(\\]*|\(|^[\s*$(\\]*)([A-Z])"
+    r"(?![\w'^=+*/<>-]*[\w'^=+/<>-]|\)?\s*(?:or\b|and\b|[-=+/<>^,]|[a-z]))"
+)
+_QUANTITY = re.compile(rf"\d\s*\$?(?:\\[,; ]|~|\\text|\\mathrm|[{{\s])*({UNIT})[\s}}.$*\\)]*$")
+_SAME_UNITS = {"sec": "s", "hr": "h", "hrs": "h", "lbs": "lb"}
+
+
+def letter(text: str) -> str:
+    """Returns the choice that a text names, such as A in `The answer is (A).`; "" where it names none, or several."""
+    if (box := last_box(text)) is not None:
+        found = re.findall(r"[A-Za-z]+", re.sub(r"\\[a-z]+", " ", box))
+        return found[0] if len(found) == 1 and not re.search(r"[\d=+*/^<>-]", box) else ""
+    named = _LETTER.findall(text)
+    return named[-1] if named else ""
+
+
+def unit(text: str) -> str:
+    """Returns the unit behind the number at the end of a text, or of its last box; "" without one."""
+    found = _QUANTITY.search((text if (box := last_box(text)) is None else box)[-200:])
+    return _SAME_UNITS.get(found[1].lower(), found[1].lower()) if found else ""
+
+
+def _in_decimals(text: str) -> str:
+    """Writes 5e-05 as 0.00005 and 3 1/2 as 7/2, which the package takes for a difference and a product."""
+    text = _EXPONENT.sub(lambda match: f"{Decimal(match[0]):f}", text)
+    return _MIXED.sub(lambda match: f"{int(match[1]) * int(match[3]) + int(match[2])}/{match[3]}", text)
 
 
 def expressions(text: str, number: Callable[[str], Fraction | None]) -> list[Any]:
@@ -29,6 +60,7 @@ def expressions(text: str, number: Callable[[str], Fraction | None]) -> list[Any
     if box is None and "\\boxed" in text:
         return []
     read = _UPRIGHT.sub(r"\1", _PRICE.sub("", text if box is None else box.replace("$", "").replace("\n", " ")))
+    read = _in_decimals(re.sub(r"_\s*\{\s*(\d+)\s*\}", r"_\1", read))
     if _depth(read) > DEEPEST:
         return []
     found = math_verify.parse(read if box is None else f"\\boxed{{{read}}}", parsing_timeout=None)
@@ -38,7 +70,8 @@ def expressions(text: str, number: Callable[[str], Fraction | None]) -> list[Any
         import sympy
 
         found = [*found, sympy.Rational(value.numerator, value.denominator)]
-    return list(found)
+    texts = [each for each in found if isinstance(each, str)]  # The package drops the base of 2516_8.
+    return texts if any(map(_WITH_BASE.search, texts)) else list(found)
 
 
 def are_equal(wanted: list[Any], given: list[Any]) -> bool:

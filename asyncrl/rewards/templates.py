@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, Literal
 
-from asyncrl.children.expressions import are_equal, expressions
+from asyncrl.children.expressions import are_equal, expressions, letter, unit
 from asyncrl.children.plain_text import composed, folded
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError
@@ -110,16 +110,21 @@ def math_verify(column: str = "answer") -> OfSample:
 
     Of several boxes the last one counts; without a box it is the last expression that the package finds, or what
     `numeric` reads where it finds none. Values that the package calls equal, but that differ beyond rounding of
-    decimals (2e-6 of their size), are not: it calls 2^{-98} and 2^{-99} equal. An answer whose brackets are more than
-    12 deep, or that is not judged within `reward.deadline`, such as 9^{9^{9^9}}, has 0, which the log tells once.
+    decimals (2e-6 of their size), are not: it calls 2^{-98} and 2^{-99} equal. A row that is a single capital letter is
+    a choice, which `(A)` and `The answer is A.` name. 5 cm is not 5 km, 2516_9 not 2516_8, and 1e-07 is a power of ten.
+    An answer whose brackets are more than 12 deep, or that is not judged within `reward.deadline`, such as 9^{9^{9^9}},
+    has 0, which the log tells once.
     """
 
     def reward(sample: Sample, text: str) -> float:
+        if choice := re.fullmatch(r"[$(]*([A-Z])[)$]*", text):
+            return float(letter(sample.answer) == choice[1])
         wanted = expressions(text if "$" in text or "boxed" in text else f"${text}$", last_number)
         if not wanted:
             raise RowError(column, f"math-verify finds no expression in the row's {column}: {text!r:.200}")
         given = expressions(sample.answer, last_number)
-        return float(bool(given) and are_equal(wanted, given))
+        other_unit = (wanted_unit := unit(text)) and unit(sample.answer) not in ("", wanted_unit)
+        return float(bool(given) and not other_unit and are_equal(wanted, given))
 
     return OfRow(lambda row: _expression(_value(row, column), column), reward)
 
