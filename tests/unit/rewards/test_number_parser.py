@@ -384,6 +384,8 @@ NOTHING = (
     *("less than 12", "more than 12", "no more than 12", "at least 12", "at most 12", "over 12", "up to 12"),
     *("not 12", "isn't 12", "it is not equal to 12", "never 12", "12 is wrong", "12 is not right", "12 isn't it"),
     *("12 to the 3", "12 to the power of 3", "12 to the power three", "negative 12", "5! = 120!", "$5!$", "x = 5!"),
+    *("less than or equal to 12", "instead of 12", "a minimum of 12", "12 would be wrong", "12 at most", "12 minimum"),
+    *("12 and above", "12 halves", "12 thousandths", "12 hundredths of it", "12 tops", "anything except 12"),
     # parts of an expression around a box
     *(r"-\boxed{12}", r"x = - \boxed{12}", r"2\boxed{12}", r"\sqrt{\boxed{12}}", r"\boxed{12}^2", r"\boxed{12}00"),
     *(r"\boxed{12} million", r"\boxed{12}\text{ million}", r"$\boxed{12}$ thousand", r"\frac{1}{\boxed{12}}"),
