@@ -26,18 +26,20 @@ def main(arguments: list[str]) -> int:
     if asks_for_usage("plan", USAGE, arguments):
         return 0
     from asyncrl.config.sources import load
+    from asyncrl.deploy.checks.folder_contents import here
     from asyncrl.deploy.preflight import memory_of_run
     from asyncrl.engines.model_shape import shape_of
     from asyncrl.engines.rank_limits import models_of_services, rank_problems
     from asyncrl.errors import ConfigError
 
     config = load(arguments[0], arguments[1:]).config
-    if (shape := shape_of(config.model.name)) is None:
+    name = str(here(config.model))
+    if (shape := shape_of(name)) is None:
         raise ConfigError(
-            f"model.name: the size of {config.model.name} is unknown before it is on this machine: name a folder"
+            f"model.name: the size of {config.model.name} is unknown before it is on this machine: name a "
+            "folder, or let `asyncrl try` fetch it first"
         )
     print("\n".join(plan(config, shape)))
-    name = config.model.name
     problems = [
         *rank_problems(config, models_of_services(config, name)),
         *memory_of_run(config, name),
@@ -58,13 +60,15 @@ def _absent(config: "Config") -> "Iterator[Problem]":
 
 def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     """Yields the lines to print."""
+    from asyncrl.deploy.checks.folder_contents import here as folder_of
     from asyncrl.deploy.checks.machine import size_text
     from asyncrl.deploy.checks.placement_plan import planned_workers
     from asyncrl.deploy.checks.row_lengths import measured_lengths
     from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
     from asyncrl.lanes.host_id import HostId
 
-    lengths, here = measured_lengths(config, config.model.name), HostId.here()
+    model = str(folder_of(config.model))
+    lengths, here = measured_lengths(config, model), HostId.here()
     workers = list(planned_workers(config, shape, lengths))
     yield f"{config.name}: {config.model.name}, about {shape.parameters / 1e6:.1f}M parameters"
     yield f"prompt tokens: {lengths}"
@@ -75,7 +79,7 @@ def plan(config: "Config", shape: "Shape") -> Iterator[str]:
         domain = f"machine of {here.name}" if worker.domain == here.fault_domain else worker.domain
         rows.append((worker.name, worker.host, worker.device, domain, what))
     yield from _aligned(rows)
-    need = shared_memory(config, shape, longest_token_of(config.model.name), lengths)
+    need = shared_memory(config, shape, longest_token_of(model), lengths)
     sizes = dict.fromkeys(size_text(size) for size in (need.likely_rows, need.rows, need.worst_rows))
     yield f"/dev/shm: weights {size_text(need.weights)}, rows {' to '.join(sizes)}"
     for (host, device), size in _totals(workers).items():

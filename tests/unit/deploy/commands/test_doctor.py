@@ -1,6 +1,7 @@
 """asyncrl doctor: what an experiment needs."""
 
 import gzip
+import json
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -231,3 +232,17 @@ def test_packages_that_are_missing_are_bad(
     assert "BAD   config              task.prompts = reasoning_gym:products: reasoning_gym is not installed" in text
     assert "gguf and accelerate are not installed" in text
     assert "2 to repair" in text
+
+
+@pytest.mark.parametrize("bound", [128, 5000])
+@pytest.mark.parametrize("length", [300, 250])
+def test_a_prompt_without_room_before_its_answer_is_bad(
+    experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], bound: int, length: int
+) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a" * length, "answer": "a"}) + "\n")
+    flags = ["--task.prompts", str(tmp_path / "long.jsonl"), "--task.max_prompt_tokens", str(bound)]
+    made = ["--model.name", "warmed:reverse", "--generation.max_new_tokens", "32"]
+    assert cli.main(["doctor", str(experiment), *flags, *made]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"long.jsonl, line 1: the prompt has {length} tokens, and with generation.max_new_tokens = 32" in printed
+    assert "beyond the 256 positions" in printed

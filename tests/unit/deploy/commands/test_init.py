@@ -111,16 +111,16 @@ def test_answers_that_end_leave_nothing(
 
 
 def test_columns_of_own_rows_are_asked_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--model", "m", "--prompts", "daten.jsonl", "--reward", "exact_match", "--tokens", "8"]
-    typed(monkeypatch, "frage", "loesung", "", "")
+    flags = ["--model", "m", "--reward", "exact_match", "--tokens", "8"]
+    typed(monkeypatch, "daten.jsonl", "frage", "loesung", "", "")
     assert cli.main(["init", "mine", "--task", "compared", *flags]) == 0
     config = load(here / "mine.toml").config
     assert config.task.columns == {"prompt": "frage", "answer": "loesung"}
     prompts = load_prompts(config.task.prompts, columns=config.task.columns)
     assert prompts.row(0).columns["answer"] == prompts.rows[0]["loesung"] == "7"
-    assert cli.main(["init", "own", "--task", "own", "--question", "frage", "--prompts", "other.jsonl", "--yes"]) == 0
+    assert cli.main(["init", "own", "--task", "own", "--question", "frage", "--yes"]) == 0
     assert load(here / "own.toml").config.task.columns == {"prompt": "frage"}
-    assert '"frage": ' in (here / "other.jsonl").read_text()
+    assert '"frage": ' in (here / "prompts.jsonl").read_text()
 
 
 def test_the_name_of_the_first_guide_writes_its_task(here: Path) -> None:
@@ -143,8 +143,38 @@ def test_the_name_of_the_first_guide_writes_its_task(here: Path) -> None:
         ("google/gemma-3-1b-it", 1e-6, True),
         ("meta-llama/Llama-3.1-8B-Instruct", 1e-6, True),
         ("warmed:reverse", 2e-4, False),
+        ("pypi:smollm2", 1e-5, True),
         ("some/model", 1e-6, False),
     ],
 )
 def test_the_learning_rate_follows_size_and_text_the_kind_of_model(model: str, rate: float, is_asked: bool) -> None:
     assert (learning_rate(model), speaks(model)) == (rate, is_asked)
+
+
+@pytest.mark.parametrize("name", ["typo.jsonl", "rows/typo.jsonl", "typo.csv", "typo.parquet", "typo.json"])
+@pytest.mark.parametrize("task", ["own", "compared"])
+def test_prompts_that_are_named_and_not_there_are_refused(
+    here: Path, name: str, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", "--task", task, "--prompts", name, "--yes"]) == 2
+    assert f"there is no file {name}" in capsys.readouterr().err
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("flags", [[], ["--answer", "solution"], ["--answer", "Label"]])
+def test_rows_without_the_answer_are_refused_with_their_columns(
+    here: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "own.jsonl").write_text('{"question": "1 + 1?", "label": "2"}\n')
+    asked = ["init", "--task", "compared", "--prompts", "own.jsonl", "--question", "question", "--yes"]
+    assert cli.main([*asked, *flags]) == 2
+    assert "own.jsonl has no column" in (said := capsys.readouterr().err)
+    assert "there are label, question" in said
+    assert not (here / "mine.toml").exists()
+    assert cli.main([*asked, "--answer", "label"]) == 0
+
+
+def test_without_a_terminal_too_the_name_of_a_known_task_is_that_task(here: Path) -> None:
+    assert cli.main(["init", "gsm8k"]) == 0
+    config = load(here / "gsm8k.toml").config
+    assert (config.generation.max_new_tokens, config.task.prompts) == (400, "hub:openai/gsm8k:main#train")
