@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "a
 """Names that other libraries give to roles."""
 SENDERS = OTHER_ROLES | {"chatgpt": "assistant", "observation": "tool", "function_response": "tool"}
 """Names of ShareGPT's form, {"from", "value"}."""
+MARK = "mark7f3a"  # stands in or before what a template is given, in a rendering that is only searched for it
 FORM = '[{"role": "user", "content": "..."}]'
 BEGIN = re.compile(r"""[\s\ufeff"\\]*(?:array\(|list\(|\()?\s*\[?\s*\{\s*\\*["'](\w+)\\*["']\s*:""")
 """Begin of a text that may hold messages: the first key of the first one."""
@@ -60,10 +62,27 @@ def in_one_form(prompt: Any, where: str) -> Any:
     are none."""
     if not isinstance(prompt, list):
         return prompt
-    return [
+    found = [
         _message(each, f"{where}: message {number}") if isinstance(each, dict) else each
         for number, each in enumerate(prompt, 1)
     ]
+    for number, each in enumerate(found):
+        if _is_table(each) and (ids := [call.get("id") for call in each.get("tool_calls", ())]) and None not in ids:
+            _sort_results(found, number + 1, ids, where)
+    return found
+
+
+def _sort_results(messages: list[Any], begin: int, ids: Sequence[Any], where: str) -> None:
+    """Brings results, from this index on, into the order of the calls; a TaskError for a result of none of them."""
+    results = list(takewhile(lambda each: _is_table(each) and each.get("role") == "tool", messages[begin:]))
+    for number, each in enumerate(results, begin + 1):
+        if (call := each.get("tool_call_id")) is not None and call not in ids:
+            raise TaskError(
+                f"{where}: message {number} is the result of the call {call!r:.80}, and the calls before it have the "
+                f"ids {ids!r:.200}: write the id of one of them as its tool_call_id"
+            )
+    if all(each.get("tool_call_id") is not None for each in results):
+        messages[begin : begin + len(results)] = sorted(results, key=lambda each: ids.index(each["tool_call_id"]))
 
 
 def without_null(value: Any, kept: Sequence[str] = ()) -> Any:
@@ -251,13 +270,27 @@ def in_parts(message: Message) -> Message:
     return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def refuse_unseen_functions(messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str) -> None:
-    """Refuses a template that drops the functions which a model may call, or has called."""
-    calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    for kind, each in [*(("tools", tool) for tool in tools), *(("tool_calls", call) for call in calls)]:
+def refuse_unseen_functions(messages: Sequence[Message], tools: Sequence[Any], render: Callable[..., str]) -> None:
+    """Refuses a template that drops one of the functions which a model may call, or one of the calls: marks stand
+    before their names, which may stand elsewhere too. render: renders messages and tools."""
+    marks: dict[str, tuple[str, str]] = {}
+
+    def marked(each: Any, kind: str) -> Any:
         described = each.get("function", each) if isinstance(each, Mapping) else {}
-        name = described.get("name") if isinstance(described, Mapping) else None
-        if isinstance(name, str) and name not in text:
+        if not isinstance(described, Mapping) or not isinstance(name := described.get("name"), str):
+            return each
+        mark = f"{MARK}{len(marks)}z{name}"
+        marks[mark] = kind, name
+        own = {**described, "name": mark}
+        return {**each, "function": own} if "function" in each else own
+
+    offered, said = [marked(tool, "tools") for tool in tools], [*messages]
+    for number, each in enumerate(said):
+        if calls := each.get("tool_calls"):
+            said[number] = {**each, "tool_calls": [marked(call, "tool_calls") for call in calls]}
+    text = render(said, offered) if marks else ""
+    for mark, (kind, name) in marks.items():
+        if mark not in text:
             raise TaskError(
                 f"the model's chat template leaves out {kind}, {name} among them: take a model whose template shows "
                 f"them, or rows without {kind}"

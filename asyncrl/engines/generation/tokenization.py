@@ -18,7 +18,7 @@ from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
 from asyncrl.protocols.row_columns import Columns
 from asyncrl.protocols.thoughts import PAIRS, ends_in_thoughts, split_thoughts
-from asyncrl.tasks.chat_messages import in_parts, refuse_unseen_functions, takes_parts
+from asyncrl.tasks.chat_messages import MARK, in_parts, refuse_unseen_functions, takes_parts
 from asyncrl.tasks.reading.pictures import has_pictures, picture_files
 from asyncrl.tasks.turn_template import BEFORE_ANSWER, INSIDE_ANSWER, WHOLE
 
@@ -30,10 +30,13 @@ EXCERPT = 60  # longest quote of a message in an error, in characters
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Around quoted text: Unicode assigns no character to these.
 QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 WORD = re.compile(r"\S+")
-MARK = "mark7f3a"  # stands between the words of a message, in a rendering that is only searched for them
+WORD_OR_TAG = re.compile(r"<[^<>]*>|[^<>\s]+")
+NO_THOUGHTS = re.compile("|".join(rf"{re.escape(begin)}\s*{re.escape(end)}\s*\Z" for begin, end in PAIRS))
+OPENED = re.compile("|".join(rf"{re.escape(begin)}\s*\Z" for begin, _ in PAIRS))
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # keys of a message that few templates know
 
 Message = dict[str, Any]
+Places = tuple[tuple[int, str, int], ...]  # numbers of messages, keys, and indices in lists of parts
 NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 ASSISTANT = "assistant"
 NO_TEMPLATE = (
@@ -111,18 +114,8 @@ class TokenizerWithStops:
         text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
         self.refuse_changed_parts(prompt, tools, text)
         if not by_environment:
-            refuse_unseen_functions(prompt, tools, text)
-            self._refuse_unseen_calls(prompt, tools)
+            refuse_unseen_functions(prompt, tools, lambda said, offered: self.render_chat(said, offered, WHOLE))
         return self.text_ids(self._begun(prompt, tools) if is_begun else text)
-
-    def _refuse_unseen_calls(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
-        """Refuses a template that drops calls, of which it may show the schemas: marks stand before their names."""
-        if any(message.get("tool_calls") for message in messages):
-            marked = [_with_marked_calls(message) for message in messages]
-            try:
-                refuse_unseen_functions(marked, (), self.render_chat(marked, tools, WHOLE))
-            except TaskError as error:
-                raise TaskError(str(error).replace(MARK, "")) from None
 
     def _begun(self, prompt: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """Returns the prompt up to the end of the answer in its last message, with the white space there, which some
@@ -131,28 +124,48 @@ class TokenizerWithStops:
             raise TaskError("the last message calls tools, and no answer goes on there: write their results behind it")
         text, content = self.render_chat(prompt, tools, INSIDE_ANSWER), prompt[-1]["content"]
         answer = content if isinstance(content, str) else content[-1].get("text", "")
-        if not text.endswith(answer.rstrip()):
+        head, shown = answer.rstrip(), text.rstrip()
+        if not shown.endswith(head):
             raise TaskError(
                 f"the model's chat template changes the answer that is begun in the last message, {_excerpt(answer)}: "
                 "write it as the template shows it, or the prompt as text"
             )
-        return text if text.endswith(answer) else text + answer[len(answer.rstrip()) :]
+        before = shown.removesuffix(head)
+        opening = self.render_chat(prompt[:-1], tools, BEFORE_ANSWER) if NO_THOUGHTS.search(before) else ""
+        begins = answer.lstrip().startswith(tuple(begin for begin, _ in PAIRS))
+        if not opening or (opening.rstrip() == before.rstrip() and not begins):
+            return before + answer if head else opening or text
+        if not head or (begins and not NO_THOUGHTS.search(opening)):
+            return (OPENED.sub("", opening) if begins else opening) + answer
+        raise TaskError(
+            "the model's chat template puts empty thoughts, which the row does not have, before the answer that is "
+            f"begun in the last message, {_excerpt(answer)}: write the thoughts into it, switch the thoughts of the "
+            "template off where the answer has none, or write the prompt as text"
+        )
 
     def refuse_changed_parts(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str, but: str = ""
     ) -> None:
-        """Refuses a template that drops a part of a prompt, such as the thoughts of earlier answers. One that writes it
-        in another form, such as JSON, shows marks that are put between its words. but: a role that may be changed."""
-        for number, message in enumerate(messages):
-            for key in ("content", *THOUGHTS) if message["role"] != but else ():
-                given = message.get(key)
-                for each in given if isinstance(given, list) else [given]:
-                    part = each.get("text") if isinstance(each, dict) else each
-                    if not isinstance(part, str) or part.strip() in text:
-                        continue
-                    marked = [*messages[:number], {**message, key: _marked(part)}, *messages[number + 1 :]]
-                    if not _shows_all(part, self.render_chat(marked, tools, WHOLE)):
-                        raise TaskError(_changed(f"{number + 1} ({message['role']})", key, part))
+        """Refuses a template that drops a part of a prompt, such as the thoughts of earlier answers, or puts empty ones
+        before them. Each part has a mark in a second rendering, as its text may stand elsewhere; one in another form,
+        such as JSON, shows marks that are put between its words. but: a role that may be changed."""
+        parts = _parts(messages, but)
+        marked = {places: _with_mark(part, number) for number, (places, part) in enumerate(parts.items())}
+        is_plain = len(parts) == 1 and not tools and all(text.count(part.strip()) == 1 for part in parts.values())
+        again = text if is_plain else self.render_chat(_with_parts(messages, marked), tools, WHOLE)
+        for places, part in parts.items():
+            (number, key, _), *_ = places
+            role = messages[number]["role"]
+            in_marked = part.strip() if is_plain else marked[places].strip()
+            is_shown = part.strip() in text and in_marked in again
+            if is_shown and role == ASSISTANT and key == "content" and number + 1 < len(messages):
+                is_shown = not (split_thoughts(part)[0] and NO_THOUGHTS.search(again.partition(in_marked)[0]))
+            elif not is_shown:
+                worded = self.render_chat(_with_parts(messages, {places: _marked(part)}), tools, WHOLE)
+                whole = self.render_chat(messages, tools, WHOLE)  # Of one that cuts texts, marks may be cut.
+                is_shown = _shows_all(part, worded) or worded.count(part.strip()) < whole.count(part.strip())
+            if not is_shown:
+                raise TaskError(_changed(f"{number + 1} ({role})", key, part))
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
@@ -308,15 +321,6 @@ def _with_content(message: Message) -> Message:
     return message if message.get("content", "") is not None else {**message, "content": ""}
 
 
-def _with_marked_calls(message: Message) -> Message:
-    """Returns a message whose calls have a mark before the names of their functions."""
-    calls = [
-        {**call, "function": {**call["function"], "name": f"{MARK}{call['function']['name']}"}}
-        for call in message.get("tool_calls") or ()
-    ]
-    return {**message, "tool_calls": calls} if calls else message
-
-
 def _with_text_arguments(value: Any) -> Any:
     """Returns a message whose calls have their arguments as JSON text."""
     if isinstance(value, list):
@@ -329,6 +333,39 @@ def _with_text_arguments(value: Any) -> Any:
 
 def _json_of(value: Any) -> Any:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _parts(messages: Sequence[Message], but: str) -> dict[Places, str]:
+    """Returns the texts in messages by where they stand. Fields of one message that have the same thoughts are one."""
+    found: dict[tuple[int, int, str], Places] = {}
+    for number, message in enumerate(messages):
+        for key in ("content", *THOUGHTS) if message["role"] != but else ():
+            given = message.get(key)
+            for at, each in enumerate(given if isinstance(given, list) else [given]):
+                part = each.get("text") if isinstance(each, dict) else each
+                if isinstance(part, str) and part.strip():
+                    own = number, at if key == "content" else -1, part
+                    found[own] = (*found.get(own, ()), (number, key, at))
+    return {places: part for (*_, part), places in found.items()}
+
+
+def _with_parts(messages: Sequence[Message], parts: Mapping[Places, str]) -> list[Message]:
+    """Returns messages with other texts in these places."""
+    made = [*messages]
+    for places, text in parts.items():
+        for number, key, at in places:
+            given: Any = made[number][key]
+            listed: list[Any] = [*given] if isinstance(given, list) else [text]
+            listed[at] = {**listed[at], "text": text} if isinstance(listed[at], dict) else text
+            made[number] = {**made[number], key: listed if isinstance(given, list) else text}
+    return made
+
+
+def _with_mark(part: str, number: int) -> str:
+    """Returns a text with a mark behind its last word that is no tag: templates look at the tags at its ends."""
+    ends = [word.end() for word in WORD_OR_TAG.finditer(part) if not word[0].startswith("<")]
+    at = ends[-1] if ends else len(part.rstrip())
+    return f"{part[:at]}{MARK}{number}z{part[at:]}"
 
 
 def _marked(part: str) -> str:

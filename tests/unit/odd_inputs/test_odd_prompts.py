@@ -61,7 +61,7 @@ PROMPTS: dict[str, tuple[str, tuple[str, ...], Trains | Refused]] = {
         Trains(["a"], {"Question ": "a"}),
     ),
     "a chat by another name": (
-        json.dumps({"conversations": [{"from": "human", "value": "a"}]}),
+        json.dumps({"conversations": [{"from": "human", "value": "hi"}]}),
         ("--task.columns", '{prompt = "conversations"}'),
         Trains([ASKED + BEGUN]),
     ),

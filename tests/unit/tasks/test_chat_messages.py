@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import Prompts, load_prompts, training_prompts
+from asyncrl.tasks.chat_messages import in_one_form
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 ASKS = {"role": "user", "content": "1 + 1?"}
@@ -302,3 +304,44 @@ def test_a_column_of_another_case_in_a_later_line_is_named(tmp_path: Path) -> No
     told = 'line 2: there is no column "prompt"; found are Prompt, answer; line 1 has it, and "Prompt" is another name'
     with pytest.raises(TaskError, match=re.escape(told)):
         load_prompts(str(file))
+
+
+def calling(*ids: str | None) -> dict[str, Any]:
+    calls = [{"function": {"name": "get"}} | ({"id": each} if each else {}) for each in ids]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def result(call: str | None) -> dict[str, Any]:
+    return {"role": "tool", "content": f"of {call}"} | ({"tool_call_id": call} if call else {})
+
+
+@pytest.mark.parametrize(
+    ("ids", "given", "expected"),
+    [
+        ("ab", "ba", "ab"),
+        ("ab", "ab", "ab"),
+        ("abc", "cab", "abc"),
+        ("abc", "ca", "ac"),
+        ("ba", "ab", "ba"),
+        ((None, None), "ba", "ba"),
+        ("ab", ("b", None), ("b", None)),
+    ],
+)
+def test_results_of_calls_stand_in_the_order_of_the_calls(
+    ids: Sequence[str | None], given: Sequence[str | None], expected: Sequence[str | None]
+) -> None:
+    asked, ends = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}
+    found = in_one_form(
+        [asked, calling(*ids), *map(result, given), ends, calling("d", "c"), result("c"), result("d")], ""
+    )
+    assert found[2 : 2 + len(given)] == [*map(result, expected)]
+    assert found[-2:] == [result("d"), result("c")]
+
+
+@pytest.mark.parametrize("given", ["bx", "x", "ax"])
+def test_a_result_of_no_call_is_refused(given: str) -> None:
+    number = 2 + given.index("x")
+    with pytest.raises(
+        TaskError, match=rf"r.jsonl, line 1: message {number} is the result of the call 'x', .*'a', 'b'"
+    ):
+        in_one_form([calling("a", "b"), *map(result, given)], "r.jsonl, line 1")

@@ -262,3 +262,107 @@ def test_a_prompt_that_ends_with_a_call_is_refused(tokenizer: PreTrainedTokenize
     tokenizer.chat_template = RESULTS_AS_JSON
     with pytest.raises(TaskError, match=r"the last message calls tools, .*: write their results behind it"):
         shown(tokenizer, [ASKS, CALLS])
+
+
+# Traits of templates of reasoning models: thoughts of their own before answers that have none in a field, and roles
+# that they do not know left out.
+DEVELOPER_LEFT_OUT = CHATML.replace("in messages", "in messages if m.role != 'developer'")
+EMPTY_THOUGHTS = CHATML.replace(
+    "{{ m.content }}", "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ m.content }}"
+)
+OPENS_THOUGHTS = EMPTY_THOUGHTS.replace("{% endif %}", "<think>\n{% endif %}")
+NO_THINKING = EMPTY_THOUGHTS.replace("{% endif %}", "<think>\n\n</think>\n\n{% endif %}")
+SIGNED = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (
+            [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "Please be brief."}],
+            "1 .developer",
+        ),
+        ([{"role": "developer", "content": "I"}, ASKS], "1 .developer"),
+        ([ASKS, {**ANSWERS, "reasoning_content": "hell"}, ASKS], "2 .assistant., its reasoning_content"),
+        ([ASKS, {**ANSWERS, "thinking": "hi there"}, ASKS], "2 .assistant., its thinking"),
+        ([{"role": "developer", "content": "hi there"}, ASKS], "1 .developer"),
+        ([{"role": "developer", "content": [{"type": "text", "text": "hi"}]}, ASKS], "1 .developer"),
+    ],
+)
+def test_a_part_that_is_left_out_is_missed_beside_another_with_its_text(
+    messages: list[dict[str, Any]], says: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = "I help." + DEVELOPER_LEFT_OUT
+    with pytest.raises(TaskError, match=f"leaves out or changes a part of message {says}"):
+        shown(tokenizer, messages)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_the_same_thoughts_in_two_fields_are_shown_by_one(key: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", f"{{{{ m.{key} }}}}{{{{ m.content }}}}")
+    messages = [ASKS, {**ANSWERS, "reasoning_content": "so", "thinking": "so"}, ASKS]
+    assert "assistant\nsohello<|im_end|>" in shown(tokenizer, messages)
+
+
+@pytest.mark.parametrize("kept", ["[:1]", "[1:]", "[::2]"])
+def test_a_call_that_the_template_leaves_out_is_missed_beside_another_of_its_function(
+    kept: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    results = [{"role": "tool", "content": each} for each in "abc"]
+    messages = [ASKS, {**CALLS, "tool_calls": [CALL] * 3}, *results]
+    tokenizer.chat_template = SIGNED
+    assert "get get get" in shown(tokenizer, messages)
+    tokenizer.chat_template = SIGNED.replace("m.tool_calls or []", f"(m.tool_calls or []){kept}")
+    with pytest.raises(TaskError, match="leaves out tool_calls, get among them"):
+        shown(tokenizer, messages)
+
+
+def test_tools_that_the_template_leaves_out_are_missed_beside_a_message_with_their_name(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = CHATML
+    with pytest.raises(TaskError, match="leaves out tools, hi among them"):
+        TokenizerWithStops(tokenizer, ()).prompt_ids([ASKS], [{"name": "hi", "parameters": {}}])
+
+
+@pytest.mark.parametrize("begun", ["<think>\nLet me", "<think>", "<think>\nso\n</think>\n\nIt is "])
+@pytest.mark.parametrize("template", [EMPTY_THOUGHTS, OPENS_THOUGHTS])
+def test_thoughts_that_are_begun_have_no_empty_ones_before_them(
+    template: str, begun: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = template
+    found = shown(tokenizer, [ASKS, {"role": "assistant", "content": begun}])
+    assert found == f"<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n{begun}"
+
+
+@pytest.mark.parametrize(
+    ("template", "begun"),
+    [(EMPTY_THOUGHTS, "It is "), (OPENS_THOUGHTS, "It is"), (OPENS_THOUGHTS, "a"), (NO_THINKING, "<think>\nLet me")],
+)
+def test_empty_thoughts_before_an_answer_that_is_begun_are_refused(
+    template: str, begun: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(TaskError, match="puts empty thoughts, which the row does not have, before the answer"):
+        shown(tokenizer, [ASKS, {"role": "assistant", "content": begun}])
+
+
+@pytest.mark.parametrize(("template", "head"), [(NO_THINKING, "<think>\n\n</think>\n\n"), (CHATML, "")])
+def test_an_answer_goes_on_behind_what_the_template_writes_before_any(
+    template: str, head: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = template
+    found = shown(tokenizer, [ASKS, {"role": "assistant", "content": "It is "}])
+    assert found.endswith(f"<|im_start|>assistant\n{head}It is ")
+
+
+@pytest.mark.parametrize("answer", ["<think>R</think>A", "<think>\nR\n</think>\n\nA", "R</think>A", "<think>R"])
+def test_empty_thoughts_before_those_of_an_earlier_answer_are_refused(
+    answer: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = EMPTY_THOUGHTS
+    with pytest.raises(TaskError, match=r"leaves out or changes a part of message 2 \(assistant\)"):
+        shown(tokenizer, [ASKS, {"role": "assistant", "content": answer}, ASKS])
+    assert shown(tokenizer, [ASKS, ANSWERS, ASKS])
