@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST_PORT = re.compile(r"(\[[0-9a-fA-F:]+\]|[^\[\]:/\s]+):(\d+)")
-PASS_AT = re.compile(r"eval/(?:(?P<set>[^/]+)/)?pass_at_(?P<k>\d+)(?:_low|_high)?")
+PASS_AT = re.compile(r"(?:(?P<set>[^/]+)/)?pass_at_(?P<k>\d+)(?:_low|_high)?")
 SAME_SAMPLES = "at temperature 0 all samples of a prompt are the same; write samples = 1 or a temperature over 0"
 SHARE_OF_CALL = 0.9
 """Share of fleet.call_deadline that a sample may wait for a person; the rest is for scoring it."""
@@ -122,12 +122,14 @@ def held_out_problems(config: "Config") -> Iterator[Problem]:
 
 def _best_of_pass_rates(config: "Config") -> Iterator[Problem]:
     """Yields that the best checkpoint is chosen by a pass@k that no evaluation measures."""
-    found = PASS_AT.fullmatch(config.training.keep_best.removeprefix("-"))
+    found = PASS_AT.fullmatch(config.training.keep_best.removeprefix("-").removeprefix("eval/"))
     for each in config.evaluate.held_out if found else ():
         measured = [1 << n for n in range(each.samples.bit_length())] if each.samples > 1 else []
         if found and each.name == (found["set"] or "") and int(found["k"]) not in measured:
             which = f"measures pass@{', '.join(map(str, measured))} only" if measured else "has no pass@k"
-            text = f"nothing measures {found[0]}: {each.section}.samples = {each.samples} {which}; write more samples"
+            text = (
+                f"nothing measures eval/{found[0]}: {each.section}.samples = {each.samples} {which}; write more samples"
+            )
             yield Problem("training.keep_best", "", text, ("evaluate.samples",))
 
 

@@ -41,6 +41,7 @@ DIGESTS = {
     35: "51a6390fc6e34bff",
     36: "ddec2a25c7dcada2",
     37: "070d0d653e40d22f",
+    38: "dbf9e523d619456a",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -24,9 +24,8 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 def record(group: int, member: int, prompt: str = "1+1?", ids: tuple[int, ...] = (4, 5)) -> SampleRecord:
     ref = RowRef(group, member, 0, 0, len(ids), 2, 6, 7, "stop", (), 0.5, -0.25)
-    text = SampleText(
-        group, member, prompt, f"is {member}", [], (), ids, (7, 8 + member), (-0.5, -1.25), (6, 7)
-    )  # prompt_ids, token_ids, log-probs, versions
+    tokens = {"token_ids": (7, 8 + member), "token_logprobs": (-0.5, -1.25), "token_versions": (6, 7)}
+    text = SampleText(group, member, prompt, f"is {member}", prompt_ids=ids, **tokens)
     return sample_record(3, ref, text, {"numeric": 0.5}, TrainedSample(group, member, 0, 2, 0))
 
 

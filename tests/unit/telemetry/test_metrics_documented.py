@@ -11,6 +11,7 @@ import pytest
 from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
 from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
+from asyncrl.rewards.sample import BAD_ROW
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 from asyncrl.telemetry.screen.display import SHOWN, SHOWN_OF_ACTING
 from asyncrl.telemetry.state_clock import STATES
@@ -82,7 +83,8 @@ def test_reasons_of_drops_and_states_of_workers_are_documented() -> None:
     calls = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     drops = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("drop", "_drop_ready")]
     given = [ast.literal_eval(arg) for call in drops for arg in call.args if isinstance(arg, ast.Constant)]
-    reasons = {reason for reason in given if isinstance(reason, str)} | {POISON, NO_GREEDY, *UNTRAINED}
+    reasons = {reason for reason in given if isinstance(reason, str)}
+    reasons |= {POISON, NO_GREEDY, BAD_ROW, "unscorable", *UNTRAINED}
     told = ALGORITHM[ALGORITHM.index("Reasons why") :]
     assert {"stale", "unscorable", "no_baseline", "no_signal"} <= reasons
     assert {text for text in re.findall(r"`([\w ]+)`", told)} == reasons
