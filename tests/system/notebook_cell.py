@@ -15,7 +15,7 @@ ROWS = [{"prompt": f"count from {number}:"} for number in range(40)]
 
 async def cell() -> None:
     asyncrl.train(
-        model="./none",
+        model="warmed:reverse",
         prompts=ROWS,
         reward="torchless_task:even",
         steps=1_000_000,
