@@ -87,6 +87,7 @@ def _exported(run_dir: Path, base: Path, target: Path) -> None:
     saved, _ = newest_model(run_dir)
     files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (saved, target / "adapters")]
     assert json.loads(files[1].pop("asyncrl_export.json"))["model"] == "policy"
+    assert files[1].pop("README.md").startswith(b"---\nlibrary_name: peft\n")
     assert files[0] == files[1]
     assert "adapter_model.safetensors" in files[0]
     lora = read(run_dir / "config.toml").model.lora

@@ -29,7 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(text: str, ids: list[int]) -> SampleRecord:
     ref = RowRef(0, 0, 0, 0, 2, len(ids), 6, 7, "length", ())
     logprobs = tuple(-0.5 for _ in ids)
-    sample = SampleText(0, 0, "prompt", text, [], (), (40, 41), tuple(ids), logprobs, tuple(6 for _ in ids))
+    tokens = {"token_ids": tuple(ids), "token_logprobs": logprobs, "token_versions": tuple(6 for _ in ids)}
+    sample = SampleText(0, 0, "prompt", text, prompt_ids=(40, 41), **tokens)
     return sample_record(1, ref, sample, {}, TrainedSample(0, 0, 0, len(ids), 0))
 
 
