@@ -65,7 +65,7 @@ class TriedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function, or several together, gave on one row. wrong, right: what each text is, the text, its score."""
+    """Holds what a function, or several together, gave on one row. wrong, right: kind of text, text, score."""
 
     where: str
     wrong: Sequence[tuple[str, str, float]]

@@ -1,4 +1,4 @@
-"""Where the memory of one rank has a part of a tensor: parameter, offset, shape and strides."""
+"""Says where the memory of a rank has a part of a tensor: parameter, offset, shape and strides."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
