@@ -31,7 +31,7 @@ async def copy_weights(fleet: Fleet, published: Published, config: Config) -> No
     is damaged or not to be reached, and WeightsError for too slow a copy.
     """
     assert fleet.evaluation is not None
-    lease = config.staleness.publish_deadline
+    lease = config.staleness.publish_deadline + published.transfer
     deadline = config.fleet.start_deadline + config.fleet.call_deadline  # Longer than a worker's restart takes.
     loop = asyncio.get_running_loop()
     until = loop.time() + deadline
@@ -50,7 +50,7 @@ async def copy_weights(fleet: Fleet, published: Published, config: Config) -> No
             await fleet.training.detached(READER)
     raise WeightsError(
         f"weights of version {published.version} could not be copied within {deadline:g} s, in tries of "
-        f"{lease:g} s: raise staleness.publish_deadline when a copy takes longer, or read the worker's log"
+        f"{lease:.3g} s: raise staleness.publish_deadline when a copy takes longer, or read the worker's log"
     )
 
 

@@ -62,9 +62,15 @@ class ChunkPlan:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @property
-    def deadline(self) -> float:
-        """Returns the seconds in which the whole slot must come."""
+    def from_one(self) -> float:
+        """Returns the seconds in which the whole slot must come from one sender."""
         return transfer_seconds(self.spec.size)
+
+    @property
+    def deadline(self) -> float:
+        """Returns the seconds in which the whole slot must come, from another receiver or, where that one gives
+        nothing, from the trainer."""
+        return 2 * self.from_one
 
 
 def _stretches(spec: WeightsSpec, codec: WireCodec) -> Iterator[tuple[int, int, WireCodec]]:

@@ -29,9 +29,10 @@ _thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 class HeldVersion:
     """A version in `memory`, which has the size of a slot.
 
-    whole: whether all parts are there. base_version: what differences build on; base: that version, where differences
-    are made here. overwritten: whether the memory is used for another version. receivers: name and address of those
-    that asked for it, in the order in which they came. pulled_at: loop time of the last sign of those that pull it.
+    whole: whether all parts are there. arriving: whether what is missing may still come. base_version: what differences
+    build on; base: that version, where differences are made here. overwritten: whether the memory is used for another
+    version. receivers: name and address of those that asked for it, in the order in which they came. pulled_at: loop
+    time of the last sign of those that pull it.
     """
 
     plan: ChunkPlan
@@ -42,6 +43,7 @@ class HeldVersion:
     base_version: int | None = None
     base: "HeldVersion | None" = None
     overwritten: bool = False
+    arriving: bool = True
     receivers: dict[str, str] = field(default_factory=dict)
     pulled_at: dict[str, float] = field(default_factory=dict)
     _encoded: dict[tuple[int, bool], EncodedChunk] = field(default_factory=dict)
@@ -63,10 +65,13 @@ class HeldVersion:
 
     async def chunk(self, number: int, base: int | None) -> EncodedChunk:
         """Returns a part in the form that travels, once it is there. base: version that the receiver can build on;
-        None: it gets the part without one. Raises Refused when the memory is used for another version by then."""
-        while not (self.overwritten or self.whole or self._has(number)):
+        None: it gets the part without one. Raises Refused when the memory is used for another version by then, or the
+        part does not come."""
+        while self.arriving and not (self.overwritten or self.whole or self._has(number)):
             await self._changed.wait()
         self._check()
+        if not (self.whole or self._has(number)):
+            raise Refused(f"part {number} of version {self.version} of incarnation {self.incarnation} does not come")
         codec = self.plan.parts[number].codec
         built = codec is WireCodec.SPARSE and base is not None and base == self.base_version
         found = self._encoded.get((number, built))
@@ -86,6 +91,11 @@ class HeldVersion:
         self._absent -= not self._has(number)
         self._encoded[number, chunk.kind is WireCodec.SPARSE] = chunk
         self.whole = self._absent == 0
+        self._changed.wake()
+
+    def stop_arriving(self) -> None:
+        """Notes on the event loop that nobody pulls what is missing: whoever waits for it is sent to the trainer."""
+        self.arriving = False
         self._changed.wake()
 
     def overwrite(self) -> None:

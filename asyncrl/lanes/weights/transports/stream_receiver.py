@@ -75,7 +75,7 @@ class StreamReceiver:
             missing = len(self._incoming.missing) if self._incoming is not None else 0
             raise DeadlineExceeded(
                 f"{missing} of {len(self.plan.parts)} parts of the weights of version {published.version} did not come "
-                f"from {published.arena} within {self.plan.deadline:.0f} s"
+                f"from {published.arena} within {self.plan.from_one:.0f} s"
             ) from late
         return Fetched(self.pulled_bytes - before, self.largest_error)
 
@@ -98,7 +98,11 @@ class StreamReceiver:
 
     async def _fetch(self, published: Published) -> None:
         incoming = self._begin(published)
-        await self._pull(incoming, published.arena)
+        try:
+            await self._pull(incoming, published.arena)
+        finally:
+            if not incoming.whole:
+                incoming.stop_arriving()
         try:
             await in_thread(self.plan.spec.size, lambda: check_digest(incoming.memory.data, self.plan.spec, published))
         except WeightsError:
@@ -114,6 +118,7 @@ class StreamReceiver:
     def _begin(self, published: Published) -> HeldVersion:
         """Returns the version to be pulled: the one that was begun before, or a new one in the idle slot."""
         if self._incoming is not None and _names(published, self._incoming):
+            self._incoming.arriving = True
             return self._incoming
         self._give_up()
         used = None if self._current is None else self._current.memory
@@ -134,18 +139,20 @@ class StreamReceiver:
         return incoming
 
     async def _pull(self, incoming: HeldVersion, root: str) -> None:
-        """Pulls the missing parts from the parent, and from the trainer what the parent does not give."""
+        """Pulls the missing parts from the parent, and from the trainer what the parent does not give in its time."""
         self.largest_error = 0.0
         version = (incoming.incarnation, incoming.version)
         opening = (*version, self.plan.digest, self.hello.instance, self.server.address)
         above = await (await self._client(root)).call(OPEN, opening, HELLO_DEADLINE)
         if above:
-            with suppress(*_FAILED, Refused, WeightsError):
-                await self._pull_from(above, incoming)
-        try:
-            await self._pull_from(root, incoming)
-        except _FAILED:
-            await self._pull_from(root, incoming)  # What is missing, on another connection.
+            with suppress(*_FAILED, TimeoutError, Refused, WeightsError):
+                async with asyncio.timeout(self.plan.from_one):
+                    await self._pull_from(above, incoming)
+        async with asyncio.timeout(self.plan.from_one):
+            try:
+                await self._pull_from(root, incoming)
+            except _FAILED:
+                await self._pull_from(root, incoming)  # What is missing, on another connection.
         with suppress(*_FAILED):
             await (await self._client(root)).call(DONE, (*version, self.hello.instance), HELLO_DEADLINE)
 

@@ -83,12 +83,12 @@ class CollectiveReceiver:
         incoming = self._begin(published)
         before = self._arrived_bytes(incoming)
         try:
-            async with asyncio.timeout(self.plan.deadline):
+            async with asyncio.timeout(self.plan.from_one):
                 await self._fetch(incoming, published)
         except TimeoutError as late:
             raise DeadlineExceeded(
                 f"{incoming.arrived} of {len(self.plan.parts)} parts of the weights of version {published.version} "
-                f"came from {published.arena} within {self.plan.deadline:.0f} s"
+                f"came from {published.arena} within {self.plan.from_one:.0f} s"
             ) from late
         return Fetched(self._arrived_bytes(incoming) - before)
 

@@ -99,7 +99,7 @@ class CollectiveSender:
         digest_of = digested_tensor(spec, version)
         found = block_digest(block, spec, digest_of)
         self._stored = [*self._stored, SentVersion(incarnation, version, block)]
-        slot, seconds = slot_of(version), self._plan.deadline
+        slot, seconds = slot_of(version), self._plan.from_one
         return Published(incarnation, version, self.address, slot, found, digest_of, transfer=seconds)
 
     def forget(self, reader: str) -> None:

@@ -125,6 +125,27 @@ def test_a_worker_that_never_takes_over_is_given_up_with_what_to_raise() -> None
         taken_over(training_busy=50_000.0, back=20_000.0)
 
 
+def test_a_copy_over_a_network_has_the_time_that_its_bytes_may_take() -> None:
+    """A version of many gigabytes takes longer than the trainer may be kept from writing."""
+
+    class Slow:
+        tries = 0
+
+        async def use_weights(self, published: Published) -> Using:
+            self.tries += 1
+            await asyncio.sleep(PATIENCE + published.transfer - MESSAGE)
+            return Using((), published.version)
+
+    async def main() -> int:
+        training: Any = Training(1.0)
+        evaluation: Any = Slow()
+        fleet = Fleet(UNUSED, UNUSED, training, None, evaluation)
+        await copy_weights(fleet, Published(0, 0, "a", 0, "", transfer=900.0), config(3000.0))
+        return int(evaluation.tries)
+
+    assert virtual_loop.run(main()) == 1
+
+
 class Evaluated:
     """An evaluator whose answers come when they may, or that fails."""
 
