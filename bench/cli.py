@@ -8,13 +8,11 @@ BENCHMARKS = {
     "lanes": ("control_latency.benchmark", "control calls beside queued work, event loop stalls in a message flood"),
     "end-to-end": ("end_to_end.benchmark", "trained tokens per second, beside TRL and beside synchronous runs"),
     "packed-rows": ("end_to_end.packed_rows", "a step of packed rows with shared prompts, beside padded rows"),
-    "rank-memory": ("end_to_end.rank_memory", "bytes of each rank of a trainer in each layout, predicted and taken"),
     "generation": ("generation_speed.benchmark", "useful tokens per CPU-second, beside transformers.generate"),
     "overhead": ("overhead.benchmark", "runtime added to stages that only sleep, and the CPU time of tracing"),
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
     "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
     "weights": ("transfer_speed.weight_plans", "the plan of a transfer of weights: bytes, senders, time on links"),
-    "regroup": ("transfer_speed.weight_regrouping", "weights gathered for generation on training ranks, by bytes"),
     "codecs": ("transfer_speed.weight_codecs", "wire codecs of weights: bytes, CPU time beside copying"),
     "transfers": ("transfer_speed.weight_transfers", "weights to another process, beside bare and encrypted sockets"),
     "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates, encodings"),
@@ -45,6 +43,8 @@ BENCHMARKS = {
     ),
 }
 """Each command name with its module and its line of help."""
+FINISHED = ("accounting", "asynchrony", "checkpoints", "loading-memory", "policies", "rank-memory", "regroup")
+"""Names of studies that have their answer."""
 
 
 def main() -> None:
@@ -53,7 +53,10 @@ def main() -> None:
         listed = "\n".join(f"  {key:10} {help_text}" for key, (_, help_text) in BENCHMARKS.items())
         usage = f"usage: asyncrl-bench NAME [flags]\n{listed}"
         if name not in {"", "-h", "--help"}:
-            print(f"asyncrl-bench: there is no benchmark {name!r}; these are there:\n\n{usage}", file=sys.stderr)
+            problem = f"there is no benchmark {name!r}"
+            if name in FINISHED:
+                problem = f"{name} is a finished study, which was removed; its results stand in docs/log.md"
+            print(f"asyncrl-bench: {problem}; these are there:\n\n{usage}", file=sys.stderr)
             sys.exit(2)
         print(usage)
         sys.exit(0)

@@ -71,6 +71,15 @@ def test_a_name_that_is_no_benchmark_is_an_error_that_lists_them(
     assert (f"there is no benchmark {arguments[0]!r}" if status else "usage:") in help_text
 
 
+def test_a_finished_study_is_named_with_where_its_results_stand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asyncrl-bench", "regroup"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "regroup is a finished study, which was removed; its results stand in docs/log.md" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_gone_ends_a_benchmark_quietly() -> None:
     code = "import sys; from asyncrl.bench import cli; sys.argv[1:] = ['why']; "
     code += (

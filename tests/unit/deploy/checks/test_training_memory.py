@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
@@ -24,6 +23,7 @@ from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks import gradients
 from asyncrl.engines.training.training_step import run_step
+from tests.unit.deploy.checks.torch_memory import most_beside
 
 WITHIN = 0.15
 GROUPS, MEMBERS, PROMPT, RESPONSE = 4, 4, 24, 24
@@ -74,15 +74,6 @@ def config(training: dict[str, Any] | None = None, **sections: Any) -> Config:
     return Config.model_validate(values | sections)
 
 
-def most_allocated(function: Callable[[], object]) -> int:
-    """Returns the most bytes that torch had at one moment beyond those it had before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        function()
-    events = (each for each in profiled.profiler.kineto_results.events() if each.name() == "[memory]")
-    sizes = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
-    return int(max(np.cumsum(sizes)))
-
-
 def bytes_of(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -94,7 +85,7 @@ def check(chosen: Config, folder: Path, name: str, trainer: Any, *, shared: bool
     (need,) = [each for each in needs(chosen, shape, LENGTHS) if each.name == name]
     given = rows(shared=shared)
     run_step(trainer, given, 1, 5)
-    most = most_allocated(lambda: run_step(trainer, given, 1, 5))
+    most = most_beside(lambda: run_step(trainer, given, 1, 5))[0]
     learnt = bytes_of(trainer.optimizer.parameters)
     state = [each[key] for each in trainer.optimizer.parts[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
     found = {"weights": bytes_of(trainer.model.whole.parameters()), "gradients": learnt, "optimizer": bytes_of(state)}
@@ -152,7 +143,7 @@ def test_the_first_pass_of_an_update_finds_no_gradients_of_earlier_ones(
     parts, with_others = (trained.parts(each, 0) for each in (size, replace(size, next_part=1.0)))
     trainer, given = PolicyTrainer(chosen, folder), rows(shared=True)[: groups * MEMBERS]
     run_step(trainer, given, 1, 5)
-    most = most_allocated(lambda: run_step(trainer, given, 1, 5))
+    most = most_beside(lambda: run_step(trainer, given, 1, 5))[0]
     assert parts["gradients"] + parts["activations"] == pytest.approx(most, rel=WITHIN)
     assert with_others["gradients"] + with_others["activations"] > (1 + WITHIN) * most
 

@@ -1,9 +1,10 @@
-"""`asyncrl plan` predicts of ranks of DeepSpeed's ZeRO what they take, as torch counts it on CPUs."""
+"""`asyncrl plan` predicts of ranks with parts, DeepSpeed's too, what they take, as torch counts it on CPUs."""
 
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,30 +21,30 @@ needs_deepspeed = pytest.mark.skipif(
 
 WITHIN = 0.1
 TRIALS = [{"stage": 1}, {"stage": 2, "offload": True}, {"stage": 3}, {"stage": 3, "offload": True}]
-PROGRAM = """
-import json, sys, tempfile
-from pathlib import Path
-from asyncrl.bench.end_to_end.rank_memory import HEADS, SIZES, measure
-from asyncrl.bench.end_to_end.rank_processes import write_in_child
 
-with tempfile.TemporaryDirectory() as name:
-    model = Path(name) / "llama"
-    write_in_child(model, **SIZES, **HEADS)
-    trials = json.loads(sys.argv[1])
-    print(json.dumps([[each.ratio for each in measure({"dp": 2}, model, zero=zero)] for zero in trials]))
-"""
-"""Runs in a process of its own, because ranks are forked from one that has run no operation of torch."""
+
+def ratios_of(trials: list[dict[str, Any]], folder: Path) -> list[list[float]]:
+    """Returns predicted over measured bytes of both ranks of each trial."""
+    command = [sys.executable, "-m", "tests.unit.deploy.checks.ranks_memory_process", str(folder), json.dumps(trials)]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280).stdout
+    found: list[list[float]] = json.loads(shown.splitlines()[-1])
+    return found
 
 
 @needs_deepspeed
 @pytest.mark.timeout(300)
-def test_a_rank_takes_what_is_predicted_within_a_tenth() -> None:
-    command = [sys.executable, "-c", PROGRAM, json.dumps(TRIALS)]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280).stdout
-    found = json.loads(shown.splitlines()[-1])
-    assert [len(ratios) for ratios in found] == [2] * len(TRIALS)
-    for trial, ratios in zip(TRIALS, found, strict=True):
-        assert all(abs(ratio - 1) <= WITHIN for ratio in ratios), f"{trial}: {ratios}"
+def test_a_rank_of_deepspeed_takes_what_is_predicted_within_a_tenth(tmp_path: Path) -> None:
+    trials = [{"engine": "deepspeed", "deepspeed": zero, "layout": {"dp": 2}} for zero in TRIALS]
+    for zero, ratios in zip(TRIALS, ratios_of(trials, tmp_path), strict=True):
+        assert ratios == pytest.approx([1, 1], abs=WITHIN), zero
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "part", ["shard", *(pytest.param(each, marks=pytest.mark.long) for each in ("tp", "pp", "sp"))]
+)
+def test_ranks_with_parts_take_what_is_predicted_within_a_tenth(part: str, tmp_path: Path) -> None:
+    assert ratios_of([{"layout": {part: 2}}], tmp_path) == [pytest.approx([1, 1], abs=WITHIN)]
 
 
 def _zero_need(stage: int, *, offload: bool = False, **training: Any) -> list[MemoryNeed]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from asyncrl.bench.end_to_end.torch_memory import most_beside
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
@@ -29,6 +28,7 @@ from asyncrl.engines.pictures.picture_sizes import PatchCounter
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.errors import TaskError
 from asyncrl.tasks.builtin.colours import training
+from tests.unit.deploy.checks.torch_memory import most_beside
 
 PATCHES = 512
 SIZES = ((16, 16), (33, 17), (5, 100), (100, 20), (1, 3), (300, 300), (61, 470))

@@ -1,5 +1,4 @@
-"""Gathering of slices by ranks that are threads here; tests/unit/bench/transfer_speed/test_weight_regrouping.py has
-processes, and counts their bytes."""
+"""Gathering of slices by ranks that are threads here, and the bytes that each receives."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,38 +16,14 @@ NOT_OF_TORCH = ("process", "pixels", "kept by malloc")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PredictedRank:
-    """Bytes of one rank, as predicted and as measured. is_partly_seen: what was measured may be too little."""
-
-    layout: str
-    rank: int
-    predicted: int
-    measured: int
-    is_partly_seen: bool = False
-
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.measured
-
-    @property
-    def error(self) -> float:
-        """Returns how far the ratio is from 1; of what is partly seen as far as less was predicted than measured."""
-        return max(0.0, 1 - self.ratio) if self.is_partly_seen else abs(self.ratio - 1)
-
-
 def most_beside(work: Callable[[], T]) -> tuple[int, T]:
-    """Runs `work`. Returns the most bytes that torch had at one moment beside those of before, and what `work` did."""
+    """Runs `work`. Returns the most bytes that torch had at one moment beside those of before, and what `work` did.
+    What is not seen to be freed is left out: threads of gloo, which the profiler does not follow, free what an exchange
+    has just used."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         done = work()
     assert profiled.profiler is not None, "the profile is over"
-    return most_at_once(profiled.profiler.kineto_results), done
-
-
-def most_at_once(results: Any) -> int:
-    """Returns the most bytes of tensors that lived at one moment of a profile. What is not seen to be freed is left
-    out: threads of gloo, which the profiler does not follow, free what an exchange has just used."""
-    events, left = list[Any](), [*results.experimental_event_tree()]
+    events, left = list[Any](), [*profiled.profiler.kineto_results.experimental_event_tree()]
     while left:
         event = left.pop()
         left += event.children
@@ -62,7 +37,7 @@ def most_at_once(results: Any) -> int:
             living[made.ptr] = number
         elif made.ptr in living:
             changes[living.pop(made.ptr)], changes[number] = -made.alloc_size, made.alloc_size
-    return int(changes.cumsum().max(initial=0))
+    return int(changes.cumsum().max(initial=0)), done
 
 
 def held_bytes() -> int:
