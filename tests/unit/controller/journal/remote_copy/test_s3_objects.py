@@ -19,13 +19,25 @@ ADDRESS = "s3://bucket-of-runs/runs/a"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
+    """A server that takes one put at a time: moto's threads would look at a condition and store in two steps, between
+    which another put may come, while S3 and the stores that keep its conditions do both at once."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
+    one_at_a_time, put_object = threading.Lock(), S3Response.put_object
+
+    def put(response: Any) -> Any:
+        with one_at_a_time:
+            return put_object(response)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(S3Response, "put_object", put)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
+    patch.undo()
 
 
 @pytest.fixture
