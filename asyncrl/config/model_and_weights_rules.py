@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
-from asyncrl.config.sections.training.optimizers import OPTIMIZERS, SHARDED, option_mistakes
+from asyncrl.config.sections.training.optimizers import OPTIMIZERS, SHARDED, option_mistakes, rate_mistake
 from asyncrl.config.service_placement import ONE_REPLICA, layouts
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
-
-HIGHEST_LEARNING_RATE = 0.03
-"""Five times the rate at which tiny models learn to write in engines/models/warmed_up_model.py."""
 
 
 def model_problems(config: "Config") -> Iterator[Problem]:
@@ -86,15 +83,22 @@ def optimizer_problems(config: "Config") -> Iterator[Problem]:
         if service in ONE_REPLICA and axis and name not in SHARDED:
             text = f"{name} is not supported with {service}.layout.{axis}: write {' or '.join(SHARDED)}, or layout.dp"
             yield Problem("training.optimizer", "", text, (f"{service}.layout",))
-    rate, reaction = training.learning_rate, config.guards.learning_rate
-    if rate > HIGHEST_LEARNING_RATE and kind.is_adaptive and reaction != "off":
-        text = (
-            f"{kind.name} moves every weight by about {rate:g} in an update, and a rate over {HIGHEST_LEARNING_RATE:g} "
-            'breaks a model: write a smaller one (experiments have 1e-6 to 1e-3), or guards.learning_rate = "off"'
-        )
-        is_warning = reaction == "warn"
-        yield Problem("training.learning_rate", "", text, ("guards.learning_rate",), is_warning=is_warning)
+    yield from _rate_problems(config)
     yield from _package_problems(config)
+
+
+def _rate_problems(config: "Config") -> Iterator[Problem]:
+    """Yields a problem for each learning rate, of the policy and of critics, that breaks a model."""
+    training, reaction = config.training, config.guards.learning_rate
+    critics = {"critic": config.critic, "cost_critic": config.cost_critic}
+    rates = {"training": training.learning_rate}
+    rates |= {name: own.rate(training.learning_rate) for name, own in critics.items() if name in layouts(config)}
+    for name, rate in rates.items() if reaction != "off" else ():
+        if mistake := rate_mistake(training.optimizer, rate, training.max_grad_norm):
+            many = " (by default it is ten times the policy's)" if name != "training" else ""
+            text = f'{mistake}{many} (experiments have 1e-6 to 1e-3 with AdamW), or guards.learning_rate = "off"'
+            others = ("guards.learning_rate",)
+            yield Problem(f"{name}.learning_rate", "", text, others, is_warning=reaction == "warn")
 
 
 def _package_problems(config: "Config") -> Iterator[Problem]:

@@ -176,6 +176,11 @@ class CriticConfig(Section):
     layout: LayoutConfig = LayoutConfig()
     """Ranks of the critic, one process each, as in training.layout: { dp = 1, shard = 1, tp = 1 }."""
 
+    def rate(self, policys: float) -> float:
+        """Returns the learning rate beside that of the policy: a critic's head starts at 0, and while it lags behind
+        the policy it adds noise to every advantage."""
+        return 10.0 * policys if self.learning_rate is None else self.learning_rate
+
 
 class StalenessConfig(Section):
     """The bound on the age of trained tokens."""
@@ -248,8 +253,9 @@ class GuardsConfig(Section):
     truncation: Reaction = "warn"
     """Reaction to 5 steps in which over half of the samples had an answer that generation.max_new_tokens cut off."""
     learning_rate: Reaction = "warn"
-    """Reaction to a training.learning_rate over 0.03, five times that of the warm-up of `warmed:` models. It is checked
-    before the run starts."""
+    """Reaction to a learning rate, of the policy or a critic, over what models stand: 0.03 for optimizers that move
+    every weight by about the rate, which is five times that of the warm-up of `warmed:` models, 10 for sgd and asgd
+    with a max_grad_norm of 1, 30 for adadelta. It is checked before the run starts."""
 
 
 class Config(Section):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.install_hints import program
+from asyncrl.config.sections.training.optimizers import rate_mistake
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError
@@ -51,6 +52,8 @@ def _positive(kind: Any) -> Any:
 def fit_model(asked: argparse.Namespace) -> None:
     """Fits as the arguments ask and prints the held-out accuracy. The folder appears complete or not at all. Raises
     ConfigError for runs without enough preferences, and for folders that cannot be used."""
+    if mistake := rate_mistake("adamw", asked.learning_rate):
+        print(f"warning: --learning-rate: {mistake}")
     target = asked.into.absolute()
     if target.exists():
         raise ConfigError(f"{asked.into} exists already; name a folder that does not")

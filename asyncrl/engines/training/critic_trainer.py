@@ -37,10 +37,6 @@ from asyncrl.engines.training.training_step import Backward, Trainer, TrainingSt
 from asyncrl.errors import ConfigError
 from asyncrl.objectives.value_loss import explained_variance, value_loss
 
-CRITIC_RATE = 10.0
-"""Default learning rate of a critic, as a multiple of the policy's. Its head starts at 0, and while it lags behind the
-policy it adds noise to every advantage."""
-
 SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squares", "error", "error_squares", "staleness")
 
 
@@ -53,8 +49,7 @@ class CriticTrainer(Trainer):
         """Loads the model from `folder`, in the layout of `save_pretrained`, with a value head or without."""
         own = target.settings(config)
         refuse_rotation_by_longest_row(folder, config, f"{target.critic}.model" if own.model else "model.name")
-        rate = CRITIC_RATE * config.training.learning_rate if own.learning_rate is None else own.learning_rate
-        settings = config.training.model_copy(update={"learning_rate": rate})
+        settings = config.training.model_copy(update={"learning_rate": own.rate(config.training.learning_rate)})
         self.config = config
         self.mesh = mesh or RankMesh()
         self.target = target

@@ -40,13 +40,20 @@ ADJUSTMENT = Option(" or ".join(ADJUSTMENTS), lambda value: value in ADJUSTMENTS
 EPS: Mapping[str, Option] = {"eps": NOT_NEGATIVE}
 
 
+HIGHEST_STEP = 0.03
+"""Five times the rate at which tiny models learn to write in engines/models/warmed_up_model.py, by an optimizer that
+moves every weight by about the rate."""
+HIGHEST_NORM = 10.0
+"""More than the norm of all weights of a tiny model."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerKind:
     """An optimizer. name: of its class. options: what `training.optimizer_options` may have. betas, weight_decay:
     whether it reads these keys. kept: numbers of float32 that it keeps for each trained one, without options; keeping:
-    options that make it keep one more. is_adaptive: whether the learning rate is about what every weight moves by in an
-    update. module: has the class. since: first version of its package
-    with it, for CPUs too."""
+    options that make it keep one more. highest: learning rate over which an update breaks a model. by_gradient: an
+    update is the rate times the gradient, which is scaled down to a norm. module: has the class. since: first version
+    of its package with it, for CPUs too."""
 
     name: str
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -54,7 +61,8 @@ class OptimizerKind:
     weight_decay: bool = True
     kept: float = 1.0
     keeping: tuple[str, ...] = ("amsgrad",)
-    is_adaptive: bool = False
+    highest: float = HIGHEST_STEP
+    by_gradient: bool = False
     module: str = "torch.optim"
     since: tuple[int, int] = (2, 6)
 
@@ -64,31 +72,26 @@ SGD = {"momentum": NOT_NEGATIVE, "dampening": NUMBER, "nesterov": SWITCH}
 RMSPROP = {"alpha": NOT_NEGATIVE, "momentum": NOT_NEGATIVE, "centered": SWITCH}
 MUON = {"momentum": NOT_NEGATIVE, "nesterov": SWITCH, "ns_coefficients": COEFFICIENTS, "ns_steps": STEPS}
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
-    "adamw": OptimizerKind("AdamW", {**EPS, "amsgrad": SWITCH}, betas=True, kept=2, is_adaptive=True),
-    "adam": OptimizerKind("Adam", {**EPS, **DECOUPLED, "amsgrad": SWITCH}, betas=True, kept=2, is_adaptive=True),
-    "adamax": OptimizerKind("Adamax", EPS, betas=True, kept=2, is_adaptive=True),
-    "nadam": OptimizerKind(
-        "NAdam", {**EPS, **DECOUPLED, "momentum_decay": NOT_NEGATIVE}, betas=True, kept=2, is_adaptive=True
-    ),
-    "radam": OptimizerKind("RAdam", {**EPS, **DECOUPLED}, betas=True, kept=2, is_adaptive=True),
-    "adafactor": OptimizerKind(
-        "Adafactor", {"beta2_decay": NOT_POSITIVE, "eps": FLOORS, "d": FROM_ONE}, kept=0, is_adaptive=True
-    ),
-    "muon": OptimizerKind("Muon", {**EPS, **MUON, "adjust_lr_fn": ADJUSTMENT}, is_adaptive=True, since=(2, 9)),
-    "sgd": OptimizerKind("SGD", SGD, kept=0, keeping=("momentum",)),
-    "rmsprop": OptimizerKind("RMSprop", {**EPS, **RMSPROP}, keeping=("momentum", "centered"), is_adaptive=True),
+    "adamw": OptimizerKind("AdamW", {**EPS, "amsgrad": SWITCH}, betas=True, kept=2),
+    "adam": OptimizerKind("Adam", {**EPS, **DECOUPLED, "amsgrad": SWITCH}, betas=True, kept=2),
+    "adamax": OptimizerKind("Adamax", EPS, betas=True, kept=2),
+    "nadam": OptimizerKind("NAdam", {**EPS, **DECOUPLED, "momentum_decay": NOT_NEGATIVE}, betas=True, kept=2),
+    "radam": OptimizerKind("RAdam", {**EPS, **DECOUPLED}, betas=True, kept=2),
+    "adafactor": OptimizerKind("Adafactor", {"beta2_decay": NOT_POSITIVE, "eps": FLOORS, "d": FROM_ONE}, kept=0),
+    "muon": OptimizerKind("Muon", {**EPS, **MUON, "adjust_lr_fn": ADJUSTMENT}, since=(2, 9)),
+    "sgd": OptimizerKind("SGD", SGD, kept=0, keeping=("momentum",), highest=HIGHEST_NORM, by_gradient=True),
+    "rmsprop": OptimizerKind("RMSprop", {**EPS, **RMSPROP}, keeping=("momentum", "centered")),
     "rprop": OptimizerKind("Rprop", {"etas": ETAS, "step_sizes": STEP_SIZES}, weight_decay=False, kept=2),
-    "adagrad": OptimizerKind(
-        "Adagrad", {**EPS, "lr_decay": NOT_NEGATIVE, "initial_accumulator_value": NOT_NEGATIVE}, is_adaptive=True
+    "adagrad": OptimizerKind("Adagrad", {**EPS, "lr_decay": NOT_NEGATIVE, "initial_accumulator_value": NOT_NEGATIVE}),
+    "adadelta": OptimizerKind("Adadelta", {**EPS, "rho": SHARE}, kept=2, highest=1000 * HIGHEST_STEP),
+    "asgd": OptimizerKind(
+        "ASGD", {"lambd": NUMBER, "alpha": NUMBER, "t0": NUMBER}, highest=HIGHEST_NORM, by_gradient=True
     ),
-    "adadelta": OptimizerKind("Adadelta", {**EPS, "rho": SHARE}, kept=2),
-    "asgd": OptimizerKind("ASGD", {"lambd": NUMBER, "alpha": NUMBER, "t0": NUMBER}),
     "adamw8bit": OptimizerKind(
         "AdamW8bit",
         {**EPS, "min_8bit_size": SIZE},
         betas=True,
         kept=0.5,
-        is_adaptive=True,
         module="bitsandbytes.optim",
         since=(0, 50),
     ),
@@ -122,6 +125,17 @@ def kept_numbers(name: str, options: Mapping[str, Any]) -> float:
     """Returns the numbers of float32 that the optimizer keeps for each trained one."""
     kind = OPTIMIZERS[name]
     return kind.kept + sum(bool(options.get(key)) for key in kind.keeping)
+
+
+def rate_mistake(name: str, rate: float, max_norm: float = 1.0) -> str:
+    """Returns why a model does not stand a learning rate; "" where it may. max_norm: of the gradient."""
+    kind = OPTIMIZERS[name]
+    highest = kind.highest / max_norm if kind.by_gradient else kind.highest
+    if rate <= highest:
+        return ""
+    moves = f"every weight by about {rate * HIGHEST_STEP / kind.highest:g}"
+    moves = f"all weights together by up to {rate * max_norm:g}" if kind.by_gradient else moves
+    return f"{kind.name} moves {moves} in an update, and a rate over {highest:g} breaks a model: write a smaller one"
 
 
 def option_mistakes(name: str, options: Mapping[str, Any]) -> list[str]:

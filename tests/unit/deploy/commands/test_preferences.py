@@ -102,6 +102,16 @@ def test_too_few_pairs_are_refused(run_dir: Path, tmp_path: Path, capsys: pytest
     assert not (tmp_path / "judge").exists()
 
 
+def test_a_rate_that_breaks_a_model_is_warned_of(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fit", str(run_dir), "--into", str(tmp_path / "judge"), "--learning-rate"]
+    for rate, is_warned in (("1", True), ("1e-3", False)):
+        assert main(["preferences", *arguments, rate]) == 2
+        shown = capsys.readouterr().out
+        assert ("warning: --learning-rate: AdamW moves every weight by about 1 in an update" in shown) == is_warned
+
+
 def test_a_run_without_ratings_is_refused(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["preferences", "fit", str(run_dir), "--into", str(tmp_path / "judge")]) == 2
     assert "has no ratings.jsonl: nobody rated in this run" in capsys.readouterr().err

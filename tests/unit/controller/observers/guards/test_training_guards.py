@@ -410,3 +410,28 @@ def test_a_learning_rate_that_breaks_a_model_is_known_before_the_start() -> None
         config("--training.learning_rate", "50", "--guards.learning_rate", "stop")
     for flags in (["50", "--guards.learning_rate", "off"], ["0.006"]):
         assert config("--training.learning_rate", *flags).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--training.optimizer", "adam", "--training.learning_rate", "1"], "Adam moves every weight by about 1 in"),
+        (["--training.optimizer", "rprop", "--training.learning_rate", "1"], "Rprop moves every weight by about 1 in"),
+        (["--training.optimizer", "sgd", "--training.learning_rate", "100"], "all weights together by up to 100 in an"),
+        (["--training.optimizer", "asgd", "--training.learning_rate", "1e6"], "ASGD moves all weights together by up"),
+        (["--training.optimizer", "adadelta", "--training.learning_rate", "100"], "a rate over 30 breaks a model"),
+        (
+            ["--algorithm.preset", "ppo", "--training.learning_rate", "0.02"],
+            "critic.learning_rate, guards.learning_rate",
+        ),
+        (["--algorithm.preset", "ppo", "--critic.learning_rate", "1"], "critic.learning_rate, guards.learning_rate"),
+        (["--training.optimizer", "sgd", "--training.learning_rate", "1"], ""),
+        (["--training.optimizer", "adadelta", "--training.learning_rate", "1"], ""),
+        (["--algorithm.preset", "ppo", "--training.learning_rate", "1e-3"], ""),
+    ],
+)
+def test_the_rate_that_a_model_stands_depends_on_the_optimizer_and_critics_have_rates_too(
+    flags: list[str], said: str
+) -> None:
+    warnings = [str(each) for each in load("quickstart", flags, {}).config.warnings if "_rate" in str(each)]
+    assert [said in each for each in warnings] == ([True] if said else [])
