@@ -9,13 +9,13 @@ from fractions import Fraction
 from functools import cache
 from typing import Any, Literal
 
-from asyncrl.children.expressions import are_equal, expressions, letter, unit
-from asyncrl.children.plain_text import composed, folded
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.answers.plain_text import composed, folded
 from asyncrl.protocols.batch import NO_ROOM
 from asyncrl.protocols.thoughts import PAIRS
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
+from asyncrl.rewards.expressions import are_equal, expressions, letter, unit
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
 from asyncrl.rewards.sample import OfRow, OfSample, RowError, Sample

@@ -34,7 +34,7 @@ FUZZED: dict[str, tuple[str, ...]] = {
     "protocols/prompt_row.py": ("rows",),
     "rewards/feedback/web.py": ("feedback",),
     "rewards/judge_calls/chat_endpoint.py": ("judge",),
-    "children/json_objects.py": ("judge",),
+    "protocols/answers/json_objects.py": ("judge", "environment"),
 }
 OWN = "a file of asyncrl"
 RUN = "a file of the run, which its user alone writes"

@@ -3,10 +3,10 @@
 import re
 from typing import Any
 
-from asyncrl.children.plain_text import UNSPACED, folded
 from asyncrl.environments.adapters.packages import OwnRandomness, after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.answers.plain_text import UNSPACED, folded
 from asyncrl.protocols.thoughts import split_thoughts
 
 ANSI = re.compile(r"\x1b\[[\d;]*m")

@@ -4,12 +4,14 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.environments.adapters.packages import after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError, EnvironmentFailed
+from asyncrl.protocols.answers.json_objects import Several, json_objects
 from asyncrl.protocols.thoughts import split_thoughts
 
 LARGEST = 2**22
@@ -24,9 +26,10 @@ CLOSING = 5.0
 
 class OpenEnvClient:
     """Plays with the OpenEnv server at `url`, http or https. action: the field of the action that takes the answer as
-    it is; "": the answer is a JSON object, the whole action. shown: the field of the observation that the policy sees;
-    default: its only field that is a text, or else all of it as JSON. reset: arguments of the environment's `reset`
-    besides the seed. columns: of the row that are arguments too. seconds: for a connection and for an answer."""
+    it is; "": the last JSON object of the answer is the whole action. shown: the field of the observation that the
+    policy sees; default: its only field that is a text, or else all of it as JSON. reset: arguments of the
+    environment's `reset` besides the seed. columns: of the row that are arguments too. seconds: for a connection and
+    for an answer."""
 
     def __init__(
         self,
@@ -146,12 +149,22 @@ class _UnreadableAction(Exception):
 
 
 def _object_in(message: str) -> dict[str, Any]:
-    start, end = message.find("{"), message.rfind("}")
-    try:
-        found = json.loads(message[start : end + 1])
-    except (ValueError, RecursionError):
-        raise _UnreadableAction("it has no JSON object") from None
-    return dict(found)
+    """Returns the last JSON object of an answer."""
+    objects = [found for found, _ in json_objects(message)]
+    if not objects:
+        raise _UnreadableAction("it has no JSON object")
+    return {name: _as_sent(value, name) for name, value in objects[-1].items()}
+
+
+def _as_sent(value: Any, where: str) -> Any:
+    """Returns a value whose numbers are those of JSON libraries."""
+    if isinstance(value, Several):
+        raise _UnreadableAction(f"its JSON object has {where} twice")
+    if isinstance(value, dict):
+        return {name: _as_sent(each, f"{where}.{name}") for name, each in value.items()}
+    if isinstance(value, list):
+        return [_as_sent(each, where) for each in value]
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def _mistakes(about: Mapping[Any, Any]) -> str:

@@ -4,8 +4,8 @@ import math
 import re
 from typing import Any
 
-from asyncrl.children.json_objects import json_objects
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.answers.json_objects import json_objects
 from asyncrl.protocols.thoughts import split_thoughts
 
 SCORE = r"(?i)score(?: is| of)?\W{0,8}?(-?\d+(?:\.\d+)?)(?![\d.]* *(?:[-\u2013]|to) *\d|[\d.]*,\d)"

@@ -118,3 +118,39 @@ async def test_what_a_server_says_about_an_action_may_have_any_form(about: dict[
         await episode.reset(ROW, 0)
         assert (await episode.step("x")).text == f"Your answer is no action: {says}"
         await episode.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "action"),
+    [
+        ('The set is {1, 2}, so {"message": "4"}.', {"message": "4"}),
+        ('Not {"message": "3"} but {"message": "4"}.', {"message": "4"}),
+        ('\\boxed{4} is {"move": {"to": 1.5, "by": [2, {"n": 3}]}} }', {"move": {"to": 1.5, "by": [2, {"n": 3}]}}),
+        ('```json\n{"message": "a } b"}\n``` and {so on}', {"message": "a } b"}),
+        ('{"message": "\\sqrt", "deep": {"text": "\\pi"}}', {"message": "\\sqrt", "deep": {"text": "\\pi"}}),
+        ('{"reason": "line\nbreak", "message": true}', {"reason": "line\nbreak", "message": True}),
+        ('{"action": {"message": "4"}', "it has no JSON object"),
+        ('{"actions": [{"message": "3"}, {"message": "4"}', "it has no JSON object"),
+        ('{"message": "3", "message": "4"}', "its JSON object has message twice"),
+        ('{"move": {"to": 1, "to": 2}}', "its JSON object has move.to twice"),
+        ("{4}", "it has no JSON object"),
+    ],
+)
+async def test_the_action_is_the_last_whole_object_of_an_answer(answer: str, action: Any) -> None:
+    sent: list[Any] = []
+
+    async def play(connection: Any) -> None:
+        async for asked in connection:
+            sent.append(json.loads(asked)["data"])
+            await connection.send(json.dumps({"type": "observation", "data": {"observation": {"text": "Go."}}}))
+
+    async with websockets.serve(play, "127.0.0.1", 0) as server:
+        (listening,) = server.sockets
+        episode = made(f"http://127.0.0.1:{listening.getsockname()[1]}", action="")
+        await episode.reset(ROW, 0)
+        said = (await episode.step(answer)).text
+        await episode.close()
+    if isinstance(action, str):
+        assert (said, len(sent)) == (f"Your answer is no action: {action}", 1)
+    else:
+        assert sent[1] == action
