@@ -63,9 +63,18 @@ def answer_of(
     return ChatAnswer(turn, text[: min(ends)] if ends else text, (), sampled, cut=bool(ends))
 
 
+def refusal(request: ChatRequest, answer: ChatAnswer) -> str | None:
+    """Returns in what an answer does not do what `tool_choice` demands, which nothing makes a policy do; None where it
+    does. The policy trains on what it sampled, whatever was demanded."""
+    wanted, called = request.demanded, ", ".join(call.name for call in answer.calls)
+    if wanted is None or (called if wanted == "" else wanted in [call.name for call in answer.calls]):
+        return None
+    return f"the answer calls {called or 'no function'}, and tool_choice demands a call of {wanted or 'one'}"
+
+
 def completion(request: ChatRequest, answer: ChatAnswer) -> dict[str, Any]:
     """Returns the body of a response that is not streamed."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": refusal(request, answer)}
     if answer.calls:
         message |= {"content": answer.content or None, "tool_calls": _calls(answer)}
     logprobs = _logprobs(answer) if request.logprobs else None
@@ -91,6 +100,8 @@ def chunks(request: ChatRequest, answer: ChatAnswer) -> Iterator[str]:
         yield event({"content": piece}, logprobs=known and {"content": [known["content"][number]], "refusal": None})
     for number, call in enumerate(_calls(answer)):
         yield event({"tool_calls": [{"index": number, **call}]})
+    if said := refusal(request, answer):
+        yield event({"refusal": said})
     yield event({}, answer.finish)
     if request.usage:
         yield _event({**head, "choices": [], "usage": _usage(answer)})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.user_code import suggestion
+from asyncrl.config.written_values import written_or
 from asyncrl.environments.observation import Message
 
 READ = (
@@ -62,14 +63,16 @@ class RefusedRequest(Exception):
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """Holds what an agent asks. messages: as chat templates take them. digests: of the conversation up to and with each
-    message, tools included. tools: schemas. calls: whether calls of tools are read in the answer. usage: sent at the
-    end of a stream. retry: the client says that it asks again."""
+    message, tools included. tools: schemas. calls: whether calls of tools are read in the answer. demanded: the
+    function that the answer shall call, "" for any, None for none. usage: sent at the end of a stream. retry: the
+    client says that it asks again."""
 
     model: str
     messages: tuple[Message, ...]
     digests: tuple[str, ...]
     tools: tuple[dict[str, Any], ...] = ()
     calls: bool = False
+    demanded: str | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False
@@ -92,7 +95,7 @@ def read_request(body: bytes, *, retry: bool = False) -> ChatRequest:
         raise RefusedRequest("the body is no JSON object")
     _refuse_what_is_not_done(found)
     tools = _tools(found.get("tools"))
-    _refuse_choice(found.get("tool_choice"), tools)
+    demanded = _demanded(found.get("tool_choice"), tools)
     messages = _messages(found.get("messages"))
     options = found.get("stream_options")
     return ChatRequest(
@@ -101,6 +104,7 @@ def read_request(body: bytes, *, retry: bool = False) -> ChatRequest:
         digests=digests_of(messages, tools),
         tools=tools,
         calls=bool(tools) and found.get("tool_choice") != "none",
+        demanded=demanded,
         stop=_stops(found.get("stop")),
         stream=bool(found.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
@@ -138,16 +142,23 @@ def _refuse_what_is_not_done(found: Mapping[str, Any]) -> None:
             raise RefusedRequest("the policy writes text only", name)
 
 
-def _refuse_choice(given: Any, tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses a choice of tools that the policy might not follow."""
+def _demanded(given: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the function that an answer shall call, "" for any of them, and None where it need not call one. Raises
+    RefusedRequest for a choice that no answer can meet."""
     if given in (None, "auto", "none"):
-        return
+        return None
     named = given.get("function") if isinstance(given, Mapping) else None
     name, known = named.get("name") if isinstance(named, Mapping) else None, [str(t["function"]["name"]) for t in tools]
+    if given == "required" and known:
+        return ""
+    if given == "required":
+        raise RefusedRequest("there are no tools, of which a call could be required", "tool_choice")
     if isinstance(name, str) and name not in known:
         raise RefusedRequest(f"tools has no function {name}{suggestion(name, known)}", "tool_choice")
-    text = f"a call of {name}" if isinstance(name, str) else f"the choice {given!r:.60}"
-    raise RefusedRequest(f'the policy samples freely: {text} cannot be promised; write "auto" or "none"', "tool_choice")
+    if isinstance(name, str):
+        return name
+    form = '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+    raise RefusedRequest(f"the choice {given!r:.60} is not known; write {form}", "tool_choice")
 
 
 def _messages(given: Any) -> tuple[Message, ...]:
@@ -204,11 +215,7 @@ def _call(given: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
 
 def _arguments(given: Any) -> Any:
     """Returns arguments as an object, as chat templates write them; what is none stays text."""
-    try:
-        read = json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return given
-    return read if isinstance(read, dict) else given
+    return written_or({} if given in (None, "") else given, lambda read: isinstance(read, dict))
 
 
 def _tools(given: Any) -> tuple[dict[str, Any], ...]:

@@ -97,6 +97,38 @@ def test_what_the_policy_said_is_read(asks: dict[str, Any], said: str, content: 
     assert ("tool_calls" in choice["message"]) == (finish == "tool_calls")
 
 
+ADDS = {"type": "function", "function": {"name": "add"}}
+MULTIPLIES = {"type": "function", "function": {"name": "multiply"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "said", "refusal"),
+    [
+        ("required", CALL, None),
+        ("required", "5", "the answer calls no function, and tool_choice demands a call of one"),
+        ("required", f"{CALL}<tool_call>{{", "the answer calls no function, and tool_choice demands a call of one"),
+        (ADDS, CALL, None),
+        (ADDS, "5", "the answer calls no function, and tool_choice demands a call of add"),
+        (MULTIPLIES, CALL, "the answer calls add, and tool_choice demands a call of multiply"),
+        ("auto", "5", None),
+        ("none", "5", None),
+    ],
+)
+def test_an_answer_without_the_demanded_call_is_what_the_policy_said_and_says_so(
+    choice: Any, said: str, refusal: str | None
+) -> None:
+    tools = [TOOL, MULTIPLIES | {"function": {"name": "multiply", "parameters": {"type": "object"}}}]
+    request, free = (asked(tools=tools, tool_choice=each) for each in (choice, "none" if choice == "none" else "auto"))
+    answer = answered(request, said)
+    assert answer.message == answered(free, said).message
+    choices = [completion(each, answer)["choices"][0] for each in (request, free)]
+    assert choices[0]["message"].pop("refusal") == refusal
+    assert choices[1]["message"].pop("refusal") is None
+    assert choices[0] == choices[1]
+    told = [each["choices"][0]["delta"]["refusal"] for each in streamed(request, answer) if "refusal" in str(each)]
+    assert told == ([refusal] if refusal else [])
+
+
 def test_an_answer_comes_back_as_it_is_known() -> None:
     """The agent sends back the same message as the policy said, by its digest."""
     request = asked(tools=[TOOL])

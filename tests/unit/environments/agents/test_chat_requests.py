@@ -40,9 +40,20 @@ def test_what_the_experiment_sets_has_no_effect() -> None:
     assert read_request(body(**dict.fromkeys(SET_BY_EXPERIMENT, 1), n=1, response_format={"type": "text"})) == plain
 
 
-@pytest.mark.parametrize(("choice", "calls"), [(None, True), ("auto", True), ("none", False)])
-def test_choices_that_promise_nothing_are_taken(choice: str | None, calls: bool) -> None:
-    assert read_request(body(tools=[ADD], tool_choice=choice)).calls == calls
+@pytest.mark.parametrize(
+    ("choice", "calls", "demanded"),
+    [
+        (None, True, None),
+        ("auto", True, None),
+        ("none", False, None),
+        ("required", True, ""),
+        (NAMED, True, "add"),
+        ({"function": {"name": "add"}}, True, "add"),
+    ],
+)
+def test_each_choice_of_tools_is_taken(choice: Any, calls: bool, demanded: str | None) -> None:
+    found = read_request(body(tools=[ADD], tool_choice=choice))
+    assert (found.calls, found.demanded) == (calls, demanded)
 
 
 @pytest.mark.parametrize(
@@ -52,18 +63,17 @@ def test_choices_that_promise_nothing_are_taken(choice: str | None, calls: bool)
         ({"top_logprobs": 5}, "top_logprobs", "log-probs of the sampled tokens"),
         ({"temprature": 1}, "temprature", "no parameter temprature; did you mean temperature"),
         ({"response_format": {"type": "json_object"}}, "response_format", "'json_object' cannot be promised"),
-        ({"tool_choice": "required"}, "tool_choice", "the choice 'required' cannot be promised"),
-        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice", 'write "auto" or "none"'),
-        ({"tools": [ADD], "tool_choice": NAMED}, "tool_choice", "a call of add cannot be promised"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools, of which a call could be required"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools, of which a call could be"),
         ({"tool_choice": NAMED}, "tool_choice", "tools has no function add"),
         (
             {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "ad"}}},
             "tool_choice",
             "no function ad; did you mean add",
         ),
-        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "cannot be promised"),
-        ({"tools": [ADD], "tool_choice": {"type": "function", "function": "add"}}, "tool_choice", "cannot be promised"),
-        ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "the choice 'any'"),
+        ({"tools": [ADD], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "is not known"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": "add"}}, "tool_choice", "is not known"),
+        ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "the choice 'any' is not known; write"),
         ({"tools": [ADD], "tool_choice": 1}, "tool_choice", "the choice 1"),
         ({"tools": [ADD], "tool_choice": []}, "tool_choice", "the choice []"),
         ({"modalities": ["audio"]}, "modalities", "writes text only"),
@@ -101,3 +111,23 @@ def test_digests_tell_conversations_apart() -> None:
     assert read_request(body()).digest == longer.digests[0] != longer.digest
     assert read_request(body(tools=[tool])).digest != longer.digests[0]
     assert read_request(body(messages=[{"role": "system", "content": "a"}])).digest != longer.digests[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ('{"a": 1, "b": 2.5}', {"a": 1, "b": 2.5}),
+        ({"a": 1}, {"a": 1}),
+        ("{'a': 1, 'b': None}", {"a": 1, "b": None}),
+        (json.dumps(json.dumps({"a": 1})), {"a": 1}),
+        ("", {}),
+        (None, {}),
+        ("[1]", "[1]"),
+        ("a = 1", "a = 1"),
+        ('{"a": ', '{"a": '),
+    ],
+)
+def test_arguments_are_objects_in_every_writing_as_those_of_rows_are(given: Any, read: Any) -> None:
+    call = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": given}}
+    asked = read_request(body(messages=[USER, {"role": "assistant", "tool_calls": [call]}]))
+    assert asked.messages[1]["tool_calls"][0]["function"]["arguments"] == read

@@ -18,7 +18,7 @@ def multiply(a: int, b: int) -> int:
 
 
 row = json.loads(sys.stdin.read())
-model = OpenAIModel("policy", tool_choice="auto")
+model = OpenAIModel("policy")
 agent = ToolCallingAgent(tools=[multiply], model=model, max_steps=2, verbosity_level=LogLevel.OFF)
 if system := row.get("system"):
     agent.prompt_templates["system_prompt"] = system

@@ -41,6 +41,18 @@ async def test_the_policy_calls_tools_of_smolagents() -> None:
         await made.close()
 
 
+async def test_an_answer_without_a_call_is_the_policys_mistake_and_not_the_agents() -> None:
+    made = Agent(AGENT, reward="last_line")
+    try:
+        await made.reset({"prompt": "47*8?", "answer": "376"}, 0)
+        told = await made.step("It is 376.")
+        assert "tool" in str(told.text[-1]["content"])
+        last = await made.step(call("final_answer", answer="376"))
+        assert (last.done, last.reward) == (True, 1.0)
+    finally:
+        await made.close()
+
+
 EXPERIMENT = """
 name = "smolagents"
 steps = 2
