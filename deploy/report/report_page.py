@@ -51,14 +51,15 @@ class ShownSample:
     tokens: list[ShownToken]
 
 
-def write_report(runs: Sequence[RunRecord], target: Path) -> None:
-    """Writes the report of one run, or the comparison of several. The file appears at once. Raises OSError."""
+def write_report(runs: Sequence[RunRecord], target: Path, heading: str = "") -> None:
+    """Writes the report of one run, or the comparison of several. heading: text above it. The file appears at once.
+    Raises OSError."""
     unfinished = target.with_name(f"{target.name}.part")
-    unfinished.write_text(report_html(runs), encoding="utf-8")
+    unfinished.write_text(report_html(runs, heading), encoding="utf-8")
     os.replace(unfinished, target)
 
 
-def report_html(runs: Sequence[RunRecord]) -> str:
+def report_html(runs: Sequence[RunRecord], heading: str = "") -> str:
     charts: dict[str, Any] = {f"curve{number}": chart for number, chart in enumerate(curve_charts(runs))}
     curves = list(charts)
     trace = WorkerTrace([], [], 0)
@@ -69,6 +70,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         charts |= {name: chart for name, chart in single.items() if chart is not None}
     script, places = components(charts)
     page: str = _template().render(
+        heading=heading,
         runs=runs,
         curves=[places[name] for name in curves],
         places=places,

@@ -9,8 +9,8 @@ compared in pairs: the score of a seed minus that of the experiment's own values
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from asyncrl.telemetry.jsonl import Object
 
@@ -18,8 +18,7 @@ SHARE = 4
 """A score is the mean of the last fourth of the steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rung:
+class Rung(NamedTuple):
     """A round of runs. steps: that each candidate has trained at its end; candidates: that begin it."""
 
     steps: int
@@ -47,8 +46,7 @@ def score(lines: Sequence[Object], metric: str, steps: int) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-@dataclass(frozen=True, slots=True)
-class PairedDifference:
+class PairedDifference(NamedTuple):
     """A mean over seeds, with its standard error; None with one seed."""
 
     mean: float
@@ -71,10 +69,3 @@ def paired(scores: Mapping[int, float], own: Mapping[int, float], sign: int = 1)
         return None
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
     return PairedDifference(fmean(differences), error)
-
-
-def survivors(differences: Mapping[int, PairedDifference | None], count: int) -> list[int]:
-    """Returns the candidates that go on, the best first: up to `count`, none of which failed. Of equal ones the earlier
-    is first."""
-    ranked = [(-found.mean, number) for number, found in differences.items() if found is not None]
-    return [number for _, number in sorted(ranked)[:count]]

@@ -1,27 +1,106 @@
 """Runs a search: rounds of sequential halving, every candidate beside the experiment's own values.
 
 own values: all steps, each seed ──> round: candidates ──> rung: train each, each seed ──> the better ones go on
+
+DIR/candidates.log    Optuna's journal: the request, the values of each candidate, and how much better they were
+DIR/own/seed-0        the run of the experiment's own values with seed 0
+DIR/candidate-3/seed-0, candidate-3/seed-0.log    a run and what it printed
 """
 
+import fcntl
+import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from asyncrl.deploy.commands.tuning.halving import PairedDifference, paired, rungs, score, survivors
-from asyncrl.deploy.commands.tuning.search_space import Values
-from asyncrl.deploy.commands.tuning.study import OWN, SearchRequest, Study, run_path, shown_values
+from asyncrl.config.sources import load
+from asyncrl.deploy.commands.tuning.halving import PairedDifference, paired, rungs, score
+from asyncrl.deploy.commands.tuning.search_space import Values, optuna, parse_space
 from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import Object
 from asyncrl.telemetry.metrics_file import read_metrics
 
+REQUEST, ROUND = "request", "round"
+TRIES = 20
+"""Proposals for one candidate, before so few different values are taken to be left that the round goes on without."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRequest:
+    """A search as requested. seeds: each candidate's runs. steps: of the last rung. keep: one in so many goes on."""
+
+    experiment: str
+    search: Sequence[str]
+    flags: Sequence[str] = ()
+    candidates: int = 9
+    keep: int = 3
+    rounds: int = 1
+    seeds: Sequence[int] = (0, 1)
+    steps: int = 0
+    metric: str = "reward/mean"
+    minimize: bool = False
+
+    def problem(self, values: Values) -> str:
+        """Returns why the config does not take these values together, or ""."""
+        try:
+            load(self.experiment, self.flags, values=dict(values))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+@contextmanager
+def open_search(folder: Path, wanted: SearchRequest | None) -> Iterator[tuple[Any, SearchRequest]]:
+    """Opens the optuna.Study of a directory for one process, with the request that the search began with. Raises
+    ConfigError for a folder that holds something else, and where another process or request has it."""
+    path = folder / "candidates.log"
+    if wanted is None and not path.exists():
+        raise ConfigError(f"{folder} holds no search: name an experiment and what to search")
+    if not path.exists() and folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"--to: {folder} is not empty, and holds no search")
+    journal = optuna().storages.journal
+    optuna().logging.set_verbosity(optuna().logging.WARNING)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to: {folder} cannot be used: {error.strerror}; name another folder") from error
+    try:
+        with open(folder / "search.lock", "a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            storage = journal.JournalStorage(journal.JournalFileBackend(str(path)))
+            study = optuna().create_study(
+                study_name="search", storage=storage, load_if_exists=True, direction="maximize"
+            )
+            study.sampler = optuna().samplers.TPESampler(seed=len(study.trials), constant_liar=True)
+            yield study, _same_request(folder, study, wanted)
+    except BlockingIOError:
+        raise ConfigError(f"--to: another process works on the search in {folder}: wait for it, or end it") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is damaged ({error}): begin the search again in another folder") from None
+
+
+def _same_request(folder: Path, study: Any, wanted: SearchRequest | None) -> SearchRequest:
+    if wanted is not None and REQUEST not in study.user_attrs:
+        study.set_user_attr(REQUEST, asdict(wanted))
+    kept = study.user_attrs[REQUEST]
+    for name, value in json.loads(json.dumps(asdict(wanted))).items() if wanted is not None else ():
+        if value != kept[name]:
+            raise ConfigError(
+                f"--to: {folder} holds a search with {name} = {kept[name]!r}, not {value!r}; "
+                "leave out everything but --to to go on, or name another folder"
+            )
+    return SearchRequest(**kept)
+
 
 @dataclass(eq=False)
 class SearchCandidate:
-    """Values and what became of them. steps: of the last rung; scores: by seed, there; difference: to the experiment's
-    own values. failure: why it could not be trained, or scored."""
+    """Values and what became of them; number 0 has the experiment's own. steps: of the last rung; scores: by seed,
+    there; difference: to the experiment's own values. failure: why it could not be trained, or scored."""
 
     number: int
     values: Values
@@ -42,74 +121,102 @@ class Search:
 
     folder: Path
     request: SearchRequest
-    study: Study
+    study: Any
     train: Callable[[CandidateRun], str]
     say: Callable[[str], None]
 
     def run(self) -> tuple[SearchCandidate, list[SearchCandidate]]:
-        """Returns the candidate with the experiment's own values, and the others, the best first. Raises ConfigError
-        when its own values cannot be trained, and Interrupted."""
-        own = SearchCandidate(OWN, {})
+        """Returns the candidate with the experiment's own values, and the others, those that trained longest first and
+        of these the best. Raises ConfigError when its own values cannot be trained, and Interrupted."""
+        own = SearchCandidate(0, {})
         self._measure(own, self.request.steps)
         if own.failure:
             raise ConfigError(f"the experiment's own values cannot be trained: {own.failure}")
         self.say(f"own values: {self.request.metric} {own.mean:.4g} after {own.steps} steps")
         found = [each for number in range(self.request.rounds) for each in self._round(number)]
-        return own, sorted(found, key=_rank)
+        return own, sorted(found, key=lambda each: (each.difference is None, -each.steps, -_better(each)))
 
     def _round(self, number: int) -> list[SearchCandidate]:
-        proposed = self.study.candidates(number, self.request.candidates)
-        candidates = {each: SearchCandidate(each, values) for each, values in proposed.items()}
-        going, ladder = list(candidates), rungs(len(candidates), self.request.keep, self.request.steps)
-        for place, rung in enumerate(ladder):
-            self.say(f"round {number + 1}, up to step {rung.steps}: candidates {', '.join(map(str, going))}")
+        candidates = self.proposed(number)
+        going = candidates
+        for rung in rungs(len(candidates), self.request.keep, self.request.steps):
+            going = sorted((each for each in going if not each.failure), key=_better, reverse=True)[: rung.candidates]
+            self.say(
+                f"round {number + 1}, up to step {rung.steps}: candidates {', '.join(str(c.number) for c in going)}"
+            )
             for each in going:
-                self._compare(candidates[each], rung.steps)
-            if place + 1 < len(ladder):
-                differences = {each: candidates[each].difference for each in going}
-                going = survivors(differences, ladder[place + 1].candidates)
-        for each, candidate in candidates.items():
-            self.study.tell(each, candidate.difference)
-        return list(candidates.values())
+                self._compare(each, rung.steps)
+        for each in candidates:
+            if each.difference is not None:  # One that failed is tried again when the search goes on.
+                self.study.tell(each.number - 1, each.difference.mean, skip_if_finished=True)
+        return candidates
+
+    def proposed(self, number: int) -> list[SearchCandidate]:
+        """Returns the candidates of a round: those that were proposed before, and new ones, which the results of
+        earlier rounds guide. No two have the same values, and the config takes all."""
+        space = parse_space(self.request.search)
+        whole = [trial for trial in self.study.trials if ROUND in trial.user_attrs]
+        seen = {trial.number + 1: {each.key: each.of(trial.params[each.key]) for each in space} for trial in whole}
+        found = [trial.number + 1 for trial in whole if trial.user_attrs[ROUND] == number]
+        for _ in range(TRIES * self.request.candidates):
+            if len(found) >= self.request.candidates:
+                break
+            trial = self.study.ask({each.key: each.distribution for each in space})
+            values = {each.key: each.of(trial.params[each.key]) for each in space}
+            if values in seen.values() or self.request.problem(values):
+                self.study.tell(trial, state=optuna().trial.TrialState.FAIL)
+                continue
+            trial.set_user_attr(ROUND, number)
+            found.append(trial.number + 1)
+            seen[trial.number + 1] = values
+        return [SearchCandidate(each, seen[each]) for each in found]
 
     def _compare(self, candidate: SearchCandidate, steps: int) -> None:
         self._measure(candidate, steps)
-        own = {seed: found for seed in self.request.seeds if (found := self._score(OWN, seed, steps)) is not None}
-        if not candidate.failure:
-            candidate.difference = paired(candidate.scores, own, self.request.sign)
+        own = {seed: found for seed in self.request.seeds if (found := self._score(0, seed, steps)) is not None}
+        sign = -1 if self.request.minimize else 1
+        candidate.difference = None if candidate.failure else paired(candidate.scores, own, sign)
         result = candidate.failure or f"{self.request.metric} {candidate.mean:.4g}, {candidate.difference}"
         self.say(f"  candidate {candidate.number}, {shown_values(candidate.values)}: {result}")
 
     def _measure(self, candidate: SearchCandidate, steps: int) -> None:
-        scores = {}
+        scores, seconds = dict[int, float](), list[float]()
         candidate.steps = steps
         for seed in self.request.seeds:
-            run_dir = run_path(self.folder, candidate.number, seed)
-            values = {**candidate.values, "seed": seed}
+            run_dir, values = self.path(candidate.number, seed), {**candidate.values, "seed": seed}
             run = CandidateRun(self.request.experiment, str(run_dir), steps, list(self.request.flags), values)
-            if failure := self.train(run):
-                return _fail(candidate, f"{failure} ({run.output})")
-            if (found := self._score(candidate.number, seed, steps)) is None:
-                return _fail(candidate, f"no finite {self.request.metric} in its last steps ({run.output})")
+            candidate.failure = self.train(run)
+            found = None if candidate.failure else self._score(candidate.number, seed, steps)
+            if found is None:
+                why = candidate.failure or f"no finite {self.request.metric} in its last steps"
+                candidate.failure = f"{why} ({run.output})"
+                return
             scores[seed] = found
-        candidate.scores = scores
-        candidate.step_seconds = fmean(_step_seconds(self._lines(candidate.number, seed)) for seed in scores)
+            seconds.append(_step_seconds(self._lines(candidate.number, seed)))
+        candidate.scores, candidate.step_seconds = scores, fmean(seconds)
+
+    def path(self, candidate: int, seed: int) -> Path:
+        return self.folder / (f"candidate-{candidate}" if candidate else "own") / f"seed-{seed}"
 
     def _score(self, candidate: int, seed: int, steps: int) -> float | None:
         return score(self._lines(candidate, seed), self.request.metric, steps)
 
     def _lines(self, candidate: int, seed: int) -> list[Object]:
-        return read_metrics(run_path(self.folder, candidate, seed) / "metrics.jsonl")
+        return read_metrics(self.path(candidate, seed) / "metrics.jsonl")
 
 
-def _fail(candidate: SearchCandidate, why: str) -> None:
-    candidate.failure, candidate.difference = why, None
+def shown_values(values: Values) -> str:
+    """Returns values as text for a line: `training.learning_rate=0.00031 staleness.limit=2`."""
+    return " ".join(f"{key}={typed(value)}" for key, value in values.items()) or "own values"
 
 
-def _rank(candidate: SearchCandidate) -> tuple[bool, int, float]:
-    """Orders those that trained longest first, and of these the best; those that failed come last."""
-    better = candidate.difference.mean if candidate.difference else -math.inf
-    return candidate.difference is None, -candidate.steps, -better
+def typed(value: object) -> str:
+    """Returns a value as a flag has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _better(candidate: SearchCandidate) -> float:
+    return candidate.difference.mean if candidate.difference else -math.inf
 
 
 def _step_seconds(lines: list[Object]) -> float:

@@ -1,10 +1,13 @@
 """The values among which a search chooses: `--search KEY=LOW..HIGH`, `KEY=LOW..HIGH:log` or `KEY=A,B,C`."""
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
+from asyncrl.config.install_hints import install_extra
 from asyncrl.config.sources.keys import advice, all_keys
 from asyncrl.errors import ConfigError
 
@@ -19,98 +22,83 @@ UNSEARCHED = {
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One key of a search: a range from low to high, or choices. log: the logarithm is uniform. whole: of integers."""
+    """One key of a search. distribution: of Optuna, over a range, or over the numbers of the choices."""
 
     key: str
+    distribution: Any
     choices: tuple[Any, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    whole: bool = False
 
     @property
     def ends(self) -> tuple[Any, ...]:
         """Returns all choices, or both ends of the range."""
-        if self.choices:
-            return self.choices
-        return (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
-
-    def suggest(self, trial: Any) -> Any:
-        """Returns the value that an optuna.Trial suggests."""
-        if self.choices:
-            return self.of(trial.suggest_categorical(self.key, list(range(len(self.choices)))))
-        if self.whole:
-            return self.of(trial.suggest_int(self.key, int(self.low), int(self.high), log=self.log))
-        return self.of(trial.suggest_float(self.key, self.low, self.high, log=self.log))
+        return self.choices or (self.distribution.low, self.distribution.high)
 
     def of(self, suggested: Any) -> Any:
-        """Returns the value for a parameter as Optuna stores it: choices by their number, and other numbers with three
-        digits, so that a person can type them."""
+        """Returns the value of what Optuna proposes: numbers have three digits, so that a person can type them."""
         if self.choices:
             return self.choices[suggested]
-        return int(suggested) if self.whole else float(f"{suggested:.3g}")
+        return float(f"{suggested:.3g}") if isinstance(suggested, float) else suggested
 
 
-def parse_dimension(text: str) -> Dimension:
-    """Parses what stands after `--search`. Raises ConfigError."""
-    key, equals, spec = text.partition("=")
-    if not equals or not spec:
-        raise ConfigError(f"--search {text}: write KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C")
-    if key in UNSEARCHED:
-        raise ConfigError(f"--search {text}: {UNSEARCHED[key]}")
-    if key not in all_keys():
-        raise ConfigError(f"--search {text}: there is no key {key}; {advice(key)}")
-    is_number = bool({"integer", "number"} & set(all_keys()[key].kinds))
-    return _range(text, key, spec) if is_number and ".." in spec else _choices(text, key, spec)
-
-
-def _range(text: str, key: str, spec: str) -> Dimension:
-    bounds, _, scale = spec.partition(":")
-    low, _, high = bounds.partition("..")
-    kinds = all_keys()[key].kinds
-    if scale not in ("", "log"):
-        raise ConfigError(f"--search {text}: there is no scale {scale!r}; write LOW..HIGH or LOW..HIGH:log")
-    whole = "number" not in kinds
+def optuna() -> Any:
     try:
-        first, last = (float(int(bound) if whole else float(bound)) for bound in (low, high))
-    except ValueError:
-        raise ConfigError(
-            f"--search {text}: {low!r} and {high!r} must be {'integers' if whole else 'numbers'}"
-        ) from None
-    if not first < last:
-        raise ConfigError(f"--search {text}: the first bound must be below the second one")
-    if scale == "log" and first <= 0:
-        raise ConfigError(f"--search {text}: a logarithmic range begins above 0")
-    return Dimension(key, low=first, high=last, log=scale == "log", whole=whole)
-
-
-def _choices(text: str, key: str, spec: str) -> Dimension:
-    choices = _array(spec)
-    if len(set(map(repr, choices))) < 2:
-        raise ConfigError(f"--search {text}: a search needs two different values at least")
-    return Dimension(key, choices)
-
-
-def _array(spec: str) -> tuple[Any, ...]:
-    """Returns the values between commas: TOML values, such as lists, or plain text."""
-    try:
-        return tuple(tomllib.loads(f"values = [{spec}]")["values"])
-    except tomllib.TOMLDecodeError:
-        return tuple(_literal(part) for part in spec.split(","))
-
-
-def _literal(text: str) -> Any:
-    """Returns the TOML value of a text, or the text itself."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        return import_module("optuna")
+    except ModuleNotFoundError as error:
+        if error.name != "optuna":
+            raise
+        raise ConfigError(f"Optuna is not installed; run: {install_extra('tune')}") from None
 
 
 def parse_space(texts: Sequence[str]) -> list[Dimension]:
     """Parses a whole search. Raises ConfigError, also for a key that is given twice."""
-    space = [parse_dimension(text) for text in texts]
-    for number, dimension in enumerate(space):
-        if dimension.key in [each.key for each in space[:number]]:
-            raise ConfigError(f"--search: {dimension.key} is given twice; write all of its values in one")
-    return space
+    space = {dimension.key: dimension for dimension in map(_parsed, texts)}
+    for key in space:
+        if sum(text.startswith(f"{key}=") for text in texts) > 1:
+            raise ConfigError(f"--search: {key} is given twice; write all of its values in one")
+    return list(space.values())
+
+
+def _parsed(text: str) -> Dimension:
+    key, _, spec = text.partition("=")
+    if not spec:
+        raise _mistake(text, "write KEY=LOW..HIGH, KEY=LOW..HIGH:log or KEY=A,B,C")
+    if key in UNSEARCHED:
+        raise _mistake(text, UNSEARCHED[key])
+    if key not in all_keys():
+        raise _mistake(text, f"there is no key {key}; {advice(key)}")
+    kinds = {"integer", "number"}.intersection(all_keys()[key].kinds)
+    if kinds and ".." in spec:
+        return Dimension(key, _range(text, spec, whole="number" not in kinds))
+    choices = tuple(_toml(f"[{spec}]", [_toml(part, part) for part in spec.split(",")]))
+    if len(set(map(repr, choices))) < 2:
+        raise _mistake(text, "a search needs two different values at least")
+    return Dimension(key, optuna().distributions.CategoricalDistribution(range(len(choices))), choices)
+
+
+def _range(text: str, spec: str, *, whole: bool) -> Any:
+    bounds, _, scale = spec.partition(":")
+    first, _, last = bounds.partition("..")
+    if scale not in ("", "log"):
+        raise _mistake(text, f"there is no scale {scale!r}; write LOW..HIGH or LOW..HIGH:log")
+    try:
+        low, high = (int(first), int(last)) if whole else (float(first), float(last))
+    except ValueError:
+        raise _mistake(text, f"{first!r} and {last!r} must be {'integers' if whole else 'numbers'}") from None
+    if not -math.inf < low < high < math.inf:
+        raise _mistake(text, "the first bound must be below the second one, and both finite")
+    if scale == "log" and low <= 0:
+        raise _mistake(text, "a logarithmic range begins above 0")
+    distributions = optuna().distributions
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+    return kind(low, high, log=scale == "log")
+
+
+def _mistake(text: str, problem: str) -> ConfigError:
+    return ConfigError(f"--search {text}: {problem}")
+
+
+def _toml(text: str, otherwise: Any) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return otherwise

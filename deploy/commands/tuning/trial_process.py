@@ -1,9 +1,7 @@
-"""Trains one candidate with one seed up to a step, and stops it there with a checkpoint, from which it may go on.
+"""Trains one candidate with one seed up to a step, in a process that stops there with a checkpoint and may go on.
 
-    python -m asyncrl.deploy.commands.tuning.trial_process JSON
-
-is the process of a trial. JSON: the fields of CandidateRun. The run always has the steps of the whole experiment, so
-that a learning rate that depends on them is the same in short runs.
+The run always has the steps of the whole experiment, so that a learning rate that depends on them is the same in short
+runs.
 """
 
 import asyncio
@@ -14,26 +12,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.sources import load
-from asyncrl.deploy.run_setup import RunRequest, run
-from asyncrl.errors import AsyncrlError, ConfigError, Interrupted
+from asyncrl.errors import Interrupted
 from asyncrl.telemetry.metrics_file import read_metrics
-from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord
 from asyncrl.telemetry.screen.display import LineDisplay, Metrics
 
+ONE_TRIAL = "--one-trial"
+"""`asyncrl tune --one-trial JSON` is the process of a trial. JSON: the fields of CandidateRun."""
 QUIET = {"ASYNCRL_TELEMETRY__REPORT": "false", "ASYNCRL_TELEMETRY__TRACE": "false"}
 """Keys of every trial, unless flags set them: one report shows the whole search."""
-MISTAKE, FAILURE = 2, 1
+MISTAKE = 2
 PR_SET_PDEATHSIG = 1
-ORPHAN_DEADLINE, LOOK = 30.0, 0.2
-"""Seconds that a run of a killed search may take to end, and between two looks at its lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +38,60 @@ class CandidateRun:
     experiment: str
     run_dir: str
     last_step: int
-    flags: Sequence[str] = ()
-    values: dict[str, Any] = field(default_factory=dict)
+    flags: Sequence[str]
+    values: dict[str, Any]
 
     @property
-    def directory(self) -> RunDirectory:
-        return RunDirectory(Path(self.run_dir).absolute())
-
-    @property
-    def steps_trained(self) -> int:
-        lines = read_metrics(self.directory.metrics) if self.directory.metrics.exists() else []
-        return int(lines[-1]["step"]) if lines else 0
+    def is_trained(self) -> bool:
+        path = Path(self.run_dir, "metrics.jsonl")
+        lines = read_metrics(path) if path.exists() else []
+        return bool(lines) and int(lines[-1]["step"]) >= self.last_step
 
     @property
     def output(self) -> Path:
         """Returns the file with what the run printed."""
         return Path(f"{self.run_dir}.log")
+
+
+def run_trial(request: CandidateRun) -> str:
+    """Trains up to the last step; returns "", or why it could not be trained. A run that fails without a mistake in its
+    config goes on once. Raises Interrupted when a signal came, which ends the run with a checkpoint."""
+    for _ in range(2):
+        if request.is_trained or _run_once(request) == MISTAKE:
+            break
+    if request.is_trained:
+        return ""
+    lines = request.output.read_text("utf-8", errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("asyncrl: ") if lines else f"see {request.output}"
+
+
+def _run_once(request: CandidateRun) -> int:
+    """Returns the exit code. The run is no part of our terminal, and gets each signal from us. It begins when that of a
+    search that was killed has ended: the kernel tells it, and it ends with a checkpoint."""
+    run_dir = Path(request.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / "run.lock", "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    command = [sys.executable, "-m", "asyncrl.deploy.cli", "tune", ONE_TRIAL, json.dumps(asdict(request))]
+    received: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        child.terminate()
+
+    with request.output.open("ab") as output:
+        child = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**QUIET, **os.environ}, start_new_session=True
+        )
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise Interrupted("the search was interrupted")
+    return code
 
 
 class StoppingDisplay(LineDisplay):
@@ -76,94 +109,14 @@ class StoppingDisplay(LineDisplay):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_trial(request: CandidateRun) -> str:
-    """Trains in a process of its own until the last step is there; returns "", or why it could not be trained. A run
-    that fails without a mistake in its config goes on once.
+def train_here(argument: str) -> int:
+    """Is the process of a trial, which ends when the search is killed."""
+    from asyncrl.deploy.run_setup import RunRequest, run
 
-    Raises Interrupted when a signal came, which ends the run with a checkpoint.
-    """
-    for _ in range(2):
-        code, failure = _run_once(request)
-        if not failure or code == MISTAKE:
-            break
-    return failure
-
-
-def _run_once(request: CandidateRun) -> tuple[int, str]:
-    """Returns the exit code of a run, and why it has not trained the last step."""
-    if request.steps_trained >= request.last_step:
-        return 0, ""
-    _wait_for_orphan(request.directory)
-    request.output.parent.mkdir(parents=True, exist_ok=True)
-    with request.output.open("ab") as output:
-        command = [sys.executable, "-m", __name__, json.dumps(asdict(request))]
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**QUIET, **os.environ})
-    code, is_interrupted = _waited(child)
-    if is_interrupted:
-        raise Interrupted("the search was interrupted")
-    if code == 0 and request.steps_trained >= request.last_step:
-        return 0, ""
-    return code, _last_line(request.output)
-
-
-def _wait_for_orphan(directory: RunDirectory) -> None:
-    """Waits for a run whose search was killed: the kernel tells it, and it ends with a checkpoint."""
-    if not directory.path.exists():
-        return
-    deadline = time.monotonic() + ORPHAN_DEADLINE
-    with open(directory.path / "run.lock", "a+") as lock:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                time.sleep(LOOK)
-
-
-def _waited(child: "subprocess.Popen[bytes]") -> tuple[int, bool]:
-    """Waits for the end of a run; returns its exit code, and whether a signal came. A terminal sends Ctrl-C to both
-    processes; other signals reach this one only, and are passed on."""
-    received: list[int] = []
-
-    def take(number: int, frame: object) -> None:
-        received.append(number)
-        if number != signal.SIGINT:
-            child.send_signal(number)
-
-    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return child.wait(), bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _last_line(output: Path) -> str:
-    lines = output.read_text("utf-8", errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("asyncrl: ") if lines else f"see {output}"
-
-
-def main(argument: str) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     request = CandidateRun(**json.loads(argument))
-    try:
-        config = load(request.experiment, request.flags, values=request.values).config
-        display = StoppingDisplay(config.steps, request.last_step)
-        asyncio.run(
-            run(
-                RunRequest(
-                    config, Path(request.run_dir), display, "`asyncrl tune --to` with the directory of the search"
-                )
-            )
-        )
-    except ConfigError as error:
-        print(f"asyncrl: {error}", flush=True)
-        return MISTAKE
-    except AsyncrlError as error:
-        print(f"asyncrl: {error}", flush=True)
-        return getattr(error, "exit_code", FAILURE)
+    config, run_dir = load(request.experiment, request.flags, values=request.values).config, Path(request.run_dir)
+    display = StoppingDisplay(config.steps, request.last_step)
+    again = "`asyncrl tune --to` with the directory of the search"
+    asyncio.run(run(RunRequest(config, run_dir, display, again)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

@@ -5,53 +5,57 @@ import difflib
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
-from functools import partial
-from itertools import chain, islice, product
+from itertools import islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
+from asyncrl.config.sources import load
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
+from asyncrl.deploy.commands.tuning.search import (
+    Search,
+    SearchCandidate,
+    SearchRequest,
+    open_search,
+    shown_values,
+    typed,
+)
+from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_space
+from asyncrl.deploy.commands.tuning.trial_process import ONE_TRIAL, run_trial, train_here
 from asyncrl.errors import ConfigError, Interrupted
-
-if TYPE_CHECKING:
-    from asyncrl.deploy.commands.tuning.search import SearchCandidate
-    from asyncrl.deploy.commands.tuning.search_space import Dimension, Values
-    from asyncrl.deploy.commands.tuning.study import SearchRequest
+from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 
 DESCRIPTION = f"""{__doc__} Optuna (extra `tune`) proposes values, and sequential halving spends the steps. All
 candidates and the experiment's own values train with the same seeds, and are compared seed by seed. The same command
 goes on after an end. Further --section.key flags set keys of every run."""
 MOST_COMBINATIONS = 64
 """Combinations of the other keys' ends beside which a value is tried, before it counts as refused."""
+SHOWN_RUNS = 8
+"""Runs in the report: of the experiment's own values and of the best candidates."""
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == [ONE_TRIAL]:
+        return train_here(arguments[1])
     asked, flags = _parser().parse_known_args(arguments)
     _refuse_mistakes(asked, arguments)
-    from asyncrl.deploy.commands.tuning.search import Search
-    from asyncrl.deploy.commands.tuning.search_space import parse_space
-    from asyncrl.deploy.commands.tuning.study import Study, open_request, search_lock
-    from asyncrl.deploy.commands.tuning.trial_process import run_trial
-    from asyncrl.deploy.commands.tuning.tuning_report import write_tuning_report
-
     wanted = None if asked.experiment is None else _request(asked, flags)
     name = Path(asked.experiment or "").stem
     folder = asked.to or Path("runs") / f"tune-{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
-    request = open_request(folder, wanted)
     again = f"{program()} tune --to {shlex.quote(str(folder))}"
-    with search_lock(folder):
-        study = Study(folder, parse_space(request.search), partial(_is_valid, request))
+    with open_search(folder, wanted) as (study, request):
+        search = Search(folder, request, study, run_trial, _say)
         try:
-            own, found = Search(folder, request, study, run_trial, _say).run()
+            own, found = search.run()
         except Interrupted as error:
             raise Interrupted(f"{error}. Go on with: {again}") from None
-    print("\n" + "\n".join(table(request, own, found)))
+    lines = table(request, own, found)
+    print("\n" + "\n".join(lines))
     print(conclusion(request, found))
     if failed := sum(bool(each.failure) for each in found):
         print(f"candidates that failed: {failed}; `{again}` tries them again")
-    print(f"report: {write_tuning_report(folder, request, own, found)}")
+    print(f"report: {_write_report(search, own, found, lines)}")
     return 0
 
 
@@ -89,20 +93,15 @@ def _refuse_mistakes(asked: argparse.Namespace, arguments: Sequence[str]) -> Non
         raise ConfigError("--candidates 1: a search needs two at least")
 
 
-def _request(asked: argparse.Namespace, flags: Sequence[str]) -> "SearchRequest":
+def _request(asked: argparse.Namespace, flags: Sequence[str]) -> SearchRequest:
     """Raises ConfigError for mistakes in the experiment, in flags, and in the ends of what is searched."""
-    from asyncrl.config.sources import load
-    from asyncrl.deploy.commands.tuning.search_space import parse_space
-    from asyncrl.deploy.commands.tuning.study import SearchRequest
-
     config = load(asked.experiment, flags).config
     space = parse_space(asked.search)
     for dimension in space:
         if any(flag.partition("=")[0] == f"--{dimension.key}" for flag in flags):
             raise ConfigError(f"--search: {dimension.key} is set by a flag too; remove one")
-    _refuse_values(asked.experiment, flags, space)
     _refuse_metric(asked.metric, config.reward.terms)
-    return SearchRequest(
+    request = SearchRequest(
         experiment=asked.experiment,
         search=asked.search,
         flags=list(flags),
@@ -114,42 +113,23 @@ def _request(asked: argparse.Namespace, flags: Sequence[str]) -> "SearchRequest"
         metric=asked.metric,
         minimize=asked.minimize,
     )
+    _refuse_values(request, space)
+    return request
 
 
-def _refuse_values(experiment: str, flags: Sequence[str], space: "Sequence[Dimension]") -> None:
+def _refuse_values(request: SearchRequest, space: Sequence[Dimension]) -> None:
     """Raises ConfigError for an end of a range, or a choice, that the config refuses beside all ends of the others."""
-    from asyncrl.config.sources import load
-
-    for number, dimension in enumerate(space):
-        others = [[(each.key, end) for end in each.ends] for place, each in enumerate(space) if place != number]
+    for dimension in space:
         for value in dimension.ends:
-            problem: ConfigError | None = None
-            for beside in chain([()], islice(product(*others), MOST_COMBINATIONS)):
-                try:
-                    load(experiment, flags, values={dimension.key: value, **dict(beside)})
-                    break
-                except ConfigError as error:
-                    problem = problem or error
-            else:
-                assert problem is not None
-                raise ConfigError(f"--search {dimension.key}: {problem}")
-
-
-def _is_valid(request: "SearchRequest", values: "Values") -> bool:
-    """Returns whether the config takes these values together."""
-    from asyncrl.config.sources import load
-
-    try:
-        load(request.experiment, request.flags, values=dict(values))
-    except ConfigError:
-        return False
-    return True
+            beside = product(*([value] if each is dimension else each.ends for each in space))
+            together = (dict(zip((each.key for each in space), values, strict=True)) for values in beside)
+            problems = map(request.problem, islice(together, MOST_COMBINATIONS))
+            if (first := next(problems)) and all(problems):
+                raise ConfigError(f"--search {dimension.key}: {first}")
 
 
 def _refuse_metric(metric: str, terms: Sequence[str]) -> None:
     """Raises ConfigError for a name that no metric can have, or that is nearly the name of one."""
-    from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
-
     known = [*METRICS, *FURTHER_METRICS, *(f"reward/{term}" for term in terms)]
     if metric in known:
         return
@@ -160,10 +140,8 @@ def _refuse_metric(metric: str, terms: Sequence[str]) -> None:
         raise ConfigError(f"--metric: there is no metric {metric!r}; {meant}")
 
 
-def table(request: "SearchRequest", own: "SearchCandidate", found: "Sequence[SearchCandidate]") -> list[str]:
+def table(request: SearchRequest, own: SearchCandidate, found: Sequence[SearchCandidate]) -> list[str]:
     """Returns the lines of the table: two for each candidate, of which the second has its values."""
-    from asyncrl.deploy.commands.tuning.study import shown_values
-
     head = f"{'':>9} {'steps':>6} {request.metric:>12} {'over own values':>20} {'s a step':>9}"
     lines = [head]
     for each in (own, *found):
@@ -174,7 +152,7 @@ def table(request: "SearchRequest", own: "SearchCandidate", found: "Sequence[Sea
     return lines
 
 
-def conclusion(request: "SearchRequest", found: "Sequence[SearchCandidate]") -> str:
+def conclusion(request: SearchRequest, found: Sequence[SearchCandidate]) -> str:
     """Returns the sentence that says what to do. found: the best first."""
     if not found or (difference := found[0].difference) is None:
         return "no candidate could be trained; the messages above say why"
@@ -186,7 +164,7 @@ def conclusion(request: "SearchRequest", found: "Sequence[SearchCandidate]") -> 
             f"no candidate is clearly better than the experiment's own values; the best is {best}, by {difference}: "
             "more seeds or longer runs tell more"
         )
-    flags = [part for key, value in found[0].values.items() for part in (f"--{key}", _typed(value))]
+    flags = [part for key, value in found[0].values.items() for part in (f"--{key}", typed(value))]
     command = shlex.join(["run", request.experiment, *request.flags, *flags])
     return (
         f"{best} is better by {difference} over {len(request.seeds)} seeds; as the best of {len(found)} it may be "
@@ -194,8 +172,22 @@ def conclusion(request: "SearchRequest", found: "Sequence[SearchCandidate]") -> 
     )
 
 
-def _typed(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _write_report(search: Search, own: SearchCandidate, found: Sequence[SearchCandidate], lines: Sequence[str]) -> Path:
+    """Writes the table, and a comparison of the own values with the best candidates, all with the first seed."""
+    from asyncrl.deploy.report.report_page import write_report
+    from asyncrl.deploy.report.run_record import read_run
+
+    shown = [own, *(each for each in found if each.difference is not None)][:SHOWN_RUNS]
+    runs = [
+        replace(
+            read_run(search.path(each.number, search.request.seeds[0])),
+            path=Path(f"candidate {each.number}" if each.number else "own values"),
+        )
+        for each in shown
+    ]
+    target = search.folder / "report.html"
+    write_report(runs, target, "\n".join(lines))
+    return target
 
 
 def _say(text: str) -> None:

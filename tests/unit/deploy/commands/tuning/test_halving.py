@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.deploy.commands.tuning.halving import PairedDifference, Rung, paired, rungs, score, survivors
+from asyncrl.deploy.commands.tuning.halving import PairedDifference, Rung, paired, rungs, score
 
 
 def test_rungs_keep_one_in_three_and_end_with_all_steps() -> None:
@@ -62,9 +62,3 @@ def test_one_seed_is_never_clear() -> None:
     assert found == PairedDifference(0.5, None)
     assert not found.is_clear
     assert not PairedDifference(0.2, 0.1).is_clear
-
-
-def test_the_best_go_on_and_none_that_failed() -> None:
-    by_number = {1: PairedDifference(0.1, None), 2: None, 3: PairedDifference(0.3, None), 4: PairedDifference(0.1, 0.0)}
-    assert survivors(by_number, 2) == [3, 1]
-    assert survivors(by_number, 9) == [3, 1, 4]

@@ -1,23 +1,23 @@
 """A whole search without training: a fake writes the metrics that a run would."""
 
+import fcntl
 import importlib.util
 import json
-import time
+import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands.tuning import trial_process, tune
-from asyncrl.deploy.commands.tuning.search import Search, SearchCandidate
-from asyncrl.deploy.commands.tuning.search_space import parse_space
-from asyncrl.deploy.commands.tuning.study import SearchRequest, Study, open_request, run_path, search_lock
+from asyncrl.deploy.commands.tuning.halving import paired
+from asyncrl.deploy.commands.tuning.search import Search, SearchCandidate, SearchRequest, open_search
 from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.deploy.commands.tuning.tune import conclusion, table
 from asyncrl.errors import ConfigError, Interrupted
-from asyncrl.telemetry.run_directory import RunDirectory
 
 needs_optuna = pytest.mark.skipif(
     importlib.util.find_spec("optuna") is None, reason="Optuna (extra `tune`) is not installed"
@@ -55,8 +55,8 @@ def search(
     folder: Path, train: object, request: SearchRequest = REQUEST
 ) -> tuple[SearchCandidate, list[SearchCandidate]]:
     assert callable(train)
-    folder.mkdir(exist_ok=True)
-    return Search(folder, request, Study(folder, parse_space(request.search)), train, lambda text: None).run()
+    with open_search(folder, request) as (study, kept):
+        return Search(folder, kept, study, train, lambda text: None).run()
 
 
 @needs_optuna
@@ -110,14 +110,13 @@ def test_later_rounds_come_near_the_best_of_the_earlier_ones(tmp_path: Path) -> 
 @needs_optuna
 def test_what_fails_is_last_and_says_why(tmp_path: Path) -> None:
     calls: list[CandidateRun] = []
-    own = str(run_path(tmp_path, 0, 3))
     fails = fake_training(7, calls, lambda run: "no memory" if "candidate-2/" in run.run_dir else "")
     _, found = search(tmp_path, fails)
     assert found[-1].number == 2
     assert found[-1].failure == f"no memory ({tmp_path}/candidate-2/seed-3.log)"
     assert len(found) == 9
     with pytest.raises(ConfigError, match="own values cannot be trained: no memory"):
-        search(tmp_path / "other", fake_training(7, [], lambda run: "no memory" if run.run_dir != own else ""))
+        search(tmp_path / "other", fake_training(7, [], lambda run: "no memory"))
 
 
 @needs_optuna
@@ -127,25 +126,28 @@ def test_a_small_space_has_no_more_candidates_than_values(tmp_path: Path) -> Non
     assert [each.values["staleness.limit"] for each in found] == [2, 1]
 
 
+@needs_optuna
 def test_a_directory_goes_on_with_its_own_search_only(tmp_path: Path) -> None:
     folder = tmp_path / "search"
-    assert open_request(folder, REQUEST) == REQUEST
-    assert list(open_request(folder, None).seeds) == [3, 4]
-    assert open_request(folder, REQUEST).steps == 18
-    with pytest.raises(ConfigError, match="holds a search with steps = 18, not 30"):
-        open_request(folder, SearchRequest("quickstart", REQUEST.search, seeds=[3, 4], steps=30))
-    (folder / "search.json").write_text('{"experiment": "quickstart", "sear')
-    with pytest.raises(ConfigError, match="is damaged"):
-        open_request(folder, None)
-    with pytest.raises(ConfigError, match="is not empty, and holds no search"):
-        open_request(tmp_path, REQUEST)
-    with pytest.raises(ConfigError, match="holds no search"):
-        open_request(tmp_path / "none", None)
+    for wanted in (REQUEST, None, REQUEST):
+        with open_search(folder, wanted) as (_, kept):
+            assert (list(kept.seeds), kept.steps, list(kept.search)) == ([3, 4], 18, list(REQUEST.search))
+
+    def problem(path: Path, wanted: SearchRequest | None) -> str:
+        with pytest.raises(ConfigError) as found, open_search(path, wanted):
+            pass
+        return str(found.value)
+
+    assert "holds a search with steps = 18, not 30" in problem(folder, replace(REQUEST, steps=30))
+    assert "is not empty, and holds no search" in problem(tmp_path, REQUEST)
+    assert "holds no search" in problem(tmp_path / "none", None)
+    with open_search(folder, None):
+        assert "another process works on the search" in problem(folder, None)
+    (folder / "candidates.log").write_text('{"op_code": 0, "wor\n{}\n')
+    assert "is damaged" in problem(folder, None)
 
 
 def candidate(number: int, mean: float, differences: list[float]) -> SearchCandidate:
-    from asyncrl.deploy.commands.tuning.halving import paired
-
     scores = dict(enumerate(mean + each for each in differences))
     found = paired(scores, dict.fromkeys(scores, 0.5))
     return SearchCandidate(number, {"staleness.policy": "drop"}, 18, scores, found, 0.1)
@@ -174,6 +176,7 @@ def test_the_table_is_narrow_and_names_failures() -> None:
     assert "+0.2 ± 0.1" in "\n".join(shown)
 
 
+@needs_optuna
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -204,30 +207,27 @@ def test_mistakes_end_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_values_that_are_right_together_only_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_optuna
+def test_values_that_are_right_together_only_are_searched() -> None:
     together = ["--search", "algorithm.correction=none,cap", "--search", "algorithm.old_logprobs=engine,recomputed"]
     asked = tune._parser().parse_args(["quickstart", *together])
     request = tune._request(asked, [])
-    assert tune._is_valid(request, {"algorithm.correction": "cap", "algorithm.old_logprobs": "recomputed"})
-    assert not tune._is_valid(request, {"algorithm.correction": "cap", "algorithm.old_logprobs": "engine"})
+    assert not request.problem({"algorithm.correction": "cap", "algorithm.old_logprobs": "recomputed"})
+    assert request.problem({"algorithm.correction": "cap", "algorithm.old_logprobs": "engine"})
     alone = tune._parser().parse_args(["quickstart", *together[:2]])
     with pytest.raises(ConfigError, match=r"--search algorithm\.correction"):
         tune._request(alone, [])
 
 
 @needs_optuna
-def test_combinations_that_the_config_refuses_become_no_candidates(tmp_path: Path) -> None:
-    study = Study(tmp_path, parse_space(["staleness.limit=0..9"]), lambda values: values["staleness.limit"] > 6)
-    found = study.candidates(0, 9)
-    assert sorted(values["staleness.limit"] for values in found.values()) == [7, 8, 9]
-
-
-def test_one_process_works_on_a_search(tmp_path: Path) -> None:
-    other = pytest.raises(ConfigError, match="another process works on the search")
-    with search_lock(tmp_path), other, search_lock(tmp_path):
-        pass
-    with search_lock(tmp_path):
-        pass
+def test_combinations_that_the_config_refuses_become_no_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SearchRequest, "problem", lambda _, values: "" if values["staleness.limit"] > 6 else "no")
+    request = replace(REQUEST, search=["staleness.limit=0..9"])
+    with open_search(tmp_path, request) as (study, _):
+        found = Search(tmp_path, request, study, lambda run: "", lambda text: None).proposed(0)
+    assert sorted(each.values["staleness.limit"] for each in found) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -237,28 +237,50 @@ def test_a_run_that_fails_goes_on_once_unless_its_config_is_wrong(
     codes: list[int], failure: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[int] = []
+    run = CandidateRun("quickstart", str(tmp_path / "run"), 4, [], {})
+    (tmp_path / "run").mkdir()
 
-    def once(request: CandidateRun) -> tuple[int, str]:
+    def once(request: CandidateRun) -> int:
         done.append(codes.pop(0))
-        return done[-1], "it broke" if done[-1] else ""
+        if done[-1]:
+            request.output.write_text("step 1\nasyncrl: it broke\n")
+        else:
+            (tmp_path / "run/metrics.jsonl").write_text('{"step": 4}\n')
+        return done[-1]
 
     monkeypatch.setattr(trial_process, "_run_once", once)
-    assert trial_process.run_trial(CandidateRun("quickstart", str(tmp_path), 4)) == failure
+    assert trial_process.run_trial(run) == failure
     assert len(done) == tries
 
 
 def test_a_run_waits_for_the_one_that_a_killed_search_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl.controller.journal.run_storage import run_lock
+    begun: list[bool] = []
+    ended = threading.Event()
 
-    looks: list[float] = []
-    with ExitStack() as orphan:
-        orphan.enter_context(run_lock(tmp_path))
+    def flock(lock: IO[str], operation: int) -> None:
+        with pytest.raises(BlockingIOError):
+            real(lock, operation | fcntl.LOCK_NB)
+        ended.set()
+        real(lock, operation)
 
-        def look(seconds: float) -> None:
-            looks.append(seconds)
-            if len(looks) == 3:
-                orphan.close()
+    def hold(file: IO[str]) -> None:
+        with file:
+            assert ended.wait(60)
 
-        monkeypatch.setattr(time, "sleep", look)
-        trial_process._wait_for_orphan(RunDirectory(tmp_path))
-    assert len(looks) == 3
+    class Child:
+        def __init__(self, *_: object, **__: object) -> None:
+            begun.append(ended.is_set())
+
+        def wait(self) -> int:
+            return 0
+
+    real = fcntl.flock
+    orphan = open(tmp_path / "run.lock", "a+")  # noqa: SIM115
+    real(orphan, fcntl.LOCK_EX)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr("subprocess.Popen", Child)
+    holder = threading.Thread(target=hold, args=(orphan,))
+    holder.start()
+    assert trial_process._run_once(CandidateRun("quickstart", str(tmp_path), 4, [], {})) == 0
+    holder.join()
+    assert begun == [True]
