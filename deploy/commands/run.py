@@ -1,5 +1,6 @@
 """`asyncrl run` trains an experiment, or resumes a run."""
 
+import os
 import shlex
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.config.install_hints import program
-from asyncrl.deploy.commands.command_parser import CommandParser
+from asyncrl.deploy.commands.command_parser import CommandParser, positive
 from asyncrl.errors import ConfigError, Interrupted
 from asyncrl.telemetry.run_directory import is_in_store, missing_run, new_run_directory, refuse_address
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.config.sources import Loaded
     from asyncrl.deploy.process.fork_client import Forks
+    from asyncrl.telemetry.samples_file import SampleRecord
+    from asyncrl.telemetry.screen.display import Display, Metrics
 
 USAGE = """\
 usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.key value ...]
@@ -30,6 +33,7 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --run-dir DIR        where everything is written, runs/NAME-TIME by default; a directory that holds a run
                        resumes it: the same command again is all it takes. s3://BUCKET/PATH: each checkpoint is
                        copied there (extra `s3`), and a machine that has no such run begins with the copy
+  --stop-at STEP       end in order after this step; the same command with a later one goes on
   --accept-changes     resume although keys changed that change what is learned
   --record             short for --telemetry.record_gb 1: keep what services were given, for `asyncrl replay`
   --listen ADDRESS     short for --fleet.wire tcp --fleet.listen tcp://HOST:PORT, where workers of fleet.joined join
@@ -66,6 +70,7 @@ class RunCommand:
     address: str = ""
     listen: str = ""
     store: str = ""
+    stop_at: int = 0
 
 
 def main(arguments: list[str]) -> int:
@@ -93,7 +98,7 @@ def main(arguments: list[str]) -> int:
                 again = [argument for argument in arguments if argument != ACCEPT]  # What changed is taken over once.
                 command = f"{program()} {shlex.join(['run', *again, *named])}"
                 with _on_cluster(request, loaded, run_dir) as placed:
-                    return train(placed, run_dir, request.accept_changes, command, forks, request.store)
+                    return train(placed, run_dir, request, command, forks)
             if forks is not None:
                 forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
@@ -105,6 +110,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     parser.add_argument("--run-dir", nargs="?", const="")
     parser.add_argument(ACCEPT, action="store_true")
     parser.add_argument("--print-config", action="store_true")
+    parser.add_argument("--stop-at", type=positive, default=0)
     parser.add_argument("--listen", default="")
     parser.add_argument("--on", default="")
     parser.add_argument("--record", action="store_true")
@@ -134,7 +140,7 @@ def parse(arguments: Sequence[str]) -> RunCommand:
     restarts = [f"--fleet.restarts={number}" if number else "--fleet.restarts" for number in asked.restarts]
     listens = [f"--fleet.listen={asked.listen}", "--fleet.wire=tcp"] if asked.listen else []
     flags += [*listens, *([f"--telemetry.record_gb={RECORD_GB:g}"] if asked.record else [])]
-    cluster = (asked.on, asked.address, asked.listen, store)
+    cluster = (asked.on, asked.address, asked.listen, store, asked.stop_at)
     return RunCommand(target, run_dir, asked.accept_changes, asked.print_config, flags, restarts, *cluster)
 
 
@@ -148,6 +154,7 @@ def _child_arguments(request: RunCommand, run_dir: Path) -> list[str]:
     """Returns the arguments for a process that is started again after it died, without `--restarts`."""
     target = [request.target] if isinstance(request.target, str) else []
     accept = [ACCEPT] if request.accept_changes else []
+    accept += ["--stop-at", str(request.stop_at)] if request.stop_at else []
     accept += ["--on", request.cluster] if request.cluster else []
     accept += ["--address", request.address] if request.address else []
     return [*target, *request.flags, *accept, "--run-dir", request.store or str(run_dir), "--fleet.restarts=0"]
@@ -194,24 +201,20 @@ def _refuse_python_objects(run_dir: Path, config: "Config") -> None:
         )
 
 
-def train(
-    loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None", store: str = ""
-) -> int:
+def train(loaded: "Loaded", run_dir: Path, request: RunCommand, command: str, begun: "Forks | None") -> int:
     """Runs to the end in this process. Raises Interrupted, with the command that goes on, also for a signal that comes
     before the run handles signals itself or when it no longer does."""
     import asyncio
 
     try:
-        return _train(loaded, run_dir, accept_changes, command, begun, store)
+        return _train(loaded, run_dir, request, command, begun)
     except (KeyboardInterrupt, asyncio.CancelledError) as pressed:
         if isinstance(pressed.__context__, Interrupted):
             raise pressed.__context__ from None
         raise Interrupted(f"interrupted. Go on with: {command}") from None
 
 
-def _train(
-    loaded: "Loaded", run_dir: Path, accept_changes: bool, command: str, begun: "Forks | None", store: str
-) -> int:
+def _train(loaded: "Loaded", run_dir: Path, request: RunCommand, command: str, begun: "Forks | None") -> int:
     import asyncio
 
     from asyncrl.deploy.process.fork_client import forks_of
@@ -225,9 +228,24 @@ def _train(
         config = with_steps_of_epochs(loaded.config)  # The display counts steps.
         every = config.telemetry.print_every
         with open_display(config.steps, workers=workers_of(config), print_every=every) as display:
-            wanted = RunRequest(config, run_dir, display, command, accept_changes, loaded.sources, forks=forks)
-            asyncio.run(run(replace(wanted, store=store)))
+            if request.stop_at:
+                _stop_after(request.stop_at, display)
+            wanted = RunRequest(config, run_dir, display, command, request.accept_changes, loaded.sources, forks=forks)
+            asyncio.run(run(replace(wanted, store=request.store)))
     return 0
+
+
+def _stop_after(last: int, display: "Display") -> None:
+    """Lets the run end in order, as by a signal, once the display is shown this step."""
+    show, ended = display.step, list[int]()
+
+    def shown(metrics: "Metrics", sample: "SampleRecord | None") -> None:
+        show(metrics, sample)
+        if int(metrics["version"]) >= last and not ended:
+            ended.append(last)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    display.step = shown  # type: ignore[method-assign]
 
 
 def start_run(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.config.sources import load
 from asyncrl.deploy.commands.tuning.halving import PairedDifference, paired, rungs, score
-from asyncrl.deploy.commands.tuning.search_space import Values, optuna, parse_space
+from asyncrl.deploy.commands.tuning.search_space import Values, optuna, parse_space, typed
 from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import Object
@@ -184,7 +184,7 @@ class Search:
         candidate.steps = steps
         for seed in self.request.seeds:
             run_dir, values = self.path(candidate.number, seed), {**candidate.values, "seed": seed}
-            run = CandidateRun(self.request.experiment, str(run_dir), steps, list(self.request.flags), values)
+            run = CandidateRun(self.request.experiment, run_dir, steps, self.request.flags, values)
             candidate.failure = self.train(run)
             found = None if candidate.failure else self._score(candidate.number, seed, steps)
             if found is None:
@@ -208,11 +208,6 @@ class Search:
 def shown_values(values: Values) -> str:
     """Returns values as text for a line: `training.learning_rate=0.00031 staleness.limit=2`."""
     return " ".join(f"{key}={typed(value)}" for key, value in values.items()) or "own values"
-
-
-def typed(value: object) -> str:
-    """Returns a value as a flag has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _better(candidate: SearchCandidate) -> float:

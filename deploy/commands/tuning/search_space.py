@@ -40,6 +40,11 @@ class Dimension:
         return float(f"{suggested:.3g}") if isinstance(suggested, float) else suggested
 
 
+def typed(value: object) -> str:
+    """Returns a value as a flag has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def optuna() -> Any:
     try:
         return import_module("optuna")

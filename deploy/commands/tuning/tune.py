@@ -19,10 +19,9 @@ from asyncrl.deploy.commands.tuning.search import (
     SearchRequest,
     open_search,
     shown_values,
-    typed,
 )
-from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_space
-from asyncrl.deploy.commands.tuning.trial_process import ONE_TRIAL, run_trial, train_here
+from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_space, typed
+from asyncrl.deploy.commands.tuning.trial_process import run_trial
 from asyncrl.errors import ConfigError, Interrupted
 from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
 
@@ -36,8 +35,6 @@ SHOWN_RUNS = 8
 
 
 def main(arguments: list[str]) -> int:
-    if arguments[:1] == [ONE_TRIAL]:
-        return train_here(arguments[1])
     asked, flags = _parser().parse_known_args(arguments)
     _refuse_mistakes(asked, arguments)
     wanted = None if asked.experiment is None else _request(asked, flags)
@@ -101,18 +98,10 @@ def _request(asked: argparse.Namespace, flags: Sequence[str]) -> SearchRequest:
         if any(flag.partition("=")[0] == f"--{dimension.key}" for flag in flags):
             raise ConfigError(f"--search: {dimension.key} is set by a flag too; remove one")
     _refuse_metric(asked.metric, config.reward.terms)
-    request = SearchRequest(
-        experiment=asked.experiment,
-        search=asked.search,
-        flags=list(flags),
-        candidates=asked.candidates,
-        keep=asked.keep,
-        rounds=asked.rounds,
-        seeds=[config.seed + number for number in range(asked.seeds)],
-        steps=min(asked.stop_at or config.steps, config.steps),
-        metric=asked.metric,
-        minimize=asked.minimize,
-    )
+    given = {name: value for name, value in vars(asked).items() if name not in ("to", "stop_at")}
+    given["steps"] = min(asked.stop_at or config.steps, config.steps)
+    given["seeds"] = [config.seed + number for number in range(asked.seeds)]
+    request = SearchRequest(**given, flags=flags)
     _refuse_values(request, space)
     return request
 
@@ -122,8 +111,8 @@ def _refuse_values(request: SearchRequest, space: Sequence[Dimension]) -> None:
     for dimension in space:
         for value in dimension.ends:
             beside = product(*([value] if each is dimension else each.ends for each in space))
-            together = (dict(zip((each.key for each in space), values, strict=True)) for values in beside)
-            problems = map(request.problem, islice(together, MOST_COMBINATIONS))
+            candidates = (dict(zip((each.key for each in space), values, strict=True)) for values in beside)
+            problems = map(request.problem, islice(candidates, MOST_COMBINATIONS))
             if (first := next(problems)) and all(problems):
                 raise ConfigError(f"--search {dimension.key}: {first}")
 

@@ -33,9 +33,9 @@ class Trained:
         self.asked: list[tuple[Config, Path, bool, str]] = []
 
     def __call__(
-        self, loaded: Loaded, run_dir: Path, accept_changes: bool, command: str, begun: Forks | None, store: str = ""
+        self, loaded: Loaded, run_dir: Path, request: run.RunCommand, command: str, begun: Forks | None
     ) -> int:
-        self.asked.append((loaded.config, run_dir, accept_changes, command))
+        self.asked.append((loaded.config, run_dir, request.accept_changes, command))
         return 0
 
 

@@ -35,7 +35,7 @@ def fake_training(
         if text := failing(run):
             return text
         limit, seed = run.values.get("staleness.limit", 40), run.values["seed"]
-        Path(run.run_dir).mkdir(parents=True, exist_ok=True)
+        run.run_dir.mkdir(parents=True, exist_ok=True)
         made = [
             {
                 "step": step,
@@ -45,7 +45,7 @@ def fake_training(
             }
             for step in range(1, run.last_step + 1)
         ]
-        (Path(run.run_dir) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
+        (run.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made))
         return ""
 
     return train
@@ -110,7 +110,7 @@ def test_later_rounds_come_near_the_best_of_the_earlier_ones(tmp_path: Path) -> 
 @needs_optuna
 def test_what_fails_is_last_and_says_why(tmp_path: Path) -> None:
     calls: list[CandidateRun] = []
-    fails = fake_training(7, calls, lambda run: "no memory" if "candidate-2/" in run.run_dir else "")
+    fails = fake_training(7, calls, lambda run: "no memory" if "candidate-2/" in str(run.run_dir) else "")
     _, found = search(tmp_path, fails)
     assert found[-1].number == 2
     assert found[-1].failure == f"no memory ({tmp_path}/candidate-2/seed-3.log)"
@@ -237,7 +237,7 @@ def test_a_run_that_fails_goes_on_once_unless_its_config_is_wrong(
     codes: list[int], failure: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[int] = []
-    run = CandidateRun("quickstart", str(tmp_path / "run"), 4, [], {})
+    run = CandidateRun("quickstart", tmp_path / "run", 4, [], {})
     (tmp_path / "run").mkdir()
 
     def once(request: CandidateRun) -> int:
@@ -281,6 +281,6 @@ def test_a_run_waits_for_the_one_that_a_killed_search_left(tmp_path: Path, monke
     monkeypatch.setattr("subprocess.Popen", Child)
     holder = threading.Thread(target=hold, args=(orphan,))
     holder.start()
-    assert trial_process._run_once(CandidateRun("quickstart", str(tmp_path), 4, [], {})) == 0
+    assert trial_process._run_once(CandidateRun("quickstart", tmp_path, 4, [], {})) == 0
     holder.join()
     assert begun == [True]
