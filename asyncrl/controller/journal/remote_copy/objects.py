@@ -6,13 +6,17 @@ from typing import Protocol
 
 from asyncrl.errors import ConfigError
 
+PARTS = "objects/"
+"""Prefix of the names of all objects but the head."""
+
 
 class OtherWriter(ConfigError):
     """The head was written by somebody else since it was read."""
 
 
 class Objects(Protocol):
-    """Every method waits for the store for a bounded time, and raises OSError when it cannot be reached."""
+    """Every method waits for the store for a bounded time, and raises OSError when it cannot be reached. Several
+    threads may call them at a time."""
 
     address: str
 
@@ -23,6 +27,10 @@ class Objects(Protocol):
         ...
 
     def remove(self, names: list[str]) -> None: ...
+
+    def names(self) -> set[str]:
+        """Returns the names of all objects that begin with PARTS."""
+        ...
 
     def read_head(self) -> tuple[bytes, str] | None:
         """Returns the head and its tag; None where there is none."""
@@ -57,6 +65,9 @@ class MemoryObjects:
     def remove(self, names: list[str]) -> None:
         for name in names:
             self.objects.pop(name, None)
+
+    def names(self) -> set[str]:
+        return {name for name in self.objects if name.startswith(PARTS)}
 
     def read_head(self) -> tuple[bytes, str] | None:
         return None if self.head is None else (self.head, _tag(self.head))

@@ -1,29 +1,36 @@
 """A copy of a run in a store of objects: parts of files by their SHA-256, and a head that names them.
 
-    upload: parts that the head before did not name ──> head, if it is still that one: the commit
+    upload: parts that the store lacks, WAYS at a time ──> head, if it is still that one: the commit
     download: head ──> parts, each compared with its digest ──> a folder, renamed when it is whole
 
 What the head does not name does not exist: a machine that dies between parts and head leaves
-the run of the head before.
+the run of the head before, and parts that the next upload takes as sent, or removes.
 """
 
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from asyncrl.controller.journal.remote_copy.objects import Objects, OtherWriter
+from asyncrl.controller.journal.remote_copy.objects import PARTS, Objects, OtherWriter
 from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, JournalError
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 FORMAT = 1
 PART_BYTES = 4 << 20
 """Bytes of a part. A file that grows, such as the journal, is sent again from its last part on."""
+WAYS = 32
+"""Parts under way at a time, each on a thread: at 60 ms a request they move 2.2 GB/s, and take 128 MiB of memory."""
 GROWING = ("journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "ratings.jsonl")
 FIXED = ("config.toml", "run.id", "scaled.json", "hub.json")
 FOLDERS = ("model", "sources")
@@ -121,36 +128,93 @@ class Snapshot:
         shutil.rmtree(self.run_dir / STAGED / str(self.version), ignore_errors=True)
 
 
-def upload(objects: Objects, snapshot: Snapshot, before: Head | None, tag: str, writer: str) -> tuple[Head, str]:
-    """Sends what the store lacks, then the head; returns it with its tag. Raises OSError when the store cannot be
-    reached, and OtherWriter; then the head is the one before."""
-    there = before.parts if before is not None else set()
-    files, sent = {}, set[str]()
-    for name, path, size in snapshot.files():
-        digests = []
-        for part in _parts(path, size):
-            digests.append(digest := sha256(part).hexdigest())
-            if digest not in there and digest not in sent:
-                objects.put(_object(digest), part)
-                sent.add(digest)
-        files[name] = CopiedFile(size, tuple(digests))
-    head = Head(snapshot.version, writer, files)
+class _FilePart(NamedTuple):
+    """A part of a file: its bytes from `start` on."""
+
+    path: Path
+    start: int
+    size: int
+
+    def read(self) -> bytes:
+        """Raises OSError where the file is shorter by now."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.size)
+        if len(data) < self.size:
+            raise OSError(f"{self.path} has become shorter while it was copied")
+        return data
+
+
+def upload(
+    objects: Objects,
+    snapshot: Snapshot,
+    before: Head | None,
+    tag: str,
+    writer: str,
+    moved: Callable[[], None] = lambda: None,
+) -> tuple[Head, str]:
+    """Sends what the store lacks, then the head; returns it with its tag. before: the head there, where all its parts
+    and no others are known to be there; None: the store is asked which are, as after an upload that was cut off. moved:
+    called after each part, on any thread; its error ends the upload.
+
+    Raises OSError when the store cannot be reached, and OtherWriter; then the head is the one before."""
+    sent = objects.names() if before is None else set(map(_object, before.parts))
+
+    def send(part: _FilePart) -> str:
+        data = part.read()
+        digest = sha256(data).hexdigest()
+        name = _object(digest)
+        if name not in sent:
+            sent.add(name)  # Two threads at once send equal parts twice, which costs time alone.
+            objects.put(name, data)
+        moved()
+        return digest
+
+    files = list(snapshot.files())
+    digests = _in_parallel(send, (part for _, path, size in files for part in _parts(path, size)))
+    copied = {name: CopiedFile(size, tuple(next(digests) for _ in _parts(path, size))) for name, path, size in files}
+    assert next(digests, None) is None, "every part is of a file"
+    head = Head(snapshot.version, writer, copied)
     return head, objects.write_head(head.encode(), tag)
 
 
-def remove_unnamed(objects: Objects, before: Head, head: Head) -> None:
-    """Removes the parts that only the head before named. Raises OSError; then some stay, which costs space alone."""
-    objects.remove([_object(part) for part in sorted(before.parts - head.parts)])
+def remove_unnamed(objects: Objects, before: Head | None, head: Head) -> int:
+    """Removes the parts that only the head before named; None: all that `head`, the newest one, does not name, such as
+    those of a machine that died. Returns how many parts of `head` are gone, as far as that was asked. Raises OSError;
+    then some parts stay, which costs space alone."""
+    named, lost = set(map(_object, head.parts)), 0
+    if before is not None:
+        unnamed = set(map(_object, before.parts)) - named
+    else:
+        there, newest = objects.names(), objects.read_head()
+        is_newest = newest is not None and newest[0] == head.encode()
+        # The parts of another run that writes there by now have no head yet.
+        unnamed, lost = there - named if is_newest else set(), len(named - there)
+    if unnamed:
+        objects.remove(sorted(unnamed))
+    return lost
 
 
-def _parts(path: Path, size: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while size > 0:
-            part = file.read(min(PART_BYTES, size))
-            if not part:
-                raise OSError(f"{path} has become shorter while it was copied")
-            size -= len(part)
-            yield part
+def _parts(path: Path, size: int) -> Iterator[_FilePart]:
+    for start in range(0, size, PART_BYTES):
+        yield _FilePart(path, start, min(PART_BYTES, size - start))
+
+
+def _in_parallel(work: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """Yields what `work` makes of each item, in order, WAYS at a time and no further ahead. Raises its first error,
+    once nothing runs any more."""
+    running: deque[Future[Made]] = deque()
+    with ThreadPoolExecutor(WAYS, "parts of a copy") as threads:
+        try:
+            for item in items:
+                if len(running) == WAYS:
+                    yield running.popleft().result()
+                running.append(threads.submit(work, item))
+            while running:
+                yield running.popleft().result()
+        finally:
+            for each in running:
+                each.cancel()
 
 
 def download(objects: Objects, head: Head, target: Path) -> None:
@@ -159,11 +223,13 @@ def download(objects: Objects, head: Head, target: Path) -> None:
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
+    named = ((digest, name) for name, copied in head.files.items() for digest in copied.parts)
+    parts = _in_parallel(lambda each: _checked(objects, *each), named)
     for name, copied in head.files.items():
         (path := unfinished / name).parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            for digest in copied.parts:
-                file.write(_checked(objects, digest, name))
+            for _ in copied.parts:
+                file.write(next(parts))
         if path.stat().st_size != copied.size:
             raise JournalError(
                 f"{objects.address}: {name} has {path.stat().st_size} bytes, and its head says {copied.size}"
@@ -183,7 +249,7 @@ def _checked(objects: Objects, digest: str, name: str) -> bytes:
 
 
 def _object(digest: str) -> str:
-    return f"objects/{digest}"
+    return f"{PARTS}{digest}"
 
 
 def write_mark(run_dir: Path, writers: Sequence[str]) -> None:

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.config.install_hints import install_extra, program
-from asyncrl.controller.journal.remote_copy.objects import OtherWriter
+from asyncrl.controller.journal.remote_copy.objects import PARTS, OtherWriter
+from asyncrl.controller.journal.remote_copy.run_copy import WAYS
 from asyncrl.errors import ConfigError
 
 ADDRESS = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(\S*[^/\s])/?")
@@ -15,6 +16,8 @@ CONNECT_SECONDS, READ_SECONDS, TRIES = 10, 60, 3
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
 """Codes with which S3 answers a put whose condition does not hold."""
 HEAD = "head.json"
+REMOVED_AT_ONCE = 1000
+"""Names that S3 takes in one request to delete objects."""
 
 
 class S3Objects:
@@ -33,6 +36,7 @@ class S3Objects:
         self._bucket = found[1]
         self._path = found[2]
         limits = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": TRIES}}
+        limits["max_pool_connections"] = WAYS
         self._files = s3fs.S3FileSystem(config_kwargs=limits, skip_instance_cache=True, use_listings_cache=False)
 
     def check(self) -> None:
@@ -62,12 +66,24 @@ class S3Objects:
 
     def get(self, name: str) -> bytes:
         with self._translated():
-            data: bytes = self._files.cat_file(f"{self._bucket}/{self._path}/{name}")
+            # In one request: with more at a time s3fs asks for the size first.
+            data: bytes = self._files.cat_file(f"{self._bucket}/{self._path}/{name}", max_concurrency=1)
         return data
 
     def remove(self, names: list[str]) -> None:
-        for name in names:
-            self._request("delete_object", name)
+        for first in range(0, len(names), REMOVED_AT_ONCE):
+            keys = [{"Key": f"{self._path}/{name}"} for name in names[first : first + REMOVED_AT_ONCE]]
+            with self._translated():
+                answer = self._files.call_s3(
+                    "delete_objects", Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True}
+                )
+            if failed := answer.get("Errors"):
+                raise OSError(f"{self.address} did not remove {len(failed)} objects: {failed[0].get('Message')}")
+
+    def names(self) -> set[str]:
+        with self._translated():
+            found = self._files.find(f"{self._bucket}/{self._path}/{PARTS}")
+        return {path.removeprefix(f"{self._bucket}/{self._path}/") for path in found}
 
     def read_head(self) -> tuple[bytes, str] | None:
         """Returns tag and bytes of one version of the head: another one may take its place between both requests."""

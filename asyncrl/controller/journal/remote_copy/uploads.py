@@ -19,8 +19,9 @@ from asyncrl.controller.journal.remote_copy.run_copy import (
 )
 from asyncrl.errors import FleetFailed
 
-LAST_UPLOAD = 600.0
-"""Seconds that the end of a run waits for its last copy."""
+SILENCE = 300.0
+"""Seconds without a part that was sent or found there, after which the end of a run no longer waits for its last copy.
+All tries of one request take less."""
 
 
 class Uploads:
@@ -35,11 +36,13 @@ class Uploads:
         self.copied = -1 if head is None else head.version
         self._objects = objects
         self._run_dir = run_dir
-        self._head = head
+        self._known: Head | None = None  # what the store has, where nothing else may lie there
         self._tag = tag
         self._say = say
         self._writer = secrets.token_hex(8)
         self._made = 0
+        self._moved = 0  # parts, of all uploads
+        self._has_ended = False
         self._waiting: Snapshot | None = None
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -64,23 +67,31 @@ class Uploads:
 
     async def run(self) -> None:
         """Uploads until cancelled. Raises OtherWriter."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while (snapshot := self._waiting) is not None:
-                self._waiting = None
-                await self._upload(snapshot)
-            self._is_idle.set()
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                while (snapshot := self._waiting) is not None:
+                    self._waiting = None
+                    await self._upload(snapshot)
+                self._is_idle.set()
+        finally:
+            self._has_ended = True
+
+    def _note_part(self) -> None:
+        self._moved += 1
+        if self._has_ended:  # Nobody waits for the threads, and the process would.
+            raise OSError("the run has ended")
 
     async def _upload(self, snapshot: Snapshot) -> None:
-        before, work = self._head, (self._objects, snapshot, self._head, self._tag, self._writer)
+        before, self._known = self._known, None
+        work = (self._objects, snapshot, before, self._tag, self._writer, self._note_part)
         try:
             head, self._tag = await asyncio.to_thread(upload, *work)
         except OSError as error:
             after = f"the copy is of step {self.copied}" if self.copied >= 0 else "there is no copy yet"
             self._say(f"{self._objects.address} did not take step {snapshot.version}: {error}; {after}")
         else:
-            self._head = head
             self.copied = snapshot.version
             self._made += 1
             await self._remove_unnamed(before, head)
@@ -90,25 +101,39 @@ class Uploads:
 
     async def _remove_unnamed(self, before: Head | None, head: Head) -> None:
         try:
-            if before is not None:
-                await asyncio.to_thread(remove_unnamed, self._objects, before, head)
+            lost = await asyncio.to_thread(remove_unnamed, self._objects, before, head)
         except OSError as error:
             self._say(f"{self._objects.address} keeps parts that no copy names any more: {error}")
+            return
+        if lost:
+            self._say(f"{self._objects.address} has lost {lost} parts of step {head.version}; the next copy sends them")
+        else:
+            self._known = head
 
     async def finish(self, version: int) -> None:
-        """Copies the end of the run, with all that it wrote. Raises FleetFailed when that takes too long or fails."""
+        """Copies the end of the run, with all that it wrote, for as long as parts move. Raises FleetFailed when
+        none did for SILENCE, or the store refuses the copy."""
         before = self._made
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_UPLOAD):
-                await self._is_idle.wait()
-                before = self._made
-                await self.committed(version)
-                await self._is_idle.wait()
+        if await self._becomes_idle():
+            before = self._made
+            await self.committed(version)
+            await self._becomes_idle()
         if self._made == before:
             raise FleetFailed(
                 f"{self._objects.address} did not take the end of the run, step {version}, which is in "
                 f"{self._run_dir}: the same command copies it"
             )
+
+    async def _becomes_idle(self) -> bool:
+        """Returns whether nothing is to be copied any more; False once no part has moved for SILENCE."""
+        while not self._is_idle.is_set():
+            moved = self._moved
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SILENCE):
+                    await self._is_idle.wait()
+            if self._moved == moved:
+                break
+        return self._is_idle.is_set()
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from asyncrl.controller.journal.remote_copy.run_copy import (
 from asyncrl.controller.journal.remote_copy.uploads import Uploads, uploading
 from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, FleetFailed, JournalError
+from asyncrl.simulation import virtual_loop
 
 
 @pytest.fixture
@@ -318,3 +320,202 @@ def test_the_folder_of_a_run_that_goes_on_is_not_moved(run_dir: Path, tmp_path: 
     with run_lock(run_dir), pytest.raises(ConfigError, match="is in use by process"):
         brought(objects, run_dir)
     assert (run_dir / "journal").exists()
+
+
+class Crowded(MemoryObjects):
+    """Answers no put and no get before so many are under way."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(at_once, timeout=60)
+        self.most = self.now = 0
+        self.lock = threading.Lock()
+
+    def put(self, name: str, data: bytes) -> None:
+        self.wait(name)
+        super().put(name, data)
+
+    def get(self, name: str) -> bytes:
+        self.wait(name)
+        return super().get(name)
+
+    def wait(self, name: str) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        if name != "head":
+            self.barrier.wait()
+        with self.lock:
+            self.now -= 1
+
+
+def test_parts_go_up_and_come_back_at_once_and_no_more_than_memory_allows(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_copy, "WAYS", 4)
+    numbers = "".join(f"{number:010}" for number in range(100))
+    (run_dir / "checkpoints/0/trainer.pt").write_text(numbers)
+    others = "config.toml", "run.id", "metrics.jsonl", "model/config.json", "journal"
+    for name in others:
+        (run_dir / name).write_bytes(b"")
+    (run_dir / "config.toml").unlink()
+    objects = Crowded(4)
+    copied(objects, run_dir, 0)
+    assert objects.most == 4
+    objects.most = 0
+    brought(objects, tmp_path / "elsewhere")
+    assert objects.most == 4
+    assert (tmp_path / "elsewhere/checkpoints/0/trainer.pt").read_text() == numbers
+
+
+class CutOff(MemoryObjects):
+    """Takes so many puts, and then none until it is mended."""
+
+    left = 5
+    puts = 0
+
+    def put(self, name: str, data: bytes) -> None:
+        if self.left == 0:
+            raise OSError("cut off")
+        self.left -= 1
+        self.puts += 1
+        super().put(name, data)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_an_upload_that_was_cut_off_sends_what_is_not_there(
+    run_dir: Path, tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_copy, "WAYS", 2)
+    objects = CutOff()
+    objects.left = taken
+    with pytest.raises(OSError, match="cut off"):
+        upload(objects, Snapshot.take(run_dir, 0), None, "", "one")
+    there, objects.puts, objects.left = len(objects.objects), 0, 1000
+    assert there == taken
+    head, _ = upload(objects, Snapshot.take(run_dir, 0), None, "", "one")
+    assert objects.puts == len(head.parts) - there + 1, "parts that lacked, and the head"
+    download(objects, head, tmp_path / "elsewhere")
+
+
+def test_parts_that_a_machine_left_without_a_head_are_removed_by_the_next_copy(run_dir: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    objects.objects["objects/left"] = b"by a machine that died"
+
+    async def play(uploads: Uploads) -> None:
+        await uploads.committed(0)
+        await uploads._is_idle.wait()
+
+    played(objects, run_dir, play)
+    assert objects.head is not None
+    head = Head.decode(objects.head, objects.address)
+    assert objects.names() == {f"objects/{part}" for part in head.parts}
+
+
+def test_a_cut_off_copy_of_a_checkpoint_that_is_gone_is_removed_by_the_next_one(run_dir: Path) -> None:
+    objects = MemoryObjects(failing={"head"})
+
+    async def play(uploads: Uploads) -> None:
+        await uploads.committed(0)
+        await uploads._is_idle.wait()
+        assert objects.head is None
+        shutil.rmtree(run_dir / "checkpoints/0")
+        checkpoint(run_dir, 1)
+        await uploads.finish(1)
+
+    assert len(played(objects, run_dir, play)) == 1
+    assert objects.head is not None
+    head = Head.decode(objects.head, objects.address)
+    assert objects.names() == {f"objects/{part}" for part in head.parts}
+
+
+def test_parts_of_another_run_that_has_the_head_by_now_stay(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    first, tag = upload(objects, Snapshot.take(run_dir, 0), None, "", "one")
+    second = Head(1, "two", first.files)
+    objects.write_head(second.encode(), tag)
+    objects.objects["objects/new"] = b"of the other run, before its next head"
+    assert remove_unnamed(objects, None, first) == 0
+    assert "objects/new" in objects.names()
+
+
+def test_a_part_that_somebody_removed_is_sent_by_the_next_copy(run_dir: Path, tmp_path: Path) -> None:
+    class Careless(MemoryObjects):
+        def read_head(self) -> tuple[bytes, str] | None:
+            for name in [name for name, data in self.objects.items() if data == b"seed = 1"][: int(self.loses)]:
+                del self.objects[name]
+            return super().read_head()
+
+        def names(self) -> set[str]:
+            self.read_head()
+            return super().names()
+
+        loses = False
+
+    objects = Careless()
+
+    async def play(uploads: Uploads) -> None:
+        objects.loses = True
+        await uploads.finish(0)
+        objects.loses = False
+        await uploads.finish(0)
+
+    assert played(objects, run_dir, play) == [
+        "memory://run has lost 1 parts of step 0; the next copy sends them",
+    ]
+    assert brought(objects, tmp_path / "elsewhere") is not None
+
+
+@pytest.mark.parametrize(("every", "idle"), [(400.0, 299.0), (250.0, 1000.0), (299.0, 30_000.0)])
+def test_the_end_of_a_run_waits_as_long_as_parts_move(run_dir: Path, every: float, idle: float) -> None:
+    async def main() -> tuple[bool, float]:
+        uploads = Uploads(MemoryObjects(), run_dir, None, "", print)
+        uploads._is_idle.clear()
+        loop = asyncio.get_running_loop()
+        for number in range(1, int(idle / every) + 1):
+            loop.call_later(every * number, uploads._note_part)
+        loop.call_later(idle, uploads._is_idle.set)
+        return await uploads._becomes_idle(), loop.time()
+
+    assert virtual_loop.run(main()) == (True, idle)
+
+
+@pytest.mark.parametrize("moves", [(), (10.0,), (10.0, 299.0, 580.0)])
+def test_the_end_of_a_run_gives_up_once_no_part_moves(run_dir: Path, moves: tuple[float, ...]) -> None:
+    async def main() -> bool:
+        uploads = Uploads(MemoryObjects(), run_dir, None, "", print)
+        uploads._is_idle.clear()
+        for when in moves:
+            asyncio.get_running_loop().call_later(when, uploads._note_part)
+        return await uploads._becomes_idle()
+
+    assert virtual_loop.run(main()) is False
+
+
+def test_a_run_that_is_abandoned_does_not_wait_for_its_copy(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_copy, "WAYS", 1)
+    (run_dir / "checkpoints/0/trainer.pt").write_text("".join(f"{number:010}" for number in range(1000)))
+    began, goes_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryObjects):
+        def put(self, name: str, data: bytes) -> None:
+            began.set()
+            assert goes_on.wait(60)
+            super().put(name, data)
+
+    objects = Slow()
+
+    async def main() -> None:
+        uploads = Uploads(objects, run_dir, None, "", print)
+        try:
+            async with uploading(uploads):
+                await uploads.committed(0)
+                await asyncio.to_thread(began.wait, 60)
+                raise KeyError("abandoned")
+        finally:
+            goes_on.set()
+
+    with pytest.raises(KeyError):
+        asyncio.run(main())
+    assert len(objects.objects) < 10, "of a thousand parts"

@@ -66,6 +66,36 @@ def test_objects_come_back_until_they_are_removed(bucket: None) -> None:
 
 
 @with_server
+def test_objects_are_listed_and_removed_by_the_thousand_and_read_in_one_request(
+    bucket: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, made = S3Objects(ADDRESS), list[str]()
+    assert objects.names() == set()
+    objects.put("objects/a", b"one")
+    objects.put("objects/b", b"two")
+    objects.write_head(b"head", "")
+    assert objects.names() == {"objects/a", "objects/b"}, "the head is no part"
+    files, call = objects._files, objects._files._call_s3
+
+    async def counted(method: str, *args: Any, **more: Any) -> Any:
+        made.append(method)
+        return await call(method, *args, **more)
+
+    monkeypatch.setattr(files, "_call_s3", counted)
+    assert objects.get("objects/a") == b"one"
+    assert made == ["get_object"]
+
+    def refuse_the_last(method: str, **more: Any) -> dict[str, Any]:
+        made.append(method)
+        return {"Errors": [{"Message": "Access Denied"}]} if len(more["Delete"]["Objects"]) < 1000 else {}
+
+    monkeypatch.setattr(files, "call_s3", refuse_the_last)
+    with pytest.raises(OSError, match="did not remove 1 objects: Access Denied"):
+        objects.remove([f"objects/{number}" for number in range(2001)])
+    assert made[1:] == ["delete_objects"] * 3
+
+
+@with_server
 def test_a_head_is_exchanged_by_one_writer_only(bucket: None) -> None:
     objects = S3Objects(ADDRESS)
     assert objects.read_head() is None
