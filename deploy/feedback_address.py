@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 
 from asyncrl.config.sections.feedback_config import FeedbackConfig
+from asyncrl.config.sections.secret import Secret, revealed
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -18,12 +19,12 @@ class FeedbackAddress:
 
     host: str
     port: int
-    key: str
+    key: Secret
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/?key={self.key}"
+        return f"http://{host}:{self.port}/?key={self.key.value}"
 
     @property
     def options(self) -> dict[str, object]:
@@ -36,11 +37,11 @@ def feedback_address(config: FeedbackConfig, directory: RunDirectory) -> Feedbac
     config leaves open are those of the start before, if the port is still free. Raises ConfigError when the port that
     the config names is taken."""
     before = _before(directory)
-    key = config.key or before.get("key") or secrets.token_urlsafe(16)
-    address = FeedbackAddress(config.host, _free_port(config, before.get("port", 0)), str(key))
+    key = config.key.value or before.get("key") or secrets.token_urlsafe(16)
+    address = FeedbackAddress(config.host, _free_port(config, before.get("port", 0)), Secret(str(key)))
     fresh = directory.feedback.with_suffix(".new")
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(json.dumps(asdict(address) | {"url": address.url}) + "\n")
+        file.write(json.dumps(revealed(asdict(address)) | {"url": address.url}) + "\n")
     fresh.replace(directory.feedback)
     return address
 

@@ -19,6 +19,7 @@ from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import source_files
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.secret import keep_secrets
 from asyncrl.config.sources import read
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
@@ -331,6 +332,7 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
     elif directory.config.exists() and _other_model(config, directory):
         remove_model(directory.model)
         directory.hub.unlink(missing_ok=True)
+    keep_secrets(config, directory.path)
     replace_text(directory.config, dump(config))
     keep(directory.sources, files)
     return restored

@@ -93,6 +93,7 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             printed=RunDirectory(context.facts.run_dir).printed_by(f"environment{context.spec.replica}"),
             unclosed=self._unclosed,
             containment=containment,
+            variables=config.children.variables,
         )
         self._text_of: Callable[[int], str] = str
         counted = ("answers", "failed", "replayed", "unclosed", FAILED_EPISODES, *counted_metrics(self._section.use))

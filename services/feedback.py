@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.concurrency import gather
+from asyncrl.config.sections.secret import revealed
 from asyncrl.engines.training.batch.contexts import contexts_of
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.http_server import HttpServer
@@ -33,7 +34,7 @@ class FeedbackService(RewardService):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._feedback = section = context.config.feedback
-        options = context.spec.options
+        options = revealed(context.spec.options)
         person = FunctionSpec(PERSON, PERSON, section.weight, key="feedback.ask", on_error="ignore")
         self._specs = (*self._specs, person)
         members = context.config.task.samples_per_prompt if section.ask == "pick" else 0

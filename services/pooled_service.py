@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
-from asyncrl.children.containment import Containment, files_named
+from asyncrl.children.containment import Containment, containment_of
 from asyncrl.fleet.worker.service import Service
+
+KEPT = ("commands.json", "feedback.json", "secrets.json", "join_keys")
+"""Files and folders of a run with keys; those of the runs beside this one are hidden too."""
 
 
 class Pool(Protocol):
@@ -32,16 +35,11 @@ class PooledService(Service, Generic[PoolOfCode]):
     def containment(self, named: Sequence[str]) -> Containment | None:
         """Returns what children with code of the user do without; None where the config contains nothing. named: names
         and commands of that code, whose files the children see."""
-        section, facts = self.context.config.children, self.context.facts
-        if section.sandbox == "none":
-            return None
+        facts = self.context.facts
         sockets = self.context.spec.addresses.control.removeprefix("ipc://").rpartition("/")[0]
-        return Containment(
-            hidden=(str(facts.run_dir), *([sockets] if sockets.startswith("/") else [])),
-            visible=files_named(named),
-            writable=section.writable,
-            network=section.network,
-        )
+        others = [each for name in KEPT for each in facts.run_dir.parent.glob(f"*/{name}")]
+        hidden = [facts.run_dir, *facts.secret_paths, *others, *([sockets] if sockets.startswith("/") else [])]
+        return containment_of(self.context.config, named, map(str, hidden))
 
     async def start(self) -> None:
         await self._pool.start()

@@ -91,6 +91,7 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
             printed=printed,
             first_failure_only=self._section.on_error == "fail",
             containment=containment,
+            variables=self.context.config.children.variables,
         )
 
     async def score(self, samples: BatchRef, row: dict[str, Any] | PackedRow) -> list[Score]:

@@ -3,6 +3,7 @@
     /                        read-only; /proc has the child's own processes
     /tmp, /var/tmp, /run, /dev/shm     empty and its own, but for the folders of its code
     the run, the sockets     empty
+    secrets                  the paths that the config names as secret, and where programs keep tokens: empty
     children.writable        as outside
 
 The child is the same user outside, whose files it may need: packages, models, data. Where that is root, /proc is
@@ -11,16 +12,20 @@ sandboxes of its own, which other users can.
 """
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncrl.children.guard_program import SIGNAL_STATUS
 from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, run_trial
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config  # not at run time: children do without pydantic
 
 LARGEST_FOLDER = 2**30
 """Bytes that each of the folders in memory may take, as far as there is memory."""
@@ -30,6 +35,21 @@ SHARED = ("/tmp", "/var/tmp", "/run", "/dev/shm")
 NAME_RESOLUTION = "/etc/resolv.conf"
 GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
 WHAT = "your reward functions and environments"
+TOKENS = """
+~/.aws ~/.azure ~/.config/gcloud ~/.boto ~/.s3cfg ~/.oci ~/.config/rclone ~/.rclone.conf ~/.ssh ~/.gnupg ~/.netrc
+~/_netrc ~/.password-store ~/.local/share/keyrings ~/.vault-token ~/.ray/auth_token ~/.kube ~/.docker
+~/.config/containers ~/.cache/huggingface/token ~/.cache/huggingface/stored_tokens ~/.huggingface ~/.config/wandb
+~/.kaggle ~/.comet.config ~/.neptune ~/.config/openai ~/.openai ~/.config/anthropic ~/.anthropic ~/.databrickscfg
+~/.modal.toml ~/.git-credentials ~/.config/git/credentials ~/.config/gh ~/.config/glab-cli ~/.npmrc ~/.pypirc
+~/.config/pip ~/.pip ~/.cargo/credentials ~/.cargo/credentials.toml ~/.gem/credentials ~/.terraform.d ~/.terraformrc
+~/.pgpass ~/.my.cnf ~/.bash_history ~/.zsh_history ~/.python_history ~/.local/share/fish/fish_history /etc/shadow
+/etc/gshadow /etc/ssh /etc/ssl/private /etc/krb5.keytab /etc/kubernetes /var/lib/kubelet
+"""
+"""Paths at which programs keep keys, tokens and passwords, and shells the commands that may hold some."""
+MOVED = "HF_HOME/token HF_HOME/stored_tokens AWS_CONFIG_FILE NETRC KUBECONFIG DOCKER_CONFIG GNUPGHOME"
+"""Variables that say where some of these are instead, beside those whose name says that they are a secret."""
+OF_SECRETS = re.compile(r"(?i)(^|_)(api)?(key|token|secret|pass(word|wd|phrase|file)?|cred(ential)?s?|auth)(_|$)")
+"""In names of variables that hold a secret, or the path of one."""
 UNCONTAINED = 'write sandbox = "none" in the section [children], which contains nothing'
 
 View = Literal["own", "hidden", "readable", "writable"]
@@ -54,7 +74,8 @@ class Surroundings(Protocol):
 class Containment:
     """Says what a child does without.
 
-    hidden: folders that it finds empty. visible: files and folders of its code, which it sees wherever they lie.
+    hidden: folders that it finds empty, and files that it cannot open, beside those with tokens of other programs.
+    visible: files and folders of its code, which it sees wherever they lie.
     writable: folders outside that it may write. network: whether it has the network.
     """
 
@@ -80,7 +101,7 @@ class Containment:
         views |= {path: "readable" for path in _with_real_paths([*_own_code(), *self.visible])}
         views |= {path: "writable" for path in _with_real_paths(self.writable)}
         views |= {path: "own" for path in _shared_folders()}
-        return views | {os.path.realpath(path): "hidden" for path in self.hidden}
+        return views | {os.path.realpath(path): "hidden" for path in (*self.hidden, *token_paths(os.environ))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +126,10 @@ def _mounts(views: Mapping[str, View]) -> list[str]:
         match view:
             case "own":
                 words += _own_folder(path)
-            case "hidden":
+            case "hidden" if os.path.isdir(path):
                 words += ["--tmpfs", path, "--remount-ro", path]
+            case "hidden":  # A device that cannot be opened, because mounts of bubblewrap have none.
+                words += ["--ro-bind", os.devnull, path]
             case "readable" | "writable":
                 words += ["--bind" if view == "writable" else "--ro-bind", os.path.realpath(path), path]
     return words
@@ -120,6 +143,17 @@ def _own_code() -> list[str]:
     """Returns the folders from which this Python imports, the current one, and the file that names hosts."""
     imported = (sys.prefix, sys.base_prefix, str(PACKAGE), *filter(None, sys.path))
     return [*imported, os.getcwd(), NAME_RESOLUTION]
+
+
+def token_paths(environ: Mapping[str, str]) -> list[str]:
+    """Returns where keys, tokens and passwords of other programs lie: in the usual places, and where variables of a
+    worker say so."""
+    paths = [os.path.expanduser(path) for path in TOKENS.split()]
+    for variable, _, inner in (each.partition("/") for each in MOVED.split()):
+        paths += [os.path.join(path, inner) for path in environ.get(variable, "").split(os.pathsep) if path]
+    paths += [value for name, value in environ.items() if OF_SECRETS.search(name) and os.path.isabs(value)]
+    needed = [*map(Path, (sys.executable, sys.prefix, sys.base_prefix, "/usr/lib")), Path.cwd(), PACKAGE]
+    return [path for path in paths if not any(each.is_relative_to(os.path.realpath(path)) for each in needed)]
 
 
 def _shared_folders() -> list[str]:
@@ -151,6 +185,19 @@ def try_containment(*layers: Surroundings) -> None:
         os.environ,
         UNCONTAINED,
     )
+
+
+def containment_of(config: "Config", named: Sequence[str], hidden: Iterable[str]) -> Containment | None:
+    """Returns what children with the user's code do without; None where the config contains nothing. named: names and
+    commands of that code, whose files the children see. hidden: folders of the run, beside the paths of secrets."""
+    from asyncrl.config.sections.secret import secret_paths  # not where children import this: they do without pydantic
+
+    section = config.children
+    if section.sandbox == "none":
+        return None
+    secret = [os.path.abspath(os.path.expanduser(path)) for path in secret_paths(config)]
+    found = dict.fromkeys((*hidden, *secret, *token_paths(os.environ)))
+    return Containment(tuple(found), files_named(named), section.writable, section.network)
 
 
 def files_named(texts: Sequence[str]) -> tuple[str, ...]:

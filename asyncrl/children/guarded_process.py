@@ -2,11 +2,12 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,21 @@ from asyncrl.children.printed_output import ChildOutput
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
 
 CONFIGURES = "ASYNCRL_"
-"""Beginning of the variables that set keys of a config, passwords of sinks among them."""
-SECRETS = ("WANDB_API_KEY",)
-"""Variables of the run itself, which no code of the user needs."""
+"""Beginning of the variables that set keys of a config, passwords of sinks among them; no child gets them."""
+HARMLESS = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|TERM|COLORTERM|TZ|TMPDIR|TEMP|TMP|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|"
+    "VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|PYTHON[A-Z]+|XDG_[A-Z_]+|CC|CXX|JAVA_HOME|NODE_PATH|"
+    "(OMP|MKL|OPENBLAS|NUMEXPR|VECLIB_MAXIMUM|RAYON)_[A-Z_]*THREADS|OMP_[A-Z_]+|KMP_[A-Z_]+|MKL_[A-Z_]+|"
+    "CUDA_[A-Z_]+|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)|ROCR_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|NCCL_[A-Z_]+|"
+    "HF_(HOME|HUB_CACHE|ENDPOINT|(HUB|DATASETS)_OFFLINE|DATASETS_CACHE|HUB_DISABLE_[A-Z_]+)|TRANSFORMERS_(OFFLINE|CACHE)|"
+    "TOKENIZERS_PARALLELISM|TORCH_HOME|TRITON_CACHE_DIR|NLTK_DATA|MPLBACKEND|MPLCONFIGDIR|NUMBA_[A-Z_]+|"
+    "(HTTP|HTTPS|ALL|NO|FTP)_PROXY|(http|https|all|no|ftp)_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|CURL_CA_BUNDLE|"
+    "DISPLAY|SDL_[A-Z_]+|MUJOCO_GL|PYOPENGL_PLATFORM|EGL_DEVICE_ID|MESA_[A-Z_]+|LIBGL_[A-Z_]+"
+)
+"""Names of variables that say where things are and how many threads compute. A child gets no others but those that the
+config names: what a variable of any other name holds is not known."""
+WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
+"""In a value, such as that of a proxy, which is then one that the config has to name."""
 GUARD_TIMEOUT = 2.0
 """Seconds in which a guard ends a child, which takes milliseconds; code of the user may have stopped the guard."""
 KILL_TIMEOUT = 5.0
@@ -40,20 +53,27 @@ class VanishedEarly(ConfigError):
     """A signal ended the child while it loaded the user's code."""
 
 
-def environment_of_user(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables for the user's code: without those that configure a fleet."""
-    return {name: value for name, value in inherited.items() if not name.startswith((CONFIGURES, *SECRETS))}
+def environment_of_child(inherited: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
+    """Returns the environment variables of a child: the harmless ones, and those that the config names."""
+    return {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(CONFIGURES)
+        and (name in named or (HARMLESS.fullmatch(name) and not WITH_PASSWORD.search(value)))
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSettings:
     """How children of a pool are started. deadline: seconds in which one loads the user's code. tasks: owns the tasks
-    that read answers. output: takes what children print. containment: None: nothing contains them."""
+    that read answers. output: takes what children print. containment: None: nothing contains them. variables: names of
+    environment variables that children get beside harmless ones."""
 
     deadline: float
     tasks: asyncio.TaskGroup
     output: ChildOutput
     containment: Surroundings | None = None
+    variables: tuple[str, ...] = ()
 
 
 class GuardedProcess(ABC):
@@ -90,7 +110,7 @@ class GuardedProcess(ABC):
             stdin=PIPE,
             stdout=PIPE,
             stderr=output.end,
-            env=environment_of_user(os.environ),
+            env=environment_of_child(os.environ, settings.variables),
             start_new_session=True,
             pass_fds=descriptors,
         )

@@ -1,7 +1,7 @@
 """The config of an experiment as frozen models, without torch. Sources: command line > environment > file > default.
 The text below a key is what `asyncrl keys`, error messages and docs/reference/config.md say about it."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,7 @@ from asyncrl.config.sections.model_config import ModelConfig as ModelConfig
 from asyncrl.config.sections.model_config import WeightsConfig
 from asyncrl.config.sections.pools_config import PoolConfig
 from asyncrl.config.sections.reward_function import RewardFunction as RewardFunction
+from asyncrl.config.sections.secret import Options
 from asyncrl.config.sections.task_config import IN_MEMORY as IN_MEMORY
 from asyncrl.config.sections.task_config import TaskConfig as TaskConfig
 from asyncrl.config.sections.telemetry_config import TelemetryConfig
@@ -34,7 +35,7 @@ class GenerationConfig(Section):
 
     engine: Literal["torch", "vllm"] = "torch"
     """Engine that samples: asyncrl's own, `torch`, or vLLM, which has to be installed."""
-    vllm: dict[str, Any] = Field(default={})
+    vllm: Options = Field(default={})
     """Further arguments of vLLM's AsyncEngineArgs, e.g. { enforce_eager = false }."""
     layout_tp: Positive = 1
     """Number of processes that share each layer of one replica (tensor parallel). Only vLLM can have several."""

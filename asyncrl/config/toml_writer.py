@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
+from asyncrl.config.sections.secret import Secret
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def value_text(value: Any, where: str = "") -> str:
         case str():
             # JSON's escapes are TOML's, but that TOML also wants DEL escaped.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case Secret():
+            return value_text(str(value))
         case int() | float():
             return repr(value)
         case BaseModel():

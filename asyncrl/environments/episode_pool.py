@@ -210,7 +210,7 @@ class EpisodePool:
     start_deadline: seconds that a child may take to load the environment. tasks: owns what reads answers. printed: file
     of what environments print. unclosed: takes why the method `close` of an environment failed. queued: calls that were
     not answered yet. takes_sampled: once it has started, as of its children. containment: None: nothing
-    contains the children."""
+    contains the children. variables: names of environment variables that they get beside harmless ones."""
 
     def __init__(
         self,
@@ -223,9 +223,10 @@ class EpisodePool:
         printed: Path,
         unclosed: Callable[[str], None],
         containment: Surroundings | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
         self._output = ChildOutput(PrintedFile(printed))
-        settings = ChildSettings(start_deadline, tasks, self._output, containment)
+        settings = ChildSettings(start_deadline, tasks, self._output, containment, tuple(variables))
         spawn = partial(EpisodeChild.spawn, spec, settings, deadline, self._report)
         self._slots = [ChildSlot(OWNER, spawn) for _ in range(workers)]
         self._alone = ChildSlot(OWNER, spawn)

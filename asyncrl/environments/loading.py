@@ -71,7 +71,9 @@ class EnvironmentSpec:
     def of(cls, config: "Config") -> "EnvironmentSpec":
         """Returns the spec of the section; programs are contained as `children.sandbox` says. Raises ConfigError where
         the options say something else."""
-        section, options = config.environment, dict(config.environment.options)
+        from asyncrl.config.sections.secret import revealed  # not where children import this: they do without pydantic
+
+        section, options = config.environment, revealed(config.environment.options)
         spec = cls(section.use, options, section.max_bytes)
         own = SANDBOX if section.use in OF_PROGRAMS else CONTAINMENT if spec.is_of_agents else None
         if own in options:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from asyncrl.config.named_files import data_folder, data_suffix
 from asyncrl.config.schema import Config, TaskConfig
+from asyncrl.config.sections.secret import revealed
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.chat_messages import Messages, in_one_form, parsed
@@ -47,13 +48,13 @@ HELD_OUT_SHARE = 8
 def training_prompts(config: Config, given: Rows | None = None) -> PromptRows:
     """Reads the training prompts. given: rows from Python instead of `task.prompts`."""
     task, chat = config.task, _is_chat(config.task)
-    options = {"size": task.size, "seed": TRAINING_SEED, **task.options}
+    options = {"size": task.size, "seed": TRAINING_SEED, **revealed(task.options)}
     if given is not None or isinstance(task.prompts, str):
         spec = given if given is not None else str(task.prompts)
         return load_prompts(spec, options, task.system, columns=task.columns, chat=chat)
     parts = []
     for each in task.prompts:
-        own, columns = {**options, **each.options}, {**task.columns, **each.columns}
+        own, columns = {**options, **revealed(each.options)}, {**task.columns, **each.columns}
         parts.append(load_prompts(each.use, own, task.system, columns=columns, chat=chat))
     return MixedPrompts(tuple(parts), tuple(each.weight for each in task.prompts if each.weight))
 
@@ -64,7 +65,7 @@ def held_out_prompts(config: Config, given: str | Rows | None = None, name: str 
     spec = chosen.prompts if given is None else given
     if not spec and given is None:
         return None
-    options = {"size": chosen.size, "seed": HELD_OUT_SEED, **chosen.options}
+    options = {"size": chosen.size, "seed": HELD_OUT_SEED, **revealed(chosen.options)}
     with _mistakes_of(chosen.section):
         return load_prompts(
             spec, options, config.task.system, held_out=True, columns=config.task.columns, chat=_is_chat(config.task)

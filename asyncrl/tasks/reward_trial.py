@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.children.containment import Containment, files_named
+from asyncrl.children.containment import Containment, containment_of
 from asyncrl.config.schema import Config, RewardConfig, Scorer
 from asyncrl.errors import AsyncrlError, RewardError, TaskError
 from asyncrl.rewards.execution.child_pool import ChildPool
@@ -153,8 +153,7 @@ async def _started(
     """Starts the functions until the stack ends; None where they cannot start, which the run itself says better."""
     if not specs:
         return None
-    own = [spec.use for spec in specs if spec.is_users]
-    kept = Containment((), files_named(own), config.children.writable, config.children.network)
+    kept = containment_of(config, [spec.use for spec in specs if spec.is_users], ())
     scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-trial-"))
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
 
@@ -168,9 +167,10 @@ async def _started(
             printed=Path(scratch) / "printed",
             first_failure_only=True,
             containment=containment,
+            variables=config.children.variables,
         )
 
-    pool = SplitPool(specs, None if config.children.sandbox == "none" else kept, made)
+    pool = SplitPool(specs, kept, made)
     try:
         await pool.start()
     except AsyncrlError:

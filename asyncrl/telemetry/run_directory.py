@@ -16,6 +16,8 @@ from asyncrl.errors import ConfigError, TaskError
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/(?=[^/])")
 """An address such as s3://bucket/run, of which pathlib keeps one slash."""
 RUN_FILES = ("config.toml", "journal", "run.id")
+PRIVATE = 0o700
+"""Mode of run directories: they have keys, answers and what people said."""
 WRITTEN = (
     *("", "logs", "checkpoints", "config.toml", "journal", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"),
     *("warnings.jsonl", "ratings.jsonl", "run.start", "run.lock", "status.json", "scaled.json"),
@@ -31,6 +33,7 @@ class RunDirectory:
     evaluations.jsonl; evaluations/: answers to held-out prompts, or episodes with a picture; best.json: the
     checkpoint that is kept for its metric; warnings.jsonl: of guards and the like;
     ratings.jsonl and feedback.json: what people said, and the address of their page;
+    secrets.json: those of the config, which names them only as ***;
     fleet.jsonl: workers that were spawned or have ended; status.json: the newest state; commands.json: where the run
     takes commands; scaled.json: workers that `asyncrl scale` asked for; profiles/: traces of operators; recorded/: what
     crossed the lanes (telemetry.record_gb);
@@ -90,15 +93,18 @@ NO_RUN = f"holds no run: name a run directory, as {MADE_BY}"
 
 
 def open_run_directory(path: Path) -> RunDirectory:
-    """Opens the directory at `path`, and makes it when it does not exist. Raises ConfigError when it is not empty and
-    holds no run, or cannot be written, or is an address."""
+    """Opens the directory at `path`, which its owner alone may read from a first start on, and makes it when it does
+    not exist. Raises ConfigError when it is not empty and holds no run, or cannot be written, or is an address."""
     refuse_address(path)
     directory = RunDirectory(path.resolve() if ".." in path.parts else path.absolute())
     try:
-        directory.path.mkdir(parents=True, exist_ok=True)
+        directory.path.mkdir(PRIVATE, parents=True, exist_ok=True)
         entries = {entry.name for entry in directory.path.iterdir()}
         if not (entries <= {"logs", "run.lock", "join_keys"} or entries & set(RUN_FILES)):
             raise ConfigError(f"{path} is not empty and holds no run of asyncrl; name another with --run-dir")
+        if not directory.started_before:
+            with suppress(PermissionError):  # It is of somebody else, who chose.
+                directory.path.chmod(PRIVATE)
         directory.logs.mkdir(exist_ok=True)
     except OSError as error:
         raise _unusable(path, error) from error
@@ -143,7 +149,7 @@ def new_run_directory(parent: Path, name: str) -> Iterator[Path]:
         for number in count(1):  # Two runs of the same second get two directories.
             path = parent / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(PRIVATE)
                 break
     except OSError as error:
         raise _unusable(parent / name, error) from error

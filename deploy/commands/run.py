@@ -85,23 +85,35 @@ def main(arguments: list[str]) -> int:
         loaded = _load(request)
         print(dump(loaded.config, {key: loaded.sources.get(key, "default") for key in all_keys()}), end="")
         return 0
+    from asyncrl.config.sections.secret import without_secrets
     from asyncrl.deploy.process.fork_client import early_forks
 
     with early_forks() as forks:  # They import while this process reads the config, and imports what it needs itself.
         loaded = _load(request)
         config = loaded.config
+        _hide_flags(arguments, config)
 
         fresh = new_run_directory(Path("runs"), f"{config.name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
         with fresh if request.run_dir is None else nullcontext(request.run_dir) as run_dir:
             if not config.fleet.restarts:
                 named = ["--run-dir", str(run_dir)] if request.run_dir is None else []
                 again = [argument for argument in arguments if argument != ACCEPT]  # What changed is taken over once.
-                command = f"{program()} {shlex.join(['run', *again, *named])}"
+                command = without_secrets(f"{program()} {shlex.join(['run', *again, *named])}", config)
                 with _on_cluster(request, loaded, run_dir) as placed:
                     return train(placed, run_dir, request, command, forks)
             if forks is not None:
                 forks.end()  # The child begins its own.
             return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
+
+
+def _hide_flags(arguments: Sequence[str], config: "Config") -> None:
+    """Takes secrets of flags out of the command line that `ps` shows to other users."""
+    from asyncrl.config.sections.secret import without_secrets
+    from asyncrl.deploy.process.worker_main import rename
+
+    typed = shlex.join(["asyncrl", "run", *arguments])
+    if (shown := without_secrets(typed, config)) != typed:
+        rename("asyncrl", shown)
 
 
 def parse(arguments: Sequence[str]) -> RunCommand:
@@ -176,9 +188,11 @@ def _on_cluster(request: RunCommand, loaded: "Loaded", run_dir: Path) -> "Iterat
 
 
 def _load(request: RunCommand, more: Sequence[str] = ()) -> "Loaded":
+    from asyncrl.config.sections.secret import with_kept_secrets
     from asyncrl.config.sources import load
 
     loaded = load(request.target, [*request.flags, *request.restarts, *more])
+    loaded = replace(loaded, config=with_kept_secrets(loaded.config, request.run_dir))
     if isinstance(request.target, Path):
         _refuse_python_objects(request.target.parent, loaded.config)
     if not loaded.config.is_scored:

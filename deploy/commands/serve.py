@@ -141,6 +141,7 @@ async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, 
             say=say,
             resolve=partial(asyncio.to_thread, partial(join_address, key="--join")),
             drain=asked.drain,
+            secret_paths=(str(asked.key.absolute()),) if asked.key != STANDARD_INPUT else (),
         )
         try:
             await host.serve()

@@ -63,6 +63,7 @@ class PolicyWorker(PooledService[ActingPool]):
             start_deadline=context.config.fleet.start_deadline,
             printed=RunDirectory(context.facts.run_dir).printed_by(f"{name}{spec.replica}"),
             containment=self.containment([self._settings.env]),
+            variables=context.config.children.variables,
             spaces=self._spaces,
             share_episodes=self._share_episodes,
         )

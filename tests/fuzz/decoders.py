@@ -54,6 +54,7 @@ UNFUZZED: dict[str, str] = {
     "children/sandbox/inside/program_server.py": INSIDE,
     "config/install_hints.py": OWN,
     "config/sections/algorithm_config.py": OWN,
+    "config/sections/secret.py": RUN,
     "config/sources/keys.py": OWN,
     "config/sources/layers.py": USER,
     "config/sources/value_validation.py": USER,

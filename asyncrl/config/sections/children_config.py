@@ -1,8 +1,20 @@
 """The section `[children]` of a config."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from asyncrl.config.sections.algorithm_config import Section
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or name.startswith("ASYNCRL_"):
+        raise ValueError("must be the name of an environment variable, and none that begins with ASYNCRL_")
+    return name
+
+
+VariableName = Annotated[str, AfterValidator(_variable)]
 
 
 class ChildrenConfig(Section):
@@ -10,10 +22,14 @@ class ChildrenConfig(Section):
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """Isolation of the processes that run your reward functions and environments. bubblewrap: they can read the
-    machine, but reach neither the run directory, nor the fleet's memory, sockets and variables, nor other processes.
+    machine, but reach neither the run directory, nor keys and tokens in the usual places and where the config names
+    some, nor the fleet's memory, sockets and variables, nor other processes.
     none: they can do all that you can."""
     network: bool = True
     """Lets these processes use the network. A function that calls a remote judge needs it."""
+    variables: tuple[VariableName, ...] = ()
+    """Names of environment variables that these processes get, such as the key of an API, beside harmless ones (PATH,
+    HOME, languages, proxies, caches, numbers of threads). No process gets one that begins with ASYNCRL_."""
     writable: tuple[str, ...] = ()
     """Folders that these processes may write, such as a cache. Otherwise they can write only to a /tmp, /var/tmp, /run
     and /dev/shm of their own, which are empty at first: what you have in these folders they do not see."""

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from asyncrl.config.sections.algorithm_config import Positive, PositiveFloat, Section
+from asyncrl.config.sections.secret import Options
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Activation = Literal["tanh", "relu", "gelu", "silu", "elu", "leaky_relu"]
@@ -18,7 +19,7 @@ class EnvironmentConfig(Section):
     """Environment of an episode: a built-in name, `FILE.py:Class`, `tools`, `agent:COMMAND`, or `gymnasium:`,
     `textarena:`, `mcp:`, `openenv:` or `verifiers:` with a name. Default: none, each sample is one
     answer to its prompt."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of the environment."""
     max_turns: Positive = 8
     """Largest number of turns of the policy in an episode."""
@@ -56,7 +57,7 @@ class ActingConfig(Section):
     env: str = ""
     """Environment: a name of Gymnasium, `module:NAME-v0`, or `FILE.py:function` or `module:function` that makes one.
     Default: none, the policy is a language model."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of the environment."""
     algorithm: Literal["ppo", "sac"] = "ppo"
     """Algorithm: `ppo` for any space of actions, or `sac` for boxes of numbers, with a replay of old transitions."""

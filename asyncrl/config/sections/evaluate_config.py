@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model
 
 from asyncrl.config.sections.algorithm_config import NonEmpty, Positive, Section
 from asyncrl.config.sections.reward_function import RewardFunction
+from asyncrl.config.sections.secret import Options
 
 SET_NAME = re.compile(r"[A-Za-z][\w.-]*")
 TAKEN = ("reward", "cost", "code", "version")
@@ -53,7 +54,7 @@ class EvaluationSet(Section):
 
     prompts: NonEmpty
     """Source of the held-out prompts, in the same forms as task.prompts."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of a procedural source."""
     functions: tuple[RewardFunction, ...] = ()
     """Rewards of this set alone, as in reward.functions; default: those of the run."""
@@ -79,7 +80,7 @@ class EvaluateConfig(Section):
 
     prompts: str = ""
     """Source of the held-out prompts, in the same forms as task.prompts, or `human_eval:`; default: no evaluation."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of a procedural source. It gets another seed than the one of task.prompts."""
     episodes: Annotated[int, Field(ge=0)] = 0
     """Number of episodes in each evaluation of a policy that acts (acting.env), with its likeliest actions and the same

@@ -8,10 +8,11 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from asyncrl.config.sections.algorithm_config import PositiveFloat, Section
+from asyncrl.config.sections.secret import WITHHELD, Secret
 
 
-def _checked_key(key: str) -> str:
-    if key and not re.fullmatch(r"[A-Za-z0-9_-]{8,128}", key):
+def _checked_key(key: Secret) -> Secret:
+    if key.value not in ("", WITHHELD) and not re.fullmatch(r"[A-Za-z0-9_-]{8,128}", key.value):
         raise PydanticCustomError(
             "feedback_key", "must be 8 to 128 characters, each a letter from A to Z, a digit, - or _"
         )
@@ -48,7 +49,7 @@ class FeedbackConfig(Section):
     use loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the page. 0 chooses a free one for the whole run."""
-    key: Annotated[str, AfterValidator(_checked_key)] = ""
+    key: Annotated[Secret, AfterValidator(_checked_key)] = Secret("")
     """Key in the address of the page, of 8 to 128 letters, digits, - and _. Default: a random key for the whole run."""
 
     @property

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from asyncrl.config.sections.algorithm_config import Positive, PositiveFloat, Section
+from asyncrl.config.sections.secret import SecretPath
 
 
 class FleetConfig(Section):
@@ -22,7 +23,7 @@ class FleetConfig(Section):
     join_deadline: PositiveFloat = 300.0
     """Seconds that the run waits at its start for the workers of fleet.joined, and later for one worker to join when a
     service has lost all of its own."""
-    join_keys: str = ""
+    join_keys: SecretPath = ""
     """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, which the run
     makes when it listens on the loopback interface."""
     ray_resources: dict[str, dict[str, PositiveFloat]] = Field(default={})

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from asyncrl.config.sections.algorithm_config import Section
+from asyncrl.config.sections.secret import Options
 
 
 class RewardFunction(Section):
@@ -22,7 +23,7 @@ class RewardFunction(Section):
     """The function takes all samples of a group and returns one reward for each."""
     by_token: bool = False
     """The function returns a list with a reward for each sampled token of a sample."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of a template."""
 
     @model_validator(mode="before")

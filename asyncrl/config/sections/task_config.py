@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from asyncrl.config.sections.algorithm_config import Positive, Section
+from asyncrl.config.sections.secret import Options
 
 IN_MEMORY = "python:rows"
 """The value of `task.prompts` in a run whose prompts were given as Python objects."""
@@ -24,7 +25,7 @@ class MixedSource(Section):
     weight each row of all sources is drawn equally often."""
     columns: dict[str, str] = Field(default={})
     """Columns of this source, beside those of task.columns."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of this source, beside those of task.options."""
 
     @model_validator(mode="before")
@@ -68,7 +69,7 @@ class TaskConfig(Section):
     columns: dict[str, str] = Field(default={})
     """Columns of the source by the names that asyncrl and rewards give them, e.g. { prompt = "question" }. A name with
     dots is found in nested columns; "" leaves a column out. The column `tools` goes to the chat template."""
-    options: dict[str, Any] = Field(default={})
+    options: Options = Field(default={})
     """Keyword arguments of a procedural source, e.g. { max_terms = 3 }, or of datasets.load_dataset."""
     epochs: Positive | None = None
     """Number of passes over the rows. A run has as many steps as draw so many rows, and does not read `steps`; rows of

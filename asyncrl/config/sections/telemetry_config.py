@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from asyncrl.config.sections.algorithm_config import NonEmpty, PositiveFloat, Section
+from asyncrl.config.sections.secret import SecretPath
 
 
 class TelemetryConfig(Section):
@@ -40,5 +41,5 @@ class TelemetryConfig(Section):
     prometheus: str = ""
     """Address HOST:PORT at which the controller serves its metrics to Prometheus, such as 127.0.0.1:9400. Empty: it
     serves none."""
-    prometheus_token: str = ""
+    prometheus_token: SecretPath = ""
     """File with a token that scrapes have to send as a bearer. An address that other hosts reach needs one."""

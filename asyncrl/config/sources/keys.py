@@ -84,7 +84,8 @@ FIRST_KEYS = {"model": "name", "task": "prompts", "reward": "functions", "algori
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. type: for people. kinds: JSON types that the value may have. required: it has no default."""
+    """One key. type: for people. kinds: JSON types that the value may have. required: it has no default. is_secret: no
+    message shows its value."""
 
     name: str
     type: str
@@ -92,6 +93,7 @@ class Key:
     default: Any
     doc: str
     required: bool
+    is_secret: bool = False
 
 
 @cache
@@ -175,7 +177,7 @@ def _key(prefix: str, name: str, section: Schema) -> Key:
     schema, required = section["properties"][name], name in section.get("required", [])
     kinds = tuple("object" if "$ref" in part else part.get("type", "") for part in _forms(schema))
     doc = " ".join(schema.get("description", "").split())
-    return Key(prefix + name, _type(schema), kinds, schema.get("default"), doc, required)
+    return Key(prefix + name, _type(schema), kinds, schema.get("default"), doc, required, bool(schema.get("writeOnly")))
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}

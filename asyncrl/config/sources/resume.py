@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.config.named_files import without_paths
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.algorithm_config import Section
+from asyncrl.config.sections.secret import Secret
 from asyncrl.config.service_placement import COMPUTING
 from asyncrl.config.sources.keys import all_keys
 from asyncrl.config.sources.load_config import read
@@ -68,7 +69,7 @@ def compare(old: Config, new: Config) -> list[Change]:
     return [
         Change(name, was, now, "" if _same_weights(name, was, now) else _why_not(name, new))
         for name, was, now in pairs
-        if was != now
+        if _plain(was) != _plain(now)
     ]
 
 
@@ -112,8 +113,10 @@ def _differ_in_paths(change: Change) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value with sections as mappings, as a file has them."""
+    """Returns a value with sections as mappings and secrets as ***, as a file has them: another key is no change."""
     match value:
+        case Secret():
+            return str(value)
         case Section():
             return _plain(dict(value))
         case Mapping():

@@ -127,8 +127,9 @@ def _wrong_value(key: str, details: Sequence[ErrorDetails]) -> str:
     by_place: dict[str, list[ErrorDetails]] = {}
     for detail in details:
         by_place.setdefault(_place_in_list(detail["loc"][1 + key.count(".") :]), []).append(detail)
+    is_secret = all_keys()[key].is_secret
     told = "; ".join(
-        place + " or ".join(dict.fromkeys(map(_complaint, found))) + _instead_of(found[-1])
+        place + " or ".join(dict.fromkeys(map(_complaint, found))) + ("" if is_secret else _instead_of(found[-1]))
         for place, found in by_place.items()
     )
     first = details[0]

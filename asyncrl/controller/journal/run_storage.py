@@ -130,7 +130,7 @@ def _sync_directory(path: Path) -> None:
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Holds `run.lock`, so that one process works in a run directory. Raises ConfigError when another process does."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(0o700, parents=True, exist_ok=True)
     with open(run_dir / "run.lock", "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

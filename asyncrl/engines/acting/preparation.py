@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.children.containment import Containment, files_named
+from asyncrl.children.containment import containment_of
 from asyncrl.concurrency import one_error
 from asyncrl.config.schema import Config
 from asyncrl.engines.acting.stepping.spaces import Spaces, unusable_space
@@ -29,11 +29,7 @@ async def prepare_spaces(config: Config, target: Path, show: Callable[[str], Non
 
 async def _looked_at(config: Config, target: Path) -> Spaces:
     """Makes one environment in a child, and begins an episode."""
-    section, run_dir = config.children, target.parent
-    containment = None
-    if section.sandbox != "none":
-        visible = files_named([config.acting.env])
-        containment = Containment((str(run_dir),), visible, section.writable, network=section.network)
+    run_dir = target.parent
     with one_error():
         async with asyncio.TaskGroup() as tasks:
             environments = SteppedEnvironments(
@@ -42,7 +38,8 @@ async def _looked_at(config: Config, target: Path) -> Spaces:
                 seed=config.seed,
                 start_deadline=config.fleet.start_deadline,
                 printed=run_dir / "logs" / "spaces.printed",
-                containment=containment,
+                containment=containment_of(config, [config.acting.env], [str(run_dir)]),
+                variables=config.children.variables,
             )
             await environments.start()
             try:

@@ -10,7 +10,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
 
 from asyncrl.concurrency import one_error
@@ -63,7 +63,8 @@ class JoiningHost:
     stop: set when this host is to leave. files: of controllers, on this host. timeout: seconds without a controller
     after which it gives up. say: takes what a person should read. resolve: returns the address with the number of its
     host, which may be another one at each try; raises ConfigError while there is none. drain: seconds in which its
-    worker may finish what it has when this host is to leave.
+    worker may finish what it has when this host is to leave. secret_paths: of this host, such as that of its key, which
+    no code of the user sees.
     """
 
     wire: Wire
@@ -78,6 +79,7 @@ class JoiningHost:
     say: Callable[[str], None]
     resolve: Callable[[str], Awaitable[str]] = field(default=_as_it_is)
     drain: float = 0.0
+    secret_paths: tuple[str, ...] = ()
     host: HostId = field(default_factory=HostId.here)
     versions: dict[str, str] = field(default_factory=installed_versions)
     gpus: Sequence[str] = field(default_factory=lambda: gpus_of_host(os.environ))
@@ -211,6 +213,7 @@ class _JoinedHost:
         raise ConfigError(f"files changed at the controller while they were copied, {LISTS} times")
 
     async def _start(self, spec: WorkerSpec) -> None:
+        spec = replace(spec, facts=replace(spec.facts, secret_paths=self.settings.secret_paths))
         self.worker = worker = await self.settings.launcher.spawn(spec)
         addresses = worker.spec.addresses
         self.tasks.create_task(self._await_end(worker), name=f"end of {spec.instance}")

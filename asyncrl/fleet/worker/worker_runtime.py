@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,8 +102,7 @@ def recording(spec: WorkerSpec) -> Iterator[LaneRecorder | None]:
         yield None
         return
     folder = RunDirectory(spec.facts.run_dir).recorded
-    secretless = replace(spec, curve=None, facts=replace(spec.facts, curve=None))
-    first = ("worker", secretless.to_json())
+    first = ("worker", spec.without_secrets())
     with closing(RecordFiles(folder, spec.instance, int(gigabytes * (1 << 30)), first)) as files:
         yield LaneRecorder(files)
 

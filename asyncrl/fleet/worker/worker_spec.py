@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from asyncrl import __version__
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.secret import REVEALING, veiled
 from asyncrl.config.service_placement import COMPUTING
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import with_key
@@ -41,6 +42,7 @@ class RunFacts:
     heartbeats on every connection, for peers on other hosts, whose death no local kernel reports. shared_rows: whether
     there is enough shared memory for rows, which are sent as frames otherwise. linked_as: incarnation that all hellos
     of this start name, because connections outlive a return to a checkpoint; None: `incarnation`, before the first one.
+    secret_paths: of this host, which no code of the user sees, beside those that the config names.
     """
 
     run: str
@@ -55,6 +57,7 @@ class RunFacts:
     heartbeat: float | None = None
     shared_rows: bool = True
     linked_as: int | None = None
+    secret_paths: tuple[str, ...] = ()
 
     @property
     def _link(self) -> int:
@@ -142,8 +145,13 @@ class WorkerSpec:
         return replace(self, facts=replace(self.facts, config=config.model_copy(update={name: section})))
 
     def to_json(self) -> str:
-        """Returns the one line that a worker process reads first."""
-        return _json_adapter().dump_json(self).decode()
+        """Returns the one line that a worker process reads first, with the secrets of the config."""
+        return _json_adapter().dump_json(self, context={REVEALING: True}).decode()
+
+    def without_secrets(self) -> str:
+        """Returns the line as others may read it."""
+        bare = replace(self, curve=None, facts=replace(self.facts, curve=None), options=veiled(self.options))
+        return _json_adapter().dump_json(bare).decode()
 
     @classmethod
     def from_json(cls, line: str | bytes) -> "WorkerSpec":

@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.rewards.execution.child_server import plain_samples
 from asyncrl.rewards.functions import OVERLAPPING, FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
+from asyncrl.rewards.templates import JUDGE_TEMPLATE
 
 GRACE = 1.0
 """Seconds a child has to end an overdue coroutine by itself, before it is killed."""
@@ -164,7 +165,8 @@ class ChildPool:
     that one call of a function may take. start_deadline: seconds that a child may take to load them. tasks: owns the
     calls, which outlive a caller that was cancelled, so that its child is not killed for it. printed: file of what the
     functions print. first_failure_only: no sample is tried after one at which a child ended, because the caller gives
-    up at the first failure. containment: what the children do without; None: nothing."""
+    up at the first failure. containment: what the children do without; None: nothing. variables: names of environment
+    variables that they get beside harmless ones and the keys of their judges."""
 
     def __init__(
         self,
@@ -177,13 +179,15 @@ class ChildPool:
         printed: Path,
         first_failure_only: bool = False,
         containment: Containment | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
         self.specs = tuple(specs)
         self._tasks = tasks
         self._deadline = deadline
         self._first_failure_only = first_failure_only
         self._output = ChildOutput(PrintedFile(printed))
-        settings = ChildSettings(start_deadline, tasks, self._output, containment)
+        judges = [str(spec.options.get("key_variable", "")) for spec in self.specs if spec.use == JUDGE_TEMPLATE]
+        settings = ChildSettings(start_deadline, tasks, self._output, containment, (*variables, *judges))
         spawn = partial(ChildProcess.spawn, self.specs, settings)
         self._own = [ChildSlot(OWNER, spawn) for _ in range(workers)]
         self._shared = ChildSlot(OWNER, spawn)

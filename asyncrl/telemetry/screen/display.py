@@ -1,5 +1,6 @@
 """Shows a running run: a live view on a terminal, a table with one line per step when the output is piped."""
 
+import re
 import sys
 import termios
 import time
@@ -76,6 +77,8 @@ COLUMNS_OF_ACTING: tuple[tuple[str, str, int, int], ...] = (
     ("acting/length_mean", "steps an episode", 16, 1),
 )
 """Metric, heading, width and decimals of the columns of lines; `cost` is one where the first line has it."""
+KEY_OF_PAGE = re.compile(r"([?#&](?:key|token)=)[^&\s]+")
+"""In the address of a page, which a terminal shows to who started the run, and a log keeps for others."""
 MOST_WAITS = 60
 """Calls of `progress`, one in ten seconds, of which lines show at least one."""
 
@@ -132,7 +135,7 @@ class LoggedDisplay(Display):
 
     def note(self, event: str, **fields: str) -> None:
         with suppress(OSError):  # A full disk ends the run where data is written; its message comes through here.
-            self._log.info(event, **fields)
+            self._log.info(event, **{name: KEY_OF_PAGE.sub(r"\1***", text) for name, text in fields.items()})
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         self._display.step(metrics, sample)

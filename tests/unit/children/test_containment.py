@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from asyncrl.children import containment
-from asyncrl.children.containment import Containment, exit_status, files_named, try_containment
+from asyncrl.children.containment import Containment, containment_of, exit_status, files_named, try_containment
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.concurrency import one_error
+from asyncrl.config.schema import Config
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
@@ -46,18 +47,38 @@ def pid(sample):
 """
 
 GONE, READ_ONLY, DENIED = "FileNotFoundError", "Read-only file system", "Operation not permitted"
+DENIED_FILE = "PermissionError"
 NO_PROCESS = "ProcessLookupError"
 UNWRITABLE = "Read-only file system|Permission denied"
 ATTACKS = {
     "variable of the fleet": ("os.environ['ASYNCRL_TELEMETRY__PASSWORD']", "KeyError"),
     "key of a sink": ("os.environ['WANDB_API_KEY']", "KeyError"),
+    "key of a service": ("os.environ['OPENAI_API_KEY']", "KeyError"),
+    "secret of a cloud": ("os.environ['AWS_SECRET_ACCESS_KEY']", "KeyError"),
+    "token of a cluster": ("os.environ['RAY_AUTH_TOKEN']", "KeyError"),
+    "variable of a name that nobody knows": ("os.environ['OF_MY_COMPANY']", "KeyError"),
+    "proxy with a password": ("os.environ['HTTPS_PROXY']", "KeyError"),
+    "keys that may join": ("assert os.listdir('JOINERS'), 'it is empty'", "it is empty"),
+    "a key that may join": ("open('JOINERS/controller.key').read()", GONE),
+    "token of scrapes": ("open('SCRAPE').read()", DENIED_FILE),
+    "token of scrapes by a link": ("os.symlink('SCRAPE', '/tmp/s'); open('/tmp/s').read()", DENIED_FILE),
+    "key of a host that joined": ("open('MYOWN').read()", DENIED_FILE),
+    "keys of a cloud": ("open('HOME/.aws/credentials').read()", GONE),
+    "token of the hub": ("open('HOME/.cache/huggingface/token').read()", DENIED_FILE),
+    "token of the hub elsewhere": ("open('HUB/token').read()", DENIED_FILE),
+    "token of a cluster in a file": ("open('HOME/.ray/auth_token').read()", DENIED_FILE),
+    "passwords of hosts": ("open('HOME/.netrc').read()", DENIED_FILE),
+    "keys of ssh": ("assert os.listdir('HOME/.ssh'), 'it is empty'", "it is empty"),
+    "file that a variable names": ("open('SERVICE').read()", DENIED_FILE),
+    "passwords of the machine": ("open('/etc/shadow').read()", "PermissionError"),
+    "make a place of secrets visible": ("checked(libc.umount2(b'JOINERS', 2))", DENIED),
     "variables of the worker": ("open('/proc/WORKER/environ').read()", GONE),
     "memory of the worker": ("open('/proc/WORKER/mem', 'rb').read()", GONE),
     "files of the worker": ("os.listdir('/proc/WORKER/fd')", GONE),
     "trace the worker": ("checked(libc.ptrace(16, WORKER, 0, 0))", "No such process"),
     "segment in shared memory": ("open('/dev/shm/SEGMENT', 'rb').read()", GONE),
     "list shared memory": ("assert os.listdir('/dev/shm'), 'it is empty'", "it is empty"),
-    "shared memory by its key": ("checked(libc.shmget(KEY, 0, 0))", "No such file"),
+    "shared memory by its key": ("checked(libc.shmget(IPC, 0, 0))", "No such file"),
     "socket of the fleet": ("socket.socket(socket.AF_UNIX).connect('SOCKETS/gen0.work')", GONE),
     "socket of the fleet elsewhere": ("socket.socket(socket.AF_UNIX).connect('RUN/control')", GONE),
     "sockets of the machine": ("assert os.listdir('/run'), 'it is empty'", "it is empty"),
@@ -107,6 +128,18 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     monkeypatch.setenv("ASYNCRL_TELEMETRY__PASSWORD", "secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
+    for name in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "OF_MY_COMPANY"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@proxy:8080")
+    home = tmp_path / "home"
+    paths = ("keys/controller.key", "scrape", "joined.key", "hub/token", "service.json", "home/.ssh/id", "home/.netrc")
+    more = ("home/.aws/credentials", "home/.cache/huggingface/token", "home/.ray/auth_token")
+    for path in (*paths, *more):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("secret")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "service.json"))
     abstract = f"asyncrl-test-{os.getpid()}"
     with ExitStack() as scope:
         for address in (f"{sockets}/gen0.work", f"{run}/control", f"\0{abstract}"):
@@ -118,7 +151,9 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         scope.callback(segment.unlink)
         scope.callback(segment.close)
         words = {"RUN": str(run), "SOCKETS": str(sockets), "SEGMENT": segment.name, "ABSTRACT": abstract}
-        words |= {"PORT": str(port.getsockname()[1]), "WORKER": str(os.getpid()), "KEY": "4711"}
+        words |= {"PORT": str(port.getsockname()[1]), "WORKER": str(os.getpid()), "IPC": "4711"}
+        words |= {"JOINERS": f"{tmp_path}/keys", "SCRAPE": f"{tmp_path}/scrape", "MYOWN": f"{tmp_path}/joined.key"}
+        words |= {"HOME": str(home), "HUB": f"{tmp_path}/hub", "SERVICE": f"{tmp_path}/service.json"}
         yield words | {"PACKAGE": repr(str(containment.PACKAGE / "asyncrl"))}
 
 
@@ -130,8 +165,20 @@ def pool(tmp_path: Path, outside: dict[str, str]) -> MakePool:
     @asynccontextmanager
     async def make(name: str = "tries", workers: int = 1, **changes: Any) -> AsyncIterator[ChildPool]:
         spec = FunctionSpec(f"{tmp_path}/functions.py:{name}", name)
-        contained = Containment((outside["RUN"], outside["SOCKETS"]), files_named([spec.use]), network=False)
-        limits = {"workers": workers, "deadline": 20.0, "start_deadline": 60.0, "printed": tmp_path / "printed"}
+        config = Config.model_validate(
+            {
+                "model": {"name": "tiny"},
+                "task": {"prompts": "addition"},
+                "fleet": {"join_keys": outside["JOINERS"]},
+                "telemetry": {"prometheus": "127.0.0.1:0", "prometheus_token": outside["SCRAPE"]},
+                "children": {"network": False},
+            }
+        )
+        contained = containment_of(config, [spec.use], [outside[name] for name in ("RUN", "SOCKETS", "MYOWN")])
+        assert contained is not None
+        limits: dict[str, Any] = {"workers": workers, "deadline": 20.0, "start_deadline": 60.0}
+        limits["printed"] = tmp_path / "printed"
+        limits["variables"] = changes.pop("variables", ())
         limits["containment"] = replace(contained, **changes)
         async with running(lambda tasks: ChildPool([spec], tasks, **limits)) as made:
             yield made
@@ -263,6 +310,15 @@ async def test_folders_that_are_to_be_written_are(pool: MakePool, tmp_path: Path
         temporary = "with tempfile.NamedTemporaryFile(dir='/tmp') as f: f.write(b'x')"
         assert await made.run(0, [sample(temporary)]) == [FunctionResult(1.0)]
     assert (tmp_path / "runs" / "cache").read_text() == "x"
+
+
+async def test_variables_are_the_harmless_and_the_named_ones(pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_SERVICE", "given")
+    names = ["HOME", "PATH", "MY_SERVICE", "OPENAI_API_KEY"]
+    async with pool(variables=("MY_SERVICE", "NOT_SET")) as made:
+        told = f"raise ValueError([name for name in {names} if name in os.environ])"
+        (result,) = await made.run(0, [sample(told)])
+        assert "['HOME', 'PATH', 'MY_SERVICE']" in result.reason
 
 
 async def test_the_network_is_there_unless_it_is_taken_away(pool: MakePool, outside: dict[str, str]) -> None:

@@ -18,8 +18,8 @@ def test_the_address_survives_a_restart(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     address = feedback_address(CONFIG, directory)
     assert address == feedback_address(CONFIG, directory)
-    assert len(address.key) >= 20
-    assert address.url == f"http://127.0.0.1:{address.port}/?key={address.key}"
+    assert len(address.key.value) >= 20
+    assert address.url == f"http://127.0.0.1:{address.port}/?key={address.key.value}"
     assert json.loads(directory.feedback.read_text())["url"] == address.url
     assert directory.feedback.stat().st_mode & 0o077 == 0
 
@@ -41,7 +41,7 @@ def test_what_the_config_names_is_used(tmp_path: Path) -> None:
     feedback_address(CONFIG, RunDirectory(tmp_path))
     RunDirectory(tmp_path).feedback.write_text("[damaged")
     address = feedback_address(FeedbackConfig(ask="rate", key="my-own-key", host="127.0.0.2"), RunDirectory(tmp_path))
-    assert (address.host, address.key) == ("127.0.0.2", "my-own-key")
+    assert (address.host, address.key.value) == ("127.0.0.2", "my-own-key")
 
 
 def test_an_address_that_this_machine_lacks_is_refused(tmp_path: Path) -> None:

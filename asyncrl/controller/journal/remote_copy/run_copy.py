@@ -222,7 +222,7 @@ def download(objects: Objects, head: Head, target: Path) -> None:
     or damaged, and OSError when the store cannot be reached; then there is no folder."""
     unfinished = target.with_name(f"{target.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    unfinished.mkdir(0o700, parents=True)
     named = ((digest, name) for name, copied in head.files.items() for digest in copied.parts)
     parts = _in_parallel(lambda each: _checked(objects, *each), named)
     for name, copied in head.files.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.children.guarded_process import ChildEnded, ChildSettings, GuardedProcess
 from asyncrl.config.sections.environment_config import ActingConfig
+from asyncrl.config.sections.secret import revealed
 from asyncrl.engines.acting.stepping.one_environment import MAKE
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.errors import AsyncrlError, EnvironmentFailed, WireError
@@ -87,7 +88,7 @@ class EpisodePictures:
 
     async def _opened(self) -> PictureChild:
         if self._child is None:
-            code = {"env": self.acting.env, "options": self.acting.options, "seed": self.seed}
+            code = {"env": self.acting.env, "options": revealed(self.acting.options), "seed": self.seed}
             code |= {"spaces": self.spaces.plain()}
             self._child = await PictureChild.launch(SERVER, code, f"{MAKE}: {self.acting.env}", self.settings)
         return self._child

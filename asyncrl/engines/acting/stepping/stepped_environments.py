@@ -22,6 +22,7 @@ from asyncrl.children.containment import Surroundings
 from asyncrl.children.guarded_process import ChildEnded, ChildSettings
 from asyncrl.children.printed_output import ChildOutput, PrintedFile
 from asyncrl.config.sections.environment_config import ActingConfig
+from asyncrl.config.sections.secret import revealed
 from asyncrl.engines.acting.stepping.answers import Answers, Floats, read_answers
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.stepping.stepping_child import ChildContent, SteppingChild
@@ -54,7 +55,8 @@ class EpisodeSoFar:
 class SteppedEnvironments:
     """Steps `settings.environments` environments in `settings.children` children. start_deadline: seconds that a child
     may take to make its own. printed: file of what they print. share_episodes: whether the episodes are those of one
-    sequence, whatever the number of environments. lost: episodes that an environment lost by its own fault; finished:
+    sequence, whatever the number of environments. variables: names of environment variables that children get beside
+    harmless ones. lost: episodes that an environment lost by its own fault; finished:
     answers so far."""
 
     def __init__(
@@ -68,13 +70,14 @@ class SteppedEnvironments:
         containment: Surroundings | None = None,
         spaces: Spaces | None = None,
         share_episodes: bool = False,
+        variables: Sequence[str] = (),
     ) -> None:
         self._settings = settings
         self._stride = settings.environments if share_episodes else 0
         self._tasks = tasks
         self._seed = seed
         self._output = ChildOutput(PrintedFile(printed))
-        self._child_settings = ChildSettings(start_deadline, tasks, self._output, containment)
+        self._child_settings = ChildSettings(start_deadline, tasks, self._output, containment, tuple(variables))
         self._wanted = spaces
         self._episodes = [EpisodeSoFar() for _ in range(settings.environments)]
         self._children: dict[int, SteppingChild] = {}
@@ -182,7 +185,7 @@ class SteppedEnvironments:
         owned, settings = self._ranges[number], self._settings
         content = ChildContent(
             settings.env,
-            settings.options,
+            revealed(settings.options),
             owned.start,
             len(owned),
             settings.feedback == "asynchronous",

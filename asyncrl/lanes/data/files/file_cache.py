@@ -96,7 +96,8 @@ class FileCache:
 
     def _run_folder(self, tree: FileTree) -> Path:
         folder = self._run or self.folder / "runs" / tree_digest(tree.files)[:16]
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
         self._say(f"logs of workers are kept here, in {folder / 'logs'}: {tree.path} is not seen or written")
         return folder
 

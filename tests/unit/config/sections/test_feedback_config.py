@@ -8,7 +8,7 @@ from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
 from asyncrl.errors import ConfigError
 
-KEYS = r"feedback\.key: must be 8 to 128 characters, each a letter from A to Z, a digit, - or _, not "
+KEYS = r"feedback\.key: must be 8 to 128 characters, each a letter from A to Z, a digit, - or _$"
 HOSTS = r"feedback\.host: must be localhost or an IP address of this machine, such as 127\.0\.0\.1, not "
 
 
@@ -71,7 +71,7 @@ def test_the_weight_of_a_person_counts_where_a_person_is_asked() -> None:
 )
 def test_keys_and_hosts_that_are_taken(key: str, host: str) -> None:
     config = loaded("--feedback.key", key, "--feedback.host", host)
-    assert (config.feedback.key, config.feedback.host) == (key, host)
+    assert (config.feedback.key.value, config.feedback.host) == (key, host)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.sections.secret import Secret
 from asyncrl.config.sources import Loaded, load
 from asyncrl.config.sources.packaged_experiments import experiments
 from asyncrl.errors import ConfigError
@@ -89,7 +90,7 @@ def test_entries_of_a_table_from_flags_and_variables(loading: Loader) -> None:
 def test_what_stands_behind_the_key_of_a_table_stays_as_it_was_written(loading: Loader) -> None:
     flags = "--environment.options.variables.MY-VAR=1 --environment.options.max-turns 2 --training.learning-rate 1e-4"
     loaded = loading(GOOD, flags, ASYNCRL_ENVIRONMENT__OPTIONS__variables__HTTP_PROXY="p", ASYNCRL_STEPS="9")
-    expected = {"variables": {"MY-VAR": 1, "HTTP_PROXY": "p"}, "max-turns": 2}
+    expected = {"variables": {"MY-VAR": 1, "HTTP_PROXY": Secret("p")}, "max-turns": 2}
     assert loaded.config.environment.options == expected
     assert (loaded.config.training.learning_rate, loaded.config.steps) == (1e-4, 9)
     assert loading(GOOD, "--task.options.A-B.c-d 1").config.task.options == {"A-B": {"c-d": 1}}

@@ -38,10 +38,15 @@ def pools(functions: str, folder: Path) -> MakePool:
         deadline: float = 20.0,
         start: float = 60.0,
         first_failure_only: bool = False,
+        variables: tuple[str, ...] = (),
     ) -> AsyncIterator[ChildPool]:
         specs = [FunctionSpec(f"{file}:{name}", name, group=group) for name in names]
-        options = {"workers": workers, "deadline": deadline, "start_deadline": start}
-        options |= {"printed": folder / "reward0.printed", "first_failure_only": first_failure_only}
+        options: dict[str, Any] = {"workers": workers, "deadline": deadline, "start_deadline": start}
+        options |= {
+            "printed": folder / "reward0.printed",
+            "first_failure_only": first_failure_only,
+            "variables": variables,
+        }
         async with running(lambda tasks: ChildPool(specs, tasks, **options)) as made:
             yield made
 

@@ -142,7 +142,7 @@ async def test_a_child_has_no_variables_that_configure_the_fleet(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_TELEMETRY__SINKS", "[]")
     monkeypatch.setenv("KEY_OF_THE_JUDGE", "of the user")
-    async with pool("variables") as running:
+    async with pool("variables", variables=("KEY_OF_THE_JUDGE", "ASYNCRL_TELEMETRY__SINKS")) as running:
         assert await running.run(0, [sample()]) == [FunctionResult({"fleet": 0.0, "user": 1.0})]
 
 
