@@ -27,6 +27,7 @@ from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import acting_evaluation_spec, environment_spec, generation_spec, reward_spec
 from asyncrl.engines.acting.stepping.spaces_file import SPACES
+from asyncrl.engines.models.hub_models import at_noted_commits
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import base_folder, exported_version, is_in_parts
 from asyncrl.engines.models.model_preparation import prepare
@@ -112,9 +113,22 @@ async def _evaluate_saved(
             f"the rewards of {run_dir} are functions of the Python process that trained it: evaluate there, with "
             "`run.evaluate()`, or name an experiment with --task"
         )
+    config = await asyncio.to_thread(_with_noted_scorers, config, RunDirectory(run_dir).hub)
     config, questions = _questions(config, wanted)
     found = await evaluate_model(model, config, questions, services, adapters, wanted.save)
     return [replace(each, version=version) for each in found]
+
+
+def _with_noted_scorers(config: Config, noted: Path) -> Config:
+    """Returns the config with the commits of reward and cost models that a run has noted, in place of their names."""
+    names = {f"{service}.model": section.model for service, section in config.scorers.items()}
+    found = at_noted_commits(names, noted)
+    changed = {
+        service: section.model_copy(update={"model": found[f"{service}.model"]})
+        for service, section in config.scorers.items()
+        if f"{service}.model" in found
+    }
+    return config.model_copy(update=changed)
 
 
 def _questions(config: Config, wanted: Wanted) -> tuple[Config, dict[str, list[Question]]]:

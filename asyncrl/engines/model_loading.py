@@ -12,12 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging
 
-from asyncrl.engines.models.model_folder import refuse_damaged
+from asyncrl.engines.models.model_folder import GENERATION, refuse_damaged
 from asyncrl.engines.models.scoring_models import HEADS
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.errors import ConfigError
 
-GENERATION = "generation_config.json"
 NAMED = 3
 """Tensors that a message names."""
 

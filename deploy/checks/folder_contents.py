@@ -17,7 +17,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.sections.model_config import ModelConfig
 from asyncrl.engines.models.hub_models import cached_folder, is_hub_name, why_not
 from asyncrl.engines.models.model_folder import TOKENIZERS, is_complete, vocabulary, weight_files
-from asyncrl.engines.models.text_marks import Marks, json_object
+from asyncrl.engines.models.text_marks import Marks, configs_in, json_object, named_ends
 
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 """Names of the tensor with a row for each token."""
@@ -96,16 +96,12 @@ def _tensor_problems(folder: Path, described: Mapping[str, Any]) -> Iterator[str
 
 def _is_tied(folder: Path, described: Mapping[str, Any]) -> bool:
     """Returns whether the output layer is the embedding; where config.json does not say it, its family does."""
-    named = [each["tie_word_embeddings"] for each in _configs(described) if "tie_word_embeddings" in each]
+    named = [each["tie_word_embeddings"] for each in configs_in(described) if "tie_word_embeddings" in each]
     if named:
         return bool(named[0])
     from transformers import AutoConfig  # Takes seconds, and is asked of very few folders.
 
     return bool(AutoConfig.from_pretrained(folder).get_text_config().tie_word_embeddings)
-
-
-def _configs(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [described, described.get("text_config") or {}]
 
 
 def _are_equal(first: tuple[str, Path], second: tuple[str, Path]) -> bool:
@@ -127,7 +123,9 @@ def _bytes_of(name: str, path: Path) -> tuple[Any, memoryview]:
 
 def embedding_rows(folder: Path) -> int | None:
     """Returns how many ids a model has, by its config.json, to which its files are held; None where it does not say."""
-    sizes = [int(each["vocab_size"]) for each in _configs(json_object(folder / "config.json")) if "vocab_size" in each]
+    sizes = [
+        int(each["vocab_size"]) for each in configs_in(json_object(folder / "config.json")) if "vocab_size" in each
+    ]
     return sizes[0] if sizes else None
 
 
@@ -157,14 +155,9 @@ def _written_beyond(folder: Path, marks: Marks, rows: int | None) -> Iterator[st
 
 def _end_notes(folder: Path, marks: Marks, rows: int | None, stop: Sequence[str]) -> Iterator[str]:
     """Yields what a run does where the configs do not name the end of an answer."""
-    if not (known := {text: at for at, text in vocabulary(folder).items()}):
+    if not vocabulary(folder):
         return  # Only loading the tokenizer would tell.
-    described = folder / "generation_config.json"
-    configs = _configs(json_object(described if described.is_file() else folder / "config.json"))
-    named: Any = next((each["eos_token_id"] for each in configs if each.get("eos_token_id") is not None), [])
-    by_name = known.get(marks.names.get("eos_token") or "")
-    ends = {at for at in [*(named if isinstance(named, list) else [named]), by_name] if at is not None}
-    end = marks.turn_end()
+    ends, end = named_ends(folder, marks), marks.turn_end()
     if end and marks.ids[end] not in ends:
         line = json.dumps(sorted(ends | {marks.ids[end]}))
         yield (

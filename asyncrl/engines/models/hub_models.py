@@ -7,7 +7,7 @@ revision ──> hub: which commit? ──> files that the cache lacks ──> u
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from glob import escape
 from pathlib import Path
 
@@ -81,6 +81,14 @@ def hub_folder(name: str, key: str, revision: str = "", noted: Path | None = Non
     if noted is not None and commits.get(wanted) != folder.name:
         noted.write_text(json.dumps({**commits, wanted: folder.name}, indent=1) + "\n")
     return folder
+
+
+def at_noted_commits(names: Mapping[str, str], noted: Path) -> dict[str, str]:
+    """Returns the folders of those models of the hub whose commit a run has noted, by the keys that name them. Nothing
+    is noted. Raises ConfigError like `hub_folder`."""
+    commits: dict[str, str] = json.loads(noted.read_text()) if noted.is_file() else {}
+    of_hub = {key: name for key, name in names.items() if name in commits and is_hub_name(name)}
+    return {key: str(hub_folder(name, key, commits[name])) for key, name in of_hub.items()}
 
 
 def _downloaded(name: str, key: str, revision: str, show: Show) -> Path:

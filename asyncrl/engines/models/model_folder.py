@@ -109,7 +109,9 @@ def refuse_damaged(folder: Path) -> None:
         )
 
 
-OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX)
+GENERATION = "generation_config.json"
+"""File with the ends of answers, and with defaults of sampling, which asyncrl does not read."""
+OBJECTS = ("config.json", GENERATION, "tokenizer_config.json", "tokenizer.json", INDEX)
 """Files that hold one object of JSON."""
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", *POSITIONS)
 """Keys of config.json that are whole numbers above 0 where they are there."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from asyncrl.engines.models.model_folder import chat_template_of
+from asyncrl.engines.models.model_folder import GENERATION, chat_template_of, vocabulary
 
 ANSWER = "fifteen"
 CONVERSATION = ({"role": "user", "content": "What is seven plus eight?"}, {"role": "assistant", "content": ANSWER})
@@ -73,6 +73,35 @@ class Marks:
         several."""
         after = self.rendered().partition(ANSWER)[2].lstrip()
         return max((text for text in self.special if text and after.startswith(text)), key=len, default="")
+
+
+def configs_in(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns a config, and that of the text model in it."""
+    return [described, described.get("text_config") or {}]
+
+
+def named_ends(folder: Path, marks: Marks) -> set[int]:
+    """Returns the ids that configs and tokenizer of a folder name as ends of an answer."""
+    described = folder / GENERATION
+    configs = configs_in(json_object(described if described.is_file() else folder / "config.json"))
+    named: Any = next((each["eos_token_id"] for each in configs if each.get("eos_token_id") is not None), [])
+    known = {text: at for at, text in vocabulary(folder).items()} | dict(marks.ids)
+    by_name = known.get(marks.names.get("eos_token") or "")
+    return {at for at in [*(named if isinstance(named, list) else [named]), by_name] if at is not None}
+
+
+def write_ends(folder: Path) -> None:
+    """Names all tokens at which a run ends answers in the generation config of a folder, as `end_ids` finds them, so
+    that programs which serve the model end answers there too."""
+    marks, path, shape = Marks.of_folder(folder), folder / GENERATION, json_object(folder / "config.json")
+    ends = named_ends(folder, marks) | {marks.ids[end] for end in [marks.turn_end()] if end}
+    written = json_object(path)
+    before = written.get("eos_token_id")
+    if ends <= {*(before if isinstance(before, list) else [before])}:
+        return
+    kept = written or {key: shape[key] for key in ("bos_token_id", "pad_token_id") if key in shape}
+    path.unlink(missing_ok=True)  # The copy of a file that may only be read cannot be written to.
+    path.write_text(json.dumps(kept | {"eos_token_id": sorted(ends)}, indent=2) + "\n")
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.engines.acting.stepping.spaces_file import SPACES
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, CRITICS, EXPORTED, base_folder, is_in_parts
+from asyncrl.engines.models.text_marks import write_ends
 from asyncrl.engines.models.weights_digest import refuse_other_base
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.model_card import write_origin
@@ -81,6 +82,8 @@ def export(
         write(unfinished)
         if precision := dtype or ("" if model in CRITICS or config.acting.env else config.model.dtype):
             _round(folder, unfinished, precision)
+        if model == POLICY and (unfinished / "config.json").is_file():
+            write_ends(unfinished)
         (unfinished / EXPORTED).write_text(json.dumps({"model": model, "version": version}) + "\n")
         write_origin(unfinished, RunDirectory(run_dir), config, model, version, public=public)
         unfinished.replace(target)

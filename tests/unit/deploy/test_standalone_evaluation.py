@@ -1,5 +1,6 @@
 """What is started to evaluate a model; the fleet itself is not."""
 
+import json
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from asyncrl.controller.observers.evaluation.evaluator import Evaluation
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec
+from tests.hub import FIRST, SECOND
 
 ROWS = [{"prompt": "reverse abo:", "answer": "oba"}]
 
@@ -101,6 +103,45 @@ def test_a_reward_model_is_served_with_its_folder_or_refused(started: list[Any],
     gone = judged.model_copy(update={"reward": judged.reward.model_copy(update={"model": "nowhere"})})
     with pytest.raises(ConfigError, match=r"^reward\.model: there is no folder nowhere"):
         run_of(tmp_path / "other", gone).evaluate(ROWS)
+
+
+@pytest.mark.parametrize("service", ["reward", "cost"])
+@pytest.mark.parametrize(
+    ("noted", "used"), [({"owner/judge": FIRST}, FIRST), ({"owner/other": FIRST}, SECOND), (None, SECOND)]
+)
+def test_a_model_that_scores_is_that_of_the_commit_which_the_run_has_noted(
+    started: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    service: str,
+    noted: dict[str, str] | None,
+    used: str,
+) -> None:
+    """The branch main of the hub, which the cache follows, has gone on since the run."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "hub" / "models--owner--judge"
+    for commit in (FIRST, SECOND):
+        folder = repository / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "tokenizer.json").write_text("{}")
+        save_file({"score.weight": torch.zeros(1, 1)}, folder / "model.safetensors")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(SECOND)
+    values = config("exact_match").model_dump() | {"algorithm": {"preset": "safe_rlhf"}}
+    values["cost"] = {"limit": 1.0} | (
+        {"model": "owner/judge"} if service == "cost" else {"functions": ["exact_match"]}
+    )
+    values["reward"] |= {"model": "owner/judge"} if service == "reward" else {}
+    run = run_of(tmp_path / "run", Config.model_validate(values))
+    if noted is not None:
+        (tmp_path / "run" / "hub.json").write_text(json.dumps(noted))
+    with pytest.raises(Started):
+        run.evaluate(ROWS)
+    (model,) = [each.options["model"] for each in started[1:-1] if each.name == service]
+    assert Path(model).name == used
+    assert noted is None or json.loads((tmp_path / "run" / "hub.json").read_text()) == noted
 
 
 def test_costs_get_a_worker_of_their_own(started: list[Any], tmp_path: Path) -> None:

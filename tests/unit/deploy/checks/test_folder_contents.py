@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.folder_contents import content_problems
 from asyncrl.deploy.checks.run_prompts import PromptSets, refuse_marks
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
+from asyncrl.engines.models.text_marks import write_ends
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_sources import training_prompts
 
@@ -117,6 +118,39 @@ def test_ends_that_are_named_are_no_news(tmp_path: Path, template: str | None, e
     folder = written(tmp_path, tokenizer(template, eos, bos=None if template is None else "<s>"), SPECIAL.index(eos))
     assert found(folder) == ([], [])
     assert ends_of(folder) == [SPECIAL.index(eos)]
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "eos_token"),
+    [
+        (CHATML, 2, "</s>"),
+        (CHATML, None, "</s>"),
+        (CHATML, [2, 4], "</s>"),
+        (GEMMA, [2], "<|endoftext|>"),
+        (PHI, [2, 5], "</s>"),
+        (MISTRAL, 5, "</s>"),
+        (None, 2, "</s>"),
+        (CHATML, None, None),
+    ],
+)
+@pytest.mark.parametrize("is_described", [True, False])
+def test_an_export_names_each_token_at_which_the_run_ended_answers(
+    tmp_path: Path, template: str | None, eos: Any, eos_token: str | None, is_described: bool
+) -> None:
+    folder = written(tmp_path, tokenizer(template, eos=eos_token), eos)
+    path = folder / "generation_config.json"
+    ends = ends_of(folder)
+    if is_described:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.6}))
+        path.chmod(0o400)
+    else:
+        path.unlink()
+    write_ends(folder)
+    named = GenerationConfig.from_pretrained(folder) if path.exists() else LlamaConfig.from_pretrained(folder)
+    assert sorted({*(named.eos_token_id if isinstance(named.eos_token_id, list) else [named.eos_token_id])}) == ends
+    assert named.pad_token_id == 0
+    assert not is_described or json.loads(path.read_text())["temperature"] == 0.6
+    assert found(folder)[1] == []
 
 
 @pytest.mark.parametrize("eos", [[2, 4], [4], 4])

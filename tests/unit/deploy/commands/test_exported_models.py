@@ -29,9 +29,12 @@ MakeRun = Callable[..., Path]
 
 @pytest.fixture
 async def make_run(tmp_path: Path) -> Callable[..., Any]:
-    """make_run(name, adapters=False, **model) -> directory of a run with a checkpoint of version 0."""
+    """make_run(name, adapters=False, more={}, **model) -> directory of a run with a checkpoint of version 0. more:
+    further files of its model."""
 
-    async def make(name: str = "m", *, adapters: bool = False, algorithm: Any = None, **model: Any) -> Path:
+    async def make(
+        name: str = "m", *, adapters: bool = False, algorithm: Any = None, more: Any = None, **model: Any
+    ) -> Path:
         path = tmp_path / "run"
         path.mkdir()
         sections = {"model": {"name": name, **model}, "algorithm": algorithm or {}, "task": {"prompts": "p"}}
@@ -46,6 +49,8 @@ async def make_run(tmp_path: Path) -> Callable[..., Any]:
             save_file(WEIGHTS, folder / file)
             (folder / file).chmod(0o600)
             (folder / ("adapter_config.json" if adapters else "config.json")).write_text(json.dumps(described))
+            for file, content in (more or {}).items():
+                (folder / file).write_text(json.dumps(content))
             return {f"model/{each.name}": sha256(each.read_bytes()).hexdigest() for each in folder.iterdir()}
 
         with closing(FileStore(path)) as store:
@@ -201,3 +206,18 @@ async def test_a_card_says_what_was_trained_and_how_well(make_run: Callable[...,
     assert "| held out | reward 0.500 ± 0.010 over 64 prompts |" in text
     assert "| held out, hard | reward 0.250 ± 0.010 over 64 prompts |" in text
     assert "0.900" not in text, "that is of another version"
+
+
+async def test_an_export_ends_answers_where_the_run_did(make_run: Callable[..., Any], tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+    added = [{"id": number, "content": text, "special": True} for number, text in enumerate(("<eos>", "<|end|>"))]
+    more = {
+        "tokenizer_config.json": {"chat_template": template, "eos_token": "<eos>"},
+        "tokenizer.json": {"model": {"vocab": {"a": 2}}, "added_tokens": added},
+        "generation_config.json": {"eos_token_id": 0, "top_p": 0.9},
+    }
+    export(await make_run(more=more), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "eos_token_id": [0, 1],
+        "top_p": 0.9,
+    }
