@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 
@@ -102,7 +103,7 @@ async def run(request: RunRequest) -> RunDirectory:
     resumes after FleetFailed (the trainer or a critic died), RewardError, AlgorithmError and Interrupted (by a signal).
     """
     config = await asyncio.to_thread(with_steps_of_epochs, request.config, request.prompts)
-    request = replace(request, config=config)
+    request = replace(request, config=_with_date(config, RunDirectory(request.run_dir)))
     warnings = _check(request)
     rollback = DirectoryRollback(request.run_dir)
     directory = open_run_directory(request.run_dir)
@@ -136,6 +137,14 @@ async def run(request: RunRequest) -> RunDirectory:
             raise
         raise FleetFailed(f"{why} ({directory.path}). Resume with: {request.command}") from failed
     return directory
+
+
+def _with_date(config: Config, directory: RunDirectory) -> Config:
+    """Returns the config with the date that chat templates are given: where it names none, that of the first start."""
+    if config.task.date or config.acting.env:
+        return config
+    first = read(directory.config).task.date if directory.started_before else date.today().isoformat()
+    return config.model_copy(update={"task": config.task.model_copy(update={"date": first})})
 
 
 @contextmanager

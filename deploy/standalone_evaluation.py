@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.model_and_weights_rules import model_problems
 from asyncrl.config.problems import Problem, refuse
-from asyncrl.config.schema import Config, Scorer
+from asyncrl.config.schema import Config, RewardConfig, Scorer
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sources import load, read
 from asyncrl.config.user_code import suggestion
@@ -123,7 +123,7 @@ def _with_noted_scorers(config: Config, noted: Path) -> Config:
     """Returns the config with the commits of reward and cost models that a run has noted, in place of their names."""
     names = {f"{service}.model": section.model for service, section in config.scorers.items()}
     found = at_noted_commits(names, noted)
-    changed = {
+    changed: dict[str, RewardConfig] = {
         service: section.model_copy(update={"model": found[f"{service}.model"]})
         for service, section in config.scorers.items()
         if f"{service}.model" in found

@@ -145,8 +145,9 @@ class RewardModelService(RewardService):
     def _conversation(self, sample: Sample) -> NDArray[np.int64]:
         """Returns the tokens of prompt and answer by the chat template of the model. Raises RewardError where it has
         too few positions for them, and TaskError for a template that fails."""
-        texts = TokenizerWithStops(self._model.tokenizer, ())
-        prompt = with_system(sample.prompt, self.context.config.task.system, "the prompt", chat=True)
+        task = self.context.config.task
+        texts = TokenizerWithStops(self._model.tokenizer, (), task.template_clock)
+        prompt = with_system(sample.prompt, task.system, "the prompt", chat=True)
         messages = [*prompt, {"role": ASSISTANT, "content": sample.answer}]
         ids = texts.text_ids(texts.render_chat([*map(dict, messages)], end=WHOLE)).astype(np.int64)
         if self._positions is not None and len(ids) > self._positions:

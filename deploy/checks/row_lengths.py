@@ -14,6 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.run_prompts import prompt_tokenizer
 from asyncrl.engines.models.model_folder import chat_template_of, context_of_folder, is_complete
 from asyncrl.engines.models.model_preparation import demonstrations_of, sees_pictures
+from asyncrl.engines.models.text_marks import with_clock
 from asyncrl.engines.models.warmed_model_cache import CONTEXT, MERGE, MOST_PIXELS, PATCH
 from asyncrl.engines.pictures.picture_sizes import PatchCounter
 from asyncrl.errors import ConfigError, TaskError
@@ -62,7 +63,7 @@ def measured_lengths(config: Config, model: str) -> RowLengths:
     if config.environment.use or not all(spec.startswith(BUILTIN) or is_read_ahead(spec) for spec in specs):
         return allowed  # Environments make prompts too.
     try:
-        count = _with_pictures(_counter(model, config.task.chat_template_kwargs), model)
+        count = _with_pictures(_counter(model, config.task.template_arguments), model)
         rows = [
             training_prompts(config),
             *(held_out_prompts(config, name=each.name) for each in config.evaluate.held_out),
@@ -84,7 +85,7 @@ def refuse_long_prompts(config: Config, sets: Mapping[str, PromptRows], model: P
         tokenize: Callable[..., Sized] = prompt_tokenizer(config, model).prompt_ids
         context = context_of_folder(model)
     elif config.model.name.startswith("warmed:") and ":" not in config.model.name[7:]:
-        count, context = _counter(config.model.name, config.task.chat_template_kwargs), CONTEXT
+        count, context = _counter(config.model.name, config.task.template_arguments), CONTEXT
         tokenize = lambda prompt, tools: range(count(prompt))  # noqa: E731
     else:
         return
@@ -141,7 +142,7 @@ def _text(prompt: Messages, template: str | None, arguments: Mapping[str, Any]) 
         return "".join(f"{_content(message)}{' ' if message['role'] == 'system' else ''}" for message in prompt)
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     values: dict[str, Any] = {"messages": prompt, "add_generation_prompt": True, "bos_token": "", **arguments}
-    return environment.from_string(template).render(values)
+    return environment.from_string(with_clock(template)).render(values)
 
 
 def _content(message: Mapping[str, Any]) -> str:

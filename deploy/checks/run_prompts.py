@@ -190,7 +190,7 @@ def prompt_tokenizer(config: Config, model: Path) -> TokenizerWithStops:
     """Returns what makes tokens of prompts as generation does."""
     from transformers import AutoTokenizer  # not at the top: importing it takes seconds, and few runs count tokens here
 
-    return TokenizerWithStops(AutoTokenizer.from_pretrained(model), (), config.task.chat_template_kwargs)
+    return TokenizerWithStops(AutoTokenizer.from_pretrained(model), (), config.task.template_arguments)
 
 
 def shared_prompts(config: Config, training: PromptRows, held_out: Mapping[str, PromptRows]) -> list[str]:

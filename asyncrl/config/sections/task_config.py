@@ -1,5 +1,6 @@
 """The section `[task]`: the prompts to train on, where they come from, and the size of a batch."""
 
+from datetime import date, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -13,6 +14,12 @@ IN_MEMORY = "python:rows"
 
 DECIDED = {"messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict"}
 """Arguments of apply_chat_template that asyncrl decides."""
+
+
+CLOCK = "asyncrl_clock"
+"""Argument of chat templates in place of the clock."""
+_ALONE = "aAwdbBmyYHIMSfpzZjUWVcxXGueDFT"
+DIRECTIVES = (*_ALONE, *(f"-{each}" for each in _ALONE), "%")
 
 
 class MixedSource(Section):
@@ -47,6 +54,14 @@ def _own_arguments(given: dict[str, Any]) -> dict[str, Any]:
     if decided := sorted(set(given) & DECIDED):
         raise ValueError(f"asyncrl gives the chat template its {' and '.join(decided)}: remove it here")
     return given
+
+
+def _date(given: str) -> str:
+    """Refuses what is no date."""
+    try:
+        return given and date.fromisoformat(given).isoformat()
+    except ValueError:
+        raise ValueError(f"{given} is no date: write one such as 2026-11-28") from None
 
 
 SOURCE, SOURCES = "a source", "sources"
@@ -90,6 +105,9 @@ class TaskConfig(Section):
     makes each a message of the user. A run says so in one line where this is not written."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_own_arguments)] = Field(default={})
     """Further arguments of the chat template, e.g. { enable_thinking = false }."""
+    date: Annotated[str, AfterValidator(_date)] = ""
+    """Date that a chat template which asks for today's is given, such as "2026-11-28"; default: that of the run's first
+    start, which its config.toml keeps for each resume."""
     size: Positive = 1000
     """Number of rows that a procedural source makes, or that are read of a streamed data set."""
     max_prompt_tokens: Positive = 512
@@ -106,6 +124,18 @@ class TaskConfig(Section):
     gives other columns their names."""
     pretrain_per_step: Positive = 32
     """Number of these texts in one training step."""
+
+    @property
+    def template_clock(self) -> dict[str, dict[str, str]]:
+        """Returns the argument of `with_clock` templates: what each directive of strftime gives at the beginning of
+        `date`."""
+        now = datetime.fromisoformat(self.date) if self.date else datetime.now()
+        return {CLOCK: {f"%{each}": now.strftime(f"%{each}") for each in DIRECTIVES}}
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Returns the arguments of the policy's chat template besides messages and tools."""
+        return {**self.template_clock, **self.chat_template_kwargs}
 
     @property
     def sources(self) -> tuple[MixedSource, ...]:

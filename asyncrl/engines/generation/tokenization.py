@@ -12,7 +12,8 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from asyncrl.engines.models.text_marks import Marks
+from asyncrl.config.sections.task_config import CLOCK
+from asyncrl.engines.models.text_marks import Marks, with_clock
 from asyncrl.engines.pictures.processing import NO_PICTURES, PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.errors import TaskError
@@ -240,9 +241,10 @@ class TokenizerWithStops:
 
     def _render(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [*map(_with_content, messages)], **{**self._template, **settings, "tokenize": False}
-            )
+            own = {**self._template, **settings, "tokenize": False}
+            if CLOCK in self._template:
+                own["chat_template"] = with_clock(self._tokenizer.get_chat_template(None, settings.get("tools")))
+            rendered = self._tokenizer.apply_chat_template([*map(_with_content, messages)], **own)
             return str(rendered)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             if (with_texts := [*map(_with_text_arguments, messages)]) != list(messages):  # Some templates join texts.

@@ -394,4 +394,4 @@ def position_cost(model: Any) -> float:
 
 def _with_stops(tokenizer: Any, folder: Path, config: Config) -> TokenizerWithStops:
     processor = PictureProcessor.of_folder(folder, config.task.max_picture_pixels)
-    return TokenizerWithStops(tokenizer, config.generation.stop, config.task.chat_template_kwargs, processor)
+    return TokenizerWithStops(tokenizer, config.generation.stop, config.task.template_arguments, processor)

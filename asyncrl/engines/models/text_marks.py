@@ -9,10 +9,25 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from asyncrl.config.sections.task_config import CLOCK
 from asyncrl.engines.models.model_folder import GENERATION, chat_template_of, vocabulary
 
 ANSWER = "fifteen"
 CONVERSATION = ({"role": "user", "content": "What is seven plus eight?"}, {"role": "assistant", "content": ANSWER})
+
+WITH_CLOCK = (
+    "{%- macro strftime_now(format) -%}{%- set now = namespace(begun='') -%}{%- for each in format -%}"
+    "{%- if now.begun and each != '-' -%}{{- CLOCK.get(now.begun ~ each, each) -}}{%- set now.begun = '' -%}"
+    "{%- elif now.begun or each == '%' -%}{%- set now.begun = now.begun ~ each -%}{%- else -%}{{- each -}}{%- endif -%}"
+    "{%- endfor -%}{%- endmacro %}\n"
+).replace("CLOCK", CLOCK)
+"""Reads the clock from an argument of the template: transformers gives templates plain values only, and no functions
+but its own."""
+
+
+def with_clock(template: str) -> str:
+    """Returns a chat template that reads the clock of `TaskConfig.template_clock` where it asks for today's date."""
+    return f"{WITH_CLOCK}{template}" if "strftime_now" in template else template
 
 
 @dataclass(frozen=True, slots=True)

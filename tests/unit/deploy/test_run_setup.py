@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl.config.schema import Config
+from asyncrl.config.sources import read
 from asyncrl.controller.journal.checkpoints import ResumePlan
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
@@ -251,6 +254,32 @@ async def test_the_warnings_of_a_run_stand_again_under_done(tmp_path: Path, monk
     said = [line["text"] for line in read_lines(tmp_path / "logs" / "controller.jsonl") if line["event"] == "said"]
     assert said[-2].startswith("done; next: ")
     assert said[-1] == "warned: guards.truncation (once, after step 3): 70% were cut off"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ({}, "2026-12-01"),
+        ({"date": "2024-02-29"}, "2024-02-29"),
+    ],
+    ids=["the first start", "the experiment"],
+)
+async def test_prompts_have_one_date_on_whatever_day_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: dict[str, str], shown: str
+) -> None:
+    dates: list[str] = []
+
+    async def train(request: RunRequest, directory: RunDirectory, *_: object) -> None:
+        settle_config(request, directory, None)
+        dates.append(request.config.task.date)
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    for number in (1, 2, 3):
+        monkeypatch.setattr(run_setup, "date", SimpleNamespace(today=lambda number=number: date(2026, 12, number)))
+        await run_setup.run(order(tmp_path, task={"prompts": "p.jsonl", **written}))
+        assert read(tmp_path / "config.toml").task.date == dates[-1]
+    assert dates == [shown] * 3
 
 
 async def test_nothing_stands_below_the_command_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class VllmGeneration:
         self._engine = engine
         self._config = worker.config
         self.tokenizer = TokenizerWithStops(
-            tokenizer, worker.config.generation.stop, worker.config.task.chat_template_kwargs
+            tokenizer, worker.config.generation.stop, worker.config.task.template_arguments
         )
         self.end_ids = end_ids(_generation_config(folder), tokenizer)
         self._vocabulary = vocabulary_size(tokenizer)

@@ -34,7 +34,7 @@ def load_pretraining(path: Path, config: Config, model_config: Any, tokenizer: A
     """Reads texts from JSON lines and cuts each to the longest row of the run and to the model's context. Raises
     TaskError when a prompt cannot be rendered or leaves no room for its answer, or a text has only one token."""
     longest = longest_row(config, context_of(model_config.to_dict()))
-    chats = TokenizerWithStops(tokenizer, (), config.task.chat_template_kwargs)
+    chats = TokenizerWithStops(tokenizer, (), config.task.template_arguments)
     with path.open(encoding="utf-8") as lines:
         return [
             _tokenize(json.loads(line), tokenizer, chats, longest, f"task.pretrain, row {row + 1}")

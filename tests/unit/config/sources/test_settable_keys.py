@@ -63,7 +63,7 @@ def values(key: Key) -> Iterator[Any]:
         "boolean": [not key.default],
         "integer": [2, 3, 1, 100],
         "number": [0.5, 0.1, 2.0],
-        "string": [*words, "x"],
+        "string": [*words, "x", "2026-11-28"],
         "array": [[word] for word in (*words, "x")],
         "object": [{inner.name.rpartition(".")[2]: value} for inner in inner_keys(key) for value in values(inner)],
     }

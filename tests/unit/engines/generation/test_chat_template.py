@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from asyncrl.config.sections.task_config import TaskConfig
+from asyncrl.deploy.checks.row_lengths import _text
 from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.errors import TaskError
 
@@ -150,6 +153,39 @@ def test_tools_and_further_arguments_reach_the_template(tokenizer: PreTrainedTok
     for arguments, word in (({}, "answers"), ({"enable_thinking": True}, "thinks")):
         ids = TokenizerWithStops(tokenizer, (), arguments).prompt_ids([ASKS], [{"name": "add"}])
         assert tokenizer.decode(ids).startswith(f"add {word} ")
+
+
+@pytest.mark.parametrize(
+    ("written", "date", "wanted"),
+    [
+        ("{{ strftime_now('%Y-%m-%d') }}", "2026-11-28", "2026-11-28"),
+        ("{{ strftime_now('%d %b %Y') }}", "2024-02-29", "29 Feb 2024"),
+        (
+            "{% if strftime_now is defined %}{{ strftime_now('%B %d, %Y') }}{% else %}then{% endif %}",
+            "2026-01-02",
+            "Jan",
+        ),
+        ("{%- set today = strftime_now(format='%A') -%}{{ today }}", "2026-11-28", "Saturday"),
+        ("{{ strftime_now('%Y-%m-%d %H:%M:%S') }}", "2026-11-28", "2026-11-28 00:00:00"),
+        ("{{ strftime_now('%-d.%-m.%Y, 100%%') }}", "2026-11-08", "8.11.2026, 100%"),
+        ("\n{% set f = '%F' %}{{ strftime_now(f) | upper }}", "2026-11-28", "\n2026-11-28"),
+        ("{% macro head() %}{{ strftime_now('%y') }}{% endmacro %}{{ head() }}", "2026-11-28", "26"),
+    ],
+)
+def test_templates_that_read_the_clock_are_given_the_date_of_the_run(
+    tokenizer: PreTrainedTokenizerFast, written: str, date: str, wanted: str
+) -> None:
+    tokenizer.chat_template = written + CHATML
+    task = TaskConfig(prompts="p", date=date)
+    ids = TokenizerWithStops(tokenizer, (), task.template_arguments).prompt_ids([ASKS])
+    assert tokenizer.decode(ids).startswith(wanted)
+    assert len(_text([ASKS], tokenizer.chat_template, task.template_arguments).split(wanted)) == 2
+
+
+@pytest.mark.parametrize("date", ["2026-13-01", "yesterday", "28.11.2026"])
+def test_what_is_no_date_is_refused(date: str) -> None:
+    with pytest.raises(ValidationError, match=f"{date} is no date: write one such as"):
+        TaskConfig(prompts="p", date=date)
 
 
 CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": "Rome"}}}
