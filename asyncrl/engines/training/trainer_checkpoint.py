@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +28,16 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from asyncrl.concurrency import start_task
+from asyncrl.config.install_hints import program
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.config.sections.model_config import LoraConfig
 from asyncrl.engines.lora.peft_folder import write_adapters
-from asyncrl.engines.models.model_folder import INDEX, PARTS, sync_to_disk, weight_files
+from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, INDEX, PARTS, sync_to_disk, weight_files
 from asyncrl.engines.models.tensor_parts import Kind, part_file, stored_tensors, write_parts
 from asyncrl.engines.models.weights_digest import BASE, write_base
 from asyncrl.engines.pictures.prompt_pictures import PROCESSOR
 from asyncrl.engines.training.models_with_heads import LoadedModel
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer, OtherWeights
 from asyncrl.engines.training.ranks.held_parts import Parts
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part
@@ -43,6 +45,7 @@ from asyncrl.engines.training.ranks.stage_weights import held_tensors
 from asyncrl.errors import ConfigError, JournalError, Refused, WeightsError
 from asyncrl.protocols.messages import Checkpointed
 
+CHECKPOINTS = "checkpoints"
 MODEL = "model"
 TRAINER = "trainer.pt"
 DIGESTS_AT_A_TIME = 4
@@ -242,7 +245,14 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
     state = _load(directory / TRAINER)
     stored = stored_tensors(directory, "moments") if (directory / PARTS).is_dir() else {}
     others = [_load(directory / f"rank-{rank}.pt") for rank in range(1, state.get("ranks", 1))]
-    optimizer.load(state["optimizer"], stored)
+    try:
+        optimizer.load(state["optimizer"], stored)
+    except OtherWeights as other:
+        raise ConfigError(
+            f"the optimizer's state in checkpoint {directory} was written by another version of asyncrl, for weights "
+            f"that were numbered in another way: it has {other}. Go on with that version, or start anew"
+            f"{_anew(directory, has_model='modules' not in state)}"
+        ) from None
     random = [each["rng"] for each in (state, *others)]
     own = {mesh.parts: mesh.part, mesh.size: mesh.rank}.get(len(random))
     if own is None and not all(torch.equal(each, random[0]) for each in random):
@@ -252,6 +262,19 @@ def read_state(directory: Path, optimizer: Optimizer, mesh: RankMesh) -> dict[st
         )
     torch.set_rng_state(random[own or 0])
     return state
+
+
+def _anew(directory: Path, *, has_model: bool) -> str:
+    """Returns the commands that start a run from the weights of a checkpoint, or of its critic. has_model: they can be
+    exported; a policy that acts begins at random."""
+    checkpoint = directory if directory.parent.name == CHECKPOINTS else directory.parent
+    run = quote(str(checkpoint.parents[1]))
+    merge = " --merge" if (checkpoint / MODEL / ADAPTER_CONFIG).exists() else ""
+    export = f"`{program()} export {run} MODEL --step {checkpoint.name}{merge}`, then " if has_model else ""
+    model = " --model.name MODEL" if has_model else ""
+    return (
+        f"{' from its weights' if has_model else ''}: {export}`{program()} run {run}/config.toml --run-dir NEW{model}`"
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:

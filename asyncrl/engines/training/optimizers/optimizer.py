@@ -19,7 +19,13 @@ from asyncrl.lanes.weights.parameter_roles import HEADS, INNER, MATRICES, roles_
 
 FUSED = ("adam", "adamw")
 """Optimizers whose update is one pass over each tensor."""
+MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "exp_avg_sq")
+"""States of optimizers that have the shape of the weight."""
 NOTHING_STORED: Mapping[str, StoredTensor] = {}
+
+
+class OtherWeights(ConfigError):
+    """Reports states of an optimizer that are numbered by other weights, as other versions of asyncrl did."""
 
 
 class Optimizer:
@@ -47,6 +53,7 @@ class Optimizer:
         # Optimizers get this rank's parts as plain tensors: fused kernels take no mixture of whole tensors and parts.
         self._own = {p: nn.Parameter(own_part(p.detach())) if is_part(p) else p for p in trained}
         self._trained = {own: parameter for parameter, own in self._own.items()}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         roles = roles_of(model)
         role = {id(parameter): roles[name] for name, parameter in model.named_parameters()}
         decayed = {own for parameter, own in self._own.items() if role[id(parameter)] in MATRICES}
@@ -116,7 +123,8 @@ class Optimizer:
 
     def load(self, saved: Mapping[str, Any], stored: Mapping[str, StoredTensor] = NOTHING_STORED) -> None:
         """Restores what `saved` returned; each rank takes its part of the states. stored: tensors of the states that
-        are in files. Raises ConfigError for the states of another optimizer; those without a name are AdamW's."""
+        are in files. Raises ConfigError for the states of another optimizer, where those without a name are AdamW's,
+        and OtherWeights."""
         name, states = saved.get("name", "adamw"), saved["states"] if "states" in saved else [saved["adamw"]]
         if name != self.settings.optimizer:
             raise ConfigError(
@@ -127,7 +135,26 @@ class Optimizer:
         for name, tensor in stored.items():
             number, index, key = name.split(".", 2)
             states[int(number)]["state"].setdefault(int(index), {})[key] = tensor
+        self._refuse_other_weights(states)
         self._restore(states)
+
+    def _refuse_other_weights(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raises OtherWeights for states that are numbered by other weights: torch looks at the numbers of weights, and
+        would give the moments of one weight to another one of any shape."""
+        counts = [[len(group["params"]) for group in state["param_groups"]] for state in states]
+        own = [[len(group["params"]) for group in part.param_groups] for part in self.parts]
+        for part, state in zip(self.parts, states, strict=False):
+            parameters = [self._trained[each] for group in part.param_groups for each in group["params"]]
+            for number, values in state["state"].items():
+                known = parameters[number] if number < len(parameters) else None
+                moments = [tuple(values[key].shape) for key in MOMENTS if values.get(key) is not None]
+                if known is not None and (not moments or moments[0] == tuple(known.shape)):
+                    continue
+                name = "no weight" if known is None else f"{self._names[known]} {tuple(known.shape)}"
+                first = f"; the first that differ are moments {moments[0] if moments else ''} for {name}"
+                raise OtherWeights(f"{_counted(counts)}, and this version has {_counted(own)}{first}")
+        if counts != own:
+            raise OtherWeights(f"{_counted(counts)}, and this version has {_counted(own)}")
 
     def _restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Takes this rank's parts of the whole states."""
@@ -149,6 +176,11 @@ class Optimizer:
             if not parameters[number].is_meta
         }
         return {**state, "state": changed}
+
+
+def _counted(counts: Sequence[Sequence[int]]) -> str:
+    """Returns the numbers of weights of each optimizer of torch: with weight decay and without."""
+    return " and ".join(f"{matrices} weights with decay and {others} without" for matrices, others in counts)
 
 
 def _optimizer(

@@ -19,11 +19,13 @@ from asyncrl.config.sections.training.optimizers import (
     option_mistakes,
 )
 from asyncrl.config.sources import load
-from asyncrl.engines.training.optimizers.optimizer import Optimizer
+from asyncrl.engines.training.optimizers.optimizer import Optimizer, OtherWeights
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
+from asyncrl.engines.training.trainer_checkpoint import read_state
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
+from asyncrl.lanes.weights.parameter_roles import Role
 
 OF_TORCH = [name for name, kind in OPTIMIZERS.items() if kind.module == "torch.optim"]
 NONE: dict[str, Any] = {}
@@ -172,6 +174,88 @@ def test_a_state_goes_on_bit_for_bit_and_only_with_its_optimizer(name: str) -> N
     other = "sgd" if name != "sgd" else "adam"
     with pytest.raises(ConfigError, match=f"holds the state of {name}"):
         Optimizer(Model(), settings(other), 3).load(optimizer.saved(optimizer.states()))
+
+
+def of_an_earlier_version(name: str, monkeypatch: pytest.MonkeyPatch, **roles: Any) -> dict[str, Any]:
+    """Returns the state of an optimizer that told roles of weights in another way."""
+    with monkeypatch.context() as then:
+        for key, value in roles.items():
+            then.setattr(f"asyncrl.engines.training.optimizers.optimizer.{key}", value)
+        _, optimizer = trained(name)
+        return optimizer.saved(optimizer.states())
+
+
+EVERY = frozenset(Role)
+
+
+@pytest.mark.parametrize("name", sorted(set(OF_TORCH) - {"adafactor", "muon"}))
+def test_a_state_of_other_groups_of_weights_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = of_an_earlier_version(name, monkeypatch, MATRICES=EVERY)
+    with pytest.raises(
+        OtherWeights, match=r"^5 weights with decay and 0 without, and this version has 3 .* and 2 with"
+    ):
+        Optimizer(Model(), settings(name), 3).load(saved)
+
+
+@pytest.mark.parametrize(
+    ("roles", "counts"),
+    [
+        ({"MATRICES": EVERY}, "1 weights with decay and 0 without and 4 weights with decay and 0 without"),
+        ({"INNER": EVERY}, "3 weights with decay and 0 without and 0 weights with decay and 2 without"),
+        ({"INNER": frozenset()}, "0 weights with decay and 0 without and 3 weights with decay and 2 without"),
+    ],
+)
+def test_a_state_of_muon_is_of_matrices_and_others(
+    roles: dict[str, Any], counts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = of_an_earlier_version("muon", monkeypatch, **roles)
+    with pytest.raises(OtherWeights, match=rf"^{counts}, and this version has 1 weights"):
+        Optimizer(Model(), settings("muon"), 3).load(saved)
+
+
+def test_moments_of_another_shape_are_refused_with_the_weight() -> None:
+    _, optimizer = trained("adamw")
+    saved = optimizer.saved(optimizer.states())
+    of_weights = saved["states"][0]["state"]
+    of_weights[0], of_weights[1] = of_weights[1], of_weights[0]
+    with pytest.raises(OtherWeights, match=r"the first that differ are moments \(4, 4\) for embed\.weight \(5, 4\)"):
+        Optimizer(Model(), settings("adamw"), 3).load(saved)
+
+
+@pytest.mark.parametrize(
+    ("place", "more", "files", "advice"),
+    [
+        ("4", {}, (), "from its weights: `asyncrl export {run} MODEL --step 4`, then `asyncrl run {run}/config.toml "),
+        ("4", {}, ("model/adapter_config.json",), "`asyncrl export {run} MODEL --step 4 --merge`, then `asyncrl run"),
+        (
+            "4/critic",
+            {},
+            (),
+            "`asyncrl export {run} MODEL --step 4`, then `asyncrl run {run}/config.toml --run-dir NEW",
+        ),
+        ("4", {"modules": {}}, (), "start anew: `asyncrl run {run}/config.toml --run-dir NEW`"),
+    ],
+)
+def test_a_checkpoint_of_another_version_is_named_with_the_commands_that_start_anew(
+    place: str,
+    more: dict[str, Any],
+    files: tuple[str, ...],
+    advice: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.engines.training.trainer_checkpoint.program", lambda: "asyncrl")
+    saved = of_an_earlier_version("adamw", monkeypatch, MATRICES=EVERY)
+    directory = tmp_path / "checkpoints" / place
+    for file in (*files, "trainer.pt"):
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text("{}")
+    torch.save({"optimizer": saved, "rng": torch.get_rng_state(), **more}, directory / "trainer.pt")
+    with pytest.raises(ConfigError) as refused:
+        read_state(directory, Optimizer(Model(), settings("adamw"), 3), RankMesh())
+    assert str(refused.value).startswith(f"the optimizer's state in checkpoint {directory} was written by another vers")
+    assert advice.format(run=tmp_path) in str(refused.value)
+    assert "the first that differ are moments (4,) for lm_head.weight (5, 4)" in str(refused.value)
 
 
 def test_plain_values_of_a_state_go_on_too() -> None:
