@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.concurrency import running_beside
 from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import code_folders, is_read_by, source_files
+from asyncrl.config.placement import Placement
 from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import ONE_REPLICA, pool_names, pools_of
 from asyncrl.controller.gate.pause_switch import PauseSwitch
@@ -159,7 +160,7 @@ async def _join_point(
         yield None
         return
     keys = join_keys(config, facts.run_dir)
-    pools, names = pools_of(config), pool_names(config)
+    pools, names, placed = pools_of(config), pool_names(config), Placement.of(config).workers
     places, offered = {}, {}
     for spec in specs:
         if spec.joined:
@@ -168,7 +169,8 @@ async def _join_point(
             key = keys.path / f"{spec.name}.key"
             command = f"{program()} serve {spec.name} --join {config.fleet.listen} --key {key}"
             pool = pools.get(names.get(spec.name, ""))
-            places[spec.name] = Places(spec.joined, packages, command, pool, device_of(config, spec))
+            hosts = tuple(each.host for each in placed.get(spec.name, ()))
+            places[spec.name] = Places(spec.joined, packages, command, pool, device_of(config, spec), hosts)
     point = JoinPoint(
         listen_address(config),
         places,

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from asyncrl.config.placement import Placement
 from asyncrl.config.schema import Config, CriticConfig, Scorer
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
-from asyncrl.config.sections.training.layout_config import AnyLayout, GenerationLayoutConfig
-from asyncrl.config.service_placement import assignment
+from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig
+from asyncrl.config.service_placement import rank_layout
 from asyncrl.engines.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.worker_spec import Origin
@@ -51,7 +52,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
         specs += [reward_spec(config, "cost"), _critic_spec("cost_critic", config.cost_critic)]
     if config.evaluate.is_on:
         specs.append(generation_spec(config, "evaluation", replicas=config.evaluate.replicas))
-    places = assignment(config)
+    places = Placement.of(config).pooled
     return [replace(spec, devices=_devices(spec, places.get(spec.inside or spec.name, ()))) for spec in specs]
 
 
@@ -144,13 +145,6 @@ def _feedback_spec(config: Config, contract: type[Reward]) -> ServiceSpec:
 def _critic_spec(name: str, critic: CriticConfig) -> ServiceSpec:
     implementation = "asyncrl.services.critic:CriticService"
     return ServiceSpec(name, Critic, implementation, layout=rank_layout(critic.layout), origin="torch")
-
-
-def rank_layout(chosen: AnyLayout, generation: GenerationLayoutConfig | None = None) -> Layout:
-    """Returns the layout that a table of the config describes. generation: stages and slices with which ranks of the
-    trainer sample."""
-    pp, tp = (None, None) if generation is None else (generation.pp, generation.tp)
-    return Layout(chosen.pp, chosen.tp, chosen.dp, pp, tp, chosen.shard, chosen.sp, chosen.ep)
 
 
 def worker_count(config: Config) -> int:

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from asyncrl.config.placement import PlacedWorker, Placement
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.evaluate_config import EvaluateConfig
 from asyncrl.config.sections.training.optimizers import OPTIMIZERS, SHARDED, option_mistakes, rate_mistake
 from asyncrl.config.service_placement import ONE_REPLICA, layouts
+from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -134,32 +136,42 @@ def weights_problems(config: "Config") -> Iterator[Problem]:
 
 
 def _device_problems(config: "Config") -> Iterator[Problem]:
-    """Yields a problem when a named transport cannot work between the devices of trainer and generation."""
-    named, keys = config.weights.transport, ("training.device", "generation.device")
-    devices = [numbered(config.training.device), numbered(config.generation.device)]
-    found = f"training is on {devices[0]}, generation on {devices[1]}"
-    if named in ("nccl", "cuda_ipc") and not all(device.startswith("cuda") for device in devices):
+    """Yields a problem when a named transport cannot work between the devices of the trainer and of all that read its
+    weights."""
+    named = config.weights.transport
+    keys = tuple(f"{name}.{'pool' if getattr(config, name).pool else 'device'}" for name in ("training", "generation"))
+    try:
+        placement = Placement.of(config)
+    except ConfigError:  # Rules of pools say why.
+        return
+    trainer, readers = placement.trainer, placement.readers or (placement.trainer,)
+    sharing = [each for each in placement.readers if each.shares_gpu(trainer)]
+    apart = [each for each in placement.readers if each not in sharing]
+    on_cpu, on_gpu = ([each for each in readers if each.on_gpu == is_on] for is_on in (False, True))
+    text = ""
+    if named in ("nccl", "cuda_ipc") and (on_cpu or not trainer.on_gpu):
+        found = _found(trainer, (on_cpu or readers)[0])
         text = f'"{named}" moves weights between GPUs, but {found}: write "auto", or "gloo" for its twin on CPUs'
-        yield Problem("weights.transport", "", text, keys)
-    elif named == "nccl" and devices[0] == devices[1]:
-        text = (
-            f'{found}, and NCCL wants one GPU for each of its ranks: write "cuda_ipc", or give them different devices'
-        )
-        yield Problem("weights.transport", "", text, keys)
-    elif named == "cuda_ipc" and devices[0] != devices[1]:
-        text = f'{found}, and "cuda_ipc" reads memory of one GPU: write "nccl", or give them one device'
-        yield Problem("weights.transport", "", text, keys)
-    elif named == "gloo" and devices != ["cpu", "cpu"]:
-        text = f'"gloo" moves weights between CPUs, but {found}: write "auto"'
+    elif named == "nccl" and sharing:
+        found, other = _found(trainer, sharing[0]), "auto" if apart else "cuda_ipc"
+        text = f'{found}, and NCCL wants one GPU for each of its ranks: write "{other}", or give them different devices'
+    elif named == "cuda_ipc" and apart:
+        found, other = _found(trainer, apart[0]), "auto" if sharing else "nccl"
+        text = f'{found}, and "cuda_ipc" reads memory of one GPU: write "{other}", or give them one device'
+    elif named == "gloo" and (on_gpu or trainer.on_gpu):
+        text = f'"gloo" moves weights between CPUs, but {_found(trainer, (on_gpu or readers)[0])}: write "auto"'
+    if text:
         yield Problem("weights.transport", "", text, keys)
     if named == "cuda_ipc" and config.fleet.wire == "inproc":
         text = 'a process cannot open CUDA memory of its own: write "auto", or another fleet.wire'
         yield Problem("weights.transport", "", text, ("fleet.wire",))
 
 
-def numbered(device: str) -> str:
-    """Returns the device with its number: "cuda" is "cuda:0"."""
-    return "cuda:0" if device == "cuda" else device
+def _found(trainer: PlacedWorker, reader: PlacedWorker) -> str:
+    """Says where both are, with their hosts where these have names."""
+    one, other = (f"{' '.join(each.devices)}{f' of {each.host}' if each.host else ''}" for each in (trainer, reader))
+    who = reader.service if not reader.number else reader.name
+    return f"training is on {one}, {who} on {other}"
 
 
 def lockstep_problems(config: "Config") -> Iterator[Problem]:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 from asyncrl.config.problems import Problem
 from asyncrl.config.sections.device_pools import Assignment, Demand, DevicePool, assign
 from asyncrl.config.sections.training.deepspeed_config import DeepspeedConfig
-from asyncrl.config.sections.training.layout_config import AnyLayout
+from asyncrl.config.sections.training.layout_config import AnyLayout, GenerationLayoutConfig
 from asyncrl.config.sections.training.optimizers import SHARDED
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.rank_layout import Layout
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -72,6 +73,13 @@ def layouts(config: "Config") -> dict[str, AnyLayout]:
     if config.reference_by_service:
         found["reference"] = config.reference.layout
     return found | {name: section.layout for name, section in config.scorers.items()}
+
+
+def rank_layout(chosen: AnyLayout, generation: GenerationLayoutConfig | None = None) -> Layout:
+    """Returns the layout that a table of the config describes. generation: stages and slices with which ranks of the
+    trainer sample."""
+    pp, tp = (None, None) if generation is None else (generation.pp, generation.tp)
+    return Layout(chosen.pp, chosen.tp, chosen.dp, pp, tp, chosen.shard, chosen.sp, chosen.ep)
 
 
 def layout_problems(config: "Config", batch: int) -> Iterator[Problem]:
@@ -297,10 +305,8 @@ def pools_of(config: "Config") -> dict[str, DevicePool]:
     return {name: section.pool(name) for name, section in config.pools.items()}
 
 
-def pool_names(config: "Config") -> dict[str, str]:
-    """Returns the pool of each service of the experiment that names one. Evaluation is in generation's by default."""
-    named = {name: getattr(config, name).pool for name in (*COMPUTING, "environment")}
-    named["evaluation"] = config.evaluate.pool or config.generation.pool
+def services_of(config: "Config") -> list[str]:
+    """Returns the services of the experiment, in the order in which they choose from a pool."""
     there = {
         "critic": config.algorithm.advantage == "gae",
         "cost": config.algorithm.constraint == "lagrangian",
@@ -309,18 +315,32 @@ def pool_names(config: "Config") -> dict[str, str]:
         "environment": bool(config.environment.use),
         "evaluation": config.evaluate.is_on,
     }
-    return {name: pool for name, pool in named.items() if pool and there.get(name, True)}
+    return [name for name in (*COMPUTING, "environment", "evaluation") if there.get(name, True)]
+
+
+def pool_names(config: "Config") -> dict[str, str]:
+    """Returns the pool of each service of the experiment that names one. Evaluation is in generation's by default."""
+    own = {name: getattr(config, name).pool for name in (*COMPUTING, "environment")}
+    own["evaluation"] = config.evaluate.pool or config.generation.pool
+    return {name: own[name] for name in services_of(config) if own[name]}
+
+
+def replicas_of(config: "Config", service: str) -> int:
+    """Returns the replicas of a service; 0 where its work is done inside the trainer's ranks."""
+    if service in ONE_REPLICA:
+        return 1
+    if process_of(config, service) != service:
+        return 0
+    return int(getattr(config, "evaluate" if service == "evaluation" else service).replicas)
 
 
 def demands(config: "Config") -> list[Demand]:
     """Returns what each service with a pool asks of it."""
-    ranks = {name: layout.size for name, layout in layouts(config).items()}
-    replicas = {"evaluation": config.evaluate.replicas} | dict.fromkeys(ONE_REPLICA, 1)
     found = []
     for name, pool in pool_names(config).items():
-        count = (replicas[name] if name in replicas else getattr(config, name).replicas) * ranks.get(name, 1)
+        layout = rank_layout(layouts(config)[name]) if name in layouts(config) else Layout()
         each = config.generation.layout_tp if name in ("generation", "evaluation") else 1
-        found.append(Demand(name, pool, count, each))
+        found.append(Demand(name, pool, replicas_of(config, name) * layout.size, each, layout))
     return found
 
 

@@ -1,21 +1,23 @@
-"""The transport of weights of a run, from its config, without torch."""
+"""The transport of weights of a run, from its placement, without torch."""
 
-from dataclasses import replace
-
-from asyncrl.config.model_and_weights_rules import numbered
+from asyncrl.config.placement import PlacedWorker, Placement
 from asyncrl.config.schema import Config
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.weights.selection.transport_choice import TransportChoice, WorkerPlace, choose_transport
 
-ANY_HOST = HostId("any host that joins")
-
 
 def transport_of(config: Config) -> TransportChoice:
-    """Chooses the transport of a run. Workers that do not join run on the host of the controller; those that join may
-    be on any host, and on others than their predecessors."""
-    trainer, generator = (
-        WorkerPlace.here(numbered(device)) for device in (config.training.device, config.generation.device)
+    """Chooses the transport of a run. Workers that join are of hosts of their own: those of one host may be in two
+    containers, and a later one may come from elsewhere."""
+    placement = Placement.of(config)
+    trainer, readers = placement.trainer, placement.readers
+    farthest = next((each for each in readers if not each.may_share_memory(trainer)), (*readers, trainer)[0])
+    return choose_transport(
+        config.weights.transport, _end(trainer), _end(farthest), in_process=config.fleet.wire == "inproc"
     )
-    if not {"training", "generation", "evaluation"}.isdisjoint(config.fleet.joined):
-        generator = replace(generator, host=ANY_HOST)
-    return choose_transport(config.weights.transport, trainer, generator, in_process=config.fleet.wire == "inproc")
+
+
+def _end(worker: PlacedWorker) -> WorkerPlace:
+    if not worker.joins:
+        return WorkerPlace.here(worker.devices[0])
+    return WorkerPlace(HostId(worker.host, worker.name, worker.host), worker.devices[0])

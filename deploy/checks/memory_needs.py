@@ -1,12 +1,14 @@
 """Estimates how many bytes each service of an experiment needs, from its config and the shape of its model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from asyncrl.config.placement import PlacedWorker, Placement
 from asyncrl.config.schema import Config, CriticConfig, RewardConfig
 from asyncrl.config.sections.training.layout_config import AnyLayout, LayoutConfig
 from asyncrl.config.sections.training.optimizers import kept_numbers
+from asyncrl.config.service_placement import ONE_REPLICA
 from asyncrl.deploy.checks.generation_memory import EngineMemory, Parts, SamplingRank
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.checks.row_lengths import RowLengths
@@ -38,8 +40,10 @@ GPU_PROCESS_BYTES = 500 * 2**20
 ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
-OFFLOADED = "offloaded moments"
-"""Name of the need of what DeepSpeed keeps in the memory of the host."""
+OFFLOADED, OFFERED = "offloaded moments", "copies of weights"
+TAKEN, CHECKPOINTS = "received weights", "copies for checkpoints"
+"""Names of needs of no service: what DeepSpeed keeps in the memory of the host, versions of the weights at both ends of
+their transport, and what is copied while a checkpoint is written."""
 STATE = ("weights", "gradients", "optimizer", "gathered")
 """Parts of a trainer that are there however little is sampled."""
 TO_SAMPLE = (
@@ -61,7 +65,8 @@ class MemoryNeed:
     """Memory of all workers of a service together. bytes: estimate of the most. least: bytes however little is sampled.
     lower: what to lower when that is too much. parts: bytes of each worker by what takes them. likely: bytes with
     prompts of the mean length; 0: as many as at most. phases: parts of each phase, where a worker has several in turn;
-    `parts` are those of the largest."""
+    `parts` are those of the largest. held: of a need that belongs to workers of other services, the bytes of each of
+    them; others are of the workers of the service of this name, in equal shares."""
 
     name: str
     bytes: int
@@ -72,6 +77,7 @@ class MemoryNeed:
     parts: Mapping[str, int] = field(default_factory=dict)
     likely: int = 0
     phases: Mapping[str, Parts] = field(default_factory=dict)
+    held: Mapping[PlacedWorker, int] = field(default_factory=dict)
 
     @property
     def expected(self) -> int:
@@ -97,8 +103,9 @@ def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> li
         found += [_scorer("cost", config.cost, shape), critic]
     if config.evaluate.is_on:
         found.append(_generation(config, shape, lengths, "evaluation", config.evaluate.replicas))
-    copies = [*_copies_of_weights(config, shape), *_copies_for_checkpoints(config, shape)]
-    return [*found, *_offloaded(config, shape), *copies]
+    placement = Placement.of(config)
+    copies = [*_copies_of_weights(config, shape, placement), *_copies_for_checkpoints(config, shape, placement)]
+    return [*found, *_offloaded(config, shape, placement), *copies]
 
 
 def _process_bytes(device: str) -> int:
@@ -127,30 +134,40 @@ def version_bytes(config: Config, shape: Shape) -> int:
     return (shape.parameters if lora is None else shape.adapters(lora)) * BYTES[dtype]
 
 
-def _copies_of_weights(config: Config, shape: Shape) -> list[MemoryNeed]:
-    """Returns the need of versions of the weights where generation does not read them in place."""
-    if (transport := transport_of(config).name) in ("shm", "inproc"):
-        return []
-    colocated = config.generation.colocate != "none"
-    readers = (0 if colocated else config.generation.replicas) + config.evaluate.is_on * config.evaluate.replicas
-    if not readers:
-        return []
-    copies = {"file": 1, "cuda_ipc": SLOTS}.get(transport, BUFFERS) + (
-        0 if transport == "cuda_ipc" else SLOTS * readers
-    )
-    size, device = copies * version_bytes(config, shape), config.training.device
-    doc = f"{copies} versions: weights.transport is {transport}"
-    return [MemoryNeed("copies of weights", size, size, doc, device if transport in ON_DEVICE else "cpu")]
+def _copies_of_weights(config: Config, shape: Shape, placement: Placement) -> Iterator[MemoryNeed]:
+    """Yields the needs of versions of the weights where generation does not read them in place: those that the trainer
+    offers, and those that each reader has taken over, on the host or GPU of each."""
+    transport, size = transport_of(config).name, version_bytes(config, shape)
+    if transport in ("shm", "inproc") or not placement.readers:
+        return
+    offered = {"file": 1, "cuda_ipc": SLOTS}.get(transport, BUFFERS)
+    taken = {} if transport == "cuda_ipc" else dict.fromkeys(placement.readers, SLOTS * size)
+    is_on_gpu, why = transport in ON_DEVICE, f"weights.transport is {transport}"
+    for name, held, doc in (
+        (OFFERED, {placement.trainer: offered * size}, f"{offered} versions that the trainer offers: {why}"),
+        (TAKEN, taken, f"{SLOTS} versions at each worker that reads them: {why}"),
+    ):
+        if held:
+            device = config.training.device if is_on_gpu else "cpu"
+            yield MemoryNeed(name, sum(held.values()), sum(held.values()), doc, device, held=held)
 
 
-def _copies_for_checkpoints(config: Config, shape: Shape) -> list[MemoryNeed]:
-    """Returns the need of the weights and moments that trainer and critics copy while a checkpoint is written."""
+def _copies_for_checkpoints(config: Config, shape: Shape, placement: Placement) -> Iterator[MemoryNeed]:
+    """Yields the need of the weights and moments that trainer and critics copy while a checkpoint is written: ranks
+    that hold parts of a model copy these, else the first one copies all."""
     if not config.training.background_checkpoints:
-        return []
+        return
     lora, each = config.model.lora, kept_numbers(config.training.optimizer, config.training.optimizer_options)
-    learnt = (shape.parameters if lora is None else shape.adapters(lora)) + critic_count(config) * shape.parameters
-    size, lower = int(FLOAT * (1 + each) * learnt), "set training.background_checkpoints = false, so that steps wait"
-    return [MemoryNeed("copies for checkpoints", size, 0, "weights and moments once more", lower=lower)]
+    held: dict[PlacedWorker, int] = {}
+    for service in (name for name in ONE_REPLICA if name in placement.workers):
+        layout, adapters = placement.layouts[service], service == "training" and lora is not None
+        learnt = shape.adapters(lora) if adapters and lora is not None else shape.parameters
+        parts = 1 if adapters else layout.parts
+        size = int(FLOAT * (1 + each) * learnt) // parts
+        held |= dict.fromkeys(placement.workers[service][: parts * layout.sp : layout.sp], size)
+    lower = "set training.background_checkpoints = false, so that steps wait"
+    doc = "weights and moments once more"
+    yield MemoryNeed(CHECKPOINTS, sum(held.values()), 0, doc, lower=lower, held=held)
 
 
 def zero_memory(config: Config, shape: Shape) -> ZeroMemory:
@@ -160,14 +177,15 @@ def zero_memory(config: Config, shape: Shape) -> ZeroMemory:
     return ZeroMemory(training, shape, moments)
 
 
-def _offloaded(config: Config, shape: Shape) -> list[MemoryNeed]:
+def _offloaded(config: Config, shape: Shape, placement: Placement) -> list[MemoryNeed]:
     """Returns the need of what ranks on GPUs keep in the memory of their hosts."""
     training = config.training
     if not training.zero_stage or not training.deepspeed.offload or (training.device == "cpu" and not training.pool):
         return []
-    size = training.layout.dp * FLOAT * zero_memory(config, shape).on_host()
+    held = dict.fromkeys(placement.workers["training"], FLOAT * zero_memory(config, shape).on_host())
+    size, lower = sum(held.values()), "set training.deepspeed.offload = false"
     doc = "moments, sums of gradients, and the weights that they change, of all ranks"
-    return [MemoryNeed(OFFLOADED, size, size, doc, lower="set training.deepspeed.offload = false")]
+    return [MemoryNeed(OFFLOADED, size, size, doc, lower=lower, held=held)]
 
 
 def _generation(config: Config, shape: Shape, lengths: RowLengths, name: str, replicas: int) -> MemoryNeed:

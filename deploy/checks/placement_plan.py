@@ -1,48 +1,53 @@
 """Plans where workers run and how many bytes each takes, for `asyncrl plan` and checks of a run."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
 from asyncrl.config.install_hints import program
+from asyncrl.config.placement import PlacedWorker, Placement
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
-from asyncrl.config.service_placement import assignment, layouts, pool_key, pool_names, pools_of, process_of
+from asyncrl.config.service_placement import pool_key, pool_names, pools_of
 from asyncrl.deploy.checks.machine import size_text
-from asyncrl.deploy.checks.memory_needs import OFFLOADED, MemoryNeed, needs
+from asyncrl.deploy.checks.memory_needs import CHECKPOINTS, OFFERED, OFFLOADED, TAKEN, MemoryNeed, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths, measured_lengths
 from asyncrl.engines.model_shape import Shape
 from asyncrl.lanes.host_id import HostId
 
-JOINING = "<host that joins>"
-NO_WORKERS = (OFFLOADED, "copies of weights", "copies for checkpoints")
+NO_WORKERS = (OFFLOADED, OFFERED, TAKEN, CHECKPOINTS)
 """Needs that belong to no single worker."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedWorker:
-    """One worker. host: its name. domain: what fails with it at one moment. device: what it computes on. need: of all
-    workers of its service together. share: the number of those workers."""
+    """One worker, or what workers of one service hold together on a device. host: its name. is_here: whether that is
+    the host of the controller. domain: what fails with it at one moment. device: what it computes on. service: whose
+    pool it is in. need: of all hosts together. part, whole: its share of that."""
 
     name: str
     host: str
+    is_here: bool
     domain: str
     device: str
+    service: str
     need: MemoryNeed
-    share: int
+    part: int
+    whole: int
 
     @property
     def bytes(self) -> int:
         """Returns the estimate of the most that this worker takes."""
-        return self.need.bytes // self.share
+        return self.need.bytes * self.part // self.whole
 
     @property
     def likely(self) -> int:
-        return self.need.expected // self.share
+        return self.need.expected * self.part // self.whole
 
     @property
     def least(self) -> int:
-        return self.need.least // self.share
+        return self.need.least * self.part // self.whole
 
     @property
     def floor(self) -> int:
@@ -52,27 +57,24 @@ class PlannedWorker:
 
 
 def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = None) -> Iterator[PlannedWorker]:
-    """Yields the workers that need memory, in the order of `needs`."""
-    here, found = HostId.here(), assignment(config)
+    """Yields the workers that need memory, in the order of `needs`, and what some hold beside that, by host."""
+    here, placement = HostId.here(), Placement.of(config)
+
+    def planned(name: str, at: PlacedWorker, device: str, need: MemoryNeed, part: int, whole: int) -> PlannedWorker:
+        host = at.host or here.name
+        domain = host if at.joins else here.fault_domain
+        return PlannedWorker(name, host, not at.joins, domain, device, at.service, need, part, whole)
+
     for need in needs(config, shape, lengths):
-        count, ranks = _size(config, need.name)
-        places = found.get(process_of(config, need.name), ())
-        for number in range(count):
-            joins = need.name in config.fleet.joined
-            host = places[number][0].host if places else ""
-            name = f"{need.name}{number // ranks}.{number % ranks}" if need.name not in NO_WORKERS else need.name
-            device = " ".join(place.device for place in places[number]) if places else need.device
-            host = host or (JOINING if joins else here.name)
-            yield PlannedWorker(name, host, host if joins else here.fault_domain, device, need, count)
-
-
-def _size(config: Config, name: str) -> tuple[int, int]:
-    """Returns the workers of a service, and how many of them are one replica."""
-    if name == "generation":
-        return config.generation_workers, 1
-    ranks = layouts(config)[name].size if name in layouts(config) else 1
-    section = "evaluate" if name == "evaluation" else name
-    return getattr(getattr(config, section, None), "replicas", 1) * ranks, ranks
+        for worker in () if need.held else placement.workers[need.name]:
+            yield planned(worker.name, worker, " ".join(worker.devices), need, 1, len(placement.workers[need.name]))
+        holders: dict[tuple[str, str, str], list[PlacedWorker]] = {}
+        for worker in need.held:
+            device = worker.devices[0] if need.device != "cpu" else "cpu"
+            holders.setdefault((worker.host, worker.service, device), []).append(worker)
+        for (_, _, device), workers in holders.items():
+            part = sum(need.held[each] for each in workers)
+            yield planned(need.name, workers[0], device, need, part, sum(need.held.values()))
 
 
 def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
@@ -84,11 +86,11 @@ def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
         return
     loads: dict[tuple[str, str, str], list[PlannedWorker]] = {}
     for worker in planned_workers(config, shape, measured_lengths(config, config.model.name)):
-        if (pool := names.get(process_of(config, worker.need.name))) in bounded:
-            for device in worker.device.split():
+        if (pool := names.get(worker.service)) in bounded:
+            for device in set(worker.device.split()) & set(pools[str(pool)].devices):
                 loads.setdefault((str(pool), worker.host, device), []).append(worker)
     for (pool, host, device), workers in loads.items():
-        users = tuple(dict.fromkeys(pool_key(process_of(config, worker.need.name)) for worker in workers))
+        users = tuple(dict.fromkeys(pool_key(worker.service) for worker in workers))
         budget, where = pools[pool].memory_bytes, f"{device} of {host}"
         for is_warning, size in ((False, attrgetter("floor")), (True, attrgetter("likely"))):
             if sum(map(size, workers)) > budget:
@@ -111,15 +113,17 @@ def _over_budget(pool: str, where: str, budget: int, sizes: Mapping[PlannedWorke
 def memory_problems(config: Config, shape: Shape, available: int) -> Iterator[Problem]:
     """Yields a problem when the services on the CPU of this host need more memory than it has, however little they
     sample, and for budgets that are too small. available: memory of this host."""
-    joined = config.fleet.joined
-    found = [each for each in planned_workers(config, shape) if each.device == "cpu" and each.need.name not in joined]
+    found = [each for each in planned_workers(config, shape) if each.device == "cpu" and each.is_here]
     total = sum(worker.least for worker in found)
     if total > available:
-        largest = max(found, key=lambda worker: worker.need.least).need
+        sizes = Counter[str]()
+        for each in found:
+            sizes[each.need.name] += each.least
+        largest = max(found, key=lambda worker: sizes[worker.need.name]).need
         text = (
             f"{size_text(available)} of memory are available, and this run takes {size_text(total)} at least, "
-            f"{size_text(largest.least)} of that for {largest.name}: {largest.lower}; `{program()} plan` with the "
-            "same arguments shows what needs how much"
+            f"{size_text(sizes[largest.name])} of that for {largest.name}: {largest.lower}; `{program()} plan` with "
+            "the same arguments shows what needs how much"
         )
         yield Problem("", "", text)
     yield from budget_problems(config, shape)

@@ -102,10 +102,13 @@ def _free_address(ip: str) -> str:
 
 @contextmanager
 def _placed(ray: Any, places: Sequence[RayPlace], deadline: float, say: Say) -> Iterator[Any]:
-    """Reserves a bundle for each place, on different nodes as far as there are; raises FleetFailed without room."""
+    """Reserves a bundle for each place, on different nodes as far as there are, or on few ones where ranks need each
+    other; raises FleetFailed without room."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    group = placement_group(bundles(places, ray.nodes()), strategy="SPREAD")
+    group = placement_group(
+        bundles(places, ray.nodes()), strategy="PACK" if any(place.is_rank for place in places) else "SPREAD"
+    )
     try:
         if not group.wait(min(ROOM_AT_ONCE, deadline)):
             wanted = ", ".join(f"{place.name} {_amounts(place.resources)}" for place in places)

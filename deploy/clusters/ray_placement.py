@@ -1,13 +1,13 @@
 """Finds what each worker that joins asks of a Ray cluster: resources, and the node where its pool names hosts."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.config.placement import PlacedWorker, Placement
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.device_pools import Assignment
-from asyncrl.config.service_placement import assignment, joinable, pool_names, pools_of
+from asyncrl.config.service_placement import joinable
 from asyncrl.errors import ConfigError
 
 Resources = Mapping[str, float]
@@ -19,58 +19,45 @@ ON_NODE = 0.001
 @dataclass(frozen=True, slots=True)
 class RayPlace:
     """A worker that joins. name: of its actor. resources: that it asks of a node. host: name of that node; "": any.
-    sees_all_gpus: its pool chooses among the GPUs of the node, by their numbers there, instead of Ray."""
+    sees_all_gpus: its pool chooses among the GPUs of the node, by their numbers there, instead of Ray. is_rank: whether
+    it is one of several ranks, which are best on one node."""
 
     service: str
     name: str
     resources: Resources
     host: str = ""
     sees_all_gpus: bool = False
+    is_rank: bool = False
 
 
 def places_of(config: Config) -> list[RayPlace]:
     """Returns a place for each worker that may join, or each of the services in `fleet.joined` where that is set."""
-    assigned = assignment(config)
-    gpu_pools = {name for name, pool in pools_of(config).items() if pool.has_gpus}
-    on_gpus = {service for service, pool in pool_names(config).items() if pool in gpu_pools}
+    joined, placement = config.fleet.joined, Placement.of(config)
+    counts = {service: count for service, count in joinable(config).items() if not joined or service in joined}
+    wanted = [each for service, count in counts.items() for each in placement.workers[service][:count]]
+    users = Counter(each.places for each in wanted if each.service in placement.pooled)
     return [
         RayPlace(
-            service,
-            f"{service}{number}",
-            _resources(config, service, assigned, number),
-            assigned[service][number][0].host if service in assigned else "",
-            service in on_gpus,
+            each.service,
+            f"{each.service}{each.number}",
+            _resources(config, each, users[each.places]),
+            each.host if each.service in placement.pooled else "",
+            each.service in placement.pooled and each.on_gpu,
+            each.ranks > 1,
         )
-        for service, replicas in _wanted(config).items()
-        for number in range(replicas)
+        for each in wanted
     ]
 
 
-def _wanted(config: Config) -> dict[str, int]:
-    """Returns the services that are placed, with their replicas."""
-    joined = config.fleet.joined
-    return {service: count for service, count in joinable(config).items() if not joined or service in joined}
-
-
-def _resources(config: Config, service: str, assigned: Assignment, number: int) -> Resources:
-    """Returns what `fleet.ray_resources` says, or else one CPU, and a GPU where the service computes on one: of a GPU
-    that workers of a pool share, its share."""
-    if service in config.fleet.ray_resources:
-        return config.fleet.ray_resources[service]
-    section = getattr(config, "generation" if service == "evaluation" else service)
-    if not getattr(section, "device", "cpu").startswith("cuda"):
+def _resources(config: Config, worker: PlacedWorker, users: int) -> Resources:
+    """Returns what `fleet.ray_resources` says, or else one CPU, and a GPU where the service computes on one. users:
+    workers of a pool that share its GPU, of which each asks for its share; 0 without a pool."""
+    if worker.service in config.fleet.ray_resources:
+        return config.fleet.ray_resources[worker.service]
+    if not worker.on_gpu:
         return {"CPU": 1.0}
-    if service not in assigned:
-        return {"CPU": 1.0, "GPU": 1.0}
-    own = assigned[service][number]
-    users = Counter(device for other in _joining_devices(config, assigned) for device in other)
-    return {"CPU": 1.0, "GPU": float(len(own)) if len(own) > 1 else round(1 / users[own[0]] - 5e-5, 4)}
-
-
-def _joining_devices(config: Config, assigned: Assignment) -> Iterator[Sequence[Any]]:
-    """Yields the devices of each worker that joins."""
-    for service, count in _wanted(config).items():
-        yield from assigned.get(service, ())[:count]
+    each = len(worker.devices)
+    return {"CPU": 1.0, "GPU": float(each) if each > 1 or users <= 1 else round(1 / users - 5e-5, 4)}
 
 
 def bundles(places: Sequence[RayPlace], nodes: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:

@@ -4,19 +4,22 @@
     worker -> devices of its own    no two workers of one service have the same GPU; a CPU carries any number
 
 Each worker takes the devices with the fewest workers, the first of the pool among equals, so that the loads of two GPUs
-of a pool never differ by more than one.
+of a pool never differ by more than one. Ranks of one replica lie on as few hosts as have room for them, in their order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.rank_hosts import hosts_of_ranks
+from asyncrl.protocols.rank_layout import Layout
 
 Device = NewType("Device", str)
 """Names what a worker computes on, on its host: cpu, or cuda:0."""
 
 CPU = Device("cpu")
+ONE_RANK = Layout()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,14 @@ class DevicePlace:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Devices that a service asks of its pool: for each worker, in the order of replica and rank, so many."""
+    """Devices that a service asks of its pool: for each worker, in the order of replica and rank, so many. layout: of
+    the ranks of a replica."""
 
     service: str
     pool: str
     workers: int
     devices_each: int = 1
+    layout: Layout = ONE_RANK
 
 
 Assignment = Mapping[str, Sequence[tuple[DevicePlace, ...]]]
@@ -95,7 +100,10 @@ def pool_of(pools: Mapping[str, DevicePool], demand: Demand) -> DevicePool:
 def _take(pool: DevicePool, demand: Demand, loads: dict[DevicePlace, int]) -> list[tuple[DevicePlace, ...]]:
     """Returns the devices of the workers of a service, and counts them in `loads`."""
     order = sorted(loads, key=loads.__getitem__)  # Equals stay in the order of the pool.
-    if pool.has_gpus:
+    if demand.layout.size > 1:
+        found = list(_ranks(pool, demand, order, loads))
+        _refuse_too_small(pool, demand, len(found) or len(order))
+    elif pool.has_gpus:
         found = _groups(order, demand.devices_each)
         _refuse_too_small(pool, demand, len(found))
     else:
@@ -115,6 +123,24 @@ def _groups(order: Sequence[DevicePlace], size: int) -> list[tuple[DevicePlace, 
         if len(of_host) == size:
             found.append(tuple(waiting.pop(place.host)))
     return found
+
+
+def _ranks(
+    pool: DevicePool, demand: Demand, order: Sequence[DevicePlace], loads: Mapping[DevicePlace, int]
+) -> Iterator[tuple[DevicePlace, ...]]:
+    """Yields the devices of the ranks of one replica after the other, as long as there is room. CPUs have room for all,
+    and each host of such a pool takes its share."""
+    hosts, size = pool.hosts or ("",), demand.layout.size
+    free = {host: [place for place in order if place.host == host] for host in hosts}
+    if not pool.has_gpus:
+        share = -(-demand.workers // len(hosts))
+        free = {host: places * share for host, places in free.items()}
+    busy = {host: sum(loads[place] for place in set(places)) for host, places in free.items()}
+    room = {host: len(free[host]) for host in sorted(hosts, key=busy.__getitem__)}
+    while sum(room.values()) >= size:
+        for host in hosts_of_ranks(demand.layout, room, {}):
+            room[host] -= 1
+            yield (free[host].pop(0),)
 
 
 def _refuse_too_small(pool: DevicePool, demand: Demand, room: int) -> None:

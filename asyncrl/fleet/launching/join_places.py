@@ -1,6 +1,6 @@
 """Places for workers that join, and why a host may not take one."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePool, Host
@@ -10,13 +10,24 @@ from asyncrl.config.sections.device_pools import CPU, Device, DevicePool, Host
 class Places:
     """The workers of one service that join. needed: places that have to be taken before the run begins, and of which
     one has to be taken again when all are lost. packages: whose versions have to agree. command: starts one. pool:
-    whose hosts may join, with its devices; None: any host may that has the device."""
+    whose hosts may join, with its devices; None: any host may that has the device. planned: the host of each replica,
+    where the pool names some."""
 
     needed: int
     packages: Collection[str]
     command: str
     pool: DevicePool | None = None
     device: Device = CPU
+    planned: Sequence[str] = ()
+
+    def planned_host(self, replica: int) -> str:
+        return self.planned[replica] if replica < len(self.planned) else ""
+
+    def order(self, site: tuple[str, str]) -> tuple[int, tuple[str, str]]:
+        """Returns by what hosts are ordered before ranks lie on them: as their pool names them, whoever came first.
+        site: machine and name."""
+        hosts = self.pool.hosts if self.pool is not None else ()
+        return hosts.index(site[1]) if site[1] in hosts else len(hosts), site
 
     def objection(self, service: str, host: Host) -> str:
         """Returns why a host may not run these workers, and what to do; "" if it may."""

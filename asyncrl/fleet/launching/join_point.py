@@ -29,7 +29,7 @@ from asyncrl.concurrency import running_beside
 from asyncrl.config.sections.device_pools import Device, Host
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.launching.join_places import Places
-from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, on_one_machine
+from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, Site, on_one_machine
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
@@ -47,6 +47,7 @@ from asyncrl.lanes.data.files.file_server import FileServer
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
 from asyncrl.protocols.messages import Call
+from asyncrl.protocols.rank_hosts import crossings, hosts_of_ranks
 
 START_DEADLINE = 60.0
 """Seconds until a host has started the process of a worker; loading a model comes later."""
@@ -83,6 +84,7 @@ class JoinPoint:
         self._offers: dict[str, Offer] = {}
         self._waiting: dict[str, WorkerSpec] = {}
         self._complete: set[str] = set()
+        self._hosts_of_ranks: dict[tuple[str, int], list[Site]] = {}
         self._changed = Wakeup()
         self._probes = ProbePoint(self._objection, self._packages_of, self.versions)
 
@@ -94,6 +96,7 @@ class JoinPoint:
         host may start this instance."""
         offer = await self._free_offer(spec)
         worker = offer.start(spec, self._free_devices(offer)[:1])
+        self._say_what_crosses(spec)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(START_DEADLINE):
@@ -129,19 +132,47 @@ class JoinPoint:
 
     def _offer_for(self, spec: WorkerSpec) -> Offer | None:
         """Returns a free offer, unless a place with a smaller number waits for one: the first ones are needed. Ranks of
-        a replica start together, because they wait for each other."""
+        a replica start together, because they wait for each other; consecutive ones share a host."""
         rivals = (other for other in self._waiting.values() if other.service == spec.service)
         if any(other.replica < spec.replica for other in rivals):
             return None
-        offers = (each for each in self._offers.values() if each.service == spec.service and each.is_free)
-        fitting = [each for each in offers if self._has_room(each)]
-        running = sum(each.runs_rank_of(spec) for each in self._offers.values())
-        return fitting[0] if fitting and len(fitting) + running >= spec.layout.size else None
+        place, fitting, running = self.places[spec.service], self._fitting(spec.service), self._ranks_of(spec)
+        if not fitting or len(fitting) + len(running) < spec.layout.size:
+            return None
+        if spec.layout.size == 1:
+            return min(fitting, key=lambda each: each.host.name != place.planned_host(spec.replica))
+        hosts = self._hosts_of_ranks.get((spec.service, spec.replica), [])
+        is_as_chosen = bool(running) and all(hosts[rank] == site for rank, site in running.items())
+        if not is_as_chosen or hosts[spec.rank] not in {each.site for each in fitting}:
+            room = Counter(each.site for each in sorted(fitting, key=lambda each: place.order(each.site)))
+            hosts = hosts_of_ranks(spec.layout, room, running)
+            self._hosts_of_ranks[spec.service, spec.replica] = hosts
+        return next(each for each in fitting if each.site == hosts[spec.rank])
 
-    def _has_room(self, offer: Offer) -> bool:
-        """Returns whether the pool has a GPU on this host for one more worker of the service, where it is of GPUs."""
-        pool = self.places[offer.service].pool
-        return pool is None or not pool.has_gpus or bool(self._free_devices(offer))
+    def _fitting(self, service: str) -> list[Offer]:
+        """Returns the free offers that workers of the service can take together: in a pool of GPUs, as many of a
+        machine as it has GPUs that none of them has."""
+        offers = [each for each in self._offers.values() if each.service == service and each.is_free]
+        pool, taken = self.places[service].pool, Counter[str]()
+        if pool is None or not pool.has_gpus:
+            return offers
+        found = []
+        for each in offers:
+            if taken[each.host.fault_domain] < len(self._free_devices(each)):
+                taken[each.host.fault_domain] += 1
+                found.append(each)
+        return found
+
+    def _ranks_of(self, spec: WorkerSpec) -> dict[int, Site]:
+        """Returns where the other ranks of the replica of a worker are, as far as they have a host."""
+        there = (each for each in self._offers.values() if each.runs_rank_of(spec))
+        return {each.worker.spec.rank: each.site for each in there if each.worker is not None}
+
+    def _say_what_crosses(self, spec: WorkerSpec) -> None:
+        """Reports, once all ranks of a replica have a host, which of their groups lie on several ones."""
+        if len(ranks := self._ranks_of(spec)) == spec.layout.size > 1:
+            for line in crossings(spec.service, spec.layout, [ranks[rank][1] for rank in sorted(ranks)]):
+                self.report(line)
 
     def _free_devices(self, offer: Offer) -> tuple[str, ...]:
         """Returns the GPUs of the host that no other worker of the service has, those with the fewest workers first."""

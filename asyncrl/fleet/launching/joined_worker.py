@@ -15,6 +15,10 @@ MAX_ORDERS = 64
 does not read, which its heartbeats find out long before."""
 
 
+Site = tuple[str, str]
+"""A host among those of a run: its machine, so that hosts of one machine are neighbours, and its name."""
+
+
 class JoinedWorker:
     """A worker on a host that joined."""
 
@@ -71,6 +75,10 @@ class Offer:
         self.is_leaving = False
         self.is_revoked = False
         self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
+
+    @property
+    def site(self) -> Site:
+        return self.host.machine, self.host.name
 
     @property
     def is_free(self) -> bool:

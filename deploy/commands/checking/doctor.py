@@ -123,15 +123,19 @@ def _containment_checks(config: "Config") -> Iterator[Check]:
 
 
 def _workers_check(config: "Config") -> Check:
-    from asyncrl.config.service_placement import ONE_REPLICA, layouts
+    from asyncrl.config.placement import Placement
+    from asyncrl.config.service_placement import ONE_REPLICA
     from asyncrl.deploy.service_specs import worker_count
 
     workers, threads = worker_count(config), config.fleet.threads
-    is_apart = config.generation.colocate == "none"  # Ranks of the trainer that sample do not train meanwhile.
-    generating = is_apart * config.generation.replicas * config.generation.layout_tp
-    learning = [layout.size for service, layout in layouts(config).items() if service in ONE_REPLICA]
-    busiest = (generating + sum(learning)) * threads
-    found = f"{workers} with {threads} torch threads each, {usable_cores():g} cores"
+    # Ranks of the trainer that sample do not train meanwhile, and those that join have cores of their own.
+    placed = Placement.of(config).workers
+    here = {name: sum(not each.joins for each in those) for name, those in placed.items()}
+    generating = here["generation"] * config.generation.layout_tp
+    busiest = (generating + sum(here.get(service, 0) for service in ONE_REPLICA)) * threads
+    apart = sum(each.joins for those in placed.values() for each in those)
+    elsewhere = f", {apart} of them on hosts that join" if apart else ""
+    found = f"{workers} with {threads} torch threads each{elsewhere}; {usable_cores():g} cores here"
     remedy = "the workers will slow each other down: lower fleet.threads or generation.replicas"
     return check("workers", busiest <= usable_cores() or threads == 1, found, remedy, "note")
 
@@ -149,6 +153,7 @@ def _weights_check(config: "Config") -> Check:
 def _memory_checks(config: "Config") -> Iterator[Check]:
     from asyncrl.deploy.checks.folder_contents import here
     from asyncrl.deploy.checks.memory_needs import needs
+    from asyncrl.deploy.checks.placement_plan import planned_workers
     from asyncrl.deploy.checks.row_lengths import measured_lengths
     from asyncrl.deploy.checks.shared_memory_needs import longest_token_of, shared_memory
     from asyncrl.engines.model_shape import shape_of
@@ -165,7 +170,8 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     found = needs(config, shape, lengths)
     for need in found:
         yield Check(need.name, "ok", f"about {size_text(need.expected)}, at most {size_text(need.bytes)}: {need.doc}")
-    total, available = sum(need.bytes for need in found if need.device == "cpu"), available_memory()
+    planned = planned_workers(config, shape, lengths)
+    total, available = sum(each.bytes for each in planned if each.is_here and each.device == "cpu"), available_memory()
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
     text = f"at most {size_text(total)} of {size_text(available)} available"
     yield check("services on the CPU", total <= available, text, remedy)

@@ -60,6 +60,7 @@ def _absent(config: "Config") -> "Iterator[Problem]":
 
 def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     """Yields the lines to print."""
+    from asyncrl.config.placement import ANY_HOST, Placement
     from asyncrl.deploy.checks.folder_contents import here as folder_of
     from asyncrl.deploy.checks.machine import size_text
     from asyncrl.deploy.checks.placement_plan import planned_workers
@@ -83,7 +84,8 @@ def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     sizes = dict.fromkeys(size_text(size) for size in (need.likely_rows, need.rows, need.worst_rows))
     yield f"/dev/shm: weights {size_text(need.weights)}, rows {' to '.join(sizes)}"
     for (host, device), size in _totals(workers).items():
-        yield f"{host} {device}: {size_text(size)}"
+        yield f"{host if host != ANY_HOST else 'all hosts that join together'} {device}: {size_text(size)}"
+    yield from Placement.of(config).crossings()
 
 
 def _parts(need: "MemoryNeed") -> str:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.sections.device_pools import CPU, Demand, Device, DevicePlace, DevicePool, Host, assign
 from asyncrl.errors import ConfigError
+from asyncrl.protocols.rank_layout import Layout
 
 GPUS = tuple(Device(f"cuda:{number}") for number in range(8))
 
@@ -63,6 +64,35 @@ def test_several_gpus_of_a_worker_are_on_one_host(each: int, hosts: int, gpus: i
     assert len({place for worker in workers for place in worker}) == room * each
     with pytest.raises(ConfigError, match="s"):
         assign({"p": pool}, [Demand("s", "p", room + 1, each)])
+
+
+@pytest.mark.parametrize("layout", [Layout(shard=8, dp=2), Layout(tp=8, dp=2), Layout(shard=16), Layout(pp=2, tp=8)])
+def test_consecutive_ranks_get_the_gpus_of_one_host(layout: Layout) -> None:
+    pools = {"train": DevicePool("train", GPUS, ("n1", "n2"))}
+    demands = [Demand("training", "train", 16, layout=layout), Demand("critic", "train", 8, layout=Layout(shard=8))]
+    found = assign(pools, demands)
+    assert found["training"] == [gpu(number, host) for host in ("n1", "n2") for number in range(8)]
+    assert len({place.host for each in found["critic"][:8] for place in each}) == 1
+
+
+def test_ranks_of_another_service_lie_on_the_host_with_less_work() -> None:
+    pools = {"train": DevicePool("train", GPUS[:4], ("n1", "n2"))}
+    demands = [Demand("training", "train", 4, layout=Layout(dp=4)), Demand("critic", "train", 2, layout=Layout(dp=2))]
+    assert assign(pools, demands)["critic"][:2] == [gpu(0, "n2"), gpu(1, "n2")]
+
+
+def test_ranks_on_cpus_take_each_host_for_its_share() -> None:
+    demand = Demand("training", "farm", 5, layout=Layout(dp=5))
+    workers = assign({"farm": DevicePool("farm", hosts=("a", "b"))}, [demand])["training"]
+    assert [place.host for each in workers for place in each] == ["a", "a", "a", "b", "b"]
+
+
+def test_ranks_that_have_no_room_are_refused() -> None:
+    demand = Demand("training", "train", 9, layout=Layout(dp=9))
+    with pytest.raises(
+        ConfigError, match="training has 9 workers that need a GPU each, and pool 'train' has room for 8"
+    ):
+        assign({"train": DevicePool("train", GPUS[:4], ("n1", "n2"))}, [demand])
 
 
 def test_services_of_one_pool_share_it_and_others_run_apart() -> None:

@@ -18,9 +18,9 @@ import torch
 from asyncrl.bench.end_to_end.benchmark_model import write_model
 from asyncrl.bench.end_to_end.packed_rows import INCARNATION, StepShape, rows_of
 from asyncrl.config.schema import Config
+from asyncrl.config.service_placement import rank_layout
 from asyncrl.deploy.checks.memory_needs import TrainedModel
 from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.service_specs import rank_layout
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankPlace, connect_mesh

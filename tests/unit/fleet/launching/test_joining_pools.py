@@ -1,13 +1,15 @@
 """Hosts that join a run for services in pools, and for ranks: who may, and which GPU each worker gets."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from asyncrl.config.sections.device_pools import Device, DevicePool, Host
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.rank_layout import Layout
+from asyncrl.protocols.rank_layout import Axis, Layout
 from tests.unit.fleet.launching.test_joining import ECHO, Site, place, playing
 
 GPUS = tuple(Device(f"cuda:{number}") for number in range(2))
@@ -80,3 +82,84 @@ def test_the_ranks_of_a_replica_start_once_there_is_a_host_for_each() -> None:
         assert {worker.host.name for worker in workers} == {"h1", "h2"}
 
     playing(play, replace(ECHO, needed=2))
+
+
+LAYOUTS = {"shards": Layout(shard=2, dp=2), "tensor": Layout(tp=2, dp=2), "sequence": Layout(sp=2, dp=2)}
+FOUR = ["h1a", "h1b", "h2a", "h2b"]
+
+
+@pytest.mark.parametrize("axis", sorted(LAYOUTS))
+@pytest.mark.parametrize("seed", range(4))
+def test_consecutive_ranks_get_one_host_whoever_came_first(seed: int, axis: Axis) -> None:
+    draw, in_pool = Random(seed), seed % 2 == 0
+    arrival, asking = draw.sample(FOUR, 4), draw.sample(range(4), 4)
+    layout = LAYOUTS[axis]
+
+    async def play(here: Site) -> None:
+        for name in arrival:
+            here.host(name, gpus=2)
+            await asyncio.sleep(0.1)
+        ranks = [replace(place(0, f"r{rank}"), rank=rank, layout=layout) for rank in asking]
+        started = await asyncio.gather(*map(here.point.spawn, ranks))
+        hosts = {worker.spec.rank: worker.host.name for worker in started}
+        assert [hosts[rank] for rank in range(4)] == ["h1", "h1", "h2", "h2"]
+        if in_pool:
+            assert sorted(worker.spec.devices for worker in started) == [("cuda:0",)] * 2 + [("cuda:1",)] * 2
+
+    said = playing(play, replace(IN_POOL if in_pool else ECHO, needed=4))
+    (crossing,) = (line for line in said if "cross the network" in line)
+    assert crossing.startswith("echo.layout.dp = 2: "), "the start says once what crosses"
+
+
+@pytest.mark.parametrize("asking", [range(6), range(5, -1, -1), (5, 0, 3, 1, 4, 2), (2, 5, 1, 0, 3, 4)])
+def test_ranks_that_ask_in_any_order_get_the_places_that_are_best_for_all(asking: Sequence[int]) -> None:
+    async def play(here: Site) -> None:
+        for name in ("h2a", "h1a", "h2b", "h1b", "h1aa", "h2aa"):
+            here.host(name)
+        await asyncio.sleep(5)
+        ranks = [replace(place(0, f"r{rank}"), rank=rank, layout=Layout(shard=3, sp=2)) for rank in asking]
+        started = await asyncio.gather(*map(here.point.spawn, ranks))
+        hosts = {worker.spec.rank: worker.host.name for worker in started}
+        assert [hosts[rank] for rank in range(6)] == ["h1", "h1", "h2", "h2", "h1", "h2"]
+
+    playing(play, replace(ECHO, needed=6))
+
+
+def test_ranks_lie_on_the_hosts_of_their_pool_in_its_order_and_leave_spares_alone() -> None:
+    async def play(here: Site) -> None:
+        for name in ("h3a", "h1a", "h2a", "h3b", "h1b", "h2b"):
+            here.host(name, gpus=2)
+        await asyncio.sleep(5)
+        ranks = [replace(place(0, f"r{rank}"), rank=rank, layout=Layout(shard=2, dp=2)) for rank in range(4)]
+        workers = await asyncio.gather(*map(here.point.spawn, ranks))
+        assert [worker.host.name for worker in workers] == ["h3", "h3", "h1", "h1"]
+
+    playing(play, replace(IN_POOL, needed=4, pool=DevicePool("gpus", GPUS, ("h3", "h1", "h2"))))
+
+
+def test_hosts_with_more_offers_than_gpus_are_no_room_for_ranks() -> None:
+    async def play(here: Site) -> None:
+        for name in ("h1a", "h1b", "h1aa"):
+            here.host(name, gpus=2)
+        ranks = [replace(place(0, f"r{rank}"), rank=rank, layout=Layout(shard=3)) for rank in range(3)]
+        starting = asyncio.gather(*map(here.point.spawn, ranks))
+        await asyncio.sleep(5)
+        assert not any(launcher.workers for _, launcher, _ in here.hosts.values()), (
+            "two of them would wait for the third"
+        )
+        here.host("h2", gpus=2)
+        assert [worker.host.name for worker in await starting] == ["h1", "h1", "h2"]
+
+    assert any(
+        "shard = 3: its group of ranks crosses hosts (ranks 0 to 1 on h1" in line for line in playing(play, IN_POOL)
+    )
+
+
+def test_a_replica_takes_the_host_that_is_planned_for_it_where_that_one_waits() -> None:
+    async def play(here: Site) -> None:
+        for name in ("h1", "h2"):
+            here.host(name, gpus=2)
+        await asyncio.sleep(5)
+        assert [(await here.point.spawn(place(replica))).host.name for replica in (0, 1)] == ["h2", "h1"]
+
+    playing(play, replace(IN_POOL, needed=2, planned=("h2", "h1")))
