@@ -81,10 +81,16 @@ def bubblewrap_works() -> None:
 
 
 def _children() -> set[int]:
-    """But multiprocessing's resource tracker, which Python keeps to its end."""
+    """But multiprocessing's resource tracker, which Python keeps to its end, and warm sandboxes."""
     threads = Path("/proc/self/task").iterdir()
     pids = {int(pid) for thread in threads for pid in _read(thread / "children").split()}
-    return {pid for pid in pids if "resource_tracker" not in _read(Path(f"/proc/{pid}/cmdline"))}
+    return {pid for pid in pids if "resource_tracker" not in _read(Path(f"/proc/{pid}/cmdline"))} - _warm()
+
+
+def _warm() -> set[int]:
+    """The sandboxes in which packages read answers, which templates keep."""
+    module = sys.modules.get("asyncrl.children.sandbox.package_calls")
+    return {sandbox.process for sandbox in module.OPEN} if module is not None else set()
 
 
 def _read(path: Path) -> str:

@@ -4,8 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +30,16 @@ from asyncrl.rewards.trl_verl_adapters import CALLS, adapted_mistake, column_che
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config, RewardFunction, Scorer  # not at run time: children do without pydantic
 
+SECONDS = "seconds"
+"""Name of the option with the seconds that such a template has for an answer, which follows from the deadline."""
 JUDGE_SHARE = 0.9
 """Share of the deadline of a call in which a judge tries; then it says why there is no score."""
 
 OVERLAPPING = 64
 """Coroutine calls that run at once: enough for a remote scorer, few enough for its rate limits and our sockets."""
 
-PACKAGES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
-"""Packages that templates use, which take seconds to import."""
+OF_PACKAGES = ("math_verify", "reasoning_gym")
+"""Templates whose packages may evaluate an answer, and so read it in a sandbox for programs."""
 ADAPTERS: dict[str, Callable[[Callable[..., Any]], Function]] = {"trl": from_trl, "verl": from_verl}
 
 
@@ -114,10 +114,14 @@ def _options(function: "RewardFunction", deadline: float, config: "Config") -> d
     from asyncrl.config.sections.secret import revealed  # not where children import this: they do without pydantic
 
     options: dict[str, Any] = revealed(function.options)
-    if function.use in CODE_TEMPLATES:
+    if function.use in (*CODE_TEMPLATES, *OF_PACKAGES):
         if SANDBOX in options:
             raise ConfigError(f"{function.use} has no option {SANDBOX}; write {SANDBOX} in the section [children]")
-        return {**options, SANDBOX: config.children.sandbox}
+        options[SANDBOX] = config.children.sandbox
+    if function.use in OF_PACKAGES:
+        if SECONDS in options:
+            raise ConfigError(f"{function.use} has no option {SECONDS}; write deadline in the section of its functions")
+        options[SECONDS] = JUDGE_SHARE * deadline
     if function.use == JUDGE_TEMPLATE and options.setdefault("deadline", JUDGE_SHARE * deadline) > deadline:
         raise ConfigError(f"judge has options.deadline = {options['deadline']:g}, over the deadline of {deadline:g} s")
     return options
@@ -161,12 +165,11 @@ def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool
     """Yields why rewards for programs cannot work: no sandbox starts here, or a call ends before its tests do. is_here:
     whether they run on this host."""
     of_code = [spec for spec in specs if spec.use in CODE_TEMPLATES]
-    if (
-        of_code
-        and is_here
-        and (problem := sandbox_problem(of_code[0].key, of_code[0].use, of_code[0].options[SANDBOX]))
-    ):
-        yield problem
+    inside = [*of_code, *(spec for spec in specs if spec.use in OF_PACKAGES)]
+    if inside and is_here:
+        first, does = inside[0], "runs programs" if of_code else "reads answers, which its package may evaluate,"
+        if problem := sandbox_problem(first.key, first.use, first.options[SANDBOX], does):
+            yield problem
     for spec in of_code:
         parameter = inspect.signature(CODE_TEMPLATES[spec.use]).parameters.get("seconds")
         seconds = spec.options.get("seconds", parameter.default) if parameter is not None else 0.0
@@ -192,10 +195,7 @@ def _problem(spec: FunctionSpec, is_here: bool) -> Problem | None:
 def load(spec: FunctionSpec) -> Function:
     """Loads a function and binds its options; raises ConfigError if there is none, or it does not take them."""
     if ":" not in spec.use:
-        function = _from_template(spec)
-        if (package := PACKAGES.get(spec.use)) is not None and find_spec(package) is not None:
-            import_module(package)  # Here, so that a call's deadline is for its answer alone.
-        return function
+        return _from_template(spec)
     adapter, name = _split(spec.use)
     function = resolve(name, spec.key)
     if not callable(function):

@@ -79,6 +79,10 @@ class RowError(RewardError):
         return cls(column, text + missing_column(column, row), advice)
 
 
+class UnjudgedError(RewardError):
+    """Reports an answer that a template of ours could not judge, which counts 0: what the policy writes ends no run."""
+
+
 BAD_ROW = "bad_row"
 """The reason of a drop of samples whose row cannot be scored."""
 CheckRow = Callable[[Mapping[str, Any]], object]
@@ -88,10 +92,12 @@ CheckRow = Callable[[Mapping[str, Any]], object]
 @dataclass(frozen=True, slots=True)
 class OfRow:
     """A template that compares samples with what their row holds. wanted: reads that from a row, and raises RowError
-    where there is no such thing, at the start of a run and for each sample. score: compares a sample with it."""
+    where there is no such thing, at the start of a run and for each sample. score: compares a sample with it. warm_up:
+    starts what it needs, so that a call's deadline is for its answer alone."""
 
     wanted: CheckRow
     score: Callable[[Sample, Any], float]
+    warm_up: Callable[[], None] = lambda: None
 
     @property
     def check_row(self) -> CheckRow:

@@ -6,22 +6,28 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from ctypes import c_float
 from fractions import Fraction
-from functools import cache
 from typing import Any, Literal
 
+from asyncrl.children.sandbox import SandboxError
+from asyncrl.children.sandbox.package_calls import PackageSandbox, Unjudged, package_sandbox
+from asyncrl.children.sandbox.pool import Kind
 from asyncrl.config.user_code import suggestion
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RewardError
 from asyncrl.protocols.answers.plain_text import composed, folded
 from asyncrl.protocols.batch import NO_ROOM
 from asyncrl.protocols.thoughts import PAIRS
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
-from asyncrl.rewards.expressions import are_equal, expressions, letter, unit
+from asyncrl.rewards.expressions import letter, unit
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
-from asyncrl.rewards.sample import OfRow, OfSample, RowError, Sample
+from asyncrl.rewards.sample import OfRow, OfSample, RowError, Sample, UnjudgedError
 
 Row = Mapping[str, Any]
 
+SCORES = "asyncrl.rewards.package_scores"
+"""File of the functions that packages need for an answer; it is imported in sandboxes only."""
+SECONDS = 10.0
+"""Seconds for one answer where no config says another deadline."""
 RELATIVE = Fraction(1, 10**6)
 """Share of the larger of two numbers by which they may differ where one of them is not whole."""
 
@@ -103,7 +109,7 @@ def numeric(column: str = "answer", tolerance: float | None = None) -> OfSample:
     return OfRow(wanted, reward)
 
 
-def math_verify(column: str = "answer") -> OfSample:
+def math_verify(column: str = "answer", sandbox: Kind = "bubblewrap", seconds: float = SECONDS) -> OfSample:
     """Gives 1 if the last expression of the completion equals the row's `column` by the package math-verify, else 0:
     1/2, 0.5 and \\frac{1}{2} are equal, and so are sets, intervals and equations. Of a column with `####` what stands
     behind it counts.
@@ -113,20 +119,21 @@ def math_verify(column: str = "answer") -> OfSample:
     decimals (2e-6 of their size), are not: it calls 2^{-98} and 2^{-99} equal. A row that is a single capital letter is
     a choice, which `(A)` and `The answer is A.` name. 5 cm is not 5 km, 2516_9 not 2516_8, and 1e-07 is a power of ten.
     An answer whose brackets are more than 12 deep, or that is not judged within `reward.deadline`, such as 9^{9^{9^9}},
-    has 0, which the log tells once.
+    has 0, which the log tells once. The package reads answers in a sandbox for programs.
     """
+    packages = package_sandbox(SCORES, ("math_verify", "sympy"), sandbox)
 
     def reward(sample: Sample, text: str) -> float:
         if choice := re.fullmatch(r"[$(]*([A-Z])[)$]*", text):
             return float(letter(sample.answer) == choice[1])
-        wanted = expressions(text if "$" in text or "boxed" in text else f"${text}$", last_number)
-        if not wanted:
+        if (wanted_unit := unit(text)) and unit(sample.answer) not in ("", wanted_unit):
+            return 0.0
+        value = _read(packages, "math_verify", text, sample.answer, seconds, column)
+        if value is None:
             raise RowError(column, f"math-verify finds no expression in the row's {column}: {text!r:.200}")
-        given = expressions(sample.answer, last_number)
-        other_unit = (wanted_unit := unit(text)) and unit(sample.answer) not in ("", wanted_unit)
-        return float(bool(given) and not other_unit and are_equal(wanted, given))
+        return value
 
-    return OfRow(lambda row: _expression(_value(row, column), column), reward)
+    return OfRow(lambda row: _expression(_value(row, column), column), reward, packages.warm_up)
 
 
 def length(
@@ -162,20 +169,36 @@ def repetition(words: int = 3) -> OfSample:
     return reward
 
 
-def reasoning_gym(pattern: str = "") -> OfSample:
+def reasoning_gym(pattern: str = "", sandbox: Kind = "bubblewrap", seconds: float = SECONDS) -> OfSample:
     """Gives the score that the prompt's reasoning-gym data set gives, 0 to 1. pattern: the answer is its first group in
-    the last match; by default it is the whole completion."""
+    the last match; by default it is the whole completion. Some of these data sets evaluate answers as Python: they read
+    them in a sandbox for programs, where an answer that is code has the score of nonsense."""
     compiled = _compiled(pattern) if pattern else None
+    packages = package_sandbox(SCORES, ("reasoning_gym", "sympy"), sandbox)
 
     def reward(sample: Sample, origin: Mapping[str, Any]) -> float:
-        dataset = _reasoning_gym_dataset(origin["name"], tuple(sorted(origin["options"].items())))
         answer: str | None = sample.answer.strip()
         if compiled is not None:
             matches = list(compiled.finditer(sample.answer))
             answer = str(matches[-1][min(1, compiled.groups)]).strip() if matches else None
-        return float(dataset.score_answer(answer, dataset[origin["index"]]))
+        entry = json.dumps({name: origin[name] for name in ("name", "options", "index")}, default=str)
+        value = _read(packages, "reasoning_gym", entry, json.dumps(answer), seconds, "reasoning_gym")
+        return 0.0 if value is None else value
 
-    return OfRow(_origin, reward)
+    return OfRow(_origin, reward, packages.warm_up)
+
+
+def _read(packages: PackageSandbox, name: str, wanted: str, text: str, seconds: float, column: str) -> float | None:
+    """Returns the score that a package gives a text; raises RewardError where none can be had."""
+    try:
+        value = packages.read(name, wanted, text, seconds)
+    except Unjudged as error:
+        raise UnjudgedError(f"{name} could not judge the answer: {error}") from None
+    except SandboxError as error:
+        raise RewardError(str(error)) from None
+    if isinstance(value, str):
+        raise RowError(column, f"{name} cannot use the row's {column}: {value}")
+    return value
 
 
 def environment() -> OfSample:
@@ -257,11 +280,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(f"{pattern!r} is no regular expression: {error}") from None
-
-
-@cache
-def _reasoning_gym_dataset(name: str, options: tuple[tuple[str, Any], ...]) -> Any:
-    """Makes the data set again; its entries are a function of options and index."""
-    import reasoning_gym as gym
-
-    return gym.create_dataset(name, **dict(options))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, try_sandbox
+from asyncrl.children.sandbox.memory_groups import home as memory_home
 from asyncrl.children.sandbox.program_requests import SandboxError
 from asyncrl.config.install_hints import install_extra, pip_install
 from asyncrl.config.problems import Problem
@@ -125,7 +126,13 @@ def sandbox_check() -> Check:
         try_sandbox()
     except SandboxError as error:
         return Check("sandbox", "note", str(error), "needed only where programs of the model are run")
-    return Check("sandbox", "ok", f"{bubblewrap_path()} contains programs")
+    folder, why = memory_home()
+    said = f"{bubblewrap_path()} contains programs"
+    if folder is not None:
+        return Check("sandbox", "ok", f"{said}; the kernel limits their memory, by cgroups in {folder}")
+    remedy = "let the fleet make memory cgroups: run it as root, or by systemd-run --user --scope -p Delegate=yes"
+    looks = "memory is looked at, and programs have no memory that looks do not show"
+    return Check("sandbox", "note", f"{said}; no memory cgroup can be made ({why}): {looks}", remedy)
 
 
 def package_checks() -> Iterator[Check]:

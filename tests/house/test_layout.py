@@ -24,6 +24,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/engines/acting/stepping/picture_server.py",
     "asyncrl/children/sandbox/inside/examiner.py",
     "asyncrl/children/sandbox/inside/first_process.py",
+    "asyncrl/children/sandbox/inside/package_server.py",
     "asyncrl/controller/iterations.py",
     "asyncrl/simulation/faults/simulate_command.py",
     "asyncrl/environments/tools/call_execution.py",

@@ -185,14 +185,15 @@ def _raise_end(ended: asyncio.Task[None]) -> NoReturn:
     raise SandboxError("the sandboxes were ended while programs waited for them")
 
 
-def sandbox_problem(key: str, use: str, kind: Kind) -> Problem | None:
-    """Returns why `use`, the value of a config key, cannot run programs on this machine. kind: `children.sandbox`."""
+def sandbox_problem(key: str, use: str, kind: Kind, does: str = "runs programs") -> Problem | None:
+    """Returns why `use`, the value of a config key, cannot do what it does in sandboxes on this machine. kind:
+    `children.sandbox`."""
     try:
         if kind == "bubblewrap":
             try_sandbox()
     except SandboxError as error:
         why = str(error).replace(UNCONFINED, UNCONTAINED)
-        return Problem(key, "", f"{use} runs programs in sandboxes: {why}")
+        return Problem(key, "", f"{use} {does} in sandboxes: {why}")
     return None
 
 

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+from asyncrl.children.sandbox.memory_groups import JOINED
 from asyncrl.children.sandbox.program_requests import SandboxError
 from asyncrl.children.sandbox.seccomp import seccomp_filter
 
@@ -21,17 +23,23 @@ INSTALL_HINT = "install it with `apt-get install bubblewrap`"
 UNCONFINED = 'use SandboxPool(kind="none"), which contains nothing'
 
 PLAIN = ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup")
-DEVICES = ("null", "zero", "random", "urandom")
+DEVICES = ("zero", "null", "random", "urandom")
+"""The first one, shared, is memory that no process has: it is there where the kernel limits all memory."""
 STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 SYSTEM = (
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/sbin", "/sbin"),
-    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--tmpfs", "/dev"),
-    *(word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--remount-ro", "/proc"),
+    *("--tmpfs", "/dev"),
     *(word for name in STREAMS for word in ("--symlink", f"/proc/self/fd{STREAMS[name]}", f"/dev/{name}")),
     *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
 )
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 """All variables that a program has, with PWD."""
+
+
+ENTRY = f'echo 1000 >/proc/self/oom_score_adj; [ -z "$0" ] || {JOINED} || exit 1; exec "$@"'
+"""Shell command that becomes a sandbox: it has the kernel end its processes first where memory runs out, which none of
+them can take back where /proc is read-only, and enters its cgroup."""
 
 
 def python_for_programs() -> str:
@@ -58,23 +66,27 @@ def setpriv_path() -> str:
     return found
 
 
-def sandbox_command(disk_bytes: int, seccomp: int) -> list[str]:
+def sandbox_command(disk_bytes: int, seccomp: int, folders: Sequence[str] = (), group: str = "") -> list[str]:
     """Returns the words before the command that runs inside. disk_bytes: size of each folder that it may write.
-    seccomp: descriptor of a file with the filter."""
+    seccomp: descriptor of a file with the filter. folders: that it sees beside /usr. group: file of its cgroup."""
     bubblewrap, size = bubblewrap_path(), str(disk_bytes)
     writable = ["--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
     return [
-        *_as_another_user(),
+        *("/bin/sh", "-c", ENTRY, group),
+        *_as_another_user(folders),
         *(bubblewrap, *PLAIN, "--uid", str(INNER_USER), "--gid", str(INNER_USER), "--hostname", "sandbox"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
-        *(*SYSTEM, *writable, "--remount-ro", "/dev", "--remount-ro", "/"),
+        *(*SYSTEM, *(word for folder in folders for word in ("--ro-bind", folder, folder))),
+        *(word for name in (DEVICES if group else DEVICES[1:]) for word in ("--dev-bind", *[f"/dev/{name}"] * 2)),
+        *(*writable, "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", "/tmp", "--seccomp", str(seccomp), "--"),
     ]
 
 
-def _as_another_user() -> list[str]:
-    """Returns the beginning of a command that gives up root; nothing for an ordinary user."""
-    if os.geteuid() != 0:
+def _as_another_user(folders: Sequence[str]) -> list[str]:
+    """Returns the beginning of a command that gives up root; nothing for an ordinary user, and where another one cannot
+    read the folders, such as those below /root. There, root is nobody inside, without a capability."""
+    if os.geteuid() != 0 or not all(map(_is_public, folders)):
         return []
     if not _is_user(OUTER_USER, Path("/proc/self/uid_map").read_text()):
         raise SandboxError(
@@ -85,6 +97,12 @@ def _as_another_user() -> list[str]:
     return [setpriv_path(), f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all", "--"]
 
 
+def _is_public(folder: str) -> bool:
+    """Returns whether all users may enter a folder."""
+    path = Path(folder).resolve()
+    return all(each.stat().st_mode & stat.S_IXOTH for each in (path, *path.parents))
+
+
 def _is_user(user: int, ranges: str) -> bool:
     """Returns whether these ranges of users, as in /proc/self/uid_map, have one."""
     firsts = ((int(first), int(count)) for first, _, count in map(str.split, ranges.splitlines()))
@@ -92,14 +110,15 @@ def _is_user(user: int, ranges: str) -> bool:
 
 
 @cache
-def _filter() -> bytes:
-    return seccomp_filter()
+def _filter(is_limited: bool) -> bytes:
+    return seccomp_filter(is_limited=is_limited)
 
 
-def filter_file() -> int:
-    """Returns a new descriptor of a file in memory with the filter of system calls, to be read once."""
+def filter_file(*, is_limited: bool = True) -> int:
+    """Returns a new descriptor of a file in memory with the filter of system calls, to be read once. is_limited: the
+    kernel limits the memory of the sandbox."""
     file = os.memfd_create("seccomp")
-    os.write(file, _filter())
+    os.write(file, _filter(is_limited))
     os.lseek(file, 0, os.SEEK_SET)
     return file
 

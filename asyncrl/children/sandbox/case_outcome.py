@@ -14,6 +14,8 @@ LIMITS: dict[str, Outcome] = {
     "disk": "disk",
     "processes": "processes",
 }
+NOTED = ("memory", "disk", "processes")
+"""Limits of which an error tells, which the process of the program notes itself; of the others it has no word."""
 EXPLAINED: dict[Outcome, str] = {
     "timeout": "it ran longer than {0.seconds:g} s, or computed longer than {0.cpu_seconds} s",
     "memory": "it needed more than {0.memory_bytes} bytes of memory",
@@ -56,7 +58,7 @@ def exam_result(test: TestCase, exam: Report, report: Report, outputs: Outputs, 
 def unreported_result(test: TestCase, ended: SandboxEnded, outputs: Outputs, limits: Limits) -> CaseResult:
     """Returns the result of a case whose sandbox ended."""
     stdout, stderr = (text[: limits.output_bytes].decode(errors="replace") for text in outputs)
-    return CaseResult(test.name, "killed", stdout, stderr, detail=f"its sandbox: {ended}")
+    return CaseResult(test.name, ended.outcome, stdout, stderr, detail=f"its sandbox: {ended}")
 
 
 def same_text(printed: str, wanted: str) -> bool:
@@ -77,8 +79,8 @@ def _limit(report: Report, outputs: Outputs, limits: Limits) -> tuple[Outcome | 
     if outcome is None and report.why == "-" and os.WIFSIGNALED(report.status):
         number = os.WTERMSIG(report.status)
         outcome, error = OF_SIGNAL.get(number, "killed"), f"it was ended by {signal.Signals(number).name}"
-    if outcome is None and report.status != 0:
-        outcome = LIMITS.get(kind)
+    if outcome is None and report.status != 0 and kind in NOTED:
+        outcome = LIMITS[kind]
     if outcome in EXPLAINED:
         return outcome, EXPLAINED[outcome].format(limits)
     return outcome, error
@@ -90,4 +92,9 @@ def _result(
     stdout, stderr = (text[: limits.output_bytes].decode(errors="replace") for text in outputs)
     status = None if report.why != "-" else os.waitstatus_to_exitcode(report.status)
     used = report.seconds, report.cpu_seconds, report.memory_bytes
-    return CaseResult(test.name, outcome, stdout, stderr, status, *used, detail)
+    return CaseResult(test.name, outcome, stdout, stderr, status, *used, _printable(detail))
+
+
+def _printable(text: str) -> str:
+    """Writes what a terminal would obey as Python does: names of classes and texts of errors are the program's."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)

@@ -7,7 +7,7 @@ from asyncrl.children.sandbox.program_requests import SandboxError
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST = "first_process"
-PARTS = ("program_server", "examiner")
+PARTS = ("program_server", "examiner", "package_server")
 COMPILE_TIMEOUT = 30.0
 
 COMPILER = """

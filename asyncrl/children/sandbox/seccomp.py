@@ -14,10 +14,11 @@ from asyncrl.children.sandbox.program_requests import SandboxError
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """Codes of the few instructions of classic BPF that the filter needs; each works on 32 bits."""
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT = 0, 4, 16, 24
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 24, 40
 """Offsets in `struct seccomp_data`. Both machines are little-endian: the low half of an argument comes first."""
 KILL, ERROR, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
+EPERM, ENOMEM, ENOSYS, EAFNOSUPPORT = 1, 12, 38, 97
+NO_FAMILY = ERROR | EAFNOSUPPORT
 X32 = 0x40000000
 """Numbers from here on are calls of the x32 ABI on x86_64, which would pass by the list."""
 
@@ -27,6 +28,7 @@ LOCAL_FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6 stay inside the network namespace. Others do not: AF_VSOCK reaches the hypervisor."""
 TERMINAL_INJECTION = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX put characters into a terminal."""
+MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 
 
 def _numbers(text: str) -> dict[str, int]:
@@ -47,7 +49,8 @@ NEW_ABSENT = _numbers("io_uring_setup 425, io_uring_enter 426, io_uring_register
 class Machine:
     """Numbers of system calls on one architecture. forbidden: no program of ours needs them, they end the process.
     refused: they fail with EPERM. absent: they fail with ENOSYS, and libraries then do something else; some make memory
-    that belongs to no process, where no limit would count it."""
+    that belongs to no process, where no limit would count it, or take from what the whole machine shares: slots of
+    asynchronous I/O, news of what others open in /usr."""
 
     audit: int
     forbidden: Mapping[str, int]
@@ -56,6 +59,7 @@ class Machine:
     clone: int
     socket: int
     ioctl: int
+    mmap: int
 
 
 MACHINES = {
@@ -71,10 +75,14 @@ MACHINES = {
             "uselib 134, lookup_dcookie 212, nfsservctl 180, fanotify_init 300, vhangup 153"
         ),
         _numbers("syslog 103, personality 135"),
-        _numbers("userfaultfd 323, memfd_create 319, memfd_secret 447, shmget 29, msgget 68, semget 64"),
+        _numbers(
+            "userfaultfd 323, memfd_create 319, memfd_secret 447, shmget 29, msgget 68, semget 64, io_setup 206, "
+            "inotify_init 253, inotify_init1 294, vmsplice 278, mq_open 240"
+        ),
         clone=56,
         socket=41,
         ioctl=16,
+        mmap=9,
     ),
     "aarch64": Machine(
         0xC00000B7,
@@ -88,16 +96,22 @@ MACHINES = {
             "fanotify_init 262, vhangup 58"
         ),
         _numbers("syslog 116, personality 92"),
-        _numbers("userfaultfd 282, memfd_create 279, memfd_secret 447, shmget 194, msgget 186, semget 190"),
+        _numbers(
+            "userfaultfd 282, memfd_create 279, memfd_secret 447, shmget 194, msgget 186, semget 190, io_setup 0, "
+            "inotify_init1 26, vmsplice 75, mq_open 180"
+        ),
         clone=220,
         socket=198,
         ioctl=29,
+        mmap=222,
     ),
 }
 
 
-def seccomp_filter(machine: str = "") -> bytes:
-    """Returns the filter for this machine, or for the named one; raises SandboxError for one without numbers."""
+def seccomp_filter(machine: str = "", *, is_limited: bool = True) -> bytes:
+    """Returns the filter for this machine, or for the named one; raises SandboxError for one without numbers.
+    is_limited: the kernel limits the memory of the sandbox. Otherwise memory that no look at a process shows is
+    refused: anonymous memory that processes share, and buffers of TCP and UDP."""
     name = machine or platform.machine()
     if (numbers := MACHINES.get(name)) is None:
         raise SandboxError(f"the sandbox has no numbers of system calls for {name}; it knows {', '.join(MACHINES)}")
@@ -112,7 +126,8 @@ def seccomp_filter(machine: str = "") -> bytes:
             *_answers(numbers.refused.values(), ERROR | EPERM),
             *_answers([*numbers.absent.values(), *NEW_ABSENT.values()], ERROR | ENOSYS),
             *_for_call(numbers.clone, FIRST_ARGUMENT, [_instruction(JUMP_ANY_BIT, NAMESPACES, 0, 1), _return(KILL)]),
-            *_for_call(numbers.socket, FIRST_ARGUMENT, _only(LOCAL_FAMILIES, ERROR | EAFNOSUPPORT)),
+            *_for_call(numbers.socket, FIRST_ARGUMENT, _only(LOCAL_FAMILIES[: 3 if is_limited else 1], NO_FAMILY)),
+            *([] if is_limited else _for_call(numbers.mmap, FOURTH_ARGUMENT, WITHOUT_SHARED)),
             *_for_call(numbers.ioctl, SECOND_ARGUMENT, list(_answers(TERMINAL_INJECTION, ERROR | EPERM))),
             _return(ALLOW),
         ]
@@ -144,3 +159,12 @@ def _for_call(number: int, argument: int, checks: list[bytes]) -> list[bytes]:
     """Returns instructions that load the low half of an argument of this call and check it; then they allow it."""
     body = [_instruction(LOAD, argument), *checks, _return(ALLOW)]
     return [_instruction(JUMP_EQUAL, number, 0, len(body)), *body]
+
+
+WITHOUT_SHARED = [
+    _instruction(JUMP_ANY_BIT, MAP_SHARED, 1, 0),
+    _return(ALLOW),
+    _instruction(JUMP_ANY_BIT, MAP_ANONYMOUS, 0, 1),
+    _return(ERROR | ENOMEM),
+]
+"""Instructions that refuse anonymous memory with the flag of sharing, which two of the kinds of sharing have."""

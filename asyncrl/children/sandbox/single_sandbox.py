@@ -1,19 +1,22 @@
 """One sandbox seen from outside: starts it, sends it test cases, reads how they ended, and kills it."""
 
 import asyncio
+import fcntl
 import marshal
 import os
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
 from asyncrl.children.sandbox.bubblewrap import ENVIRONMENT, filter_file, sandbox_command
 from asyncrl.children.sandbox.harness import STARTER
-from asyncrl.children.sandbox.program_requests import Limits, SandboxError
+from asyncrl.children.sandbox.memory_groups import MemoryGroup, new_group
+from asyncrl.children.sandbox.program_requests import Limits, Outcome, SandboxError
 from asyncrl.concurrency import to_its_end
 
 GRACE = 2.0
@@ -21,10 +24,20 @@ GRACE = 2.0
 END_TIMEOUT = 10.0
 """Seconds the kernel may take to end a sandbox that was killed."""
 LARGEST_REPORT = 8192
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+RESERVE = 32 * 2**20
+"""Bytes that a sandbox may have beside the limits of its case: its first process, bubblewrap, and what the kernel needs
+for them."""
 
 
 class SandboxEnded(Exception):
-    """The sandbox ended, or did not report, while a case ran in it."""
+    """The sandbox ended, or did not report, while a case ran in it. outcome: of the case."""
+
+    def __init__(self, why: str, outcome: Outcome = "killed") -> None:
+        super().__init__(why)
+        self.outcome = outcome
 
 
 class EndedAtStart(Exception):
@@ -36,7 +49,7 @@ class SandboxCase:
     """Describes what runs in a sandbox. kind: a function of `inside/first_process.py`. file: name of the file of the
     source."""
 
-    kind: Literal["script", "command", "program_server", "examiner"]
+    kind: Literal["script", "command", "program_server", "examiner", "package_server"]
     source: str
     stdin: str = ""
     command: tuple[str, ...] = ()
@@ -73,11 +86,13 @@ class Report:
         return cls(*numbers, why, note)
 
 
-def file_with(data: bytes) -> int:
-    """Returns the descriptor of a new file in memory, to be read from its beginning."""
-    file = os.memfd_create("sandbox")
+def file_with(data: bytes, *, sealed: bool = False) -> int:
+    """Returns the descriptor of a new file in memory, to be read from its beginning. sealed: nobody may change it."""
+    file = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(file, "wb", closefd=False) as writer:
         writer.write(data)
+    if sealed:
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
     os.lseek(file, 0, os.SEEK_SET)
     return file
 
@@ -129,30 +144,51 @@ def _started(command: list[str], log: int, passed: list[int]) -> "subprocess.Pop
 
 
 class Sandbox:
-    """A sandbox whose interpreter waits for a case; cases run one after the other."""
+    """A sandbox whose interpreter waits for a case; cases run one after the other. group: None where no memory cgroup
+    can be made."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", control: socket.socket, disk_bytes: int, group: MemoryGroup | None
+    ) -> None:
         self._process = process
         self._control = control
+        self._disk_bytes = disk_bytes
+        self._group = group
+        self._ended_before = 0
         self._is_idle = False
 
     @classmethod
-    async def start(cls, python: str, harness: bytes, disk_bytes: int, deadline: float, *, contained: bool) -> Self:
+    async def start(
+        cls,
+        python: str,
+        harness: bytes,
+        disk_bytes: int,
+        deadline: float,
+        *,
+        contained: bool,
+        folders: Sequence[str] = (),
+    ) -> Self:
         """Starts a sandbox; raises EndedAtStart if it ends before it is ready, SandboxError if it is not ready within
-        `deadline` seconds. harness: compiled code. contained: False starts the interpreter without bubblewrap."""
+        `deadline` seconds. harness: compiled code. contained: False starts the interpreter without bubblewrap. folders:
+        that it sees beside /usr."""
         with ExitStack() as files:
+            group = new_group() if contained else None
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             files.enter_context(theirs)
             unless_ready = files.enter_context(ExitStack())
             unless_ready.enter_context(ours)
+            if group is not None:
+                unless_ready.callback(group.remove)
             ours.setblocking(False)
-            filtered = [filter_file()] if contained else []
+            filtered = [filter_file(is_limited=group is not None)] if contained else []
             code, log = file_with(harness), os.memfd_create("log")
             for file in (code, log, *filtered):
                 files.callback(os.close, file)
-            wrapper = sandbox_command(disk_bytes, *filtered) if contained else []
+            entered = "" if group is None else group.file
+            wrapper = sandbox_command(disk_bytes, filtered[0], folders, entered) if contained else []
             inner = [python, "-I", "-S", "-c", STARTER, str(code), str(theirs.fileno())]
-            sandbox = cls(_started([*wrapper, *inner], log, [code, *filtered, theirs.fileno()]), ours)
+            process = _started([*wrapper, *inner], log, [code, *filtered, theirs.fileno()])
+            sandbox = cls(process, ours, disk_bytes, group)
             theirs.close()
             await sandbox._wait_until_ready(deadline, log)
             unless_ready.pop_all()
@@ -174,14 +210,21 @@ class Sandbox:
             raise EndedAtStart(repr(said) if said else "nothing")
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def begin(self, case: SandboxCase, limits: Limits, link: socket.socket | None = None) -> RunningCase:
         """Starts a case; raises SandboxEnded if the sandbox is gone. link: between program and examiner."""
+        self._limit_memory(limits)
         running = RunningCase(self, limits, os.memfd_create("stdout"), os.memfd_create("stderr"))
         plain = {**asdict(case), **asdict(limits), "command": list(case.command)}
-        files = [file_with(marshal.dumps(plain, 2)), file_with(case.stdin.encode(errors="surrogatepass"))]
+        plain["is_limited"] = self._group is not None
+        stdin = file_with(case.stdin.encode(errors="surrogatepass"), sealed=True)
+        files = [file_with(marshal.dumps(plain, 2)), stdin]
         links = [link.fileno()] if link is not None else []
         try:
             socket.send_fds(self._control, [b"case"], [*files, running.stdout, running.stderr, *links])
@@ -193,6 +236,21 @@ class Sandbox:
             for each in files:
                 os.close(each)
         return running
+
+    def _limit_memory(self, limits: Limits) -> None:
+        """Has the kernel limit the case; raises SandboxEnded where the group is gone."""
+        if self._group is None:
+            return
+        files = 2 * max(self._disk_bytes, limits.disk_bytes) + 2 * limits.output_bytes
+        try:
+            self._group.limit(limits.memory_bytes + files + RESERVE)
+        except OSError as error:
+            raise SandboxEnded(f"its memory cannot be limited: {error}") from None
+        self._ended_before = self._group.ended()
+
+    def _ran_out_of_memory(self) -> bool:
+        """Returns whether the kernel has ended a process of this case because the group had no memory left."""
+        return self._group is not None and self._group.ended() > self._ended_before
 
     def end_case(self) -> None:
         with suppress(OSError):
@@ -206,11 +264,13 @@ class Sandbox:
             raise SandboxEnded(f"it did not report within {timeout:g} s") from None
         except OSError:
             message = b""
+        if not message and self._ran_out_of_memory():
+            raise SandboxEnded("the kernel ended all its processes for want of memory", "memory")
         if not message:
             raise SandboxEnded("all its processes were ended from outside, perhaps where memory ran out")
         report = Report.parsed(message)
         self._is_idle = True
-        return report
+        return replace(report, why="memory") if self._ran_out_of_memory() else report
 
     async def kill(self) -> None:
         """Ends all processes of the sandbox: at once while a case runs, else by closing its socket. A cancelled call
@@ -223,14 +283,22 @@ class Sandbox:
             async with asyncio.timeout(GRACE if self._is_idle else 0):
                 await self._end()
         except TimeoutError:
-            self._kill_now()
-            async with asyncio.timeout(END_TIMEOUT):
-                await self._end()
+            try:
+                async with asyncio.timeout(GRACE if self._kill_first() else 0):
+                    await self._end()
+            except TimeoutError:
+                self._kill_now()
+                async with asyncio.timeout(END_TIMEOUT):
+                    await self._end()
 
     async def _end(self) -> None:
         """Waits until bubblewrap has ended, and collects it."""
-        if self._process.poll() is not None:
-            return
+        if self._process.poll() is None:
+            await self._until_ended()
+        if self._group is not None:
+            self._group.remove()
+
+    async def _until_ended(self) -> None:
         loop, handle, ended = asyncio.get_running_loop(), os.pidfd_open(self._process.pid), asyncio.Event()
         loop.add_reader(handle, ended.set)
         try:
@@ -240,11 +308,17 @@ class Sandbox:
             os.close(handle)
         self._process.wait()
 
+    def _kill_first(self) -> bool:
+        """Kills the first process, with which all others end before bubblewrap does; returns whether there is one."""
+        killed = False
+        with suppress(OSError):
+            for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+                killed = True
+        return killed
+
     def _kill_now(self) -> None:
         """Kills bubblewrap and its child, which waits for bubblewrap for ever if that dies early."""
-        pid = self._process.pid
-        with suppress(OSError):
-            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-                os.kill(int(child), signal.SIGKILL)
+        self._kill_first()
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)

@@ -12,7 +12,9 @@ from typing import Any
 import msgpack
 
 from asyncrl.children.pipe_messages import open_pipes, receive, send
+from asyncrl.children.sandbox import SandboxError
 from asyncrl.children.user_errors import greeting
+from asyncrl.errors import ConfigError
 from asyncrl.protocols.named_columns import Columns
 from asyncrl.protocols.prompt_row import PromptRow
 from asyncrl.rewards.execution.function_call import attempt
@@ -66,6 +68,11 @@ class ChildServer:
 
     def _load(self, specs: Sequence[FunctionSpec]) -> dict[str, Any]:
         self._functions = [(spec, load(spec)) for spec in specs]
+        for spec, function in self._functions:
+            try:
+                getattr(function, "warm_up", bool)()
+            except SandboxError as error:
+                raise ConfigError(f"{spec.key}: {spec.use}: {error}") from None
         return {"overlapping": [overlapping(function) for _, function in self._functions]}
 
     async def _answer(self, message: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from asyncrl.children.user_errors import trace, where_to_write
 from asyncrl.errors import RewardError
 from asyncrl.protocols.batch import LARGEST_REWARD
-from asyncrl.rewards.sample import Function, FunctionResult, Logged, RowError, Sample
+from asyncrl.rewards.sample import Function, FunctionResult, Logged, RowError, Sample, UnjudgedError
 
 
 async def attempt(
@@ -24,7 +24,8 @@ async def attempt(
         if scope.expired():
             result = FunctionResult(reason=f"it hung: no answer within {deadline:g} s{_waiting_in(error)}")
         elif isinstance(error, RewardError):
-            result = FunctionResult(reason=str(error), of_row=isinstance(error, RowError))
+            of_row, unjudged = isinstance(error, RowError), isinstance(error, UnjudgedError)
+            result = FunctionResult(reason=str(error), of_row=of_row, unjudged=unjudged)
         else:
             advice = _other_argument(error, group) or where_to_write(error)
             reason = f"it raised {type(error).__name__}: {error}{advice}"

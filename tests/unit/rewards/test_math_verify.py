@@ -10,6 +10,8 @@ import pytest
 from asyncrl.config.install_hints import missing_packages
 from asyncrl.config.schema import Config
 from asyncrl.errors import RewardError
+from asyncrl.rewards import package_scores
+from asyncrl.rewards.package_scores import equal_expression
 from asyncrl.rewards.sample import Sample
 from asyncrl.rewards.templates import math_verify
 
@@ -35,18 +37,23 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_wanted_expression_is_marked_as_one(parsed: list[str]) -> None:
-    assert score("72", "72") == 1
-    assert score("71", "48 / 2 = 24 and 48 more\n#### 72", column="solution") == 0
-    assert score("$x$", "$x$") == 1
-    assert parsed == ["$72$", "72", "$72$", "71", "$x$", "$x$"]
+    assert equal_expression("72")("72") == 1
+    assert equal_expression("$x$")("$x$") == 1
+    assert equal_expression("72")("") == 0
+    assert equal_expression("$")("72") is None
+    assert parsed[:4] == ["$72$", "72", "$x$", "$x$"]
 
 
-def test_a_row_without_an_expression_is_an_error(parsed: list[str]) -> None:
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> None:
+    package_scores._expressions.cache_clear()
+
+
+def test_a_row_without_an_expression_is_an_error() -> None:
     with pytest.raises(RewardError, match="the row's answer holds no expression: 'so ####'"):
         score("72", "so ####")
     with pytest.raises(RewardError, match="no column wanted"):
         score("72", "72", column="wanted")
-    assert score("", "72") == 0
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

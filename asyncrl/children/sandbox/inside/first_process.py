@@ -45,12 +45,15 @@ FILES = 10_000
 """Files in a folder that a program may write; each takes a kilobyte of the kernel's memory."""
 OPEN_FILES = 64
 """Files that a process may open: the buffers of sockets are memory that no other limit counts."""
+SOCKET_BYTES = 208 * 1024
+"""Bytes that the kernel keeps for one end of a socket. Where no cgroup counts them, each socket counts as full."""
+PAGE = 4096
 WRITABLE = ("/tmp", "/dev/shm")
 CONTAINED = posix.getpid() == 1
 """False where the pool runs programs without a sandbox: then other processes are not ours to look at."""
 SIGKILL = 9
 PR_SET_DUMPABLE = 4
-ENOSPC, EFBIG, EAGAIN = 28, 27, 11
+ENOSPC, EFBIG, EAGAIN, ENOMEM = 28, 27, 11, 12
 
 
 def main(parts: dict[str, bytes], descriptor: int) -> None:
@@ -59,7 +62,6 @@ def main(parts: dict[str, bytes], descriptor: int) -> None:
     control = _socket.socket(fileno=descriptor)
     posix.set_inheritable(descriptor, False)
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # The only signal that Python handles.
-    end_first()
     allow_reading_memory(False)
     control.send(b"ready")
     while True:
@@ -84,15 +86,6 @@ def everything(file: int) -> bytes:
     return posix.pread(file, posix.fstat(file).st_size, 0)
 
 
-def end_first() -> None:
-    """Lets the kernel end the processes of this sandbox first where memory runs out."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        pass  # It only orders who is ended first.
-
-
 def allow_reading_memory(allowed: bool) -> None:
     """Says whether other processes of the same user may read the memory of this one and open its files."""
     # None is the program itself, which the types of dlopen do not say.
@@ -102,8 +95,8 @@ def allow_reading_memory(allowed: bool) -> None:
 
 def run_case(case: Case, files: list[int], control: Any) -> None:
     """Forks the process of a case, waits for its end, and reports it."""
-    if case["kind"] in PARTS:
-        part_of(case["kind"])
+    if case["kind"] in PARTS and (prepare := part_of(case["kind"]).get("prepare")):
+        prepare(case)
     reading, note = posix.pipe2(posix.O_CLOEXEC)
     began = time.monotonic()
     child = posix.fork()
@@ -151,15 +144,16 @@ def watch(case: Case, child: int, files: list[int], control: Any, began: float) 
 
 def exceeded(case: Case, files: list[int]) -> str:
     """Returns the limit that all processes of the case exceed by now, or ""."""
-    if any(posix.fstat(file).st_size > case["output_bytes"] for file in files[1:3]):
+    states = map(posix.fstat, files[1:3])
+    if any(max(state.st_size, 512 * state.st_blocks - PAGE) > case["output_bytes"] for state in states):
         return "output"
     if not CONTAINED:
         return ""
-    most = case["memory_bytes"]
+    most = case["memory_bytes"] - (0 if case["is_limited"] else SOCKET_BYTES * sockets())
     if sum(map(resident_bytes, others())) > most and sum(map(proportional_bytes, others())) > most:
         return "memory"
-    states = [posix.statvfs(folder) for folder in WRITABLE]
-    return "disk" if any(state.f_files - state.f_ffree > FILES for state in states) else ""
+    folders = [posix.statvfs(folder) for folder in WRITABLE]
+    return "disk" if any(folder.f_files - folder.f_ffree > FILES for folder in folders) else ""
 
 
 def others() -> list[str]:
@@ -170,21 +164,51 @@ def others() -> list[str]:
 def text_of_process(process: str, file: str) -> str:
     """Reads a file of a process; empty when the process has ended, or does not let others read it."""
     try:
-        with open(f"/proc/{process}/{file}") as opened:
+        with open(f"/proc/{process}/{file}", errors="replace") as opened:  # A program gives itself any name.
             return opened.read()
     except OSError:
         return ""
 
 
 def resident_bytes(process: str) -> int:
-    """Returns the memory of a process without files; what it shares with others counts in full."""
-    return kilobytes(text_of_process(process, "status"), ("RssAnon:", "RssShmem:")) * 1024
+    """Returns the memory of a process without files, with its page tables; what it shares with others counts in
+    full."""
+    return kilobytes(status(process), ("RssAnon:", "RssShmem:", "VmPTE:")) * 1024
 
 
 def proportional_bytes(process: str) -> int:
     """Returns the memory of a process, where what several share counts once; it takes the kernel a while."""
     text = text_of_process(process, "smaps_rollup")
-    return kilobytes(text, ("Pss_Anon:", "Pss_Shmem:")) * 1024 if text else resident_bytes(process)
+    if not text:
+        return resident_bytes(process)
+    return (kilobytes(text, ("Pss_Anon:", "Pss_Shmem:")) + kilobytes(status(process), ("VmPTE:",))) * 1024
+
+
+def status(process: str) -> str:
+    """Returns the status of a process; of another thread where the first has ended, which has no memory any more."""
+    text = text_of_process(process, "status")
+    if "RssAnon:" in text:
+        return text
+    try:
+        threads = posix.listdir(f"/proc/{process}/task")
+    except OSError:
+        threads = []
+    texts = (text_of_process(process, f"task/{thread}/status") for thread in threads)
+    return next((each for each in texts if "RssAnon:" in each), text)
+
+
+def sockets() -> int:
+    """Returns how many sockets the processes have open; as many as a process may have where it does not say."""
+    found = set()
+    for process in others():
+        try:
+            for number in posix.listdir(f"/proc/{process}/fd"):
+                found.add(posix.readlink(f"/proc/{process}/fd/{number}"))
+        except FileNotFoundError:
+            continue
+        except OSError:
+            found.update(f"socket:{process}/{number}" for number in range(OPEN_FILES))
+    return sum(each.startswith("socket:") for each in found)
 
 
 def kilobytes(text: str, names: tuple[str, ...]) -> int:
@@ -205,8 +229,16 @@ def collect(child: int) -> tuple[int, float, int, bool]:
             _, _, usage = posix.wait4(-1, 0)
         except ChildProcessError:
             break
-    left = left or (CONTAINED and any(posix.listdir(folder) for folder in WRITABLE))
+    left = left or (CONTAINED and not all(map(is_empty, WRITABLE)))
     return status, cpu_seconds, memory, left
+
+
+def is_empty(folder: str) -> bool:
+    """Returns whether nothing is in a folder; not of one that a program has closed to others."""
+    try:
+        return not posix.listdir(folder)
+    except OSError:
+        return False
 
 
 def kill_all(child: int) -> None:
@@ -228,7 +260,8 @@ def begin(case: Case, files: list[int], note: int) -> None:
         posix.close(file)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     allow_reading_memory(True)
-    posix.nice(NICE)
+    if case["kind"] != "package_server":
+        posix.nice(NICE)
     limit(case)
     try:
         RUNS[case["kind"]](case, files, note)
@@ -266,7 +299,9 @@ def limit(case: Case) -> None:
         resource.RLIMIT_AS: case["memory_bytes"],
         resource.RLIMIT_FSIZE: case["disk_bytes"],
         resource.RLIMIT_NOFILE: OPEN_FILES,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # With 0 a core handler that is a program runs all the same, outside.
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: case["processes"],
     }
     if CONTAINED:
         limits[resource.RLIMIT_NPROC] = case["processes"] + 1  # Otherwise other processes of the user would count.
@@ -282,7 +317,7 @@ def named_limit(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and "start new thread" in describe(error):
         return "processes"
     number = error.errno if isinstance(error, OSError) else None
-    return {ENOSPC: "disk", EFBIG: "disk", EAGAIN: "processes"}.get(number or 0, "-")
+    return {ENOSPC: "disk", EFBIG: "disk", EAGAIN: "processes", ENOMEM: "memory"}.get(number or 0, "-")
 
 
 def describe(error: BaseException) -> str:
@@ -348,4 +383,10 @@ def part_of(name: str) -> dict[str, Any]:
     return LOADED[name]
 
 
-RUNS = {"script": run_script, "command": run_command, "program_server": run_part, "examiner": run_part}
+RUNS = {
+    "script": run_script,
+    "command": run_command,
+    "program_server": run_part,
+    "examiner": run_part,
+    "package_server": run_part,
+}

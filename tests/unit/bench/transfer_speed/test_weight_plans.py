@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.transfer_speed.weight_plans import MODELS, main, planned_model
+from asyncrl.bench.transfer_speed.planned_models import MODELS, planned_model
+from asyncrl.bench.transfer_speed.weight_plans import main
 
 PUBLISHED = {
     "qwen2.5-0.5b": (290, 494_032_768),

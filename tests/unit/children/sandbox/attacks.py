@@ -52,6 +52,50 @@ RESOURCES = {
         "memory",
         limits=SMALL,
     ),
+    "memory of a process whose first thread has ended": Attack(
+        f"{CTYPES}import threading, time\nfor _ in range(2): os.fork()\ndef hold():\n    x = b'x' * (20 * 2**20)\n"
+        "    time.sleep(99)\nthreading.Thread(target=hold).start()\nlibc.syscall(60, 0)",
+        "memory",
+        limits=Limits(seconds=20, memory_bytes=64 * 2**20),
+    ),
+    "memory of page tables": Attack(
+        f"{CTYPES}import time\nfor _ in range(3): os.fork()\nmap = libc.mmap\nmap.restype = ctypes.c_void_p\n"
+        "for n in range(4000):\n    at = ctypes.c_void_p((1 << 40) + (n << 30))\n"
+        "    at = map(at, ctypes.c_size_t(4096), 3, 0x100022, -1, ctypes.c_long(0))\n"
+        "    ctypes.string_at(at, 1)\ntime.sleep(99)",
+        "memory",
+        limits=SMALL,
+    ),
+    "memory of a process without a plain name": Attack(
+        f"{CTYPES}import time\nfor _ in range(2): os.fork()\nlibc.prctl(15, b'\\xff\\n')\nx = b'x' * (40 * 2**20)\n"
+        "time.sleep(99)",
+        "memory",
+        limits=SMALL,
+    ),
+    "memory behind the output": Attack(
+        f"{CTYPES}import time\nlibc.fallocate(1, 1, ctypes.c_long(0), ctypes.c_long(3 * 2**20))\ntime.sleep(99)",
+        "output",
+    ),
+    "memory behind the input": Attack("import os\nos.write(0, b'x' * 2**20)", "error", "not permitted"),
+    "memory in queues of messages": Attack(syscall("syscall(240, b'x', 0o102, 0o600, 0)"), "error", "not implemented"),
+    "memory in pipes": Attack(syscall("syscall(278, 1, 0, 0, 0)"), "error", "not implemented"),
+    "slots for asynchronous I/O": Attack(syscall("syscall(206, 1, 0)"), "error", "not implemented"),
+    "news of what others open": Attack(syscall("inotify_init1(0)"), "error", "not implemented"),
+    "news of what others open, by the old call": Attack(syscall("syscall(253)"), "error", "not implemented"),
+    "a core for a handler outside": Attack(
+        "import resource\nprint(resource.getrlimit(resource.RLIMIT_CORE))", "passed", printed="(1, 1)"
+    ),
+    "folder closed to the harness": Attack(
+        "import os\nprint(42)\nfor folder in ('/tmp', '/dev/shm'): os.chmod(folder, 0)", "passed", printed="42"
+    ),
+    "claimed to have run too long": Attack(
+        "import os\nfor n in range(3, 20):\n    try: os.write(n, b'timeout\\n')\n    except OSError: pass\nos._exit(1)",
+        "error",
+    ),
+    "claimed to have printed too much": Attack(
+        "import os\nfor n in range(3, 20):\n    try: os.write(n, b'output\\n')\n    except OSError: pass\nos._exit(1)",
+        "error",
+    ),
     "memory in files without a name": Attack("import os\nos.memfd_create('x')", "error", "not implemented"),
     "sockets full of data": Attack(
         "import socket\nx = []\nwhile True:\n    x.append(socket.socketpair())\n    x[-1][0].setblocking(False)\n"
@@ -85,9 +129,23 @@ RESOURCES = {
         "import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "error", "raise maximum limit"
     ),
     "raised priority": Attack("import os\nos.setpriority(os.PRIO_PROCESS, 0, -20)", "error", "Permission"),
-    "spared by the kernel": Attack(
-        "with open('/proc/self/oom_score_adj', 'w') as f: f.write('-1000')", "error", "Permission"
-    ),
+    **{
+        f"spared by the kernel, {value} in {path}": Attack(
+            f"import os\nif os.fork(): os._exit(os.wait()[1] and 1)\nopen('/proc/{path}', 'w').write('{value}')",
+            "error",
+            "Read-only",
+        )
+        for path, value in (
+            ("self/oom_score_adj", -1000),
+            ("self/oom_score_adj", 0),
+            ("self/oom_score_adj", 999),
+            ("self/oom_score_adj", 1000),
+            ("self/oom_adj", 15),
+            ("thread-self/oom_score_adj", 0),
+            ("2/oom_score_adj", 0),
+        )
+    },
+    "first to go": Attack("print(open('/proc/self/oom_score_adj').read())", "passed", printed="1000"),
     "crash": Attack("import ctypes\nctypes.string_at(0)", "killed", "SIGSEGV"),
     "suicide": Attack("import os\nos.kill(os.getpid(), 9)", "killed", "SIGKILL"),
 }
@@ -194,7 +252,7 @@ ESCAPES = {
     ),
     "device of the disk": Attack("import os\nos.mknod('/tmp/disk', 0o60666, os.makedev(254, 0))", "error", "permitted"),
     "settings of the kernel": Attack(
-        "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')", "error", "Permission"
+        "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')", "error", "Read-only"
     ),
     "requests to the kernel": Attack("open('/proc/sysrq-trigger', 'w').write('b')", "error", "No such file"),
     "file by its handle": Attack(syscall("open_by_handle_at(3, 0, 0)"), "forbidden"),
@@ -322,6 +380,31 @@ FAKES = {
         "forged",
         code=WRONG,
     ),
+}
+
+SHARED_MEMORY = (
+    "import mmap, os, time\nfile = {}\nfor _ in range(3): os.fork()\nx = mmap.mmap(file, 30 * 2**20)\n"
+    "for at in range(0, len(x), 2**20):\n    x[at : at + 2**20] = bytes(2**20)\n"
+    "    x.madvise(mmap.MADV_DONTNEED, at, 2**20)\ntime.sleep(99)"
+)
+"""A program that holds shared pages which no process shows."""
+UNSEEN = {
+    "shared memory that was dropped": Attack(SHARED_MEMORY.format(-1), "memory", limits=SMALL),
+    "shared memory of a device": Attack(SHARED_MEMORY.format("os.open('/dev/zero', 2)"), "memory", limits=SMALL),
+}
+"""Attacks that only the kernel's count sees; without it they cannot begin."""
+FULL = {
+    "many sockets": Attack(
+        "import os, socket, time\nfor _ in range(3): os.fork()\n"
+        "x = [socket.socketpair() for _ in range(25)]\ntime.sleep(99)",
+        "memory",
+        limits=SMALL,
+    )
+}
+"""Memory that a look counts as used before it is."""
+REFUSED_WITHOUT_GROUP = {
+    "shared memory that was dropped": ("memory", "Cannot allocate memory"),
+    "shared memory of a device": ("error", "No such file"),
 }
 
 ATTACKS = {**RESOURCES, **NETWORK, **SECRETS, **PROCESSES, **ESCAPES, **FAKES}

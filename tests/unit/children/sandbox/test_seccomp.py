@@ -63,6 +63,8 @@ FORBIDDEN = {
     "vhangup",
     "kexec_file_load",
 }
+ABSENT = {"userfaultfd", "memfd_create", "memfd_secret", "shmget", "msgget", "semget"}
+ABSENT |= {"io_setup", "inotify_init1", "vmsplice", "mq_open"}
 OF_INTEL = {"iopl", "ioperm", "modify_ldt", "uselib"}
 """What a program could reach other processes, the kernel or the machine with; iopl and its like are calls of x86."""
 
@@ -72,7 +74,7 @@ def test_no_dangerous_call_is_missing(name: str, more: set[str]) -> None:
     machine = MACHINES[name]
     assert set(machine.forbidden) == FORBIDDEN | more
     assert set(machine.refused) == {"syslog", "personality"}
-    assert set(machine.absent) == {"userfaultfd", "memfd_create", "memfd_secret", "shmget", "msgget", "semget"}
+    assert set(machine.absent) - {"inotify_init"} == ABSENT
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -94,6 +96,20 @@ def test_the_filter_decides_by_call_and_flags(name: str) -> None:
     assert [action(machine.socket, family) for family in (0, 16, 17, 38, 40)] == [ERROR | 97] * 5
     assert [action(machine.ioctl, 1, request) for request in (0x5412, 0x541C, 0x5401)] == [ERROR | 1, ERROR | 1, ALLOW]
     assert action(1) == ALLOW
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_nothing_counts_is_refused_where_no_cgroup_limits_memory(name: str) -> None:
+    machine, program, limited = MACHINES[name], seccomp_filter(name, is_limited=False), seccomp_filter(name)
+    shared = [0x21, 0x23, 0x4021, 0x8021]
+    for flags in shared:
+        assert answer(program, machine.audit, machine.mmap, 0, 4096, 3, flags) == ERROR | 12
+        assert answer(limited, machine.audit, machine.mmap, 0, 4096, 3, flags) == ALLOW
+    for flags in (0x22, 0x01, 0x03, 0x20022, 0x100022):
+        assert answer(program, machine.audit, machine.mmap, 0, 4096, 3, flags) == ALLOW
+    assert [answer(program, machine.audit, machine.socket, family) == ALLOW for family in (1, 2, 10)] == [True] + [
+        False
+    ] * 2
 
 
 def test_calls_of_other_architectures_are_killed() -> None:

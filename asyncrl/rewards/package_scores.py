@@ -1,0 +1,51 @@
+"""Scores of answers by packages that may evaluate them. The functions run in a sandbox for programs, which imports this
+file (asyncrl/children/sandbox/inside/package_server.py)."""
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from asyncrl.rewards.expressions import are_equal, expressions
+from asyncrl.rewards.number_parser import last_number
+
+REMEMBERED = 512
+"""Rows whose entry or expression is kept: a group of answers comes to one row."""
+
+
+def equal_expression(wanted: str) -> Callable[[str], float | None]:
+    """Returns a function that gives 1 to a text whose last expression is this one, else 0; None where math-verify finds
+    no expression in the wanted one."""
+
+    def score(text: str) -> float | None:
+        if not (expected := _expressions(wanted if "$" in wanted or "boxed" in wanted else f"${wanted}$")):
+            return None
+        given = expressions(text, last_number)
+        return float(bool(given) and are_equal(expected, given))
+
+    return score
+
+
+@lru_cache(REMEMBERED)
+def _expressions(text: str) -> list[Any]:
+    return expressions(text, last_number)
+
+
+@lru_cache(REMEMBERED)
+def entry_score(origin: str) -> Callable[[str], float]:
+    """Returns the function by which an entry of a reasoning-gym data set scores an answer, of JSON. origin: JSON with
+    name, options and index of the entry, which is a function of them."""
+    found = json.loads(origin)
+    dataset = _dataset(found["name"], json.dumps(found["options"]))
+    entry = dataset[found["index"]]
+    return lambda text: float(dataset.score_answer(json.loads(text), entry))
+
+
+@lru_cache(REMEMBERED)
+def _dataset(name: str, options: str) -> Any:
+    import reasoning_gym as gym
+
+    return gym.create_dataset(name, **json.loads(options))
+
+
+READERS = {"math_verify": equal_expression, "reasoning_gym": entry_score}
