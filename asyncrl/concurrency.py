@@ -43,6 +43,35 @@ async def gather(*work: Coroutine[Any, Any, Any]) -> tuple[Any, ...]:
     return tuple(task.result() for task in tasks)
 
 
+STANDSTILL = 1.0
+"""Seconds by which a timer comes late in a process that stood still: stopped, swapped, or held by a file system."""
+
+
+@asynccontextmanager
+async def running_timeout(seconds: float) -> AsyncIterator[None]:
+    """Does what asyncio.timeout does, anew once this process itself stood still: answers may wait to be read then."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def wait_until(due: float) -> None:
+        nonlocal timer
+        timer = loop.call_at(due, reach, due)
+
+    def reach(due: float) -> None:
+        if (now := loop.time()) > due + STANDSTILL:
+            wait_until(now + seconds)
+        else:
+            scope.reschedule(due)
+
+    async with asyncio.timeout(None) as scope:
+        wait_until(loop.time() + seconds)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+
 @asynccontextmanager
 async def running_beside(work: Mapping[str, Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
     """Runs coroutines, by the names of their tasks, beside a block, and cancels them at its end.

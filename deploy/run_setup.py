@@ -4,9 +4,10 @@ open or resume the directory ──> prompts, model ──> fleet ──> Contro
 """
 
 import asyncio
+import errno
 import shlex
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -42,9 +43,7 @@ from asyncrl.controller.training_run import OnStep, Questions, RunState, Trainin
 from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
 from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, scoring_folders
-from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.process.fork_client import Forks, forks_of
-from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.process.step_callback import step_callback
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.process.stored_runs import OnCommit, copies_of
@@ -53,7 +52,7 @@ from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare, remove_model
-from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError
+from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
@@ -70,6 +69,18 @@ from asyncrl.telemetry.trace import merge_traces
 
 CONTROLLER_LOG = "controller.jsonl"
 """File in the run's logs with starts, losses and restarts of workers, and all that was said."""
+CAUSES = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file has reached the size that this user may write (ulimit -f)",
+    errno.EMFILE: "a process has as many files open as it may (ulimit -n)",
+    errno.ENFILE: "this machine has as many files open as it can",
+    errno.ENOMEM: "there is not enough memory",
+}
+"""Resources that run out, by error number."""
+DEADLINE = 60.0
+"""Seconds for the report, which takes about two."""
+WRITE = ("-m", "asyncrl.deploy.cli", "report")
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,3 +418,31 @@ def restore_run(
     for group in journal.ledger.groups.values():
         gate.restore(group)
     return RunState(directory, journal, gate, plan, restored, on_commit=on_commit)
+
+
+def exhausted(error: Exception) -> str | None:
+    """Returns which resource ran out if that caused the error, else None. Errors of workers arrive as texts."""
+    number = errno_in(error.message) if isinstance(error, RemoteError) else getattr(error, "errno", None)
+    return f"{CAUSES[number]}: {error}" if number in CAUSES else None
+
+
+async def report_run(run_dir: Path, say: Callable[[str], None], deadline: float = DEADLINE) -> None:
+    """Writes `RUN_DIR/report.html` and says so, or what went wrong and the command that tries it again."""
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *WRITE, str(run_dir), stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+    )
+    try:
+        async with asyncio.timeout(deadline):
+            _, complaint = await child.communicate()
+    except TimeoutError:
+        complaint = f"it took longer than {deadline:.0f} s".encode()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode == 0:
+        say(f"report: {RunDirectory(run_dir).report}")
+    else:
+        last = complaint.decode(errors="replace").strip().rpartition("\n")[2].removeprefix("asyncrl: ")
+        say(f"the report could not be written: {last}; to try again: `{program()} report {run_dir}`")

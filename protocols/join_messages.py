@@ -36,7 +36,7 @@ class FilePart:
 class JoinRequest:
     """Host -> controller: an offer to run one worker of a service. agent: names the offer, and is used once. machine,
     memory, host: the identity of the host. versions: of installed packages. proof: of the key's secret. gpus: names of
-    those that the host has."""
+    those that the host has. runs: the instance that outlived an earlier connection, "" for none."""
 
     service: str
     agent: str
@@ -46,12 +46,14 @@ class JoinRequest:
     versions: dict[str, str]
     proof: str
     gpus: list[str] = field(default_factory=list)
+    runs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinOrder:
-    """Controller -> host: what to do. kind: "fetch" (look for the files that the worker reads), "start" (text: its
-    specification), "stop", "terminate", "kill", "wait" (a sign of life) or "leave" (the run has ended)."""
+    """Controller -> host: what to do. kind: "fetch" (look for the files that the worker reads), "keep" (go on with the
+    worker that runs), "start" (text: its specification), "stop", "terminate", "kill", "wait" (a sign of life) or
+    "leave" (the run has ended)."""
 
     kind: str
     instance: str = ""

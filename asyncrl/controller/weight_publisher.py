@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from asyncrl.concurrency import running_timeout
 from asyncrl.controller.observers.events import Observe, WeightsHandedOver
 from asyncrl.errors import FleetFailed, Refused, Retryable, WeightsError
 from asyncrl.fleet.fleet import Fleet
@@ -147,7 +148,7 @@ class WeightPublisher:
         """Calls the replica of the reader, for another one may hang; returns None without an answer in time."""
         replica = self.fleet.generation.replica_of(reader)
         try:
-            async with asyncio.timeout(self.deadline + published.transfer):
+            async with running_timeout(self.deadline + published.transfer):
                 return await replica.use_weights(replace(published, readers=(reader,)))
         except TimeoutError:
             return None

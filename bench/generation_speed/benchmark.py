@@ -15,6 +15,7 @@ from contextlib import closing, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.bench.end_to_end.benchmark_model import SPECIAL, VOCABULARY, EndlessEngine, write_model
-from asyncrl.bench.generation_speed.group_prompts import measure_group_prompts
 from asyncrl.bench.generation_speed.long_prompt import measure_long_prompt
 from asyncrl.bench.generation_speed.turns import measure_turns
 from asyncrl.bench.generation_speed.vllm_side import VllmSide
@@ -48,6 +48,8 @@ GOALS = {"16 to 128 tokens": 2.5, "all 32 tokens": 1.2}
 NO_VLLM = "  not measured  asyncrl over vllm, goal at least 1: vLLM is not in this environment (scripts/set-up-vllm)"
 NOTHING: Mapping[str, Any] = {}
 STAGES = ("forward", "sampling", "bookkeeping")
+GROUPS, MEMBERS, PROMPT = 2, 8, 512
+GOAL = 4.0
 
 
 def complete(engine: EndlessEngine, work: Sequence[SampleRequest]) -> list[Completion]:
@@ -211,3 +213,39 @@ def largest_difference(model: Any, completions: Sequence[Completion]) -> float:
         expected = logits.log_softmax(-1).gather(-1, ids[len(done.request.prompt) :, None])[:, 0]
         found = max(found, float((expected - torch.from_numpy(done.logprobs)).abs().max()))
     return found
+
+
+def measure_group_prompts(model: Path, slots: int, rounds: int) -> list[str]:
+    """Prints the prefilled tokens a CPU-second of both sides; returns the lines of the goals."""
+    load = MachineLoad()
+    task, generation = {"prompts": "none", "max_prompt_tokens": PROMPT}, {"slots": slots, "max_new_tokens": 1}
+    config = Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
+    engine = EndlessEngine(model, config, version=0)
+
+    def rate(requests: Sequence[SampleRequest]) -> float:
+        began = process_time()
+        engine.submit(*requests)
+        while engine.active:
+            engine.step()
+        return GROUPS * MEMBERS * PROMPT / (process_time() - began)
+
+    sides: dict[str, Callable[[], float]] = {
+        "shared": partial(rate, prompts_of(shared=True)),
+        "each by itself": partial(rate, prompts_of(shared=False)),
+    }
+    found = round_values(in_turn(sides, rounds))
+    print(f"prefill alone: {GROUPS} groups of {MEMBERS} members, prompts of {PROMPT} tokens")
+    print(table(("", "prompt tokens per CPU-second"), [(side, str(values)) for side, values in found.items()]))
+    ratio = ratios(found["shared"], found["each by itself"])
+    print(f"  ratio per round: {ratio}\n  {load}\n")
+    return [goal_line("prefill of a group over each member's prompt by itself", ratio.median, GOAL)]
+
+
+def prompts_of(*, shared: bool) -> list[SampleRequest]:
+    """Makes requests of one token. shared: the members of a group have one prompt; else no two samples have."""
+    prompts = np.random.default_rng(0).integers(len(SPECIAL), VOCABULARY, (GROUPS, MEMBERS, PROMPT)).astype(np.int32)
+    return [
+        SampleRequest((group, member, 0), prompts[group, 0 if shared else member], member, 1.0, 1)
+        for group in range(GROUPS)
+        for member in range(MEMBERS)
+    ]

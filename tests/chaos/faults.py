@@ -10,6 +10,9 @@ from dataclasses import dataclass
 HOSTS = (1, 2, 3)
 """The controller and its trainer are on host 1, the workers that joined on the others."""
 JOINED = (2, 3)
+BOOTED = (2,)
+"""The host of workers that is lost alone, and whose agents are killed. The other one stays for longer than an agent
+waits for a controller."""
 
 GENERATION, REWARD, TRAINING, CONTROLLER, AGENT, CHILD = (
     *("generation", "reward", "training", "controller", "agent", "child"),
@@ -53,13 +56,13 @@ KINDS = (
     Kind("kill -9 of a generation worker", "kill", 4, JOINED, roles=((GENERATION,),)),
     Kind("kill -9 of a reward worker", "kill", 3, JOINED, roles=((REWARD,),)),
     Kind("kill -9 of a process that runs rewards", "kill", 2, JOINED, roles=((CHILD,),)),
-    Kind("kill -9 of an agent (asyncrl serve)", "kill", 2, JOINED, roles=((AGENT,),)),
+    Kind("kill -9 of an agent (asyncrl serve)", "kill", 2, BOOTED, roles=((AGENT,),)),
     Kind("kill -9 of two workers at once", "kill", 3, JOINED, roles=((GENERATION, GENERATION), (GENERATION, REWARD))),
     Kind("kill -9 of the trainer", "kill", 0.7, (1,), roles=((TRAINING,),), is_outage=True),
     Kind("kill -9 of the controller", "kill", 0.7, (1,), roles=((CONTROLLER,),), is_outage=True),
-    Kind("loss of a host of workers", "host", 3, JOINED, (0.5, 4)),
+    Kind("loss of a host of workers", "host", 3, BOOTED, (0.5, 4)),
     Kind("loss of the host of the controller", "host", 0.5, (1,), (0.5, 2), is_outage=True),
-    Kind("loss of everything", "host", 0.5, (), (0.5, 2), is_outage=True),
+    Kind("loss of everything", "host", 0.1, (), (0.5, 2), is_outage=True),
 )
 """A lost host is unplugged and all its processes are killed; it boots again when the fault ends."""
 

@@ -1,7 +1,7 @@
-"""A run whose workers join from two other hosts, and what keeps its programs alive: each that ends is started again, as
-a service manager would do.
+"""A run whose workers join from two other hosts, and its programs. One that a fault killed is started again, as a
+machine does that boots. One that ends by itself is a failure of the product, and stays ended.
 
-    h1  asyncrl run (controller) ── trainer          its run directory is a small disk that only h1 sees
+    h1  asyncrl run --restarts ── controller ── trainer      its run directory is a small disk that only h1 sees
     h2  asyncrl serve x 3 ── generation, generation, reward      its cache is a small disk, too
     h3  as h2
 
@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from tests.chaos.faults import AGENT, CHILD, CONTROLLER, JOINED
 from tests.chaos.run_watch import RunWatch
-from tests.chaos.victims import from_outside
+from tests.chaos.victims import children_of, from_outside, has_argument
 from tests.network_hosts import HostProgram, NetworkHosts, network_hosts
 from tests.processes import descendants
 
@@ -31,11 +32,13 @@ SERVED = ("generation", "generation", "reward")
 LOOK = 0.03
 """Seconds between two looks at the run and its programs."""
 RESTART = 0.3
-"""Seconds until a program that ended is started again."""
+"""Seconds until a program that a fault killed is started again."""
 END = 60.0
 """Seconds that the run may take to end."""
 FRUITLESS = 12
 """Starts of the run, without a step in between, after which no resume goes on."""
+TRAINS = "--fleet.restarts=0"
+"""Argument of the process below `asyncrl run --restarts` that trains."""
 PORT = 7000
 RUN_DISK, CACHE_DISK = "2g", "256m"
 CLOCK_SOURCE = Path(__file__).with_name("stepped_clock.c")
@@ -43,7 +46,8 @@ CLOCK_SOURCE = Path(__file__).with_name("stepped_clock.c")
 
 @dataclass(eq=False)
 class Program:
-    """A program that is kept alive. exits: how often it ended with which status."""
+    """A program of the fleet. exits: how often it ended with which status. killed: whether a fault killed it. began:
+    when it was started, by the monotonic clock."""
 
     name: str
     role: str
@@ -52,6 +56,12 @@ class Program:
     output: Path
     process: HostProgram | None = None
     exits: Counter[int] = field(default_factory=Counter)
+    killed: bool = False
+    began: float = 0.0
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.began if self.process is not None else 0.0
 
 
 class RunEnded(Exception):
@@ -60,7 +70,9 @@ class RunEnded(Exception):
 
 @dataclass
 class FleetOnHosts:
-    """folder: of everything. flags: further ones for `asyncrl run`. down: hosts that are not to be booted."""
+    """folder: of everything. flags: further ones for `asyncrl run`. down: hosts that are not to be booted. failures:
+    programs that ended by themselves. controllers: how many there were. stay: the longest that a program on another
+    host had been there when a controller died."""
 
     hosts: NetworkHosts
     folder: Path
@@ -70,6 +82,10 @@ class FleetOnHosts:
     ending: bool = False
     clock: Path | None = None
     fruitless: int = 0
+    failures: list[str] = field(default_factory=list)
+    controllers: int = 0
+    stay: float = 0.0
+    controller: int | None = None
 
     def __post_init__(self) -> None:
         self.disk = self.folder / "controller"
@@ -119,31 +135,52 @@ class FleetOnHosts:
         return self.folder / f"clock{host}"
 
     async def keep(self, program: Program) -> None:
-        """Starts a program whenever it does not run; returns when the run is to end and the program has."""
+        """Starts a program, and again whenever a fault killed it; returns when the run is to end and the program has,
+        or when it has ended by itself."""
         while not self.ending:
             if program.host not in self.down:
                 self.boot(program.host)
                 environment = self.environment(program.host)
+                program.killed, program.began = False, time.monotonic()
                 program.process = self.hosts.start(program.host, program.command, program.output, environment)
                 while (status := program.process.poll()) is None:
                     await asyncio.sleep(LOOK)
-                program.process = None
+                age, program.process = program.age, None
                 program.exits[status] += 1
-                if program is self.run and not self.ending:
-                    self._note_end(status)
+                if not self.ending and not program.killed:
+                    self._note_failure(program, f"after {age:.0f} s with exit status {status}")
+                    return
             await asyncio.sleep(RESTART)
 
-    def _note_end(self, status: int) -> None:
-        self.watch.controller_died()
-        self.fruitless = 0 if len(self.watch.steps) > self._steps_at_end else self.fruitless + 1
-        self._steps_at_end = len(self.watch.steps)
-        if self.fruitless == FRUITLESS:
-            raise RunEnded(f"{FRUITLESS} starts without a step, the last with status {status}:\n{self.shown[-3000:]}")
+    def _note_failure(self, program: Program, how: str) -> None:
+        self.failures.append(f"{program.name} ended by itself {how}")
+        if program is self.run:
+            raise RunEnded(f"{self.failures[-1]}:\n{self.shown[-3000:]}")
+        self.watch.expected -= 1
 
     async def look(self) -> None:
         while True:
             self.watch.look()
+            if (controller := self._find_controller()) != self.controller:
+                if self.controller is not None:
+                    self._note_end()
+                self.controllers += controller is not None
+                self.controller = controller
             await asyncio.sleep(LOOK)
+
+    def _find_controller(self) -> int | None:
+        """Returns the process that trains below the one that restarts it."""
+        parent = self.run.process.pid if self.run.process is not None else None
+        return next((pid for pid in children_of(parent) if has_argument(pid, TRAINS)), None) if parent else None
+
+    def _note_end(self) -> None:
+        """Notes the end of a controller, which `--restarts` follows with another one."""
+        self.watch.controller_died()
+        self.stay = max(self.stay, *(each.age for each in self.programs if each is not self.run))
+        self.fruitless = 0 if len(self.watch.steps) > self._steps_at_end else self.fruitless + 1
+        self._steps_at_end = len(self.watch.steps)
+        if self.fruitless == FRUITLESS:
+            raise RunEnded(f"{FRUITLESS} starts without a step:\n{self.shown[-3000:]}")
 
     async def until(self, true: Callable[[], bool], what: str, seconds: float) -> None:
         try:
@@ -161,7 +198,9 @@ class FleetOnHosts:
 
     def victims(self, host: int, role: str) -> list[int]:
         """Returns the processes of a role that run on a host, as process ids of this machine."""
-        if role in (AGENT, CONTROLLER):
+        if role == CONTROLLER:
+            return [self.controller] if self.controller is not None else []
+        if role == AGENT:
             programs = (each.process for each in self.programs if each.host == host)
             return [pid for process in programs if process is not None and (pid := process.pid) is not None]
         service = "reward" if role == CHILD else role
@@ -172,7 +211,14 @@ class FleetOnHosts:
         pids = from_outside(first, inside) if first is not None and inside else []
         return [each for pid in pids for each in descendants(pid)] if role == CHILD else pids
 
+    def note_killed(self, hosts: Sequence[int] = (), pid: int | None = None) -> None:
+        """Notes the programs that a fault kills: those of these hosts, or the one with this process id."""
+        for each in self.programs:
+            is_it = pid is not None and each.process is not None and each.process.pid == pid
+            each.killed |= is_it or each.host in hosts
+
     def kill_hosts(self, hosts: Sequence[int]) -> None:
+        self.note_killed(hosts)
         self.down |= set(hosts)
         for host in hosts:
             self.hosts.kill(host)

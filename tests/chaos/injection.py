@@ -90,6 +90,7 @@ def _stopped(fault: Fault, fleet: FleetOnHosts) -> Iterator[None]:
 
 def _killed(fault: Fault, fleet: FleetOnHosts) -> Iterator[None]:
     for pid in _chosen(fault, fleet):
+        fleet.note_killed(pid=pid)
         _signal(pid, signal.SIGKILL)
     yield
 

@@ -1,5 +1,6 @@
 """Evaluates a trial of chaos: the cost of each kind of fault, and whether each promise held."""
 
+import os
 import platform
 import re
 from collections import defaultdict
@@ -68,6 +69,7 @@ class Outcome:
         self._judge()
 
     def _judge(self) -> None:
+        self.problems += self.trial.fleet.failures
         limit = load(self.trial.fleet.experiment).config.staleness.limit
         if not self.report.ok:
             self.problems.append(f"the audit fails: {self.report}")
@@ -113,11 +115,20 @@ class Outcome:
             "staleness_max": self.staleness,
             "reward": round(self.reward, 4),
             "blamed": self.blamed,
+            "ended_by_themselves": len(self.trial.fleet.failures),
+            "controllers": self.trial.fleet.controllers,
+            "longest_stay_at_the_end_of_a_controller_s": round(self.trial.fleet.stay),
+            "load": [round(load, 1) for load in os.getloadavg()],
             "median_recovery_s": round(median(self.recoveries), 3) if self.recoveries else None,
             "worst_recovery_s": round(max(self.recoveries), 3) if self.recoveries else None,
+            "worst_recovery_of": self._worst(),
             "exits": exits,
             "problems": self.problems,
         }
+
+    def _worst(self) -> str:
+        known = [cost for cost in self.costs if cost.recovered is not None]
+        return str(max(known, key=lambda cost: cost.recovered or 0.0).done.fault) if known else ""
 
     def details(self) -> list[dict[str, Any]]:
         return [

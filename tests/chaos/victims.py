@@ -27,3 +27,17 @@ def parent_of(pid: int) -> int | None:
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns none for a process that has ended."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def has_argument(pid: int, argument: str) -> bool:
+    """Returns whether a process was started with this argument; False for one that has ended."""
+    with suppress(OSError):
+        return argument in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return False

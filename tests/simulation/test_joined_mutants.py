@@ -12,7 +12,7 @@ from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.launching.join_point import JoinPoint
 from asyncrl.fleet.launching.joined_worker import Offer
-from asyncrl.fleet.launching.joining_host import _JoinedHost
+from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerLost
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.supervisor import Supervisor, WorkerSlot
@@ -39,10 +39,10 @@ def a_machine_that_fell_silent_is_never_lost(patch: Patch) -> None:
 
 
 def a_machine_that_lost_its_controller_keeps_its_worker(patch: Patch) -> None:
-    async def end_worker(host: _JoinedHost) -> None:
+    async def end_worker(host: JoiningHost) -> None:
         """The worker goes on, though nobody calls it."""
 
-    patch.setattr(_JoinedHost, "end_worker", end_worker)
+    patch.setattr(JoiningHost, "end_worker", end_worker)
 
 
 def a_machine_gets_a_second_worker(patch: Patch) -> None:

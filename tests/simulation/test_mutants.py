@@ -18,8 +18,7 @@ from asyncrl.controller.rollouts import Rollouts
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AsyncrlError
-from asyncrl.simulation.scenarios import Scenario
-from asyncrl.simulation.simulated_run import simulate
+from asyncrl.simulation.simulated_run import Scenario, simulate
 from tests.simulation.broken_tracker import (
     a_drop_is_not_journaled,
     all_that_was_sent_counts_as_trained,

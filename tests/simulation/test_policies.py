@@ -14,8 +14,7 @@ from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import OPEN, GroupState
 from asyncrl.simulation.fakes.generation import stragglers
 from asyncrl.simulation.fakes.training import StepCost
-from asyncrl.simulation.scenarios import Scenario
-from asyncrl.simulation.simulated_run import simulate
+from asyncrl.simulation.simulated_run import Scenario, simulate
 
 STEPS, SEEDS = 20, 5
 SHORT, TIMES = 100, 10

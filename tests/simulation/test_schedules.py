@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.simulation.scenarios import FaultRates, Scenario
-from asyncrl.simulation.simulated_run import simulate
+from asyncrl.simulation.simulated_run import FaultRates, Scenario, simulate
 from tests.named_seed import named_seed
 
 SEEDS = 100
@@ -48,7 +47,7 @@ def test_another_seed_gives_another_history() -> None:
 
 def test_the_history_is_the_same_in_another_process() -> None:
     code = (
-        "from asyncrl.simulation.scenarios import *; from asyncrl.simulation.simulated_run import *; "
+        "from asyncrl.simulation.simulated_run import *; from asyncrl.simulation.simulated_run import *; "
         "print(simulate(Scenario(steps=3, seed=7, faults=FaultRates(generation=20, reward=20))).digest)"
     )
     python = [sys.executable, "-c", code]

@@ -37,6 +37,7 @@ def test_a_fleet_on_three_hosts_survives_some_faults(quickstart_model: Path, tmp
     assert len(outcome.costs) >= 5
     assert len({cost.done.fault.kind for cost in outcome.costs}) >= 3
     assert fleet.run.exits == {0: 1}, "no worker's death ends the run"
+    assert fleet.controllers == 1
 
 
 def test_a_loss_counts_for_the_fault_that_explains_it() -> None:

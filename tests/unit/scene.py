@@ -19,10 +19,10 @@ from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, group_baseline
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.fakes.critic import FakeCritic
-from asyncrl.simulation.fakes.environment import FakeEnvironment
 from asyncrl.simulation.fakes.generation import FakeGeneration, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from asyncrl.simulation.faults.trial_services import FakeEnvironment
 
 CONFIG = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2)
 

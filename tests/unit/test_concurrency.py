@@ -4,8 +4,9 @@ from typing import NoReturn
 
 import pytest
 
-from asyncrl.concurrency import gather, one_error, running_beside, start_task, unwrap
+from asyncrl.concurrency import gather, one_error, running_beside, running_timeout, start_task, unwrap
 from asyncrl.errors import FleetFailed, LostRows, PeerLost
+from asyncrl.simulation import virtual_loop
 
 
 async def value(number: int) -> int:
@@ -123,3 +124,18 @@ async def test_a_task_that_comes_too_late_leaves_no_coroutine_behind() -> None:
     with pytest.raises(RuntimeError, match="finished"):
         start_task(tasks, late, "late")
     assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+
+
+@pytest.mark.parametrize(("still", "ends"), [(0.5, 10.0), (5.0, 24.0), (3600.0, 3619.0)])
+def test_a_timeout_of_a_process_that_stood_still_begins_again(still: float, ends: float) -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_loop.VirtualLoop)
+        loop.call_at(9.0, loop.skip, still)
+        with pytest.raises(TimeoutError):
+            async with running_timeout(10.0):
+                await asyncio.Event().wait()
+        async with running_timeout(10.0):
+            return loop.time()
+
+    assert virtual_loop.run(main()) == pytest.approx(ends)

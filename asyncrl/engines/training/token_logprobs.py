@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.batch.contexts import Spans
-from asyncrl.engines.training.batch.micro_batches import Experts, ModelRows, lay_out_rows, split_by_row
-from asyncrl.engines.training.batch.token_slices import own_slice
+from asyncrl.engines.training.batch.micro_batches import Experts, ModelInput, ModelRows, lay_out_rows, split_by_row
 from asyncrl.engines.training.batch.train_rows import Ids, TrainRow
 from asyncrl.engines.training.models_with_heads import CausalModel
 from asyncrl.engines.training.ranks.pipeline import Ending
@@ -159,3 +159,30 @@ def frozen_logprobs(
     rows = lay_out_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, responses, spans)
+
+
+def own_slice(rows: ModelRows, rank: int, size: int) -> tuple[ModelRows, Tensor]:
+    """Returns the slice of each pass that this rank computes, and which of the targets, bool [tokens], it predicts.
+    Packed rows are not cut."""
+    cut = [_slice_of_pass(each, rank, size) for each in rows.passes]
+    own = torch.cat([inside for _, inside in cut])
+    chosen, order = own, rows.order
+    if order is not None:
+        chosen = own[order]
+        order = (own.cumsum(0) - 1)[order[chosen]]
+    passes = tuple(each for each, _ in cut)
+    return ModelRows(passes, rows.targets[chosen], rows.temperatures[chosen], order), chosen
+
+
+def _slice_of_pass(rows: ModelInput, rank: int, size: int) -> tuple[ModelInput, Tensor]:
+    """Returns the slice, and which of the positions are inside it."""
+    assert rows.attention is None, "packed rows are not cut"
+    length = rows.ids.shape[1]
+    width = -(-length // size)
+    first = rank * width
+    row, column = rows.positions // length, rows.positions % length
+    inside = column // width == rank
+    positions = (row * width + column - first)[inside]
+    ids = torch.nn.functional.pad(rows.ids, (0, size * width - length))[:, first : first + width]
+    position_ids = torch.arange(first, first + width, device=ids.device)[None]
+    return replace(rows, ids=ids, positions=positions, position_ids=position_ids), inside

@@ -9,6 +9,8 @@
     started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
     leaving(seconds) ────────────────────────>  retire ─────────────────────────>  drains the worker, then stop
     ended(reason), or silence ───────────────>  JoinedWorker.wait returns
+    join(JoinRequest with a worker) ─────────>  the worker of the offer that was lost
+    orders "keep", or "fetch" of a new run <──
     watch ───────────────────────────────────>  RunWatch, for people who look on
     probe, clock, upload, download ──────────>  ProbePoint, for hosts that have not joined
 
@@ -25,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from asyncrl.concurrency import running_beside
+from asyncrl.concurrency import running_beside, running_timeout
 from asyncrl.config.sections.device_pools import Device, Host
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.launching.join_places import Places
@@ -55,6 +57,10 @@ START_DEADLINE = 60.0
 WORKER_ADDRESS = re.compile(r"tcp://[\w.-]+:\d{1,5}|inproc://[\w.-]+")
 """Addresses to which the controller connects; a host may name none of another kind."""
 
+ABSENCE = 4.0
+"""Seconds in which a host whose connection was lost may come back with its worker: it tries again every half second.
+A controller that stood still itself finds all its hosts in this state."""
+
 FAREWELL = 2.0
 """Seconds for the order to leave to reach all hosts at the end of a run."""
 
@@ -82,6 +88,7 @@ class JoinPoint:
 
     def __post_init__(self) -> None:
         self._offers: dict[str, Offer] = {}
+        self._away: list[Offer] = []
         self._waiting: dict[str, WorkerSpec] = {}
         self._complete: set[str] = set()
         self._hosts_of_ranks: dict[tuple[str, int], list[Site]] = {}
@@ -99,7 +106,7 @@ class JoinPoint:
         self._say_what_crosses(spec)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(START_DEADLINE):
+                async with running_timeout(START_DEADLINE):
                     await worker.started.wait()
         except asyncio.CancelledError:
             worker.kill()
@@ -179,7 +186,8 @@ class JoinPoint:
         pool = self.places[offer.service].pool
         if pool is None or not pool.has_gpus:
             return ()
-        same = [each for each in self._offers.values() if each.worker and on_one_machine(each, offer)]
+        known = (*self._offers.values(), *self._away)
+        same = [each for each in known if each.worker and on_one_machine(each, offer)]
         taken = {device for each in same if each.service == offer.service for device in each.devices}
         users = Counter(device for each in same for device in each.devices)
         return tuple(sorted((each for each in pool.devices if each not in taken), key=users.__getitem__))
@@ -242,7 +250,7 @@ class JoinPoint:
             raise Refused(problem)
         offer = self._offers[request.agent] = Offer(request)
         try:
-            yield JoinOrder("fetch")
+            yield JoinOrder("keep", request.runs) if self._take_over(request.runs, offer) else JoinOrder("fetch")
             order = JoinOrder("wait")
             while order.kind != "leave":
                 order = JoinOrder("wait")
@@ -253,6 +261,16 @@ class JoinPoint:
                 yield order
         finally:
             self._lose(request.agent, offer)
+
+    def _take_over(self, instance: str, offer: Offer) -> bool:
+        """Lets a host that comes back go on with its worker; returns False if the worker is none of this run any more.
+        The connection that it lost may still seem to live here."""
+        for former in (*self._away, *self._offers.values()):
+            if offer.may_follow(former, instance):
+                offer.take_over(former)
+                self.report(f"{offer.host.name} is back, with {instance}")
+                return True
+        return False
 
     def _check_key(self, request: JoinRequest, offer: Offer) -> None:
         """Raises Refused, which ends the host's worker, when its key was revoked after it joined."""
@@ -328,7 +346,18 @@ class JoinPoint:
             worker.kill()  # It has nothing yet, and one that ignores a request to stop would be given work.
 
     def _lose(self, agent: str, offer: Offer) -> None:
+        """Takes the loss of a connection. A worker that runs is given up a moment later, unless its host is back."""
         del self._offers[agent]
+        offer.is_away = True
+        if (worker := offer.worker) is not None and worker.started.is_set() and not worker.has_left:
+            self._away.append(offer)
+            asyncio.get_running_loop().call_later(ABSENCE, self._give_up, offer)
+        else:
+            self._give_up(offer)
+
+    def _give_up(self, offer: Offer) -> None:
+        if offer in self._away:
+            self._away.remove(offer)
         if offer.worker is not None:
             how = "it left" if offer.is_leaving else "no sign of life comes from it any more"
             offer.worker.end(

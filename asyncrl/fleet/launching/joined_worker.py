@@ -20,13 +20,15 @@ Site = tuple[str, str]
 
 
 class JoinedWorker:
-    """A worker on a host that joined."""
+    """A worker on a host that joined. offer: the newest one of its host. asked: the last order to end it, which a host
+    that comes back gets again."""
 
     def __init__(self, spec: WorkerSpec, offer: "Offer") -> None:
         self.spec = spec
         self.host = offer.host
         self.labels: Mapping[str, int | str] = {}
         self.offer = offer
+        self.asked = ""
         self.started = asyncio.Event()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -57,23 +59,28 @@ class JoinedWorker:
         self._order("kill")
 
     def _order(self, kind: str) -> None:
-        if not self._ended.done():
+        self.asked = kind
+        if self.offer.is_away:
+            self.end(f"its host {self.host.name} is gone: its connection broke")  # No order reaches it.
+        elif not self._ended.done():
             self.offer.order(JoinOrder(kind, self.spec.instance))
 
 
 class Offer:
     """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
-    is_leaving: it was asked to leave, and takes no other worker. is_revoked: its key is admitted no more. devices: of
-    its worker, in a pool of GPUs."""
+    is_leaving: it was asked to leave, and takes no other worker. is_revoked: its key is admitted no more. is_away: its
+    connection is lost. devices: of its worker, in a pool of GPUs."""
 
     def __init__(self, request: JoinRequest) -> None:
         self.service = request.service
+        self.proof = request.proof
         self.host = HostId(request.machine, request.memory, request.host)
         self.devices: tuple[str, ...] = ()
         self.worker: JoinedWorker | None = None
         self.is_ready = False
         self.is_leaving = False
         self.is_revoked = False
+        self.is_away = False
         self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
 
     @property
@@ -98,6 +105,23 @@ class Offer:
     def order(self, order: JoinOrder) -> None:
         with suppress(asyncio.QueueFull):  # The host does not read, and is lost soon.
             self.orders.put_nowait(order)
+
+    def may_follow(self, former: "Offer", instance: str) -> bool:
+        """Returns whether this is the host of an earlier offer, which comes back with the worker that runs there."""
+        worker = former.worker
+        same = (former.service, former.proof, former.host) == (self.service, self.proof, self.host)
+        return same and worker is not None and not worker.has_ended and worker.spec.instance == instance
+
+    def take_over(self, former: "Offer") -> None:
+        """Goes on with the worker of an earlier offer of this host."""
+        assert former.worker is not None, "`may_follow` was asked"
+        self.worker = former.worker
+        self.worker.offer = self
+        former.worker = None
+        self.devices = former.devices
+        self.is_ready = True
+        if self.worker.asked:
+            self.order(JoinOrder(self.worker.asked, self.worker.spec.instance))
 
     def start(self, spec: WorkerSpec, devices: tuple[str, ...]) -> JoinedWorker:
         self.devices = devices

@@ -1,7 +1,9 @@
 """The end of joining on a host: offers to run a worker of one service, and does what the controller orders.
 
 join ──> copy missing files ──> ready ──> start a worker ──> its end ──> ready for another one
-                                             └── connection broken: the worker is killed, and the host joins again
+                                             └── connection broken: the worker goes on, and the host joins again
+join with a worker ──> "keep", from the controller that has it: it goes on
+                   └── "fetch", from another one: it is ended, and the host is as new
 """
 
 import asyncio
@@ -43,6 +45,9 @@ LISTS = 3
 RETRY = 0.5
 """Seconds between two tries to reach the controller."""
 
+LONGEST_TRY = 60.0
+"""Seconds that one try to reach the controller counts at most: a longer one means that this host stood still itself."""
+
 DRAIN_MARGIN = 2.0
 """Seconds after the time in which a worker drains that its controller may take to end it."""
 
@@ -57,14 +62,15 @@ async def _as_it_is(address: str) -> str:
 
 @dataclass(eq=False)
 class JoiningHost:
-    """Offers one worker at a time.
+    """Offers one worker at a time, which outlives a lost connection: until the controller that is reached next does not
+    have it, or none is for `timeout` seconds.
 
     address: where the run listens. service: whose worker it runs. proof: of its key. launcher: starts workers here.
-    stop: set when this host is to leave. files: of controllers, on this host. timeout: seconds without a controller
-    after which it gives up. say: takes what a person should read. resolve: returns the address with the number of its
-    host, which may be another one at each try; raises ConfigError while there is none. drain: seconds in which its
-    worker may finish what it has when this host is to leave. secret_paths: of this host, such as that of its key, which
-    no code of the user sees.
+    stop: set when this host is to leave. files: of controllers, on this host. timeout: seconds without a controller,
+    from the loss of the last one, after which it gives up. say: takes what a person should read. resolve: returns the
+    address with the number of its host, which may be another one at each try; raises ConfigError while there is none.
+    drain: seconds in which its worker may finish what it has when this host is to leave. secret_paths: of this host,
+    such as that of its key, which no code of the user sees.
     """
 
     wire: Wire
@@ -83,6 +89,11 @@ class JoiningHost:
     host: HostId = field(default_factory=HostId.here)
     versions: dict[str, str] = field(default_factory=installed_versions)
     gpus: Sequence[str] = field(default_factory=lambda: gpus_of_host(os.environ))
+    worker: LaunchedWorker | None = field(default=None, init=False)
+    worker_ended: Wakeup = field(default_factory=Wakeup, init=False)
+    places: dict[str, str] = field(default_factory=dict, init=False)
+    _joined: "_JoinedHost | None" = field(default=None, init=False)
+    _watch: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def serve(self) -> None:
         """Runs workers until the run ends or `stop` is set; joins again when the connection broke.
@@ -91,28 +102,39 @@ class JoiningHost:
             ConfigError: the controller refuses this host, or a path is missing here.
             FleetFailed: no controller was reached for `timeout` seconds.
         """
+        try:
+            await self._join_again_and_again()
+        finally:
+            await self.end_worker()
+
+    async def _join_again_and_again(self) -> None:
         loop = asyncio.get_running_loop()
-        reached, why, refusals = loop.time(), "", 0
+        lost_at, why, refusals = loop.time(), "", 0
         while not self.stop.is_set():
+            tried, reached = loop.time(), False
             try:
                 async with self.connection() as client:
-                    reached = loop.time()
+                    reached = True
                     await self._follow_orders(client)
                     return
             except Refused as refused:
                 advice = ". Install the same asyncrl on both hosts" if "another protocol" in str(refused) else ""
                 raise ConfigError(f"{self.address} refuses this host: {refused}{advice}") from refused
             except (PeerLost, DeadlineExceeded) as lost:
-                if why != str(lost):
-                    self.say(f"cannot reach the run at {self.address}: {lost}; trying for {self.timeout:g} s")
+                now = loop.time()
+                lost_at = now if reached else lost_at + max(0.0, now - tried - LONGEST_TRY)
+                if reached or why != str(lost):
+                    goes_on = f", and {self.worker.spec.instance} goes on meanwhile" if self.worker else ""
+                    self.say(f"cannot reach the run at {self.address}: {lost}; trying for {self.timeout:g} s{goes_on}")
                 why = str(lost)
-                refusals += KEY_REFUSED in why
+                # In a row: one of a controller that just ends says nothing about the next one.
+                refusals = refusals + 1 if KEY_REFUSED in why and not reached else 0
             if refusals == REFUSALS:
                 raise ConfigError(
                     f"{self.address} does not accept the key of this host: name the key that the run under its "
                     f"join_keys, or `asyncrl admit DIR {self.service}`, wrote for this controller"
                 )
-            if loop.time() - reached > self.timeout:
+            if loop.time() - lost_at > self.timeout:
                 raise FleetFailed(
                     f"no run was reached at {self.address} for {self.timeout:g} s ({why}). Start one with "
                     f"`asyncrl run NAME --listen {self.address}`, look whether a firewall is between, or whether "
@@ -137,25 +159,50 @@ class JoiningHost:
     async def _follow_orders(self, client: Client) -> None:
         with suppress(_Left), one_error():
             async with asyncio.TaskGroup() as tasks:
-                joined = _JoinedHost(self, client, tasks)
+                joined = self._joined = _JoinedHost(self, client, tasks)
                 leaving = tasks.create_task(joined.leave_when_asked(), name="wish to leave")
                 try:
                     await joined.follow_orders()
                 finally:
                     leaving.cancel()
-                    await joined.end_worker()
+                    if self.stop.is_set():
+                        await self.end_worker()
+                    self._joined = None
+
+    async def start(self, spec: WorkerSpec) -> None:
+        """Starts a worker here, and watches it, whether the controller is reached or not."""
+        spec = replace(spec, facts=replace(spec.facts, secret_paths=self.secret_paths))
+        self.worker = await self.launcher.spawn(spec)
+        self._watch = asyncio.create_task(self._await_end(self.worker), name=f"end of {spec.instance}")
+        self.say(f"runs {spec.instance}")
+
+    async def _await_end(self, worker: LaunchedWorker) -> None:
+        reason = await worker.wait()
+        self.launcher.clean_up(worker.spec)
+        self.worker = None
+        self.say(f"{worker.spec.instance} {reason}")
+        if self._joined is not None:
+            with suppress(PeerLost, DeadlineExceeded, Refused):  # Whoever reads the orders finds out.
+                await self._joined.report("ended", worker.spec.instance, reason)
+        self.worker_ended.wake()
+
+    async def end_worker(self) -> None:
+        """Ends the worker that still runs; its end is waited for."""
+        if self.worker is not None:
+            await end_worker(self.worker)
+        if self._watch is not None:
+            if self.worker is not None:  # It survived even SIGKILL.
+                self._watch.cancel()
+            await asyncio.wait([self._watch])
 
 
 @dataclass(eq=False)
 class _JoinedHost:
-    """One connection of a host to the controller, and the worker that runs meanwhile."""
+    """One connection of a host to the controller."""
 
     settings: JoiningHost
     client: Client
     tasks: asyncio.TaskGroup
-    worker: LaunchedWorker | None = None
-    worker_ended: Wakeup = field(default_factory=Wakeup)
-    places: dict[str, str] = field(default_factory=dict)
 
     @property
     def agent(self) -> str:
@@ -166,7 +213,9 @@ class _JoinedHost:
         settings, host = self.settings, self.settings.host
         identity = (host.machine, host.memory, host.name)
         request = JoinRequest(
-            *(settings.service, self.agent, *identity, settings.versions, settings.proof), list(settings.gpus)
+            *(settings.service, self.agent, *identity, settings.versions, settings.proof),
+            list(settings.gpus),
+            runs=settings.worker.spec.instance if settings.worker is not None else "",
         )
         orders = self.client.stream("join", (request,), ORDER_DEADLINE)
         async with aclosing(cast(Any, orders)):
@@ -177,11 +226,17 @@ class _JoinedHost:
         match order.kind:
             case "fetch":
                 self.tasks.create_task(self._fetch(), name="files of the controller")
+            case "keep":
+                self.settings.say(f"joined the run at {self.settings.address} again, with {order.instance}")
+                await self._report_start()
             case "start":
-                await self._start(WorkerSpec.from_json(json.dumps(relocated(json.loads(order.text), self.places))))
+                spec = WorkerSpec.from_json(json.dumps(relocated(json.loads(order.text), self.settings.places)))
+                await self.settings.start(spec)
+                await self._report_start()
             case "stop" | "terminate" | "kill" as way:
-                if self.worker is not None and self.worker.spec.instance == order.instance:
-                    getattr(self.worker, way)()
+                worker = self.settings.worker
+                if worker is not None and worker.spec.instance == order.instance:
+                    getattr(worker, way)()
             case "leave":
                 self.settings.say(f"the run at {self.settings.address} has ended")
             case "wait":
@@ -190,16 +245,18 @@ class _JoinedHost:
                 raise WireError(f"an order to {order.kind!r}")
 
     async def _fetch(self) -> None:
-        """Finds or copies the files that the worker reads, beside the orders, which go on."""
+        """Finds or copies the files that the worker reads, beside the orders, which go on. The worker of a run that is
+        over has to make room."""
         settings, name = self.settings, self.settings.host.name
+        await settings.end_worker()
         try:
             async with settings.connection() as client:
-                self.places = await self._bring(client)
+                settings.places = await self._bring(client)
         except (ConfigError, WireError) as problem:
-            await self._report("missing", f"host {name} cannot run {settings.service} workers: {problem}")
+            await self.report("missing", f"host {name} cannot run {settings.service} workers: {problem}")
             raise
         settings.say(f"joined the run at {settings.address}; waiting for a worker to start")
-        await self._report("ready")
+        await self.report("ready")
 
     async def _bring(self, client: Client) -> dict[str, str]:
         for _ in range(LISTS):
@@ -212,42 +269,25 @@ class _JoinedHost:
                 self.settings.say(f"{changed}; asking for the list again")
         raise ConfigError(f"files changed at the controller while they were copied, {LISTS} times")
 
-    async def _start(self, spec: WorkerSpec) -> None:
-        spec = replace(spec, facts=replace(spec.facts, secret_paths=self.settings.secret_paths))
-        self.worker = worker = await self.settings.launcher.spawn(spec)
-        addresses = worker.spec.addresses
-        self.tasks.create_task(self._await_end(worker), name=f"end of {spec.instance}")
-        self.settings.say(f"runs {spec.instance}")
-        await self._report("started", addresses.control, addresses.work, addresses.data, dict(worker.labels))
-
-    async def _await_end(self, worker: LaunchedWorker) -> None:
-        reason = await worker.wait()
-        self.settings.launcher.clean_up(worker.spec)
-        self.worker = None
-        self.settings.say(f"{worker.spec.instance} {reason}")
-        with suppress(PeerLost, DeadlineExceeded, Refused):  # Whoever reads the orders finds out.
-            await self._report("ended", worker.spec.instance, reason)
-        self.worker_ended.wake()
+    async def _report_start(self) -> None:
+        if (worker := self.settings.worker) is not None:
+            addresses = worker.spec.addresses
+            await self.report("started", addresses.control, addresses.work, addresses.data, dict(worker.labels))
 
     async def leave_when_asked(self) -> None:
         """Ends the worker once this host is to leave: the controller does, when the worker has finished what it has."""
-        await self.settings.stop.wait()
-        seconds = self.settings.drain
-        if self.worker is not None:
-            what = f"{self.worker.spec.instance} finishes what it has, within {seconds:g} s"
-            self.settings.say(f"leaving: {what}; a second signal does not wait")
+        settings = self.settings
+        await settings.stop.wait()
+        if settings.worker is not None:
+            what = f"{settings.worker.spec.instance} finishes what it has, within {settings.drain:g} s"
+            settings.say(f"leaving: {what}; a second signal does not wait")
         with suppress(PeerLost, DeadlineExceeded, Refused, TimeoutError):
-            async with asyncio.timeout(seconds + DRAIN_MARGIN):
-                await self._report("leaving", seconds)
-                while self.worker is not None:
-                    await self.worker_ended.wait()
-        await self.end_worker()
+            async with asyncio.timeout(settings.drain + DRAIN_MARGIN):
+                await self.report("leaving", settings.drain)
+                while settings.worker is not None:
+                    await settings.worker_ended.wait()
+        await settings.end_worker()
         raise _Left
 
-    async def end_worker(self) -> None:
-        """Ends the worker that still runs; its end is waited for."""
-        if self.worker is not None:
-            await end_worker(self.worker)
-
-    async def _report(self, what: str, *args: Any) -> None:
+    async def report(self, what: str, *args: Any) -> None:
         await self.client.call(what, (self.agent, *args), CALL_DEADLINE)

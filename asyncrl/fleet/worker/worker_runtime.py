@@ -33,6 +33,10 @@ from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
 
+MISSED_HEARTBEATS = 30
+"""Heartbeats that the controller may miss before its calls are given up: 300 s, while its file system hangs. The calls
+of one that died end with the worker, which its host ends for the next controller."""
+
 
 class Instruments(NamedTuple):
     """Clock, tracer and log of one worker."""
@@ -118,13 +122,14 @@ async def _serve(service: Service, wire: Wire, tasks: asyncio.TaskGroup, stop: a
     listeners = {lane: wire.listen(getattr(spec.addresses, lane.value)) for lane in Lane}
     beat = spec.facts.heartbeat
     control_calls = _with_own_calls(_dispatch(service, Lane.CONTROL), admit, context.rank_meeting)
-    control = Server(listeners[Lane.CONTROL], control_calls, spec.hello, queued=False, heartbeat=beat)
+    seen: dict[str, Any] = {"heartbeat": beat, "may_miss": MISSED_HEARTBEATS}
+    control = Server(listeners[Lane.CONTROL], control_calls, spec.hello, queued=False, **seen)
     work = Server(
         listeners[Lane.WORK],
         _with_renewal(_dispatch(service, Lane.WORK), service),
         spec.hello,
         finished=lambda: service.finished,
-        heartbeat=beat,
+        **seen,
     )
     servers = {Lane.CONTROL: control, Lane.WORK: work}
     serving = [tasks.create_task(server.serve(), name=f"{lane.value} lane") for lane, server in servers.items()]

@@ -2,7 +2,8 @@
 
 A deadline counts work, not queues. Calls wait for those that were made before them, so a deadline runs from the last
 answer to an earlier call, or from the last progress that the peer reports. A peer that neither answers nor reports for
-the time of a deadline exceeds it, and so does a call that is stuck while later ones are answered.
+the time of a deadline exceeds it, and so does a call that is stuck while later ones are answered. Where this process
+itself stood still, answers may wait to be read, and all deadlines run anew.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from asyncrl.concurrency import STANDSTILL
 from asyncrl.errors import DeadlineExceeded
 
 MOST_ANSWERS = 1024
@@ -70,6 +72,8 @@ class Deadlines:
         self._timer = None if end == inf else asyncio.get_running_loop().call_at(end, self._reach_due)
 
     def _reach_due(self) -> None:
+        if asyncio.get_running_loop().time() > self._earliest + STANDSTILL:
+            self.note_progress()
         now = max(asyncio.get_running_loop().time(), self._earliest)  # A loop may call slightly early.
         due = [deadline for deadline in self._open if deadline.end <= now]
         for deadline in due:

@@ -21,6 +21,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.concurrency import running_timeout
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.lanes.control.field_checks import field_checks
 from asyncrl.lanes.control.known_rows import ReceivedRows, SentRows, has_rows, row_of
@@ -286,7 +287,7 @@ class MessageSequence:
         async with self._order:
             frames = self._encode(message)  # Nothing else is sent from here on, so the receiver learns of no other row.
             try:
-                async with asyncio.timeout(SEND_DEADLINE):
+                async with running_timeout(SEND_DEADLINE):
                     while not self._offer_frames(message, frames):
                         await self._room.wait()
             except TimeoutError as error:

@@ -72,7 +72,8 @@ class Server:
         queued: whether calls wait for earlier ones: then an answer to one extends the deadlines of those behind it.
         finished: returns how many parts of its work the worker has finished; callers are told when that rises. None:
             its calls have no parts.
-        heartbeat: seconds between the heartbeats of remote callers; the calls of a silent caller are cancelled.
+        heartbeat: seconds between the heartbeats of remote callers.
+        may_miss: heartbeats that a caller may miss before its calls are cancelled.
         refused: number of peers that were refused.
 
     Memory and file descriptors bound the number of callers: readers of rows grow with the fleet.
@@ -86,6 +87,7 @@ class Server:
     queued: bool = True
     finished: Callable[[], int] | None = None
     heartbeat: float | None = None
+    may_miss: int = LIVENESS
     refused: int = field(default=0, init=False)
     _sessions: dict[bytes, CallerSession] = field(default_factory=dict, init=False)
     _deadlines: Deadlines = field(default_factory=Deadlines, init=False)
@@ -204,7 +206,7 @@ class Server:
             await asyncio.sleep(self.heartbeat)
             for session in list(self._sessions.values()):
                 session.missed_heartbeats += 1
-                if session.missed_heartbeats > LIVENESS:
+                if session.missed_heartbeats > self.may_miss:
                     self._forget(session)
 
     async def _report_progress(self, parts: Callable[[], int]) -> None:

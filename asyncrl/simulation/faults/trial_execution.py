@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from hashlib import sha256
@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import Scan
-from asyncrl.controller.journal.ledger import AttemptStarted, Trained
+from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Trained
 from asyncrl.controller.journal.returns import train_with_returns
 from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone, Warned
 from asyncrl.controller.training_run import WorkerEvents
@@ -21,11 +21,14 @@ from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.changes.scaling import scale
 from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
 from asyncrl.fleet.launching.join_point import open_join_point
+from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts
+from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.wire import CREDIT
 from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.service_contracts import Environment, Generation, Reference, Training
+from asyncrl.protocols.service_contracts import Environment, Generation, Lane, Reference, Training
 from asyncrl.simulation import virtual_loop
-from asyncrl.simulation.faults.fault_injection import FLEET, FaultInjection
+from asyncrl.simulation.faults.fault_injection import AGE_LIMIT, CHECK_PERIOD, FLEET, FaultInjection
 from asyncrl.simulation.faults.faulty_platform import FaultyLauncher, FaultyWire, ProcessWire, SlowDisk
 from asyncrl.simulation.faults.host_network import ANY
 from asyncrl.simulation.faults.trial_hosts import TrialHosts
@@ -41,7 +44,6 @@ from asyncrl.simulation.faults.trial_services import (
     TrialTraining,
     TrialViolation,
 )
-from asyncrl.simulation.faults.wait_checks import WaitChecks
 from asyncrl.simulation.resumable_run import ResumableRun
 
 TICKET_PAUSE = 2.0
@@ -378,3 +380,48 @@ def run_trial(trial: Trial) -> TrialRun:
         return run
 
     return virtual_loop.run(main())
+
+
+class WaitChecks:
+    """Checks the age of groups in flight at every event, and calls without an answer periodically. groups: in flight
+    at the start. Raises AssertionError."""
+
+    def __init__(self, faults: FaultInjection, groups: Iterable[int]) -> None:
+        self._faults = faults
+        self._drawn = dict.fromkeys(groups, faults.now())
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Drawn):
+            self._drawn[event.group] = self._faults.now()
+        if isinstance(event, GroupFinished):
+            self._drawn.pop(event.group, None)
+        self._check_ages()
+
+    async def watch(self, fleet: RunningFleet) -> None:
+        """Checks until it is cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_PERIOD)
+            self._check_ages()
+            for replicas in fleet.workers.values():
+                for worker in replicas:
+                    self._check_calls(worker)
+
+    def _check_ages(self) -> None:
+        group, drawn = next(iter(self._drawn.items()), (0, self._faults.now()))
+        age = self._faults.now() - drawn
+        # The limit of a trial is never below the common one, and this is asked at every event.
+        if age > AGE_LIMIT:
+            assert age <= self._faults.age_limit(), f"group {group} has been in flight for {age:g} s"
+
+    def _check_calls(self, worker: RemoteWorker) -> None:
+        """Checks that every call to this worker ends in time, and that no link holds more calls than its credit."""
+        now = asyncio.get_running_loop().time()
+        for call in worker.outstanding.values():
+            waited = now - max(call.since, worker.last_answer_at)
+            limit = self._faults.call_limit(call.method)
+            assert waited <= limit, f"{call.method} has waited {waited:g} s for {worker.name}"
+        for lane in Lane:
+            link = worker.channels.get(lane)
+            if isinstance(link, Client):
+                waiting = len(link._pending) + len(link._abandoned)
+                assert waiting <= CREDIT, f"{waiting} calls wait for {link.peer}, more than its credit"

@@ -230,9 +230,9 @@ class TrialHosts:
         for machine in self._gone:
             for agent in machine.agents:
                 agent.kill()
+                await asyncio.wait([agent.task])
                 for process in agent.processes:
                     await process.clean_up()
-                await asyncio.wait([agent.task])
         if self._visits:
             await asyncio.wait(self._visits)
 

@@ -11,7 +11,8 @@ cache that all placements share, and all allocations of a placement are evaluate
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from itertools import product
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +21,39 @@ from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import Rates
 from asyncrl.simulation.cost_model.interval import Interval
 from asyncrl.simulation.cost_model.predictions import USABLE
-from asyncrl.simulation.mapping.allocations import Sets, group_choices, set_partitions, sizes
 from asyncrl.simulation.mapping.job_file import GpuGroup, PlannedJob
-from asyncrl.simulation.mapping.strategies import STAGES, Strategy, auto_parallel, stage_seconds, weight_of
+from asyncrl.simulation.mapping.strategies import STAGES, Strategy, auto_parallel, powers, stage_seconds, weight_of
 
 Table: TypeAlias = npt.NDArray[np.float64]
 MOST_ALLOCATIONS = 2_000_000
 """Allocations of one placement that are evaluated; beyond, sets get hosts by twos, by fours and so on."""
+T = TypeVar("T")
+Sets: TypeAlias = tuple[tuple[str, ...], ...]
+"""Roles that share GPUs, for each set of GPUs."""
+
+
+def set_partitions(items: Sequence[T]) -> Iterator[tuple[tuple[T, ...], ...]]:
+    """Yields every way to divide items into sets: Bell(4) = 15 for the four models of PPO."""
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for partition in set_partitions(rest):
+        yield ((first,), *partition)
+        for index, each in enumerate(partition):
+            yield (*partition[:index], (first, *each), *partition[index + 1 :])
+
+
+def group_choices(sets: int, groups: int) -> Iterator[tuple[int, ...]]:
+    """Yields the group of GPUs of each set, in every way."""
+    return product(range(groups), repeat=sets)
+
+
+def sizes(group: GpuGroup, every: int = 1) -> list[int]:
+    """Returns the numbers of GPUs that a set may have: powers of two inside of a host, and whole hosts. every: of the
+    whole hosts only each so many, and all of them."""
+    hosts = [count * group.each for count in range(1, len(group.hosts) + 1) if count % every == 0]
+    return sorted({*powers(group.each), *hosts, group.each, group.count})
 
 
 @dataclass(frozen=True)

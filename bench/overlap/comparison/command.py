@@ -7,27 +7,89 @@ import asyncio
 import itertools
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, pstdev
 
 from asyncrl.bench.measurements import LOADED, MachineLoad, RoundValues, at_least, in_turn, table
-from asyncrl.bench.overlap.accounting import Overlap
+from asyncrl.bench.overlap.accounting import Overlap, overlap_of
 from asyncrl.bench.overlap.bottleneck import bottleneck
-from asyncrl.bench.overlap.calibration import stage_times
-from asyncrl.bench.overlap.comparison.gains import Gains, Rounds, best_baseline, gains
 from asyncrl.bench.overlap.comparison.side_run import SideRequest, run_side, side_config
 from asyncrl.bench.overlap.comparison.sides import Side, sides_of
-from asyncrl.bench.overlap.emulation.stage_times import StageTimes
+from asyncrl.bench.overlap.definitions import contention, overlap_yield, speedup
+from asyncrl.bench.overlap.emulation.stage_times import LengthSpread, StageTimes
 from asyncrl.bench.overlap.model_flops import peak_flops
 from asyncrl.bench.overlap.run_overlap import analyse
+from asyncrl.config.schema import Config
+from asyncrl.deploy.report.run_record import RunRecord, read_run
+from asyncrl.deploy.report.worker_trace import read_trace
 from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.errors import ConfigError
 
 REFUSED = 3
 """Exit status where the machine was too busy for a speed-up."""
+LENGTHS = ("mean", "sigma", "cap")
+TIMES = tuple(each.name for each in fields(StageTimes) if each.name not in ("lengths", "slots", "update"))
+Rounds = Mapping[str, Sequence[Overlap]]
+"""The accounting of each round, by side."""
+COMPUTING = ("generation", "training")
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """Holds what one side gained. speedups: over each baseline, by its name. overlap_yield: over the best of them.
+    contention: of each computing stage, over its run alone with as many threads."""
+
+    speedups: dict[str, RoundValues]
+    overlap_yield: RoundValues
+    contention: dict[str, RoundValues]
+
+
+def best_baseline(sides: Sequence[Side], found: Rounds) -> str:
+    """Returns the synchronous side with the highest rate."""
+    rates = {side.name: RoundValues(tuple(each.tokens for each in found[side.name])) for side in sides}
+    return max((side.name for side in sides if side.is_baseline), key=lambda name: rates[name].median)
+
+
+def gains(name: str, sides: Sequence[Side], found: Rounds) -> Gains:
+    """Compares a side with the baselines of the same round."""
+    baselines = [side.name for side in sides if side.is_baseline]
+    best, alone = found[best_baseline(sides, found)], found[baselines[0]]
+    own = found[name]
+    return Gains(
+        {baseline: _speedups(found[baseline], own) for baseline in baselines},
+        _rounds(
+            overlap_yield(seconds(sync), seconds(run), max(work(solo).values()))
+            for sync, run, solo in zip(best, own, alone, strict=True)
+        ),
+        {
+            stage: _rounds(
+                contention(work(run)[stage], work(solo)[stage]) for run, solo in zip(own, alone, strict=True)
+            )
+            for stage in COMPUTING
+        },
+    )
+
+
+def _speedups(baseline: Sequence[Overlap], own: Sequence[Overlap]) -> RoundValues:
+    return _rounds(speedup(seconds(sync), seconds(run)) for sync, run in zip(baseline, own, strict=True))
+
+
+def _rounds(values: Iterable[float]) -> RoundValues:
+    return RoundValues(tuple(values))
+
+
+def seconds(run: Overlap) -> float:
+    """Returns the seconds of a trained token, so that batches of different lengths compare."""
+    return 1.0 / run.tokens
+
+
+def work(run: Overlap) -> dict[str, float]:
+    """Returns the busy seconds of each stage for a trained token."""
+    return {stage: share / run.tokens for stage, share in run.stages.items()}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -123,3 +185,52 @@ def _row(side: Side, found: Rounds, own: Gains, *, refused: bool) -> list[str]:
 def _median(values: Sequence[float | None]) -> str:
     known = [each for each in values if each is not None]
     return f"{median(known):.3f}" if known else "-"
+
+
+def stage_times(config: Config, typed: Sequence[str], run: Path | None) -> StageTimes:
+    """Returns the times of emulated stages. typed: such as "token=0.01" and "sigma=1", over those of the run, or else
+    over balanced stages. Raises ConfigError."""
+    times = balanced(config) if run is None else calibrated(config, read_run(run), run)
+    values = dict(_value(text) for text in typed)
+    spread = {name: values.pop(name) for name in LENGTHS if name in values}
+    lengths = replace(times.lengths, **spread)  # type: ignore[arg-type]
+    return replace(times, **values, lengths=replace(lengths, cap=int(lengths.cap)))  # type: ignore[arg-type]
+
+
+def balanced(config: Config) -> StageTimes:
+    """Returns times of a made-up engine: reading weights takes 10 ms a token, the cache of a sample 60 us more, lengths
+    are lognormal with sigma 1, and training takes as long as generation with all slots full."""
+    token, each, slots = 0.01, 60e-6, config.generation.slots
+    lengths = LengthSpread(config.generation.max_new_tokens / 4, 1.0, config.generation.max_new_tokens)
+    return StageTimes(lengths, token, each, slots, trained_token=(token + each * slots) / slots)
+
+
+def calibrated(config: Config, run: RunRecord, path: Path) -> StageTimes:
+    """Returns the times of a run: its busy seconds, spread over what it sampled and trained."""
+    found = overlap_of(run, read_trace(path / "logs"))
+    tokens, samples = found.tokens * found.step, config.task.prompts_per_step * config.task.samples_per_prompt
+    busy = {stage: share * found.step for stage, share in found.stages.items()}
+    sync = {service: shares["sync"] * found.step for service, shares in found.shares.items()}
+    mean = fmean(step["completions/length_mean"] for step in run.steps)
+    lengths = [log(max(1, sample.tokens)) for sample in run.samples]
+    slots = min(config.generation.slots, samples)
+    return StageTimes(
+        lengths=LengthSpread(mean, pstdev(lengths) if lengths else 0.0, config.generation.max_new_tokens),
+        token=busy["generation"] * slots / tokens,
+        slots=config.generation.slots,
+        load=sync["generation"],
+        score=busy.get("reward", 0.0) / samples,
+        reference=busy.get("reference", 0.0) / samples,
+        trained_token=busy["training"] / tokens,
+        publish=sync["training"],
+    )
+
+
+def _value(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    if name not in (*TIMES, *LENGTHS):
+        raise ConfigError(f"--times {text}: there is no {name!r}; these are there: {', '.join((*LENGTHS, *TIMES))}")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ConfigError(f"--times {text}: write a number after {name}=") from None

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.bench.measured_runs import environment, run_program, train
+from asyncrl.bench.measured_runs import environment, run_program, train, write_empty_model
 from asyncrl.bench.overlap.accounting import Overlap, overlap_of
 from asyncrl.bench.overlap.comparison.sides import Engine
-from asyncrl.bench.overlap.emulation.process_run import run_in_processes
 from asyncrl.bench.overlap.emulation.stage_times import StageTimes
 from asyncrl.bench.overlap.emulation.stages import emulated_services
 from asyncrl.bench.overlap.emulation.virtual_run import run_on_virtual_clock
@@ -24,7 +23,22 @@ from asyncrl.config.sources import load
 from asyncrl.deploy.report.run_record import read_run
 from asyncrl.deploy.report.worker_trace import read_trace
 from asyncrl.errors import ConfigError
+from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.telemetry.run_directory import RunDirectory
+
+
+def prompts(size: int = 64, seed: int = 0) -> list[dict[str, Any]]:
+    """Returns prompts that no service reads."""
+    return [{"prompt": f"prompt {number}"} for number in range(size)]
+
+
+def run_in_processes(values: Mapping[str, Any], services: Mapping[str, ServiceSpec], path: Path) -> RunDirectory:
+    """Trains to the last step and returns the run directory. values: keys of the config other than the model's."""
+    model = write_empty_model(path.parent / "nothing")
+    chosen = {"model.name": str(model), "task.prompts": f"{__name__}:prompts", "training.checkpoint_every": 0}
+    train({**values, **chosen}, path, services)
+    return RunDirectory(path)
+
 
 MEASURED = {
     "evaluate.prompts": "",

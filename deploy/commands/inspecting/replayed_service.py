@@ -11,13 +11,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 
-from asyncrl.deploy.commands.inspecting.differences import differences
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import Service, WorkerContext
@@ -34,6 +34,41 @@ from asyncrl.telemetry.trace import Tracer
 
 Signature = tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]
 Difference = tuple[str, Any, Any]
+IGNORED = ("published", "places", "place", "seconds")
+"""Fields that say where something is, or how long it took, which differs at each start."""
+
+
+def differences(recorded: Any, found: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields the place, the recorded and the found value of each difference. Floats that are not numbers are equal."""
+    one, other = _parts(recorded), _parts(found)
+    if one is None or other is None or type(recorded) is not type(found):
+        if not _same(recorded, found):
+            yield place, recorded, found
+        return
+    if one.keys() != other.keys():
+        yield place, f"{len(one)} parts", f"{len(other)} parts"
+    for name in one.keys() & other.keys() if isinstance(recorded, Mapping) else one:
+        if name in other and name not in IGNORED:
+            yield from differences(one[name], other[name], f"{place}.{name}" if place else str(name))
+
+
+def _parts(value: Any) -> Mapping[Any, Any] | None:
+    """Returns the named parts of a value; None for one without parts."""
+    if isinstance(value, np.ndarray | str | bytes):
+        return None
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if isinstance(value, Mapping):
+        return value
+    return dict(enumerate(value)) if isinstance(value, Sequence) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return bool(one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    return bool(one == other or (one != one and other != other))
 
 
 @dataclass(frozen=True, slots=True)

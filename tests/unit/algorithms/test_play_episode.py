@@ -18,10 +18,10 @@ from asyncrl.objectives.advantages import greedy_baseline, plain_rewards
 from asyncrl.protocols.batch import GREEDY, RowRef
 from asyncrl.protocols.messages import PromptGroup, Score
 from asyncrl.simulation.fakes.critic import FakeCritic
-from asyncrl.simulation.fakes.environment import FakeEnvironment
 from asyncrl.simulation.fakes.generation import FakeGeneration, Sequence, constant
 from asyncrl.simulation.fakes.scoring import FakeReward
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
+from asyncrl.simulation.faults.trial_services import FakeEnvironment
 from tests.unit.scene import CONFIG, Scene
 
 COMPARED = GateConfig(groups=2, members=4, limit=1, policy="mask", slots=16, cut_at=2, baseline=1, greedy=True)

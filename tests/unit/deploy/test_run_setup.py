@@ -22,10 +22,10 @@ from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
-from asyncrl.deploy.process.exhausted_resources import exhausted
 from asyncrl.deploy.run_fleet import LONGEST, facts_of
 from asyncrl.deploy.run_setup import (
     RunRequest,
+    exhausted,
     nothing_left,
     restore_run,
     settle_config,

@@ -9,13 +9,15 @@ import pytest
 
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.simulation.faults.simulate_command import (
+    candidates,
     command,
     described,
+    kind_of,
     main,
     outcome_of,
+    shrink,
 )
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
-from asyncrl.simulation.faults.trial_shrinking import candidates, kind_of, shrink
 
 TRIAL = Trial(seed=3, steps=4)
 

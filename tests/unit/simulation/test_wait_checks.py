@@ -8,9 +8,9 @@ import pytest
 from asyncrl.controller.observers.events import GroupFinished
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import AGE_LIMIT, AGE_LIMIT_PER_FAULT, FaultInjection
+from asyncrl.simulation.faults.trial_execution import WaitChecks
 from asyncrl.simulation.faults.trial_plan import Fault, Trial
 from asyncrl.simulation.faults.trial_services import GroundTruth
-from asyncrl.simulation.faults.wait_checks import WaitChecks
 
 ANOTHER = GroupFinished(8)
 LOSE = Fault("lose", 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from asyncrl.concurrency import running_timeout
 from asyncrl.config.schema import Config
 from asyncrl.controller.observers.evaluation.answers import AnswersFolder
 from asyncrl.controller.observers.evaluation.episodes import EpisodeEvaluator
@@ -38,7 +39,7 @@ async def copy_weights(fleet: Fleet, published: Published, config: Config) -> No
     while loop.time() < until:
         await fleet.training.using((READER,), published.version)
         try:
-            async with asyncio.timeout(lease):
+            async with running_timeout(lease):
                 await fleet.evaluation.use_weights(published)
             return
         except TimeoutError:

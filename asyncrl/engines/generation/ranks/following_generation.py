@@ -6,18 +6,23 @@ this rank   update(v) ────────┴── load(v) ──┘   upda
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.config.schema import Config
 from asyncrl.engines.generation.engine_interface import EngineLoad
-from asyncrl.engines.generation.ranks.engine_calls import Call
-from asyncrl.engines.generation.ranks.following_engine import FollowingEngine
-from asyncrl.engines.generation.scheduling.sample_requests import Completion, Key, SampleRequest
+from asyncrl.engines.generation.ranks.engine_calls import Call, request_of, tokens_of
+from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
+from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import RunsTorchEngine, load_engine
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import DeadlineExceeded, Refused
@@ -28,6 +33,53 @@ from asyncrl.protocols.messages import Published
 NextCall = Callable[[], Awaitable[Call | None]]
 """Waits for the next call of the leader, as long as it is idle; None when the leader has ended. Raises PeerLost when it
 is gone."""
+NOTHING_NEW: Mapping[str, Tensor] = {}
+
+
+class FollowingEngine(TorchEngine):
+    """A TorchEngine that applies what a LeadingEngine tells. Its clock stands where the leader's stood at the call, so
+    that both find the same deadlines over."""
+
+    def __init__(self, folder: Path, config: Config, version: int = NO_WEIGHTS, *, ranks: RankMesh) -> None:
+        super().__init__(folder, config, version, ranks)
+        self._now = 0.0
+        self._batch.clock = lambda: self._now
+
+    def apply(self, call: Call, weights: Mapping[str, Tensor] = NOTHING_NEW) -> None:
+        """Repeats a call; all steps of a slice are one. weights: of the version that a call loads, which the engine
+        keeps. Raises PeerLost when another rank is gone or late."""
+        name, self._now, *args = call
+        match name:
+            case "step":
+                self._step_with_leader()
+            case "submit":
+                self.submit(*map(request_of, args[0]))
+            case "end":
+                self.end([_three(key) for key in args[0]], args[1])
+            case "forget":
+                self.forget([_three(sample) for sample in args[0]], args[1])
+            case "load":
+                self.load(weights, args[0], share=True)
+            case "put_away":
+                self.put_away()
+            case "begin_again":
+                self.begin_again()
+            case _:
+                assert name == "logprobs_after", f"the leader told {name!r}"
+                self.logprobs_after(tokens_of(args[0]))
+
+    def _step_with_leader(self) -> None:
+        while not math.isnan(now := self._announced()):
+            self._now = now
+            self.step()
+
+    def _announced(self) -> float:
+        return float(self._ranks.everyone.shared(torch.zeros(1, dtype=torch.float64), 0))
+
+
+def _three(numbers: list[Any]) -> tuple[int, int, int]:
+    first, second, third = numbers
+    return first, second, third
 
 
 @dataclass(frozen=True, slots=True, eq=False)

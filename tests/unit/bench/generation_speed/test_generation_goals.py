@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl.bench.generation_speed import benchmark
-from asyncrl.bench.generation_speed.group_prompts import GROUPS, MEMBERS, prompts_of
+from asyncrl.bench.generation_speed.benchmark import GROUPS, MEMBERS, prompts_of
 from asyncrl.bench.generation_speed.long_prompt import PAGE, resident_bytes
 from asyncrl.config.schema import Config
 

@@ -9,10 +9,8 @@ import pytest
 from asyncrl.bench.measurements import MachineLoad
 from asyncrl.bench.overlap import run_diff
 from asyncrl.bench.overlap.accounting import Overlap
-from asyncrl.bench.overlap.calibration import calibrated, stage_times
 from asyncrl.bench.overlap.comparison import command
-from asyncrl.bench.overlap.comparison.command import page
-from asyncrl.bench.overlap.comparison.gains import best_baseline, gains
+from asyncrl.bench.overlap.comparison.command import best_baseline, calibrated, gains, page, stage_times
 from asyncrl.bench.overlap.comparison.side_run import SideRequest, side_config
 from asyncrl.bench.overlap.comparison.sides import sides_of
 from asyncrl.config.sources import read

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.bench.transfer_speed.planned_models import MODELS, planned_model
-from asyncrl.bench.transfer_speed.weight_plans import main
+from asyncrl.bench.transfer_speed.weight_plans import MODELS, main, planned_model
 
 PUBLISHED = {
     "qwen2.5-0.5b": (290, 494_032_768),

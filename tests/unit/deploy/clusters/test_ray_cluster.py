@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.deploy import cli
-from asyncrl.deploy.clusters.ray_cluster import _refuse_address
+from asyncrl.deploy.clusters.ray_hosts import _refuse_address
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
 

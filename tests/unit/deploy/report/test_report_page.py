@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.deploy import cli
-from asyncrl.deploy.process.report_writer import report_run
 from asyncrl.deploy.report.curve_charts import binned, positions, staleness_histogram, state_chart
 from asyncrl.deploy.report.report_page import facts, report_html, shown_samples
 from asyncrl.deploy.report.run_record import read_run
+from asyncrl.deploy.run_setup import report_run
 from asyncrl.telemetry.screen.warning_recap import WarningFile
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.experts.record_shape import REPLAYED, RecordShape
-from asyncrl.engines.experts.routers import WEIGHTS
+from asyncrl.engines.experts.router_replay import WEIGHTS
 from asyncrl.engines.generation.forward.cache_size import GB
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine

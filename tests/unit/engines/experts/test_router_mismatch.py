@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.engines.experts.record_shape import RecordShape
-from asyncrl.engines.experts.routers import WEIGHTS
+from asyncrl.engines.experts.router_replay import WEIGHTS
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.training.batch.micro_batches import lay_out_rows
 from asyncrl.engines.training.batch.train_rows import TrainRow

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.experts.record_shape import REPLAYED
-from asyncrl.engines.experts.routers import WEIGHTS, weights_of
+from asyncrl.engines.experts.router_replay import WEIGHTS, weights_of
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.training.batch.micro_batches import lay_out_rows

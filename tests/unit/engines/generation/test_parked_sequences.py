@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.engines.generation.scheduling.block_memory import ParkedSequence, ParkedSequences
 from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables, blocks_for
-from asyncrl.engines.generation.scheduling.parked_sequences import ParkedSequence, ParkedSequences
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from tests.unit.engines.generation.conftest import EPISODES

@@ -22,7 +22,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.masking import MaskedRow
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks import gradients, rank_store
+from asyncrl.engines.training.ranks import gradients, rank_mesh
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, backend_of, connect_mesh
 from asyncrl.engines.training.training_step import StepOutcome, run_step, split_into_updates
@@ -254,9 +254,9 @@ def test_ranks_that_drift_apart_write_no_checkpoint(
 def test_the_network_of_the_ranks_is_that_of_their_address_unless_the_user_chose_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert (rank_store.interface_of("127.0.0.1"), rank_store.interface_of("192.0.2.1")) == ("lo", "")
-    monkeypatch.setattr(rank_store, "interface_of", lambda host: "eth7")
+    assert (rank_mesh.interface_of("127.0.0.1"), rank_mesh.interface_of("192.0.2.1")) == ("lo", "")
+    monkeypatch.setattr(rank_mesh, "interface_of", lambda host: "eth7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    rank_store.use_network_of("10.77.0.1")
+    rank_mesh.use_network_of("10.77.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib0")

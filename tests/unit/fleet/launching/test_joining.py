@@ -240,17 +240,6 @@ def test_a_host_that_is_told_twice_to_leave_ends_its_worker_at_once() -> None:
     playing(play)
 
 
-def test_a_host_that_loses_its_controller_ends_its_worker() -> None:
-    async def play(here: Site) -> None:
-        here.host("h1")
-        await here.point.spawn(place(0))
-        here.wire.sever(ADDRESS)
-        await asyncio.sleep(5)
-        assert here.worker("h1").requests == ["stop"]
-
-    playing(play)
-
-
 def test_the_end_of_a_run_has_hosts_leave() -> None:
     async def play(here: Site) -> None:
         here.host("h1")

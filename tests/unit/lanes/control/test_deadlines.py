@@ -241,3 +241,26 @@ def test_a_heartbeat_is_no_progress() -> None:
         return asyncio.get_running_loop().time()
 
     assert over_a_wire(hang, main, heartbeat=4.0) == pytest.approx(600.0)
+
+
+@pytest.mark.parametrize("still", [0.5, 20.0, 60.0, 86400.0])
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_process_that_stood_still_blames_no_peer(still: float, answers: bool) -> None:
+    """The answer came meanwhile, and is read some turns of the loop after the timers are."""
+
+    async def main() -> str:
+        loop, deadlines, answer = asyncio.get_running_loop(), Deadlines(), asyncio.Event()
+        assert isinstance(loop, virtual_loop.VirtualLoop)
+        loop.call_at(9.0, loop.skip, still)
+        if answers:
+            loop.call_at(9.0 + still, loop.after_turns, 9, answer.set)
+        with Deadline(deadlines, 0, 10.0, lambda: f"late at {loop.time():g}"):
+            await answer.wait()
+        return "answered"
+
+    if answers:
+        assert virtual_loop.run(main()) == "answered"
+    else:
+        late = 9.5 + 0.5 if still < 1 else 9.0 + still + 10.0
+        with pytest.raises(DeadlineExceeded, match=f"late at {late:g}"):
+            virtual_loop.run(main())

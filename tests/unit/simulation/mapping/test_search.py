@@ -13,10 +13,9 @@ from asyncrl.simulation.cost_model import formulas
 from asyncrl.simulation.cost_model.formulas import Degrees
 from asyncrl.simulation.cost_model.gpus import known_gpus
 from asyncrl.simulation.cost_model.predictions import USABLE
-from asyncrl.simulation.mapping.allocations import set_partitions, sizes
 from asyncrl.simulation.mapping.job_file import JobTables, PlannedJob, planned
 from asyncrl.simulation.mapping.pool_tables import devices_of
-from asyncrl.simulation.mapping.search import FoundMapping, MappingSearch
+from asyncrl.simulation.mapping.search import FoundMapping, MappingSearch, set_partitions, sizes
 from asyncrl.simulation.mapping.strategies import TRAINED, auto_parallel, weight_of
 
 PPO = ("actor", "critic", "reference", "reward")

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.deploy.report.dashboard.line_tail import LineTail
 from asyncrl.deploy.report.dashboard.recorded_samples import PAGE
-from asyncrl.deploy.report.dashboard.run_list import find_runs
 from asyncrl.deploy.report.dashboard.run_view import LATE, MAX_POINTS, RunView, binned, state_of
+from asyncrl.deploy.report.dashboard.shown_runs import find_runs
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from asyncrl.deploy.report.dashboard import event_stream, web
+from asyncrl.deploy.report.dashboard import web
 from asyncrl.deploy.report.dashboard.shown_runs import AddressRun, ShownRuns
 from asyncrl.deploy.report.dashboard.web import DashboardWeb
 from asyncrl.errors import PeerLost, Refused
@@ -179,7 +179,7 @@ async def test_as_many_pages_as_allowed_are_open_at_one_time(run_dir: Path, monk
 
 
 async def test_a_page_that_reads_nothing_loses_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "SEND_DEADLINE", 0.01)
+    monkeypatch.setattr(web, "SEND_DEADLINE", 0.01)
     ended: list[bool] = []
 
     async def texts() -> AsyncIterator[str]:
@@ -193,7 +193,7 @@ async def test_a_page_that_reads_nothing_loses_its_stream(monkeypatch: pytest.Mo
         await asyncio.Event().wait()
 
     async with asyncio.timeout(60):
-        await event_stream.EventStream(texts(), lambda: ended.append(True), {})({}, receive, send)
+        await web.EventStream(texts(), lambda: ended.append(True), {})({}, receive, send)
     assert ended == [True]
 
 

@@ -13,8 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
-from asyncrl.engines.generation.vllm.open_sample import sampling_seed
-from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
+from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration, sampling_seed
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.protocols.messages import Published
 from tests.unit.engines.generation.conftest import engine_config

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from asyncrl.bench.transfer_speed.planned_models import planned_model
-from asyncrl.bench.transfer_speed.weight_plans import least_moved, plan_transfer
+from asyncrl.bench.transfer_speed.weight_plans import least_moved, plan_transfer, planned_model
 from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.plan.parallel_layout import parse_layout, place_model
 from asyncrl.lanes.weights.plan.placements import Boxes, CheckpointTensor, Mesh, Placement, Replicate, Shard
