@@ -13,7 +13,6 @@ BENCHMARKS = {
     "learning": ("learning.benchmark", "rewards of presets, limits and policies over seeds; writes docs/learning.md"),
     "start": ("overhead.start_cost", "command to first step, a killed worker, memory; forked, spawned"),
     "weights": ("transfer_speed.weight_plans", "the plan of a transfer of weights: bytes, senders, time on links"),
-    "codecs": ("transfer_speed.weight_codecs", "wire codecs of weights: bytes, CPU time beside copying"),
     "transfers": ("transfer_speed.weight_transfers", "weights to another process, beside bare and encrypted sockets"),
     "gpu": ("gpu.benchmark", "weights on a GPU: copies, CUDA memory of processes, NCCL, updates, encodings"),
     "scale": (
@@ -43,7 +42,9 @@ BENCHMARKS = {
     ),
 }
 """Each command name with its module and its line of help."""
-FINISHED = ("accounting", "asynchrony", "checkpoints", "loading-memory", "policies", "rank-memory", "regroup")
+FINISHED = (
+    *("accounting", "asynchrony", "checkpoints", "codecs", "loading-memory", "policies", "rank-memory", "regroup"),
+)
 """Names of studies that have their answer."""
 
 

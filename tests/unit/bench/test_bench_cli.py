@@ -21,7 +21,6 @@ COUNTS = {
     "overhead": ["rounds", "steps", "traced-steps"],
     "start": ["rounds"],
     "weights": ["rounds", "copies"],
-    "codecs": ["rounds", "megabytes"],
     "transfers": ["rounds", "megabytes"],
     "scale": ["rounds", "largest"],
     "sandbox": ["rounds", "programs"],

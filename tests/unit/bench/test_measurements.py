@@ -1,9 +1,24 @@
 import math
+import mmap
+import random
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from asyncrl.bench.end_to_end.benchmark_model import write_model
+from asyncrl.bench.end_to_end.compared_systems import asyncrl_result, trl_result
+from asyncrl.bench.end_to_end.even_words_reward import share_of_even
+from asyncrl.bench.end_to_end.packed_rows import StepShape, rows_of, tokens_per_second, trainer
+from asyncrl.bench.end_to_end.workload import SAMPLES, lognormal, workloads
+from asyncrl.bench.generation_speed import benchmark
+from asyncrl.bench.generation_speed.benchmark import GROUPS, MEMBERS, prompts_of
+from asyncrl.bench.generation_speed.long_prompt import PAGE, resident_bytes
 from asyncrl.bench.measurements import (
     T_95,
     RoundValues,
@@ -18,6 +33,10 @@ from asyncrl.bench.measurements import (
     table,
     upper_bound,
 )
+from asyncrl.bench.overhead.benchmark import bound
+from asyncrl.config.schema import Config
+from asyncrl.engines.training.batch import micro_batches, packed_rows
+from asyncrl.engines.training.batch.train_rows import Ids
 
 WORK = "import time; sum(range(20_000_000)); print(time.process_time(), flush=True); input()"
 """Says how many CPU seconds it took, and lives on."""
@@ -98,3 +117,101 @@ def test_a_share_is_taken_over_the_seeds_of_all_three() -> None:
 def test_where_nothing_was_lost_nothing_is_recovered() -> None:
     assert math.isnan(recovered_share({0: 0.5}, {0: 0.5}, {0: 0.9}))
     assert math.isnan(recovered_share({0: 0.5}, {0: 0.6}, {0: 0.9}))
+
+
+# The steps of asyncrl-bench packed-rows: both sides train the same tokens, and only one packs them.
+def test_sides_differ_in_packing_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    pack = packed_rows.pack_rows
+
+    def counted(prompts: Sequence[Ids], responses: Sequence[Ids], *limits: float) -> object:
+        packed.append(len(prompts))
+        return pack(prompts, responses, *limits)
+
+    monkeypatch.setattr(micro_batches, "pack_rows", counted)
+    model, rows = write_model(tmp_path), rows_of(StepShape(6, 3, 2, 2))
+    assert [len(row.prompt_ids) for row in rows] == [6] * 4
+    assert rows[0].prompt_ids.tolist() == rows[1].prompt_ids.tolist() != rows[2].prompt_ids.tolist()
+    assert tokens_per_second(trainer(model, packs=False), rows) > 0
+    assert packed == []
+    assert tokens_per_second(trainer(model, packs=True), rows) > 0
+    assert packed
+
+
+def test_lengths_are_lognormal_and_always_the_same() -> None:
+    order = list(range(SAMPLES))
+    random.Random(1).shuffle(order)
+    lengths = lognormal(SAMPLES, 32, 1.0, 256, order)
+    assert sorted(lengths) == sorted(lognormal(SAMPLES, 32, 1.0, 256, range(SAMPLES)))
+    assert sorted(lengths)[SAMPLES // 2] == pytest.approx(32 * 0.6065, abs=1)  # median = mean / exp(sigma^2 / 2)
+    assert (min(lengths) >= 1, max(lengths)) == (True, 256)
+    assert 29 < sum(lengths) / SAMPLES < 32  # the cap takes a little
+
+
+def test_every_workload_gives_each_sample_of_a_batch_a_length() -> None:
+    assert {len(each.lengths) for each in workloads(32).values()} == {SAMPLES}
+
+
+def test_the_reward_counts_even_words() -> None:
+    assert share_of_even("w10 w3 w4 w9") == 0.5
+    assert share_of_even("") == 0.0
+
+
+def test_steps_of_the_warm_up_count_for_nothing() -> None:
+    shares = {f"time/{stage}/busy": 0.5 for stage in ("generation", "reward", "training")}
+    lines = [{"time": t, "tokens/trained": n, "reward/mean": t, **shares} for t, n in ((10, 999), (12, 10), (16, 20))]
+    outcome = asyncrl_result(lines, warm=1)
+    assert (outcome.rate, outcome.seconds, outcome.reward) == (5.0, 3.0, 16)
+    assert outcome.stages == {"generation": 1.5, "reward": 1.5, "training": 1.5}
+
+
+def test_what_trl_does_neither_in_generation_nor_in_reward_is_training() -> None:
+    lines = [
+        {"ended": ended, "tokens": tokens, "reward": 0.5, "generation": generation, "reward_seconds": 0.5}
+        for ended, tokens, generation in ((5.0, 999, 99.0), (10.0, 20, 4.0), (15.0, 0, 0.0))
+    ]
+    outcome = trl_result(lines, warm=1)
+    assert (outcome.rate, outcome.seconds) == (2.0, 5.0)
+    assert outcome.stages == {"generation": 2.0, "reward": 0.5, "training": 2.5}
+
+
+def test_a_step_takes_its_longest_stage_or_its_share_of_a_cycle() -> None:
+    assert bound((0.2, 0.04, 0.04, 0.2)) == 0.2
+    assert bound((0.1, 0.8, 0.0, 0.1)) == 0.8
+    assert bound((0.0, 0.0, 0.0, 0.0)) == 0.0
+
+
+# The parts of `asyncrl-bench generation` that can be wrong without a number that looks wrong.
+def test_memory_is_that_of_the_pages_that_were_written() -> None:
+    pages = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    tensor = torch.from_numpy(np.frombuffer(pages, np.uint8))
+    for page in (0, 7, 63):
+        tensor[page * PAGE] = 1
+    assert resident_bytes([tensor]) == 3 * PAGE
+
+
+def test_members_have_one_prompt_only_on_the_side_that_shares_it() -> None:
+    shared, apart = (prompts_of(shared=shared) for shared in (True, False))
+    assert len({request.prompt.tobytes() for request in shared}) == GROUPS
+    assert len({request.prompt.tobytes() for request in apart}) == GROUPS * MEMBERS
+
+
+@pytest.mark.parametrize(("flags", "arguments"), [([], {}), (["--compiled"], {"enforce_eager": False})])
+def test_vllm_compiles_the_model_only_where_it_is_asked_to(
+    flags: list[str], arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Config] = []
+
+    class Started(Exception):
+        pass
+
+    def start(folder: Path, config: Config) -> None:
+        seen.append(config)
+        raise Started
+
+    monkeypatch.setattr(benchmark, "find_spec", lambda name: "here")
+    monkeypatch.setattr(benchmark, "VllmSide", start)
+    with pytest.raises(Started):
+        benchmark.main(["--engine", "vllm", *flags])
+    assert [each.generation.vllm for each in seen] == [arguments]

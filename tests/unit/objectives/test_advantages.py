@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from asyncrl.objectives.advantages import (
     leave_one_out_advantages,
     shuffled,
 )
+from asyncrl.objectives.lagrangian import Multiplier, constrained_advantages
+from asyncrl.objectives.pass_at_k import pass_at_k, rate_over
 
 rewards = st.lists(st.floats(-100, 100, allow_nan=False), min_size=2, max_size=16)
 
@@ -115,3 +118,62 @@ def test_shuffling_moves_advantages_between_samples_and_changes_none() -> None:
     assert mixed != plain
     assert mixed == control(cuts, 7)
     assert mixed != control(cuts, 8)
+
+
+# pass@k against all choices of k samples, and intervals against published values.
+@pytest.mark.parametrize("k", range(1, 7))
+@pytest.mark.parametrize("passed", range(7))
+def test_pass_at_k_is_the_share_of_choices_with_a_passing_sample(passed: int, k: int) -> None:
+    samples = [number < passed for number in range(6)]
+    assert pass_at_k(6, passed, k) == pytest.approx(fmean(any(chosen) for chosen in combinations(samples, k)))
+
+
+@pytest.mark.parametrize(("passed", "low", "high"), [(0, 0, 0.2775), (1, 0.0179, 0.4042), (5, 0.2366, 0.7634)])
+def test_intervals_of_ten_problems_are_wilson_s(passed: int, low: float, high: float) -> None:
+    rate = rate_over([1.0] * passed + [0.0] * (10 - passed))
+    assert rate == pytest.approx((passed / 10, low, high), abs=1e-4)
+
+
+def test_an_interval_narrows_with_problems_and_stays_within_bounds() -> None:
+    few, many = rate_over([1.0] * 10), rate_over([1.0] * 100)
+    assert few.low < many.low < many.high == pytest.approx(few.high) == 1.0
+    assert rate_over([0.5] * 4) == pytest.approx((0.5, 0.15004, 0.84996), abs=1e-4)
+
+
+# Safe RLHF's formulas against the paper's, in float64.
+def test_the_advantage_has_the_gradient_of_the_papers_objective() -> None:
+    """theta moves along 1 / (1 + lambda) of the gradient of [J_R - lambda J_C]; before the clip each J has the gradient
+    of E[ratio x A]."""
+    draw = np.random.default_rng(1)
+    reward, cost = draw.normal(size=40), draw.normal(size=40)
+    for multiplier in (1e-9, 0.3, 1.0, 5.0):
+        gradients = draw.normal(size=(40, 3))
+        of_reward = (reward[:, None] * gradients).mean(0)
+        of_cost = (cost[:, None] * gradients).mean(0)
+        expected = (of_reward - multiplier * of_cost) / (1 + multiplier)
+        found = (constrained_advantages(reward, cost, multiplier)[:, None] * gradients).mean(0)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_the_multiplier_climbs_in_its_logarithm() -> None:
+    """ln lambda_(k+1) = ln lambda_k + alpha lambda_k J_C(theta_k), J_C the mean cost over the limit."""
+    multiplier, log = Multiplier(0.7, 0.1, 0.25, 100.0), np.log(0.7)
+    for cost in (0.9, 0.3, 0.25, 0.0, -2.0, 1.5):
+        log += 0.1 * np.exp(log) * (cost - 0.25)
+        multiplier.update(cost)
+        assert multiplier.value == pytest.approx(np.exp(log), rel=1e-12)
+
+
+def test_it_stays_over_0_and_under_its_bound_whatever_costs_are() -> None:
+    multiplier = Multiplier(1.0, 0.5, 0.0, 5.0)
+    for _ in range(50):
+        multiplier.update(100.0)
+        assert multiplier.value <= 5.0 * (1 + 1e-12)
+    assert multiplier.value == pytest.approx(5.0)
+    for _ in range(200):
+        multiplier.update(-3.0)
+        assert multiplier.value > 0
+    assert multiplier.value < 0.1
+    for cost in (-1e9, 0.5, 1e9):
+        multiplier.update(cost)
+        assert multiplier.value > 0

@@ -1,9 +1,22 @@
 """The critic's loss against its formula in numpy, and its gradient against finite differences."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from asyncrl.objectives.preference_loss import bradley_terry_loss
+from asyncrl.objectives.soft_actor_critic import (
+    actor_loss,
+    critics_loss,
+    move_towards,
+    soft_targets,
+    temperature_loss,
+)
+from asyncrl.objectives.surrogate_losses import Aggregation, row_weights
 from asyncrl.objectives.value_loss import Moments, explained_variance, value_loss
 
 
@@ -67,3 +80,106 @@ def test_explained_variance_is_1_for_exact_values_and_0_for_constant_ones() -> N
     assert explained(noisy) == pytest.approx(1 - np.var(returns - noisy) / np.var(returns))
     same = np.full(500, 3.0)
     assert explained_variance(moments(same), moments(same - noisy)) == 0
+
+
+# The loss of Bradley and Terry against its formula.
+def test_the_loss_is_minus_the_log_probability_of_what_was_picked() -> None:
+    better, other = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.0, 1.0, 0.5])
+    chances = [1 / (1 + math.exp(-difference)) for difference in (1.0, -3.0, 0.0)]
+    wins = torch.tensor([1.0, 1.0, 0.5])
+    expected = [-math.log(chances[0]), -math.log(chances[1]), math.log(2)]
+    assert bradley_terry_loss(better, other, wins).tolist() == pytest.approx(expected)
+
+
+def test_the_gradient_is_the_error_of_the_probability() -> None:
+    better, other = torch.tensor([0.3], requires_grad=True), torch.tensor([-0.4], requires_grad=True)
+    torch.autograd.backward(bradley_terry_loss(better, other, torch.tensor([1.0])).sum())
+    assert better.grad is not None
+    assert other.grad is not None
+    assert better.grad.item() == pytest.approx(-(1 - torch.sigmoid(torch.tensor(0.7)).item()))
+    assert other.grad.item() == -better.grad.item()
+
+
+def test_far_scores_stay_finite() -> None:
+    loss = bradley_terry_loss(torch.tensor([-500.0]), torch.tensor([500.0]), torch.tensor([1.0]))
+    assert loss.item() == 1000.0
+
+
+# The losses of SAC against closed forms, and where their gradients go.
+def test_a_target_is_the_reward_and_the_soft_value_of_the_next_state() -> None:
+    rewards, terminated = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0])
+    values, logprobs = torch.tensor([10.0, 20.0, 30.0], requires_grad=True), torch.tensor([-1.0, -1.0, 2.0])
+    targets = soft_targets(rewards, terminated, values, logprobs, torch.tensor(0.5), 0.9)
+    torch.testing.assert_close(targets, torch.tensor([1 + 0.9 * 10.5, 2.0, 3 + 0.9 * 29.0]))
+    assert not targets.requires_grad
+
+
+def test_the_loss_of_the_critics_is_half_the_weighted_square_error_of_both() -> None:
+    values = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+    loss = critics_loss(values, torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.5]))
+    assert loss.item() == pytest.approx((1 / 2 + 0) / 2 + (9 / 2 + 0.5 * 9 / 2) / 2)
+    (gradient,) = torch.autograd.grad(loss, values)
+    torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.0], [1.5, 0.75]]))
+
+
+def test_the_actor_gains_value_and_entropy() -> None:
+    logprobs, values = torch.tensor([1.0, -1.0], requires_grad=True), torch.tensor([2.0, 4.0], requires_grad=True)
+    temperature = torch.tensor(0.2, requires_grad=True)
+    loss = actor_loss(logprobs, values, temperature)
+    assert loss.item() == pytest.approx(((0.2 - 2) + (-0.2 - 4)) / 2)
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.1, 0.1]))
+    torch.testing.assert_close(values.grad, torch.tensor([-0.5, -0.5]))
+    assert temperature.grad is None
+
+
+@pytest.mark.parametrize(("entropy", "rises"), [(0.5, True), (2.0, False)])
+def test_the_temperature_rises_while_the_entropy_is_below_its_target(entropy: float, rises: bool) -> None:
+    log_temperature = torch.tensor(0.3, requires_grad=True)
+    loss = temperature_loss(log_temperature, torch.full((4,), -entropy), target_entropy=1.0)
+    loss.backward()
+    assert log_temperature.grad is not None
+    assert log_temperature.grad.item() == pytest.approx(-torch.tensor(0.3).exp().item() * (1.0 - entropy))
+    assert (log_temperature.grad.item() < 0) == rises
+
+
+def test_targets_move_a_share_of_the_way_in_place() -> None:
+    target, source = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])
+    move_towards([target], [source], 0.25)
+    torch.testing.assert_close(target, torch.tensor([1.5, 2.0]))
+
+
+# The ways to average against their sums in float64, and that masking a token changes no other's weight.
+lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
+
+
+def average(aggregation: str, rows: list[np.ndarray], divisor: int) -> float:
+    """Of the terms of the rows, as the papers write it."""
+    match aggregation:
+        case "token_mean":
+            return np.concatenate(rows).mean()
+        case "sequence_mean_token_sum":
+            return float(np.mean([row.sum() for row in rows]))
+        case "sequence_mean_token_mean":
+            return float(np.mean([row.mean() for row in rows]))
+        case _:
+            return float(np.mean([row.sum() / divisor for row in rows]))
+
+
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"]
+)
+@given(lengths, st.integers(0, 1000))
+def test_weighted_terms_add_up_to_the_average(aggregation: Aggregation, sizes: list[int], seed: int) -> None:
+    rows = [np.random.default_rng([seed, index]).normal(size=size) for index, size in enumerate(sizes)]
+    weights = row_weights(aggregation, torch.tensor(sizes), sum(sizes), len(sizes), 64).double().numpy()
+    total = sum(weight * row.sum() for weight, row in zip(weights, rows, strict=True))
+    np.testing.assert_allclose(total, average(aggregation, rows, 64), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.trap("batch_length_divisor")
+def test_constant_divides_by_the_cap_and_never_by_the_longest_row() -> None:
+    short = row_weights("constant", torch.tensor([3, 5]), 8, 2, 64)
+    long = row_weights("constant", torch.tensor([3, 60]), 63, 2, 64)
+    assert torch.equal(short, long)
+    np.testing.assert_allclose(short.numpy(), 1 / (2 * 64))

@@ -1,6 +1,8 @@
 """A trial that fails is reported with the command that runs it again, whatever its error is, and shrunk: what has
 nothing to do with the failure goes away, what it needs stays."""
 
+import asyncio
+import random
 import subprocess
 import sys
 from typing import Any
@@ -8,6 +10,9 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.observers.events import GroupFinished
+from asyncrl.simulation import virtual_loop
+from asyncrl.simulation.faults.fault_injection import AGE_LIMIT, AGE_LIMIT_PER_FAULT, FaultInjection
 from asyncrl.simulation.faults.simulate_command import (
     candidates,
     command,
@@ -17,7 +22,9 @@ from asyncrl.simulation.faults.simulate_command import (
     outcome_of,
     shrink,
 )
+from asyncrl.simulation.faults.trial_execution import WaitChecks
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_trial
+from asyncrl.simulation.faults.trial_services import GroundTruth
 
 TRIAL = Trial(seed=3, steps=4)
 
@@ -122,3 +129,41 @@ def test_every_candidate_is_simpler_in_one_way() -> None:
     trial = draw_trial(3)
     assert all(each != trial and each.seed == trial.seed for each in candidates(trial))
     assert list(candidates(shrink(trial, lambda _: "Wrong"))) == []
+
+
+# How long a group may be in flight before a trial fails, without faults and after one.
+ANOTHER = GroupFinished(8)
+LOSE = Fault("lose", 1)
+
+
+def reach_age(seconds: float, *injected: Fault) -> None:
+    """Lets group 7 be in flight for so many seconds after these faults. Raises AssertionError when that is too long."""
+
+    async def main() -> None:
+        trial = Trial()
+        faults = FaultInjection(trial, GroundTruth(trial, random.Random(0)))
+        checks = WaitChecks(faults, [7])
+        faults.injected += injected
+        await asyncio.sleep(seconds)
+        checks.observe(ANOTHER)
+
+    virtual_loop.run(main())
+
+
+@pytest.mark.parametrize("faults", [(), (LOSE,), (LOSE, LOSE)])
+def test_each_fault_lengthens_the_age_that_a_group_may_reach(faults: tuple[Fault, ...]) -> None:
+    limit = AGE_LIMIT + AGE_LIMIT_PER_FAULT * len(faults)
+    reach_age(limit, *faults)
+    with pytest.raises(AssertionError, match=f"group 7 has been in flight for {limit + 1:g} s"):
+        reach_age(limit + 1, *faults)
+
+
+def test_a_finished_group_has_no_age() -> None:
+    async def main() -> None:
+        trial = Trial()
+        checks = WaitChecks(FaultInjection(trial, GroundTruth(trial, random.Random(0))), [7])
+        checks.observe(GroupFinished(7))
+        await asyncio.sleep(2 * AGE_LIMIT)
+        checks.observe(ANOTHER)
+
+    virtual_loop.run(main())

@@ -1,6 +1,9 @@
 """Workers ask a Ray cluster for what replicas, devices and pools of the config say."""
 
 import re
+import sys
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +11,11 @@ from pydantic import ValidationError
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources import load
+from asyncrl.deploy import cli
+from asyncrl.deploy.clusters.ray_hosts import _refuse_address
 from asyncrl.deploy.clusters.ray_placement import RayPlace, bundles, places_of
 from asyncrl.errors import ConfigError
+from asyncrl.lanes.bound_socket import bound_socket
 
 LISTENS = {"listen": "tcp://127.0.0.1:7000", "wire": "tcp"}
 NODES = [
@@ -76,3 +82,43 @@ def test_a_host_of_a_pool_that_is_no_node_is_named_with_the_nodes_that_there_are
         bundles([RayPlace("reward", "reward0", {"CPU": 1.0}, "h3")], NODES)
     with pytest.raises(ConfigError, match="h3 and h4 are no nodes"):
         bundles([RayPlace("reward", f"reward{n}", {"CPU": 1.0}, f"h{n}") for n in (3, 4)], NODES)
+
+
+# `--on ray` explains a missing Ray and a wrong address; tests/system/test_ray.py tests Ray itself.
+def test_without_ray_the_command_that_installs_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["run", "quickstart", "--on", "ray", "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("asyncrl: --on ray: Ray is not installed here; run: ")
+    assert "[ray]" in said
+
+
+def test_another_cluster_than_one_of_ray_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "quickstart", "--on", "slurm"]) == 2
+    assert "--on: there is no 'slurm'; write --on ray" in capsys.readouterr().err
+    assert cli.main(["run", "quickstart", "--address", "10.0.0.1:6379"]) == 2
+    assert "--address is that of a Ray cluster: write --on ray too" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("ray://10.0.0.1:10001", "--address: ray://10.0.0.1:10001 is for clients outside of a Ray cluster"),
+        ("http://10.0.0.1:8265", "use `ray job submit -- .*asyncrl.* run NAME --on ray`"),
+        ("head", "'head' is no address of a Ray cluster; write HOST:PORT of its head"),
+        ("no.such.host.invalid:6379", "no Ray cluster was reached at no.such.host.invalid:6379 within 5 s"),
+    ],
+)
+def test_an_address_that_cannot_be_of_a_head_is_refused_with_what_to_write(address: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        _refuse_address(address, "--address")
+
+
+def test_a_port_where_nothing_listens_is_refused_at_once() -> None:
+    with closing(bound_socket("127.0.0.1", 0, "a test")) as socket:
+        port = socket.getsockname()[1]
+    text = f"RAY_ADDRESS: no Ray cluster was reached at 127.0.0.1:{port} .* `ray start --head --port={port}`"
+    with pytest.raises(ConfigError, match=text):
+        _refuse_address(f"127.0.0.1:{port}", "RAY_ADDRESS")

@@ -1,14 +1,18 @@
 """Formulas of the cost model against what can be counted by hand, and against each other."""
 
+import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from asyncrl.engines.model_shape import Shape
+from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model import formulas
 from asyncrl.simulation.cost_model.formulas import Degrees
-from asyncrl.simulation.cost_model.gpus import Rates, gpu_named, known_gpus
-from asyncrl.simulation.cost_model.model_size import model_size
+from asyncrl.simulation.cost_model.gpus import Rates, gpu_named, known_gpus, read_gpus
+from asyncrl.simulation.cost_model.model_size import NAMED, model_size
 from asyncrl.simulation.cost_model.predictions import CostModel, calibrated
 
 A100 = gpu_named("A100").likely
@@ -119,3 +123,86 @@ def test_a_measurement_moves_and_narrows_a_prediction() -> None:
     narrow = calibrated(predicted, predicted.likely, 10.0)
     assert narrow.likely == pytest.approx(10.0)
     assert narrow.high / narrow.low < predicted.high / predicted.low
+
+
+# Tables of GPUs: those that come with asyncrl, and those of a user.
+TABLE = gpu_named("A100").model_dump()
+
+
+def test_the_named_gpus_are_there_and_better_levels_are_faster() -> None:
+    assert set(known_gpus()) == {"A100", "H100", "H200", "GB200", "H20"}
+    for gpu in known_gpus().values():
+        low, likely, high = gpu.levels
+        assert low.compute < likely.compute < high.compute <= gpu.peak
+        assert low.memory < likely.memory < high.memory <= gpu.bandwidth
+        assert low.step > likely.step > high.step
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+def test_a_table_of_the_user_wins(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"mine.{suffix}"
+    table = {"A100": {**TABLE, "network": 3.125e9}, "mine": TABLE}
+    lines = (
+        f"[{name}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in each.items())
+        for name, each in table.items()
+    )
+    path.write_text(json.dumps(table) if suffix == "json" else "\n".join(lines))
+    found = read_gpus(path)
+    assert gpu_named("A100", found).network == 3.125e9
+    assert gpu_named("mine", found) == gpu_named("A100")
+    assert gpu_named("H100", found) == gpu_named("H100")
+
+
+def test_a_bad_table_is_refused_with_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"mine": {**TABLE, "peak": -1}}))
+    with pytest.raises(ConfigError, match=r"mine\.json: mine\.peak|mine\.json: peak"):
+        read_gpus(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_gpus(tmp_path / "nothing.toml")
+    with pytest.raises(ConfigError, match="there is no GPU 'B9'; known are A100"):
+        gpu_named("B9")
+
+
+# Sizes of models by name against the parameters that their makers publish.
+PUBLISHED = {
+    "llama-7b": (6.74, 6.6),
+    "llama-13b": (13.02, 12.9),
+    "llama-70b": (68.98, 68.7),
+    "llama-3.1-8b": (8.03, 7.5),
+    "qwen2.5-7b": (7.62, 7.07),
+    "qwen3-30b-a3b": (30.5, 3.0),
+    "qwen3-235b-a22b": (235.0, 21.6),
+    "deepseek-v3": (671.0, 36.6),
+}
+"""Billions of parameters, all and for each token without the looked up embedding."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_parameters_are_the_published_ones(name: str) -> None:
+    size = model_size(name)
+    assert (size.parameters / 1e9, size.active_parameters / 1e9) == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+def test_a_dense_model_has_the_parameters_that_plans_of_memory_count() -> None:
+    for name in ("llama-7b", "qwen3-4b"):
+        assert model_size(name).parameters == Shape.of(NAMED[name]).parameters
+
+
+def test_latent_attention_caches_one_compressed_vector() -> None:
+    assert model_size("deepseek-v3").cache_bytes == 61 * (512 + 64) * 2
+    assert model_size("llama-7b").cache_bytes == 32 * 2 * 4096 * 2
+
+
+def test_many_tokens_touch_all_experts_and_one_token_touches_those_it_chose() -> None:
+    size = model_size("qwen3-30b-a3b")
+    assert size.touched_experts(1) == pytest.approx(8)
+    assert size.touched_experts(1000) == pytest.approx(128)
+    assert model_size("llama-7b").touched_experts(5) == 0
+
+
+def test_a_model_is_read_from_its_folder_and_another_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NAMED["qwen2.5-7b"]))
+    assert model_size(str(tmp_path)).parameters == model_size("qwen2.5-7b").parameters
+    with pytest.raises(ConfigError, match="that is understood; known: llama-7b"):
+        model_size(str(tmp_path / "nothing"))
