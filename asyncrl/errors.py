@@ -44,8 +44,9 @@ class UnknownEndpoint(AsyncrlError, AttributeError):
     """Reports an endpoint that the contract does not declare; the message names the closest one."""
 
 
-class DeadlineExceeded(AsyncrlError, TimeoutError):
-    """Reports a wait that ran out; the message says what it waited for, how long, and who holds it."""
+class DeadlineExceeded(AsyncrlError):
+    """Reports a wait that ran out; the message says what it waited for, how long, and who holds it. It is no
+    TimeoutError: what came late from afar is never taken for the end of a wait here."""
 
 
 class Retryable(AsyncrlError):
@@ -80,7 +81,8 @@ class WireError(AsyncrlError):
 
 
 class RemoteError(AsyncrlError):
-    """Reports an error that was raised in a worker, which service and rank name.
+    """Reports an error that was raised in a worker, which service and rank name: "generation1", with the number of the
+    replica, and 0.
 
     kind, message, remote_traceback: class name, text and traceback of the original error.
     """

@@ -52,7 +52,22 @@ from asyncrl.deploy.service_specs import worker_count
 from asyncrl.engines.model_shape import shape_of
 from asyncrl.engines.models.model_folder import is_complete
 from asyncrl.engines.models.model_preparation import prepare, remove_model
-from asyncrl.errors import AlgorithmError, FleetFailed, Interrupted, RemoteError, RewardError, errno_in
+from asyncrl.errors import (
+    AlgorithmError,
+    AsyncrlError,
+    ConfigError,
+    FleetFailed,
+    Interrupted,
+    JournalError,
+    NonFiniteLoss,
+    OnlyTruncated,
+    PolicyMismatch,
+    RemoteError,
+    RewardError,
+    TrainingStopped,
+    errno_in,
+)
+from asyncrl.fleet.failure_table import MISTAKES
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
@@ -81,6 +96,13 @@ CAUSES = {
 DEADLINE = 60.0
 """Seconds for the report, which takes about two."""
 WRITE = ("-m", "asyncrl.deploy.cli", "report")
+
+RESUMABLE = 75
+"""Exit status of a run that has a checkpoint and ended for any other reason than these."""
+NOT_RESUMED = (ConfigError, Interrupted, JournalError, BrokenPipeError)
+"""Errors after which the same command does not go on, or which name the command themselves."""
+TO_CORRECT = (*MISTAKES, PolicyMismatch, TrainingStopped, NonFiniteLoss, OnlyTruncated)
+"""Errors after which the same command goes on, once a person has corrected what they name: `--restarts` does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +239,16 @@ def _resume_advice(request: RunRequest, store: FileStore, signals: StopSignals) 
         if made := versions(store):
             newest = f"the newest checkpoint is of step {made[-1]} ({request.run_dir / 'checkpoints' / str(made[-1])})"
         raise Interrupted(f"{signals.abandoned}; {newest}. Go on with: {request.command}") from None
-    except (FleetFailed, RewardError, AlgorithmError) as failed:
-        # The supervisor's errors have the command already.
-        if request.command in str(failed):
+    except (AsyncrlError, OSError) as failed:
+        # The supervisor's errors have the command already, and what a full disk says is explained further up.
+        if request.command in str(failed) or exhausted(failed) is not None or isinstance(failed, NOT_RESUMED):
+            raise
+        if not isinstance(failed, FleetFailed | RewardError | AlgorithmError) and not versions(store):
             raise
         advice = f"{str(failed).removesuffix('.')}. Resume with: {request.command}"
-        if isinstance(failed, FleetFailed):
-            raise FleetFailed(advice, failed.exit_code) from failed
-        raise type(failed)(advice) from failed
+        if isinstance(failed, TO_CORRECT):
+            raise type(failed)(advice) from failed
+        raise FleetFailed(advice, failed.exit_code if isinstance(failed, FleetFailed) else RESUMABLE) from failed
 
 
 async def _train(

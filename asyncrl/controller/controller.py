@@ -63,9 +63,10 @@ class Controller:
 
     gate, journal: new, or restored from a checkpoint. between: awaited with the version before the first draw and after
     each iteration: the place for a checkpoint. observe: takes every event. kill: takes a reader of weights that has to
-    be killed. prompt_name: names the prompt of a group in errors. checkpoint: folder of the one that was resumed.
-    answered: names of rows there, of episodes that ran. shown: samples whose rows are read once more when trained.
-    pauses: holds draws and steps back while it is on.
+    be killed. leave_out: takes a reader to which weights do not come, and why, "" once they do. prompt_name: names the
+    prompt of a group in errors. checkpoint: folder of the one that was resumed. answered: names of rows there, of
+    episodes that ran. shown: samples whose rows are read once more when trained. pauses: holds draws and steps back
+    while it is on.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Controller:
         between: Callable[[int], Awaitable[None]],
         observe: Observe = lambda event: None,
         kill: Callable[[str], None] = lambda reader: None,
+        leave_out: Callable[[str, str], None] = lambda reader, why: None,
         prompt_name: Callable[[int], str] = "group {}".format,
         checkpoint: str = "",
         answered: Sequence[SampleName] = (),
@@ -102,7 +104,7 @@ class Controller:
         self._tracker = SampleTracker(gate, journal, observe, release, self._state_changed, self._sample_ready)
         self._checks = AlgorithmChecks(fleet, by_token)
         self._rollouts = Rollouts(self._tracker, prompts, config, self._roll_out, fleet.fault_domains)
-        self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill)
+        self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill, leave_out)
         self._iterations = Iterations(self._tracker, advantages, config, self._rollouts.rows_lost)
         self._checked_fleet = replace(fleet, training=cast(Training, CheckedTraining(fleet.training, self._iterations)))
         self._pauses = pauses or PauseSwitch()
@@ -383,6 +385,12 @@ class Controller:
         """Restarts the groups that had rows at a worker whose host left, of which no group is to blame."""
         self._publisher.forget(instance)
         self._rollouts.worker_left(instance, why)
+
+    def begin_elsewhere(self, groups: Iterable[int], why: str) -> None:
+        """Has groups begin again at other workers than the one that lives, but cannot go on with them."""
+        for group in groups:
+            if not self._gate.finished(group):
+                self._rollouts.lost(group, why)
 
     def worker_lives(self, service: str, instance: str) -> None:
         """Adds a worker that takes calls; a generator joins the readers of weights."""

@@ -1,7 +1,7 @@
 """Attributes deaths of workers, and failed attempts, to the group whose samples cause them, if there is such a group.
 
     deaths with a group ──> ISOLATED_AFTER: it runs alone ──> ATTRIBUTED_AFTER deaths of a worker that it had alone
-          └── its host was lost: all deaths there are one event, and no group's        └── poison
+          └── its host was lost: the deaths there are no group's                       └── poison
 
 Everybody who was at a dead worker is under suspicion, and only a group that failed while it ran alone is blamed: an
 isolated group has replicas for itself (`Replicas.reserved`), so that nobody else can be the cause. Groups are
@@ -34,7 +34,8 @@ REMEMBERED = 256
 class Death:
     """The death of a worker. worker: its name, which its successor has, too. domain: where it ran. present: the groups
     that it worked for. alone: the isolated group that had it for itself. why: the worker died.
-    lost_host: set when the whole host was lost; then it stands for the one event that the deaths there are."""
+    lost_host: set when the whole host was lost; then it stands for the one event that the deaths there are, which is
+    nobody's."""
 
     worker: str
     domain: FaultDomain
@@ -42,11 +43,19 @@ class Death:
     present: frozenset[int]
     alone: int | None
     why: str
-    lost_host: object = None
+    lost_host: "LostHost | None" = None
 
     @property
     def service(self) -> str:
         return self.worker.rstrip("0123456789.")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LostHost:
+    """One loss of a host. again: its workers had come back from another one a moment before, as those of a lost host do
+    not: a group may have killed all of them."""
+
+    again: bool
 
 
 @dataclass(slots=True)
@@ -75,7 +84,7 @@ class CrashAttribution:
         noticed = {each.worker: each.lost_host for each in recent if each.lost_host is not None}
         lost = {each.worker: each for each in recent if each.lost_host is None}
         if len(lost) > 1 and lost.keys() >= set(alive) and not _died_of_groups(lost.values()):
-            event = object()
+            event = LostHost(again=lost.keys() <= noticed.keys())
             for each in lost.values():
                 each.lost_host = event
         elif noticed and death.worker not in noticed:
@@ -93,7 +102,8 @@ class CrashAttribution:
 
     def is_suspect(self, group: int) -> bool:
         """Returns whether the group has to run alone."""
-        events = {death.lost_host or death for death in self._deaths if group in death.present}
+        present = [death for death in self._deaths if group in death.present]
+        events = {death.lost_host or death for death in present if death.lost_host is None or death.lost_host.again}
         return len(events) + self._failures[group] >= ISOLATED_AFTER
 
     def fails_alone(self, group: int) -> bool:

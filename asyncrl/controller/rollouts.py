@@ -193,7 +193,7 @@ class Rollouts:
         try:
             async with asyncio.timeout(None) as self._scopes[group]:
                 await self.roll_out(self._attempt(group))
-        except* (Retryable, TimeoutError) as failures:
+        except* (Retryable, DeadlineExceeded, TimeoutError) as failures:
             failure = str(cause := root_cause(failures))
             if self._is_excused(group, cause):
                 self._excused.add(group)

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncrl.concurrency import gather
 from asyncrl.controller.observers.shown_rows import ShownRows
-from asyncrl.errors import Retryable
+from asyncrl.errors import DeadlineExceeded, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.service_contracts import Contract
@@ -54,7 +54,7 @@ class ReleaseQueue(Generic[T]):
             await self.send(self._sent)
         except Retryable:
             pass  # The worker died, and its rows with it.
-        except TimeoutError:
+        except DeadlineExceeded:
             self._waiting[:0] = self._sent  # The worker lives, so the items are sent again.
             self._changed.set()
         finally:

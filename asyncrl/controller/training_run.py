@@ -223,6 +223,7 @@ class TrainingRun:
             between=self._between,
             observe=self._observe,
             kill=self._kill_reader,
+            leave_out=self._leave_out,
             prompt_name=self.questions.where,
             checkpoint=self.state.plan.directory if self.state.plan else "",
             answered=self.state.restored.answered,
@@ -400,3 +401,10 @@ class TrainingRun:
     def _kill_reader(self, reader: str) -> None:
         self.display.say(f"{reader} did not take over new weights in time; it is killed and started again")
         self.running.supervisor.kill(reader)
+
+    def _leave_out(self, reader: str, why: str) -> None:
+        """Keeps samples from a generator to which the weights do not come; those that it has begin again elsewhere."""
+        generators = self.running.workers["generation"]
+        generators.leave_out(reader, out=bool(why))
+        if why:
+            self._controller.begin_elsewhere(generators.groups_at(reader), why)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from asyncrl.concurrency import one_error, root_cause
-from asyncrl.errors import FleetFailed, PeerLost
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, FleetFailed, PeerLost, Refused
+from asyncrl.fleet.failure_table import OPTIONAL_CALLS, came_from_afar, is_fault
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
 from asyncrl.fleet.launching.launcher import STOP_STAGES, InprocLauncher, Launcher, SharedProcesses
 from asyncrl.fleet.lifecycle_events import (
@@ -24,7 +25,7 @@ from asyncrl.fleet.lifecycle_events import (
     WorkerSpawned,
     WorkerStuck,
 )
-from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
+from asyncrl.fleet.remote_worker import DEATH_NOTICE, SHORT_CALLS, OutstandingCall, RemoteWorker, WorkerConnection
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.supervisor import RunningInstance, Supervisor, WorkerSlot
@@ -185,11 +186,13 @@ class RunningFleet:
         self.supervisor = Supervisor(slots, connect, self.emit, resume, self.fault_domains.isolated)
 
     def _slot(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSlot:
-        worker.on_stuck = partial(self._stuck, worker)
+        worker.on_failure = partial(self._failed, worker)
         is_awaited = not spec.joined or worker.replica < spec.joined
         launcher = self._shared.launcher_of(spec.name, worker.replica, worker.rank, self._platform.launcher(spec))
         replicas, make_spec = self.workers[spec.name], partial(self._next_instance, spec, worker)
-        return WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, bool(spec.inside), is_awaited)
+        slot = WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, bool(spec.inside), is_awaited)
+        slot.is_joined = bool(spec.joined)
+        return slot
 
     def _next_instance(self, spec: ServiceSpec, worker: RemoteWorker) -> WorkerSpec:
         """Specifies the next instance of a worker, of the incarnation that runs now."""
@@ -264,6 +267,19 @@ class RunningFleet:
                 self._report(description)
         for notify in self.subscribers:
             notify(event)
+
+    def _failed(self, worker: RemoteWorker, call: OutstandingCall, is_work: bool, error: AsyncrlError) -> bool:
+        """Acts on the error of a call. Returns whether its worker ends for it, of which others have to make the call:
+        for what it raised, but not for what it heard from others or did not answer in time."""
+        if isinstance(error, DeadlineExceeded):
+            if call.method not in SHORT_CALLS:
+                self._stuck(worker, call.instance, str(error), is_work)
+            return False
+        if call.method in OPTIONAL_CALLS or not came_from_afar(error):
+            return False
+        if not is_fault(error) and not (is_work and isinstance(error, Refused)):
+            return False
+        return self.supervisor.fail(worker, call, error)
 
     def _stuck(self, worker: RemoteWorker, instance: str, reason: str, is_work: bool) -> None:
         """Reports an instance that holds calls without progress, once: the calls that follow say the same. Of ranks,

@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, cast
 
-from asyncrl.errors import DeadlineExceeded, PeerLost
+from asyncrl.errors import AsyncrlError, PeerLost
+from asyncrl.fleet.failure_table import Raised
 from asyncrl.fleet.worker.lane_access import Introductions
 from asyncrl.fleet.worker.rank_meeting import RankMeetings
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
@@ -150,11 +151,12 @@ def groups_of(argument: Any) -> Iterator[int]:
 class RemoteWorker:
     """One worker, whichever instance of it is alive at the moment.
 
-    host: where its newest instance was started. on_stuck: takes an instance that made no progress for the deadline of a
-    call, what the caller says of it, and whether it is of the work lane. answer_count: calls that were answered and
-    items that came, health excluded. has_worked: whether the present instance, or the last one, answered a call of the
-    work lane. last_answer_at: loop time of the newest answer to any call. restarting: whether another instance is
-    started after a death. changed: called whenever the worker was connected or lost.
+    host: where its newest instance was started. on_failure: takes a call that failed, whether it is of the work lane,
+    and the error; returns whether the worker ends for it, and is lost to the caller. raised: what it raised and has not
+    made good. answer_count: calls that were answered and items that came, health excluded. has_worked: whether the
+    present instance, or the last one, answered a call of the work lane. last_answer_at: loop time of the newest answer
+    to any call. restarting: whether another instance is started after a death. changed: called whenever the worker was
+    connected or lost.
     """
 
     def __init__(self, service: str, replica: int, rank: int, changed: Callable[[], None]) -> None:
@@ -174,7 +176,8 @@ class RemoteWorker:
         self.cause.set_result("it is starting")
         self.restarting = True
         self._silence: Silence | None = None
-        self.on_stuck: Callable[[str, str, bool], None] = lambda instance, why, is_work: None
+        self.raised: Raised | None = None
+        self.on_failure: Callable[[OutstandingCall, bool, AsyncrlError], bool] = lambda call, is_work, error: False
         self._changed = changed
 
     @property
@@ -234,6 +237,8 @@ class RemoteWorker:
         self.last_answer_at = _now()
         self.answer_count += spec.name != "health"
         self.has_worked |= spec.lane is Lane.WORK
+        if self.raised is not None and self.raised.call == spec.name:
+            self.raised = None
 
     def groups_at(self, instance: str) -> list[int]:
         """Returns the groups for which an instance worked when it died: those of calls outstanding, and of calls that
@@ -282,8 +287,10 @@ class _TrackedCall:
         del self._worker.outstanding[self._number]
         if raised is not None:
             self._worker.failed.append((_now(), self._call))
-        if isinstance(raised, DeadlineExceeded) and self._spec.name not in SHORT_CALLS:
-            self._worker.on_stuck(self._call.instance, str(raised), self._spec.lane is Lane.WORK)
+        if isinstance(raised, AsyncrlError) and self._worker.on_failure(
+            self._call, self._spec.lane is Lane.WORK, raised
+        ):
+            raise PeerLost(f"{self._call.instance}: {raised}") from raised
         if isinstance(raised, PeerLost):
             explained = await self._worker.explain(raised, self._call.instance, self._cause)
             raise explained from explained.__cause__

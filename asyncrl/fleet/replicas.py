@@ -26,15 +26,17 @@ KNOWN_INSTANCES = 2
 
 class Replica:
     """One copy of a service, with a worker for each rank of its layout. load: calls that chose this replica.
-    is_draining: it takes no new work until its next instance comes, and is to end once it holds nothing. is_parked: no
-    instance of it is to run. reserved_for: the isolated group that has it for itself, or will have. reservations,
-    own_calls: calls of this group that want the replica, and those of them that run.
+    is_draining: it takes no new work until its next instance comes, and is to end once it holds nothing. is_left_out:
+    it takes no new work until it can get the weights, or its next instance comes. is_parked: no instance of it is to
+    run. reserved_for: the isolated group that has it for itself, or will have. reservations, own_calls: calls of this
+    group that want the replica, and those of them that run.
     """
 
     def __init__(self, workers: tuple[RemoteWorker, ...], ranking: "LoadRanking", changed: Wakeup) -> None:
         self.workers = workers
         self.load = 0
         self.is_draining = False
+        self.is_left_out = False
         self.is_parked = False
         self.reserved_for: int | None = None
         self.reservations = 0
@@ -45,12 +47,12 @@ class Replica:
     @property
     def free(self) -> bool:
         """Returns whether any call may choose it."""
-        return self.reserved_for is None and not self.is_draining and self.alive
+        return self.reserved_for is None and not (self.is_draining or self.is_left_out) and self.alive
 
     @property
     def takes_what_goes_on(self) -> bool:
         """Returns whether it takes the next call about samples that it holds."""
-        return self.reserved_for is None and self.alive
+        return self.reserved_for is None and not self.is_left_out and self.alive
 
     @property
     def fault_domains(self) -> set[FaultDomain]:
@@ -184,6 +186,7 @@ class Replicas:
             if len(known) > KNOWN_INSTANCES:
                 self._by_instance.pop(known.popleft(), None)
             replica.is_draining = False
+            replica.is_left_out = False
             self._ranking.add(replica)
         self._changed.wake()
 
@@ -216,6 +219,14 @@ class Replicas:
     def drain(self, number: int) -> None:
         """Keeps new work from a replica; what it works on goes on there."""
         self.replicas[number].is_draining = True
+
+    def leave_out(self, instance: str, *, out: bool) -> None:
+        """Keeps new work, and what goes on, from the replica of an instance, or gives it work again."""
+        replica, worker = self._by_instance.get(instance, (None, None))
+        if replica is not None and worker is not None and worker.instance == instance:
+            replica.is_left_out = out
+            self._ranking.add(replica)
+            self._changed.wake()
 
     def is_idle(self, number: int) -> bool:
         """Returns whether no group would lose anything if the replica ended now: it works for none, and holds no rows
@@ -301,7 +312,7 @@ class Replicas:
         while True:
             live = await self.wait_for_live(seconds)
             own = next((each for each in live if each.reserved_for == group), None)
-            staying = [each for each in live if not each.is_draining]
+            staying = [each for each in live if not (each.is_draining or each.is_left_out)]
             free = [each for each in staying if each.free]
             if own is None and free and len(staying) - len(free) < max(1, len(staying) // 2):
                 avoided: frozenset[FaultDomain] = self.isolated.get(group, frozenset())

@@ -1,8 +1,11 @@
 """Keeps workers alive: starts them, notices a death at once, restarts the worker or ends the fleet.
 
     spawn ──> connect ──> `started` ──> takes calls ──> dead ──> outstanding calls fail ──> pause ──> spawn
-                                                         │└──> MAX_DEATHS deaths: FleetFailed
+                                            │            ^└──> MAX_DEATHS deaths at all replicas: FleetFailed
+                                            └── raises ──┤
                                                          └──> trainer or critic: FleetFailed, or Learners ──> spawn
+
+What ends after which failure is in failure_table.py.
 
 An instance that is asked to leave drains: it takes no new work, and ends once it holds nothing, or at a deadline. A
 worker that is not wanted any more is parked then, until it is wanted again.
@@ -17,10 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
-from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, Refused
+from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, Refused, errno_in
+from asyncrl.fleet.failure_table import Ends, Raised, When, Who, is_everywhere, what_ends
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
-from asyncrl.fleet.remote_worker import DEATH_NOTICE, RemoteWorker, WorkerConnection
+from asyncrl.fleet.remote_worker import DEATH_NOTICE, OutstandingCall, RemoteWorker, WorkerConnection
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 
@@ -31,6 +35,8 @@ MAX_TESTED = 6
 """Deaths of workers that one suspect had for itself which do not count: at most so many prove that it crashes them."""
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 8.0
+LONGEST_OFFER_PAUSE = 60.0
+"""Seconds between two tries to start a newcomer that cannot start: a person has to look at its host."""
 DRAIN_CHECK = 0.1
 """Seconds between two looks at whether an instance that leaves holds anything yet."""
 LONG_LIFE = 10.0
@@ -86,24 +92,24 @@ class DeathCounter:
         return self.since_progress - min(max(self.tested.values(), default=0), MAX_TESTED)
 
     @property
-    def pause(self) -> float | None:
-        """Seconds until the restart, doubled from FIRST_PAUSE with each short life without work; None after too many
-        deaths.
+    def is_too_often(self) -> bool:
+        return self.unexplained >= MAX_DEATHS
+
+    def pause_of(self, longest: float) -> float:
+        """Returns the seconds until the restart, doubled from FIRST_PAUSE with each short life without work.
 
         Progress does not shorten it: another replica may make the progress while this worker dies at every start.
         """
-        if self.unexplained >= MAX_DEATHS:
-            return None
         doublings = min(max(0, self.in_a_row - 1), 10)
-        return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**doublings)
+        return min(longest, FIRST_PAUSE * 2.0**doublings)
 
 
 @dataclass(slots=True)
 class WorkerSlot:
     """A worker to keep alive. replicas: of its service. make_spec: makes its next instance. restart: whether the run
-    survives its death. is_guest: whether it is in the process of another worker, whose death ends the run. is_awaited:
-    whether the fleet is only handed over with it. wanted: cleared while no instance is to run. spawning: scope of the
-    wait for a launcher."""
+    survives its death. is_guest: whether it is in the process of another worker, whose death ends the run. is_joined:
+    whether a host has to offer to run it. is_awaited: whether the fleet is only handed over with it. wanted: cleared
+    while no instance is to run. spawning: scope of the wait for a launcher."""
 
     worker: RemoteWorker
     replicas: Replicas
@@ -112,6 +118,7 @@ class WorkerSlot:
     restart: bool
     is_guest: bool = False
     is_awaited: bool = True
+    is_joined: bool = False
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     spawning: asyncio.Timeout | None = None
     deaths: DeathCounter = field(default_factory=DeathCounter)
@@ -161,18 +168,21 @@ class Learners:
             decided.set_result(False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class RunningInstance:
-    """An instance that was spawned and is not cleaned up yet. leave: gets the seconds in which it is to drain."""
+    """An instance that was spawned and is not cleaned up yet. leave: gets the seconds in which it is to drain. failure:
+    what it raised, for which it ends."""
 
     slot: WorkerSlot
     launched: LaunchedWorker
     connection: WorkerConnection
     leave: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    failure: str = ""
 
     @property
     def has_left(self) -> bool:
-        return self.leave.done() or self.launched.has_left
+        is_asked = self.leave.done() and not self.leave.cancelled()  # As the wait for it is when the instance fails.
+        return is_asked or self.launched.has_left
 
     @property
     def spec(self) -> WorkerSpec:
@@ -220,6 +230,22 @@ class Supervisor:
                 each.launched.kill()
                 if self.learners is not None and not each.slot.restart:
                     self.learners.killed = True
+
+    def fail(self, worker: RemoteWorker, call: OutstandingCall, error: AsyncrlError) -> bool:
+        """Ends the instance that raised this error in a call, where the failure table says so, as if it had died of it:
+        its calls are made again elsewhere. Returns False where the run ends with the error itself."""
+        slot = next(each for each in self._slots if each.worker is worker)
+        who = self._who(slot)
+        if what_ends(who, When.CALL) is Ends.RUN or (who is Who.RANK and errno_in(str(error)) is not None):
+            return False  # A full disk is full for the next trainer, too.
+        running = self.instances.get(worker.name)
+        if running is not None and running.spec.instance == call.instance and not running.failure:
+            running.failure = str(error)
+            worker.raised = Raised.of(call.method, error, worker.host.name, call.groups).after(worker.raised)
+            self._mark_lost(running, running.failure)
+            running.connection.fail(running.failure)
+            self.kill(call.instance)
+        return True
 
     def retire(self, instance: str, seconds: float) -> bool:
         """Ends an instance once it holds nothing that a group needs, or after so many seconds, which is no death.
@@ -272,8 +298,8 @@ class Supervisor:
         """Keeps all workers alive until cancelled, then stops them.
 
         Raises:
-            FleetFailed: a worker that is not restarted died, or another one too often.
-            AsyncrlError: what a worker raised during its first start.
+            FleetFailed: a worker that is not restarted died, or all replicas of a service too often, or of the same.
+            AsyncrlError: what a worker raised during the first start of the fleet.
         """
         with one_error(unwrap):
             async with asyncio.TaskGroup() as self._tasks:
@@ -288,30 +314,57 @@ class Supervisor:
                 slot.replicas.set_parked(slot.worker.replica, parked=False)
             if (launched := await self._spawn(slot)) is None:
                 continue
-            reason = await self._run_instance(slot, launched)
+            reason = launched if isinstance(launched, str) else await self._run_instance(slot, launched)
             if slot.is_guest:
                 return  # Its host says why.
             if not slot.restart and self.learners and await self.learners.may_start_again(slot.worker.name, reason):
                 slot.worker.restarting = True
                 continue
-            if not slot.restart or slot.deaths.pause is None:
-                times = (
-                    f" {slot.deaths.since_progress} times without a finished group in between" if slot.restart else ""
-                )
-                raise FleetFailed(f"{slot.worker.name} died{times}: {reason}. Resume with: {self._resume}")
-            await asyncio.sleep(slot.deaths.pause)
+            if not slot.restart or self._ends_run(slot):
+                raise FleetFailed(f"{_died(slot)}: {reason}. Resume with: {self._resume}")
+            longest = LONGEST_OFFER_PAUSE if self._who(slot) is Who.NEWCOMER else LONGEST_PAUSE
+            await asyncio.sleep(slot.deaths.pause_of(longest))
 
-    async def _spawn(self, slot: WorkerSlot) -> LaunchedWorker | None:
-        """Has the next instance started; returns None when it is not wanted any more, or another one has to be."""
+    def _who(self, slot: WorkerSlot) -> Who:
+        if not slot.restart:
+            return Who.RANK if self.learners is not None and not slot.is_guest else Who.FIXED
+        is_new = not slot.was_started and (self.all_started.is_set() or not slot.is_awaited)
+        return Who.NEWCOMER if is_new else Who.WORKER
+
+    @property
+    def _start(self) -> When:
+        return When.START if self.all_started.is_set() else When.FIRST_START
+
+    def _ends_run(self, slot: WorkerSlot) -> bool:
+        """Returns whether the run ends with the last death of a worker that starts again alone."""
+        others = [
+            each
+            for each in self.slots_of(slot.worker.service)
+            if each is not slot and each.was_started and each.wanted.is_set()
+            if not (each.is_joined and each.spawning is not None)  # No host offers to run it.
+        ]
+        is_too_often = all(each.deaths.is_too_often for each in (slot, *others))
+        same = is_everywhere([slot.worker.raised, *(each.worker.raised for each in others)])
+        when = When.EVERYWHERE if is_too_often or same else When.CALL
+        return what_ends(self._who(slot), when) is Ends.RUN
+
+    async def _spawn(self, slot: WorkerSlot) -> LaunchedWorker | str | None:
+        """Has the next instance started; returns why it could not be, and None when it is not wanted any more, or
+        another one has to be."""
         try:
             async with asyncio.timeout(None) as slot.spawning:
                 return await slot.launcher.spawn(slot.make_spec())
         except PeerLost:
             return None  # The launcher said why.
-        except TimeoutError:
-            if slot.wanted.is_set():
+        except OSError as error:  # Of the launcher, or the end of the wait for it.
+            if not slot.wanted.is_set():
+                return None
+            if what_ends(self._who(slot), self._start) is Ends.RUN:
                 raise
-            return None
+            spec, reason = slot.make_spec(), f"it could not be started: {error}"
+            slot.deaths.count(spec.instance, asyncio.get_running_loop().time())
+            self._emit(WorkerLost(spec.service, spec.instance, reason))
+            return reason
         finally:
             slot.spawning = None
 
@@ -324,13 +377,14 @@ class Supervisor:
         try:
             await gather(self._watch_end(running), self._serve(running), self._drain(running))
         except PeerLost as lost:
-            reason = str(lost)
+            reason = running.failure or str(lost)
             if slot.is_guest:
                 launched.kill()  # Its host does not go on without it.
         except AsyncrlError as error:
-            if not slot.was_started:
+            if not slot.was_started and what_ends(self._who(slot), self._start) is Ends.RUN:
                 raise  # The user has to see what a worker raises at its first start.
-            reason = f"it could not start again: {error}"
+            again = " again" if slot.was_started else f" on {launched.host.name}"
+            reason = f"it could not start{again}: {error}"
             self._mark_lost(running, reason)
         finally:
             if not slot.is_guest:  # Its host is ended, which an error of its start must not wait for.
@@ -368,6 +422,8 @@ class Supervisor:
                 slot.deaths.started_at = asyncio.get_running_loop().time()
                 slot.worker.connected(spec.instance, connection.channels)
                 self._emit(WorkerStarted(spec.service, spec.instance))
+                if not slot.was_started:
+                    slot.deaths.progressed()  # What other hosts could not start is no death of this worker.
                 slot.was_started = True
                 if not self.all_started.is_set():
                     self._note_start()
@@ -396,5 +452,14 @@ class Supervisor:
         now, worked = asyncio.get_running_loop().time(), slot.worker.has_worked
         if slot.deaths.count(spec.instance, now, suspect, worked=worked):
             self._died_since_progress[slot.worker.name] = slot
-            slot.worker.lost(reason, restarting=slot.restart and slot.deaths.pause is not None)
+            slot.worker.lost(reason, restarting=slot.restart and not self._ends_run(slot))
             self._emit(WorkerLost(spec.service, spec.instance, reason))
+
+
+def _died(slot: WorkerSlot) -> str:
+    """Describes the last death of a worker, for which the run ends."""
+    if not slot.restart:
+        return f"{slot.worker.name} died"
+    if not slot.deaths.is_too_often:
+        return f"all workers of {slot.worker.service} raised the same"
+    return f"{slot.worker.name} died {slot.deaths.since_progress} times without a finished group in between"

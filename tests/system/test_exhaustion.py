@@ -209,7 +209,7 @@ def test_full_disk_during_a_checkpoint_gives_one_error_and_leaves_no_checkpoint(
         run = Run(tmp_path / "run", flags, "quickstart", standins=False)
         run.directory.symlink_to(disk)
         assert run.to_its_end() == 75, run.shown
-        one_line_error(run, r"^asyncrl: the disk is full: training\[0\] raised .*No space left on device")
+        one_line_error(run, r"^asyncrl: the disk is full: training0\[0\] raised .*No space left on device")
         run.leaves_nothing()
         assert [path.name for path in (disk / "checkpoints").iterdir()] == ["0"], "a link"
         subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)

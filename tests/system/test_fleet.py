@@ -94,7 +94,7 @@ async def test_health_is_answered_while_a_worker_computes(start: Start) -> None:
 
 async def test_remote_error_has_the_traceback_of_the_worker(start: Start) -> None:
     async with start() as running:
-        with pytest.raises(RemoteError, match=r"echo\[0\] raised KeyError") as caught:
+        with pytest.raises(RemoteError, match=r"echo0\[0\] raised KeyError") as caught:
             await running.handle("echo", Echo).fail()
         assert "in fail" in caught.value.remote_traceback
 

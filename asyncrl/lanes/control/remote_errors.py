@@ -1,5 +1,6 @@
 """Errors as they cross a wire: a worker sends a `Failure`, and its caller raises the error that it describes."""
 
+import re
 import traceback
 
 from asyncrl import errors
@@ -19,7 +20,7 @@ def failure_from(raised: BaseException, call: int, worker: Hello) -> Failure:
         call=call,
         kind=type(error).__name__,
         message=_sendable(str(error)[:MESSAGE_CHARACTERS]),
-        service=worker.service,
+        service=f"{worker.service}{_replica_of(worker)}",
         rank=worker.rank,
         traceback=_sendable(trace),
         lost=error.places if isinstance(error, LostRows) else (),
@@ -37,6 +38,12 @@ def error_from(failure: Failure) -> AsyncrlError:
         error.places = failure.lost
     error.__cause__ = remote
     return error
+
+
+def _replica_of(worker: Hello) -> str:
+    """Returns the number of the replica in the name of an instance ("reward1.0-0-feedbeef"), "" where it has none."""
+    named = re.match(rf"{re.escape(worker.service)}(\d+)\.{worker.rank}-", worker.instance)
+    return named[1] if named else ""
 
 
 def _sendable(text: str) -> str:

@@ -75,10 +75,28 @@ def test_a_group_that_never_ran_alone_is_never_blamed() -> None:
     assert not fleet.crashes.fails_alone(3)
 
 
-def test_a_lost_host_is_one_event_and_no_evidence() -> None:
+def test_a_lost_host_is_nobodys_event_however_many_are_lost() -> None:
+    fleet = Fleet()
+    for number in range(30):
+        fleet.lose_host(f"h{number % 3}", (1, 2), (1, 2, 3))
+        assert not any(map(fleet.crashes.is_suspect, (1, 2, 3)))
+        fleet.now += 2 * NOTICE
+
+
+def test_a_group_that_kills_all_workers_of_a_host_again_and_again_is_a_suspect() -> None:
+    """Workers of a lost host are not back within the time of a notice."""
+    fleet = Fleet()
+    for _ in range(1 + ISOLATED_AFTER):
+        assert not fleet.crashes.is_suspect(1)
+        fleet.lose_host("h7", (1, 2), (1, 3), apart=NOTICE / 8)
+    assert fleet.crashes.is_suspect(1)
+
+
+def test_a_lost_host_is_no_event_and_no_evidence() -> None:
     fleet = Fleet()
     fleet.lose_host("h7", (1, 2), (1, 2, 3))
-    assert not any(map(fleet.crashes.is_suspect, (1, 2, 3)))
+    fleet.die(1)
+    assert not fleet.crashes.is_suspect(1)
     fleet.die(1)
     assert fleet.crashes.is_suspect(1)
     for _ in range(2 * ATTRIBUTED_AFTER):

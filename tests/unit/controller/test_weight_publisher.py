@@ -6,9 +6,19 @@ from typing import Any
 import pytest
 
 from asyncrl.concurrency import root_cause
-from asyncrl.controller.observers.events import Event, WeightsHandedOver
+from asyncrl.controller.observers.events import Event, Warned, WeightsHandedOver
 from asyncrl.controller.weight_publisher import WeightPublisher
-from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused, WeightsError
+from asyncrl.errors import (
+    ArenaFull,
+    AsyncrlError,
+    DeadlineExceeded,
+    FleetFailed,
+    PeerLost,
+    Refused,
+    RemoteError,
+    WeightsError,
+    WireError,
+)
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.protocols.service_contracts import Generation, Reward, Training
@@ -57,13 +67,20 @@ class Scene:
         self.killed: list[str] = []
         fleet = Fleet(self.readers, Reward(), self.leases)
         self.killed_at = 0.0
-        self.publisher = WeightPublisher(fleet, 10.0, self.events.append, self.kill)
+        self.left_out: list[tuple[str, str]] = []
+        self.publisher = WeightPublisher(
+            fleet, 10.0, self.events.append, self.kill, lambda reader, why: self.left_out.append((reader, why))
+        )
         for reader in ("a", "b"):
             self.publisher.join(reader)
 
     def kill(self, reader: str) -> None:
         self.killed.append(reader)
         self.killed_at = asyncio.get_running_loop().time()
+
+    @property
+    def warnings(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Warned)]
 
     def announce(self, version: int, transfer: float = 0.0) -> None:
         self.publisher.announce(Published(0, version, "arena", version % 2, "", transfer=transfer))
@@ -176,22 +193,110 @@ def test_a_death_is_not_the_publishers_business() -> None:
     assert scene.killed == []
 
 
-def test_weights_that_a_reader_cannot_use_end_the_run_and_can_be_resumed() -> None:
-    class Damaged(Reader):
-        async def use_weights(self, published: Published) -> Using:
-            raise WeightsError("generation[0]: weights-0-1.safetensors is damaged")
+class Failing(Reader):
+    """Raises these errors, one a call, and takes the weights then."""
 
+    def __init__(self, name: str, *errors: AsyncrlError, after: float = 0.0) -> None:
+        super().__init__(name, [])
+        self.errors, self.after = list(errors), after
+
+    async def use_weights(self, published: Published) -> Using:
+        if not self.errors or published.version == 1:
+            return await super().use_weights(published)
+        self.told.append(published)
+        await asyncio.sleep(self.after)
+        raise self.errors.pop(0)
+
+
+FAULTS = [
+    WeightsError("generation0[0]: weights-0-1.safetensors is damaged"),
+    RemoteError("OutOfMemoryError", "CUDA out of memory", "generation0", 0, ""),
+    ArenaFull("no slot"),
+    WireError("a frame of 18054040 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_an_error_of_one_reader_ends_that_reader_and_the_same_of_all_ends_the_run(error: AsyncrlError) -> None:
     async def script(scene: Scene) -> None:
-        scene.readers.each["b"] = Damaged("b", [])
         scene.announce(1)
         await asyncio.sleep(1)
+        scene.announce(2)
+        await asyncio.sleep(30)
 
+    one = Scene()
+    one.readers.each["b"] = Failing("b", error)
+    play(one, script)
+    assert one.killed == ["b"]
+    assert one.readers.asked("a") == [1, 2]
+    both = Scene()
+    both.readers.each |= {"a": Failing("a", error), "b": Failing("b", error)}
     with pytest.raises(BaseExceptionGroup) as ended:
-        play(Scene(), script)
-    error = root_cause(ended.value)
-    assert isinstance(error, FleetFailed)
-    assert error.exit_code == 75
-    assert "version 1 do not reach b: generation[0]: weights-0-1.safetensors is damaged" in str(error)
+        play(both, script)
+    failed = root_cause(ended.value)
+    assert isinstance(failed, FleetFailed)
+    assert failed.exit_code == 75
+    assert f"version 2 do not reach b: {error}" in str(failed)
+
+
+LATE = DeadlineExceeded("generation0[0]: weights at tcp://t did not answer weights_chunk within 7 s")
+LOST = PeerLost("generation0[0]: weights at tcp://t: no sign of life for 3 heartbeats of 2 s")
+
+
+@pytest.mark.parametrize("error", [LATE, LOST, Refused("the sender has version 1")])
+@pytest.mark.parametrize("tries", [1, 4])
+def test_weights_that_did_not_come_are_offered_again_to_all_until_they_do(error: AsyncrlError, tries: int) -> None:
+    """As when the trainer, or its link, stands still for half a minute."""
+
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(1)
+        scene.announce(2)
+        await asyncio.sleep(300)
+
+    scene = Scene()
+    scene.readers.each |= {name: Failing(name, *[error] * tries, after=7.0) for name in ("a", "b")}
+    play(scene, script)
+    assert scene.killed == []
+    assert scene.left_out == []
+    assert scene.leases.using_now == {"a": 2, "b": 2}
+    assert scene.readers.asked("a") == [1, *[2] * tries, 2]
+    assert bool(scene.warnings) == (tries > 2), "a hiccup is no matter"
+
+
+@pytest.mark.parametrize("error", [LATE, LOST])
+def test_a_pair_that_does_not_meet_is_named_and_its_reader_left_out_until_it_does(error: AsyncrlError) -> None:
+    async def script(scene: Scene) -> None:
+        for version in range(1, 50):
+            scene.announce(version)
+            await asyncio.sleep(10)
+
+    scene = Scene()
+    scene.readers.each["b"] = Failing("b", *[error] * 6, after=3.0)
+    play(scene, script)
+    assert scene.killed == []
+    assert [(reader, bool(why)) for reader, why in scene.left_out] == [("b", True), ("b", False)]
+    named, back = scene.warnings
+    assert f"do not come to b from arena: {error}. It gets no samples until it has them" in named
+    assert back == "b has the weights again, and gets samples"
+    assert scene.readers.asked("a") == list(range(1, 50)), "nobody waits for the other one"
+    assert scene.leases.using_now == {"a": 49, "b": 49}
+
+
+def test_a_reader_that_is_replaced_is_offered_nothing_more() -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(1)
+        scene.announce(2)
+        await asyncio.sleep(60)
+        asked = len(scene.readers.asked("b"))
+        scene.publisher.forget("b")
+        await asyncio.sleep(600)
+        assert len(scene.readers.asked("b")) == asked
+
+    scene = Scene()
+    scene.readers.each["b"] = Failing("b", *[LOST] * 100)
+    play(scene, script)
 
 
 def test_a_reader_that_joins_holds_its_version_before_it_is_told_of_it() -> None:

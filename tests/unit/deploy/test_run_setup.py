@@ -30,7 +30,20 @@ from asyncrl.deploy.run_setup import (
     restore_run,
     settle_config,
 )
-from asyncrl.errors import ConfigError, FleetFailed, RemoteError, TaskError
+from asyncrl.errors import (
+    ArenaFull,
+    ConfigError,
+    DeadlineExceeded,
+    FleetFailed,
+    JournalError,
+    NonFiniteLoss,
+    PeerLost,
+    RemoteError,
+    RewardError,
+    TaskError,
+    WeightsError,
+    WireError,
+)
 from asyncrl.tasks import training_prompts
 from asyncrl.tasks.prompt_draw import drawn_row
 from asyncrl.tasks.source_problems import check_rows
@@ -322,6 +335,54 @@ async def test_how_a_run_ended_is_in_its_log(
         await run_setup.run(order(tmp_path, steps=5))
     lines = [line for line in read_lines(tmp_path / "logs" / "controller.jsonl") if line["event"] == event]
     assert lines[-1][field].startswith(says)
+
+
+REMOTE = RemoteError("RuntimeError", "CUDA error", "training0", 1, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "resumes"),
+    [
+        (REMOTE, 75, True),
+        (WeightsError("weights are damaged"), 75, True),
+        (ArenaFull("no slot"), 75, True),
+        (WireError("a frame of 18054040 bytes"), 75, True),
+        (DeadlineExceeded("training0.0 did not answer step within 600 s"), 75, True),
+        (PeerLost("the connection broke"), 75, True),
+        (OSError(errno.EIO, "Input/output error"), 75, True),
+        (FleetFailed("the trainer died"), 75, True),
+        (OSError(errno.ENOSPC, "No space left on device"), 75, True),
+        (TaskError("row 3 has no prompt"), None, True),
+        (RewardError("the judge refuses the key"), None, True),
+        (NonFiniteLoss("three steps in a row"), None, True),
+        (JournalError("contradicts itself"), None, False),
+        (ConfigError("write this instead"), None, False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_every_end_of_a_run_with_a_checkpoint_names_the_command_that_resumes(
+    error: Exception, code: int | None, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    monkeypatch.setattr(run_setup, "versions", lambda store: [5])
+    with pytest.raises(FleetFailed if code else type(error)) as ended:
+        await run_setup.run(order(tmp_path, steps=5))
+    assert getattr(ended.value, "exit_code", None) == code
+    assert str(ended.value).endswith("Resume with: asyncrl run") == resumes
+
+
+async def test_without_a_checkpoint_an_error_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def train(*_: object) -> None:
+        raise REMOTE
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    with pytest.raises(RemoteError, match=r"training0\[1\] raised RuntimeError: CUDA error$"):
+        await run_setup.run(order(tmp_path, steps=5))
 
 
 def test_a_run_that_is_not_done_goes_on(directory: RunDirectory) -> None:

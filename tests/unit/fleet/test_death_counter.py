@@ -31,7 +31,7 @@ def test_deaths_of_the_one_suspect_that_had_the_worker_alone_do_not_count(
 ) -> None:
     counter = counter_after(deaths, *suspects)
     assert counter.unexplained == unexplained
-    assert (counter.pause is None) == (unexplained >= supervisor.MAX_DEATHS)
+    assert counter.is_too_often == (unexplained >= supervisor.MAX_DEATHS)
     counter.progressed()
     assert counter.unexplained == 0
 
@@ -40,7 +40,7 @@ def test_a_death_after_work_is_the_first_of_its_kind() -> None:
     deaths = DeathCounter()
     for number, worked in enumerate([False, False, True, False]):
         deaths.count(f"instance {number}", 0.0, worked=worked)
-        assert deaths.pause == (0.5, 1.0, 0.5, 1.0)[number]
+        assert deaths.pause_of(supervisor.LONGEST_PAUSE) == (0.5, 1.0, 0.5, 1.0)[number]
 
 
 @given(st.lists(st.sampled_from(["progress", 0.0, supervisor.LONG_LIFE - 1, supervisor.LONG_LIFE]), max_size=40))
@@ -59,4 +59,5 @@ def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]
             pause = (
                 supervisor.FIRST_PAUSE if lived >= supervisor.LONG_LIFE else min(2 * pause, supervisor.LONGEST_PAUSE)
             )
-            assert deaths.pause == (pause if since < supervisor.MAX_DEATHS else None)
+            assert deaths.pause_of(supervisor.LONGEST_PAUSE) == pause
+            assert deaths.is_too_often == (since >= supervisor.MAX_DEATHS)

@@ -69,6 +69,30 @@ def group(number: int, attempt: int = 0, members: tuple[int, ...] = (0, 1), not_
     return PromptGroup(number, attempt, 0, "", members, 0, not_before, 1.0, 8, 30.0)
 
 
+async def test_a_replica_that_is_left_out_takes_calls_to_itself_only_until_it_is_back_or_replaced() -> None:
+    replicas, workers = service(2)
+    handle = make_handle(Generation, replicas, 5.0)
+    out, other = [worker.instance for worker in replicas]
+    replicas.leave_out(out, out=True)
+    for number in range(4):
+        await generate(handle, group(number))
+    assert [worker.of("generate") for worker in workers] == [[], [0, 1, 2, 3]]
+    await handle.replica_of(out).use_weights(group(7))  # type: ignore[attr-defined]
+    assert len(workers[0].of("use_weights")) == 1, "the weights are offered to it"
+    replicas.leave_out(other, out=True)
+    async with asyncio.TaskGroup() as tasks:
+        waits = tasks.create_task(generate(handle, group(4)))
+        await asyncio.sleep(0)
+        assert not waits.done()
+        replicas.leave_out(out, out=False)
+    assert workers[0].of("generate") == [4]
+    replicas.leave_out(out, out=True)
+    replicas.worker(0, 0).connected("generation0.0-0-b", dict.fromkeys(Lane, workers[0]))
+    replicas.leave_out(out, out=True)
+    await generate(handle, group(5))
+    assert workers[0].of("generate") == [4, 5], "its next instance has not failed"
+
+
 async def test_prompts_of_groups_are_split_over_the_ranks_that_sample_themselves() -> None:
     replicas, workers = service(4)
     replicas.trainer = Layout(tp=2, dp=2, generation_pp=1, generation_tp=1)

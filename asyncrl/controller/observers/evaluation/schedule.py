@@ -11,7 +11,7 @@ from asyncrl.config.schema import Config
 from asyncrl.controller.observers.evaluation.answers import AnswersFolder
 from asyncrl.controller.observers.evaluation.episodes import EpisodeEvaluator
 from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, Question
-from asyncrl.errors import FleetFailed, Refused, Retryable, WeightsError
+from asyncrl.errors import DeadlineExceeded, Refused, Retryable, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.messages import Published
 
@@ -28,8 +28,8 @@ class VersionEvaluator(Protocol):
 async def copy_weights(fleet: Fleet, published: Published, config: Config) -> None:
     """Lets the evaluation service copy out a version, leased meanwhile so that the trainer cannot overwrite it.
 
-    Between leases the trainer may write. Raises Refused when the version was overwritten, FleetFailed when it
-    is damaged or not to be reached, and WeightsError for too slow a copy.
+    Between leases the trainer may write. Raises Refused when the version was overwritten, and WeightsError when it is
+    damaged, or the copy too slow.
     """
     assert fleet.evaluation is not None
     lease = config.staleness.publish_deadline + published.transfer
@@ -42,11 +42,8 @@ async def copy_weights(fleet: Fleet, published: Published, config: Config) -> No
             async with running_timeout(lease):
                 await fleet.evaluation.use_weights(published)
             return
-        except TimeoutError:
+        except (TimeoutError, DeadlineExceeded):
             continue
-        except WeightsError as unusable:
-            text = f"weights of version {published.version} do not reach {READER}: {unusable}"
-            raise FleetFailed(text) from unusable
         finally:
             await fleet.training.detached(READER)
     raise WeightsError(

@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
-from asyncrl.protocols.messages import Call, Reply
+from asyncrl.lanes.control.remote_errors import error_from, failure_from
+from asyncrl.protocols.messages import PROTOCOL, Call, Hello, Reply
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 EVERY_WIRE = pytest.mark.parametrize("site", ["inproc", "ipc", "tcp"], indirect=True)
@@ -138,6 +139,23 @@ async def test_any_other_error_arrives_as_a_remote_error(site: Any) -> None:
             await link.call("echo", (), 5.0)
         with pytest.raises(RemoteError, match="AttributeError"):
             await link.call("no_such_method", (), 5.0)
+
+
+@pytest.mark.parametrize(
+    ("service", "rank", "instance", "named"),
+    [
+        ("generation", 0, "generation1.0-0-feedbeef", "generation1[0]"),
+        ("training", 3, "training0.3-2-feedbeef", "training0[3]"),
+        ("cost_critic", 0, "cost_critic12.0-0-feedbeef", "cost_critic12[0]"),
+        ("controller", 0, "controller-0-feedbeef", "controller[0]"),
+    ],
+)
+def test_errors_name_replica_and_rank(service: str, rank: int, instance: str, named: str) -> None:
+    worker = Hello("run", 0, service, rank, instance, PROTOCOL, "0.1.0")
+    remote = error_from(failure_from(ZeroDivisionError("by 0"), 0, worker))
+    assert str(remote) == f"{named} raised ZeroDivisionError: by 0"
+    own = error_from(failure_from(LostRows("slot 3 is gone"), 0, worker))
+    assert str(own) == f"{named}: slot 3 is gone"
 
 
 async def test_a_remote_error_keeps_its_kind_over_a_second_hop(site: Any) -> None:

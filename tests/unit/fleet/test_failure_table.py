@@ -1,0 +1,428 @@
+"""The failure table, cell by cell, over fleets of two replicas (or ranks) in this process, and its copy in the docs."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.schema import Config, ModelConfig, TaskConfig
+from asyncrl.errors import (
+    AsyncrlError,
+    ConfigError,
+    DeadlineExceeded,
+    FleetFailed,
+    LostRows,
+    PeerLost,
+    Refused,
+    RemoteError,
+    RewardError,
+    TaskError,
+    WeightsError,
+)
+from asyncrl.fleet import supervisor
+from asyncrl.fleet.failure_table import TABLE, Ends, Raised, When, Who, is_everywhere, is_fault
+from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerLost, WorkerStarted
+from asyncrl.fleet.supervisor import Learners
+from asyncrl.fleet.worker.service import Service
+from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL
+from asyncrl.protocols.rank_layout import Layout
+from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, Training, endpoint
+
+PATIENCE = 30.0
+DOCS = Path(__file__).parents[3] / "docs" / "reliability.md"
+ECC = "CUDA error: uncorrectable ECC error"
+
+
+class Twin(Contract):
+    """A service of which each replica does what the test says."""
+
+    @endpoint(ONE_OF, idempotent=Idempotent.PURE)
+    async def ask(self, group: int = -1) -> str:
+        raise NotImplementedError
+
+    @endpoint(ONE_OF)
+    async def spend(self) -> str:
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def names(self) -> list[str]:
+        raise NotImplementedError
+
+
+class Learner(Training):
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
+    async def learn(self) -> list[str]:
+        raise NotImplementedError
+
+
+class Stage:
+    """A fleet that runs. errors: what the next calls of a worker raise, by its name ("twin1.0") and the call."""
+
+    def __init__(self) -> None:
+        self.errors: dict[tuple[str, str], list[BaseException]] = {}
+        self.running: RunningFleet
+        self.lost: list[str] = []
+        self.said: list[str] = []
+        self._happened = asyncio.Event()
+
+    def raises(self, worker: str, call: str, *errors: BaseException) -> None:
+        self.errors[worker, call] = list(errors)
+
+    def attempt(self, worker: str, call: str) -> None:
+        if errors := self.errors.get((worker, call)):
+            raise errors.pop(0)
+
+    def note(self, event: FleetEvent) -> None:
+        if isinstance(event, WorkerLost):
+            assert not event.has_left, "nobody asked it to leave"
+            self.lost.append(event.reason)
+        if isinstance(event, WorkerLost | WorkerStarted):
+            self._happened.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                self._happened.clear()
+                await self._happened.wait()
+
+    def alive(self, service: str = "twin") -> list[str]:
+        return [worker.instance for worker in self.running.workers[service] if worker.alive]
+
+    @property
+    def twin(self) -> Twin:
+        return self.running.handle("twin", Twin)
+
+    @asynccontextmanager
+    async def fleet(self, *, joined: int = 0, ranks: int = 1) -> AsyncIterator[None]:
+        stage = self
+
+        class TwinService(Service, Twin):
+            @property
+            def name(self) -> str:
+                return self.context.spec.instance.partition("-")[0]
+
+            async def start(self) -> None:
+                stage.attempt(self.name, "start")
+
+            async def ask(self, group: int = -1) -> str:
+                stage.attempt(self.name, "ask")
+                return self.name
+
+            async def spend(self) -> str:
+                stage.attempt(self.name, "spend")
+                return self.name
+
+            async def names(self) -> list[str]:
+                stage.attempt(self.name, "names")
+                return [self.name]
+
+        class LearnerService(Service, Learner):
+            async def start(self) -> None:
+                stage.attempt(f"training0.{self.context.spec.rank}", "start")
+
+            async def learn(self) -> list[str]:
+                stage.attempt(f"training0.{self.context.spec.rank}", "learn")
+                return ["learnt"]
+
+        config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
+        facts = RunFacts(secrets.token_hex(4), self.folder, self.folder, 0, "none", config)
+        specs = [
+            ServiceSpec("twin", Twin, TwinService, replicas=2, here=True, joined=joined),
+            ServiceSpec("training", Learner, LearnerService, layout=Layout(dp=ranks), here=True),
+        ]
+        async with running_fleet(specs, facts, report=self.said.append, resume="asyncrl run x") as self.running:
+            self.running.subscribers.append(self.note)
+            yield
+
+    folder = Path()
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE", 0.001)
+    Stage.folder = tmp_path
+    return Stage()
+
+
+def broken() -> RuntimeError:
+    return RuntimeError(ECC)
+
+
+# ---- newcomers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [broken(), ConfigError("take a larger GPU"), PeerLost("it fell over"), OSError("EIO")]
+)
+async def test_a_place_that_no_start_waits_for_costs_its_offer_when_it_cannot_start(stage: Stage, error: Any) -> None:
+    stage.raises("twin1.0", "start", error)
+    async with stage.fleet(joined=1):
+        await stage.until(lambda: len(stage.alive()) == 2)
+        assert stage.errors["twin1.0", "start"] == []
+
+
+async def test_newcomers_that_never_start_end_no_run_however_often_they_fail(stage: Stage) -> None:
+    tries = supervisor.MAX_DEATHS + 2
+    for name in ("twin2.0", "twin3.0"):
+        stage.raises(name, "start", *[broken() for _ in range(tries)])
+    async with stage.fleet():
+        before = stage.alive()
+        stage.running.add_replica("twin")
+        stage.running.add_replica("twin")
+        await stage.until(lambda: len(stage.alive()) == 4)
+        assert stage.alive()[:2] == before
+        assert len([why for why in stage.lost if "it could not start on " in why and ECC in why]) == 2 * tries
+
+
+async def test_what_others_could_not_start_does_not_count_as_deaths_of_a_newcomer(stage: Stage) -> None:
+    stage.raises("twin2.0", "start", *[broken() for _ in range(supervisor.MAX_DEATHS)])
+    async with stage.fleet():
+        stage.running.add_replica("twin")
+        await stage.until(lambda: len(stage.alive()) == 3)
+        for instance in stage.alive():
+            stage.running.supervisor.kill(instance)
+        await stage.until(lambda: len(stage.alive()) == 3)
+
+
+# ---- workers that start again alone ------------------------------------------------------------------------------
+
+
+async def test_what_one_of_two_raises_at_the_first_start_of_all_ends_the_run(stage: Stage) -> None:
+    stage.raises("twin1.0", "start", broken())
+    with pytest.raises(RemoteError, match=rf"twin1\[0\] raised RuntimeError: {ECC}"):
+        async with stage.fleet():
+            pytest.fail("it started")
+
+
+async def test_a_later_start_that_fails_ends_that_worker(stage: Stage) -> None:
+    async with stage.fleet():
+        kept, killed = stage.alive()
+        stage.raises("twin1.0", "start", broken(), ConfigError("no GPU"))
+        stage.running.supervisor.kill(killed)
+        await stage.until(lambda: len(stage.lost) == 3 and len(stage.alive()) == 2)
+        assert stage.alive()[0] == kept
+        assert stage.lost[1:] == [
+            f"it could not start again: twin1[0] raised RuntimeError: {ECC}",
+            "it could not start again: twin1[0]: no GPU",
+        ]
+
+
+ANY = [
+    broken(),
+    MemoryError("CUDA out of memory"),
+    OSError(116, "Stale file handle"),
+    TimeoutError("nfs: server not responding"),
+    KeyError("state"),
+    WeightsError("weights are damaged"),
+    ConfigError("this host has no bubblewrap"),
+    AsyncrlError("something else"),
+    Refused("another incarnation"),
+]
+
+
+@pytest.mark.parametrize("error", ANY, ids=lambda error: type(error).__name__)
+async def test_any_error_of_one_of_two_ends_that_worker_and_the_other_one_answers(stage: Stage, error: Any) -> None:
+    async with stage.fleet():
+        kept, failing = stage.alive()
+        stage.raises("twin1.0", "ask", error)
+        answers = [await stage.twin.ask() for _ in range(2)]
+        assert answers == ["twin0.0", "twin0.0"], "one of them was asked of the other one first"
+        assert stage.errors["twin1.0", "ask"] == []
+        await stage.until(lambda: len(stage.alive()) == 2)
+        assert stage.alive()[0] == kept
+        assert stage.alive()[1] != failing
+        assert stage.lost[0].startswith("twin1[0]")
+        assert str(error.args[-1]) in stage.lost[0]
+
+
+async def test_a_call_that_must_not_be_repeated_is_lost_with_its_worker(stage: Stage) -> None:
+    async with stage.fleet():
+        stage.raises("twin0.0", "spend", broken())
+        stage.raises("twin1.0", "spend", broken())
+        with pytest.raises(PeerLost, match=rf"twin\d\.0-0-\w+: twin\d\[0\] raised RuntimeError: {ECC}"):
+            await stage.twin.spend()
+        await stage.until(lambda: len(stage.alive()) == 2)
+
+
+@pytest.mark.parametrize("error", [TaskError("row 3 has no prompt"), RewardError("the judge refuses the key")])
+async def test_a_mistake_in_data_or_code_is_raised_as_it_is_and_ends_no_worker(stage: Stage, error: Any) -> None:
+    async with stage.fleet():
+        before = stage.alive()
+        for name in ("twin0.0", "twin1.0"):
+            stage.raises(name, "ask", error)
+        with pytest.raises(type(error)):
+            await stage.twin.ask()
+        assert stage.alive() == before
+
+
+@pytest.mark.parametrize("error", [LostRows("overwritten"), DeadlineExceeded("weights at tcp://t came late")])
+async def test_what_a_worker_heard_from_others_ends_no_worker(stage: Stage, error: Any) -> None:
+    async with stage.fleet():
+        before = stage.alive()
+        for name in ("twin0.0", "twin1.0"):
+            stage.raises(name, "names", error)
+        with pytest.raises(type(error)):
+            await stage.twin.names()
+        assert stage.alive() == before
+
+
+@pytest.mark.parametrize("texts", [(ECC, ECC), ("out of memory: 81 GiB", "out of memory: 79 GiB")])
+async def test_the_same_at_all_replicas_ends_the_run_with_the_command(stage: Stage, texts: tuple[str, str]) -> None:
+    async def play() -> None:
+        async with stage.fleet():
+            with suppress(PeerLost):
+                await stage.twin.names()
+            await asyncio.sleep(PATIENCE)
+
+    stage.raises("twin0.0", "names", RuntimeError(texts[0]))
+    stage.raises("twin1.0", "names", RuntimeError(texts[1]))
+    with pytest.raises(FleetFailed, match=r"all workers of twin raised the same: .* asyncrl run x") as ended:
+        await play()
+    assert ended.value.exit_code == 75
+
+
+async def test_different_errors_of_all_replicas_end_workers_only(stage: Stage) -> None:
+    async with stage.fleet():
+        stage.raises("twin0.0", "names", broken())
+        stage.raises("twin1.0", "names", KeyError("state"))
+        with suppress(PeerLost):
+            await stage.twin.names()
+        await stage.until(lambda: len(stage.lost) == 2 and len(stage.alive()) == 2)
+        assert sorted(await stage.twin.names()) == ["twin0.0", "twin1.0"]
+
+
+async def test_what_a_replica_made_good_does_not_count_when_the_other_one_raises_it(stage: Stage) -> None:
+    async with stage.fleet():
+        for name in ("twin0.0", "twin1.0", "twin0.0"):
+            stage.raises(name, "names", broken())
+            await stage.twin.names()
+            await stage.until(lambda: len(stage.alive()) == 2)
+            assert len(await stage.twin.names()) == 2
+        assert len(stage.lost) == 3
+
+
+async def test_one_of_two_may_die_as_often_as_it_likes_while_the_other_one_lives(stage: Stage) -> None:
+    async with stage.fleet():
+        kept = stage.alive()[0]
+        for number in range(supervisor.MAX_DEATHS + 2):
+            stage.running.supervisor.kill(stage.alive()[1])
+            await stage.until(lambda number=number: len(stage.lost) == number + 1 and len(stage.alive()) == 2)
+        assert stage.alive()[0] == kept
+
+
+async def test_both_of_two_that_die_too_often_end_the_run(stage: Stage) -> None:
+    async def play() -> None:
+        async with stage.fleet():
+            for number in range(supervisor.MAX_DEATHS):
+                for instance in stage.alive():
+                    stage.running.supervisor.kill(instance)
+                await stage.until(lambda number=number: len(stage.lost) == 2 * number + 2 and len(stage.alive()) == 2)
+
+    with pytest.raises(FleetFailed, match=r"twin\d\.0 died 6 times without .* Resume with: asyncrl run x"):
+        await play()
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+
+
+async def test_an_error_of_one_of_two_ranks_that_learn_ends_both_and_they_start_again(stage: Stage) -> None:
+    async with stage.fleet(ranks=2):
+        learners = stage.running.supervisor.learners = Learners()
+        others, before = stage.alive(), stage.alive("training")
+        stage.raises("training0.1", "learn", broken())
+        with pytest.raises(PeerLost):
+            await stage.running.handle("training", Learner).learn()
+        assert (await learners.lost).startswith("training0.1 died: training0[1] raised RuntimeError")
+        await stage.running.supervisor.end_learners()
+        stage.running.meetings.forget(["training"])
+        learners.start_again()
+        await stage.until(lambda: len(stage.alive("training")) == 2)
+        assert {*before}.isdisjoint(stage.alive("training"))
+        assert stage.alive() == others
+
+
+async def test_a_rank_that_cannot_start_again_ends_the_set_again_and_at_last_the_run(stage: Stage) -> None:
+    async def play() -> None:
+        async with stage.fleet(ranks=2):
+            learners = stage.running.supervisor.learners = Learners()
+            stage.raises("training0.1", "learn", broken())
+            with suppress(PeerLost):
+                await stage.running.handle("training", Learner).learn()
+            await learners.lost
+            await stage.running.supervisor.end_learners()
+            stage.raises("training0.1", "start", broken())
+            learners.start_again()
+            await learners.lost
+            learners.give_up()
+            await asyncio.sleep(PATIENCE)
+
+    with pytest.raises(FleetFailed, match=r"training0\.1 died: it could not start again: .*ECC.*asyncrl run x"):
+        await play()
+
+
+async def test_without_a_way_back_the_error_of_a_rank_ends_the_run_as_it_is(stage: Stage) -> None:
+    async with stage.fleet(ranks=2):
+        stage.raises("training0.1", "learn", broken())
+        with pytest.raises(RemoteError, match=r"training0\[1\] raised RuntimeError"):
+            await stage.running.handle("training", Learner).learn()
+        assert stage.lost == []
+
+
+async def test_a_full_disk_of_a_rank_is_no_reason_to_go_back(stage: Stage) -> None:
+    async with stage.fleet(ranks=2):
+        stage.running.supervisor.learners = Learners()
+        stage.raises("training0.0", "learn", OSError(28, "No space left on device"))
+        with pytest.raises(RemoteError, match="No space left"):
+            await stage.running.handle("training", Learner).learn()
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_is_the_one_of_the_docs() -> None:
+    wanted = ["| " + " | ".join(["who failed", *(when.value for when in When)]) + " |", "|" + "---|" * (1 + len(When))]
+    for who in Who:
+        cells = [TABLE[who][when].name.lower().replace("_", " ") for when in When]
+        wanted.append("| " + " | ".join([who.value, *cells]) + " |")
+    text = DOCS.read_text()
+    assert "\n".join(wanted) in text
+    for ends in Ends:
+        assert f"- **{ends.name.lower().replace('_', ' ')}**: {ends.value.partition(': ')[2] or ends.value}" in text
+
+
+def test_faults_are_errors_of_whoever_raised_them() -> None:
+    assert all(is_fault(error) for error in ANY if not isinstance(error, Refused))
+    others = (PeerLost(""), LostRows(""), DeadlineExceeded(""), Refused(""), TaskError(""), RewardError(""))
+    assert not any(map(is_fault, others))
+
+
+def test_what_comes_late_from_afar_is_no_end_of_a_wait_here() -> None:
+    assert not issubclass(DeadlineExceeded, TimeoutError | OSError)
+
+
+def raised(text: str, *groups: int, times: int = 1) -> Raised:
+    first = Raised.of("ask", RuntimeError(text), groups=groups)  # type: ignore[arg-type]
+    return first if times == 1 else first.after(raised(text, *groups, times=times - 1))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "everywhere"),
+    [
+        ([raised("a 1"), raised("a 22")], True),
+        ([raised("a"), raised("b")], False),
+        ([raised("a"), None], False),
+        ([raised("a")], False),
+        ([raised("a", times=2)], True),
+        ([raised("a", 7), raised("a", 7, 8)], False),
+        ([raised("a", 7), raised("a", 8)], True),
+        ([raised("a", 7, times=3)], False),
+    ],
+)
+def test_everywhere_is_the_same_of_all_with_no_group_in_common(replicas: list[Any], everywhere: bool) -> None:
+    assert is_everywhere(replicas) == everywhere
