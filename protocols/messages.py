@@ -284,15 +284,17 @@ class Using:
 
 
 LEFT_OUT = "left out"
+CUT_SHORT = "cut short"
+"""Reason of samples whose update was not taken because the run ends: they wait for its next start."""
 """The reason of a sample that a step was given and that no mask, rejection or update accounts for."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedSample:
     """The trainer's account of one sample. trained: response tokens in the loss of an update that was taken. masked:
-    those left out, with the reason ("stale", "truncated", "not finite", LEFT_OUT). rejected: tokens within the limit
-    that the correction gave no weight. advantages, rewards: of each sampled token of a sample in Cuts.shown, where they
-    differ from token to token."""
+    those left out, with the reason ("stale", "truncated", "not finite", CUT_SHORT, LEFT_OUT). rejected: tokens within
+    the limit that the correction gave no weight. advantages, rewards: of each sampled token of a sample in Cuts.shown,
+    where they differ from token to token."""
 
     group: int
     member: int

@@ -250,6 +250,12 @@ class Critic(Contract):
         says so."""
         raise NotImplementedError
 
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.PURE)
+    async def undo_update(self) -> None:
+        """Ends the running update after its pass, for a last checkpoint, and begins no other one. An update that has
+        begun to change the weights is finished."""
+        raise NotImplementedError
+
     @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
     async def copy_state(self, incarnation: int, version: int) -> None:
         """Copies model and optimizer into the memory of the host, for a checkpoint of `version`."""
@@ -268,6 +274,10 @@ class Critic(Contract):
         raise NotImplementedError
 
 
+UNDONE, RUNNING, ENDED = "undone", "running", "ended"
+"""Answers of a rank that is asked to undo a step."""
+
+
 class Training(Contract):
     """Trains the policy; publishes each new version into the weight arena."""
 
@@ -281,6 +291,13 @@ class Training(Contract):
     async def allow_update(self, incarnation: int, version: int) -> None:
         """Lets the step from a version change the weights. Only a step in lockstep waits for it: its passes are
         computed before, while the next batch is sampled."""
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL, lane=Lane.CONTROL, idempotent=Idempotent.BY_VERSION)
+    async def undo_step(self, incarnation: int, version: int) -> list[str]:
+        """Keeps the state of `version` for a last checkpoint: no update is taken from there any more. Returns for each
+        rank UNDONE, RUNNING where its step is about to change the weights or has begun to, and then takes no further
+        update, or ENDED where it has another version. One UNDONE is enough: ranks take updates together."""
         raise NotImplementedError
 
     @endpoint(balanced(THREE_D_PROTO), idempotent=Idempotent.PURE)

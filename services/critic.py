@@ -23,7 +23,7 @@ from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
 from asyncrl.protocols.distribute_collect import balanced_parts
-from asyncrl.protocols.messages import Checkpointed, ValueReport
+from asyncrl.protocols.messages import CUT_SHORT, Checkpointed, ValueReport
 from asyncrl.protocols.row_columns import value_columns
 from asyncrl.protocols.service_contracts import Critic
 from asyncrl.services.ranks.forward_passes import results_of_forward_passes
@@ -57,6 +57,7 @@ class CriticService(Service, Critic):
         self._used: dict[SampleName, None] = {}  # samples in flight that were learnt: as many as there are row slots
         self._learning: dict[SampleName, None] = {}  # those of the running batch
         self._updates = 0  # of the engine, when it had learnt the last batch
+        self._is_undone = False  # the running update, unless it has changed the weights, and every later one
 
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and opens rows for every sample in flight."""
@@ -113,6 +114,9 @@ class CriticService(Service, Critic):
                 self._last_update = work
             return await asyncio.shield(self._last_update)
 
+    async def undo_update(self) -> None:
+        self._is_undone = True
+
     async def copy_state(self, incarnation: int, version: int) -> None:
         if self._ranks.follows:
             return
@@ -157,10 +161,16 @@ class CriticService(Service, Critic):
         if not fresh.rows:
             self._version = max(self._version, cuts.version)
             return self._skipped(cuts, "learnt before")
+        if self._is_undone:
+            return self._skipped(cuts, CUT_SHORT)
         try:
             await self._ranks.run("begin", cuts, fresh, [list(name) for name in self._used])
-            while await self._ranks.run("advance"):
-                pass
+            while not (self._is_undone and self._run.forgo_updates()):
+                if not await self._ranks.run("advance"):
+                    break
+            else:
+                self._used = {name: None for name in self._used if name not in self._learning}
+                return self._skipped(cuts, CUT_SHORT)
         except LostRows as lost:
             self.context.log.warning("update skipped", reason=str(lost))
             return self._skipped(cuts, "rows lost")

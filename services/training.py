@@ -17,7 +17,7 @@ from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh, disconnect_mesh
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
-from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
+from asyncrl.engines.training.trainer_checkpoint import HeldCopy, StateCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
 from asyncrl.errors import ArenaFull, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
@@ -37,7 +37,7 @@ from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
-from asyncrl.protocols.service_contracts import Training
+from asyncrl.protocols.service_contracts import ENDED, RUNNING, UNDONE, Training
 from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
 from asyncrl.services.ranks.running_step import StepInProgress
 from asyncrl.services.ranks.weight_slots import no_room_for_weights, wait_for_slot
@@ -74,6 +74,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._leases_changed = asyncio.Event()
         self._gathered: dict[str, float] = {}  # metrics of the newest version, where ranks sample themselves
         self._permit = UpdatePermit()
+        self._is_undone = False  # the step from this version, and every later one
 
     async def start(self) -> None:
         """Loads the model, or the checkpoint of a resumed run, and publishes its version. Raises ConfigError when
@@ -100,6 +101,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             if (cuts.incarnation, cuts.version) != self._position:
                 wanted = _position_text(cuts.incarnation, cuts.version)
                 raise Refused(f"cannot train from {wanted}: the trainer is at {position}")
+            if self._is_undone:
+                raise Refused(f"cannot train from {position}: the run ends, and its last checkpoint is of there")
             if step is not None and step.digest != digest:
                 raise Refused(
                     f"cannot train batch {digest[:16]} from {position}: batch {step.digest[:16]} is trained from there"
@@ -135,6 +138,15 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     async def allow_update(self, incarnation: int, version: int) -> None:
         self._permit.allow(incarnation, version)
 
+    async def undo_step(self, incarnation: int, version: int) -> list[str]:
+        if (incarnation, version) != self._position:
+            return [ENDED]
+        if (step := self._step) is not None and step.run is not None and not step.run.forgo_updates():
+            return [RUNNING]
+        self._is_undone = True
+        self._permit.allow(incarnation, version)  # A step that waits goes on to learn that it is undone.
+        return [UNDONE]
+
     async def prefetch(self, samples: BatchRef) -> list[bool]:
         return await self._row_prefetch.prefetch(samples)
 
@@ -154,15 +166,28 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
     async def copy_state(self, incarnation: int, version: int) -> None:
         async with self._lock:
-            if (incarnation, version) != self._position or await self._running_step() is not None:
+            runs = not self._is_undone and await self._running_step() is not None
+            if (incarnation, version) != self._position or runs:
                 wanted, position = _position_text(incarnation, version), _position_text(*self._position)
                 raise Refused(f"cannot save a checkpoint of {wanted}: the trainer is at {position}")
             facts = {"version": version, "incarnation": incarnation, "chain": self._chain.hex()}
             try:
-                copied = await self.context.compute.run(self._engine.copy_state, facts)
+                copied = await self._copied(facts)
             except PeerLost as lost:
                 raise await self._lost_contact(lost) from lost
             self._copy = HeldCopy(incarnation, version, self._chain.hex(), copied, self.context.config.training)
+
+    async def _copied(self, facts: dict[str, Any]) -> StateCopy:
+        """Copies the state, also beside a step that was undone, whose passes may take a minute. Raises PeerLost."""
+        step = self._step if self._is_undone else None
+        if step is None or step.work.done():
+            copied = await self.context.compute.run(self._engine.copy_state, facts)
+        elif (beside := await asyncio.to_thread(self._engine.copy_beside_pass, facts)) is not None:
+            copied = beside
+        else:
+            await asyncio.wait([step.work])
+            copied = await self.context.compute.run(self._engine.copy_state, facts)
+        return copied if step is None else replace(copied, state={**copied.state, "rng": step.random})
 
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         return await copy_of(self._copy, incarnation, version).write(Path(directory), self.context.tasks)
@@ -229,7 +254,10 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
             if context.handover is not None:
                 await context.compute.run(self._engine.trained_weights.hold_apart)
-            run = await context.compute.run(self.begin_step, cuts, columns)
+            step.run = run = await context.compute.run(self.begin_step, cuts, columns)
+            if self._is_undone and not run.forgo_updates():
+                step.lost = LostRows("the run ends")
+                return None
             while await context.compute.run(run.advance):
                 self.add_to_counters(micro_batches=1)
                 if run.is_computed:

@@ -49,11 +49,13 @@ from asyncrl.lanes.host_id import UNKNOWN_DOMAIN, FaultDomain
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
-from asyncrl.protocols.service_contracts import Training
+from asyncrl.protocols.service_contracts import RUNNING, UNDONE, Training
 from asyncrl.rewards.execution.token_rewards import stores_token_rewards
 
 DRAWN_AT_ONCE = 256
 """Groups drawn before other tasks run: drawing 100,000 groups takes a minute, in which the recorder and health wait."""
+STEP_LOOK = 0.5
+"""Seconds between two looks whether a step that changes the weights has ended."""
 LAST_RELEASES = 1.0
 """Seconds for the last releases at the end of a run: the workers end too, so no answer is necessary."""
 
@@ -110,6 +112,7 @@ class Controller:
         self._pauses = pauses or PauseSwitch()
         self._stopping = False
         self._iterations_ended = False
+        self._is_late = asyncio.Event()  # for the running iteration
 
     @property
     def version(self) -> int:
@@ -146,7 +149,7 @@ class Controller:
             tasks.create_task(self._draw(), name="draw groups"),
         ]
         try:
-            await self._train()
+            await self._train(tasks)
         finally:
             self._rollouts.stop()
         for task in beside:
@@ -159,10 +162,22 @@ class Controller:
         """Returns the samples whose rows a checkpoint saves."""
         return self._tracker.rows_to_save()
 
-    async def _train(self) -> None:
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
         algorithm = self._algorithm
-        with AttributedTo(algorithm, "train"):
-            await algorithm.train(self._checked_fleet, self)
+        try:
+            async with asyncio.timeout(None) as limit:
+                undoing = tasks.create_task(self._undo_when_late(limit), name="undo the running step")
+                try:
+                    with AttributedTo(algorithm, "train"):
+                        await algorithm.train(self._checked_fleet, self)
+                finally:
+                    undoing.cancel()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if self._iterations.cuts is not None:
+                self._iterations.undone()
+            return
         if algorithm.name and not self._iterations_ended:
             raise AlgorithmError(
                 f"train of {algorithm.name} returned at version {self.version}, before `control.iterations()` had "
@@ -201,6 +216,28 @@ class Controller:
         """Ends the run after the running iteration, as if the steps were done. The groups in flight are abandoned."""
         self._stopping = True
         self._state_changed()
+
+    def stop_now(self) -> None:
+        """Ends the run without the running iteration: its step is undone, and its samples wait for the next start; one
+        that has begun to change the weights is finished. Call `stop` before."""
+        self._is_late.set()
+
+    async def _undo_when_late(self, limit: asyncio.Timeout) -> None:
+        await self._is_late.wait()
+        training = self._fleet.training
+        for critic in filter(None, (self._fleet.critic, self._fleet.cost_critic)):
+            await critic.undo_update()
+        while (cuts := self._iterations.cuts) is not None:
+            answers = await training.undo_step(cuts.incarnation, cuts.version)
+            if UNDONE in answers:
+                break
+            if RUNNING not in answers:
+                report = await training.step(cuts)  # The one that it has made.
+                if self._iterations.cuts == cuts:
+                    self.trained(report)
+                break
+            await asyncio.sleep(STEP_LOOK)
+        limit.reschedule(asyncio.get_running_loop().time())
 
     async def _draw(self) -> None:
         await self._drawable.wait()

@@ -21,7 +21,7 @@ from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.errors import AlgorithmError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.objectives.advantages import Advantages, RewardedCut, group_estimate, turn_advantages
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
-from asyncrl.protocols.messages import LEFT_OUT, StepReport
+from asyncrl.protocols.messages import CUT_SHORT, LEFT_OUT, StepReport
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.telemetry.samples_file import RecordedGroups, shown_by_token
 
@@ -143,6 +143,11 @@ class Iterations:
             ) from error
         self.rows_lost(cuts, error)
 
+    def undone(self) -> None:
+        """Ends the iteration untrained: its samples wait for training again."""
+        self.tracker.observe(StepLost(self._end(), "the run ends"))
+        self.tracker.requeue(self._picked)
+
     def _counts(self, row: RowRef) -> bool:
         """Returns whether the sample is in the loss, and so in its denominators."""
         return not (self.config.algorithm.mask_truncated and row.unfinished)
@@ -172,6 +177,8 @@ class Iterations:
 
     def _drop(self, cuts: tuple[Cut, ...], reason: str) -> None:
         self.tracker.requeue(cuts)
+        if reason == CUT_SHORT:
+            return
         for group, members in cuts:
             self.tracker.drop(group, members, reason)
 

@@ -50,8 +50,10 @@ if TYPE_CHECKING:
     from asyncrl.telemetry.exporters.prometheus import PrometheusExporter
 
 OnStep: TypeAlias = Callable[[dict[str, float]], object]
-STOP_TIMEOUT = 6.0
-"""Seconds that Ctrl-C leaves the running iteration, so that all of it, checkpoint included, ends within ten."""
+STEP_SHARE = 1 / 3
+"""Share of `fleet.grace` that the running step has to end by itself; the rest is for the last checkpoint."""
+COMMIT_LOOK = 1.0
+"""Seconds between two looks whether a checkpoint is still being written, when the grace is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class TrainingRun:
         self._fleet = self.running.fleet
         self._stopping = False
         self._ended_early = False
-        self._abandon_timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
         self._last_commit = self.state.plan.version if self.state.plan else -1
         gate = self.state.gate
         # Twice what can be in flight: a row of failures that long contains all members of any good group.
@@ -238,24 +240,40 @@ class TrainingRun:
             await self._controller.run(self.algorithm)
         finally:
             self.state.pauses.subscribers.remove(self._show_pause)
-            if self._abandon_timer is not None:
-                self._abandon_timer.cancel()
+            for timer in self._timers:
+                timer.cancel()
 
     def _show_pause(self) -> None:
         self.progress.begin("paused by command: no group is drawn, and no step begins" if self.state.pauses.on else "")
 
     def _stop(self) -> None:
-        """Lets the running iteration end, within STOP_TIMEOUT."""
+        """Lets the running step end within its share of the grace, and has it undone then."""
         if self._stopping:
             return
+        grace = self.config.fleet.grace
         self.display.say(
-            f"ending with a checkpoint, after the running iteration (at most {STOP_TIMEOUT:.0f} s); "
-            "Ctrl-C once more abandons the wait"
+            f"ending with a checkpoint, after the running step; one that takes over {grace * STEP_SHARE:.0f} s is "
+            "undone; Ctrl-C once more abandons the wait"
         )
         self._stopping = True
         self._controller.stop()
-        why = f"the running iteration did not end within {STOP_TIMEOUT:.0f} s of Ctrl-C"
-        self._abandon_timer = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.abandon, why)
+        loop = asyncio.get_running_loop()
+        self._timers = [loop.call_later(grace * STEP_SHARE, self._stop_now), loop.call_later(grace, self._give_up)]
+
+    def _stop_now(self) -> None:
+        self.display.say("the running step is undone: its samples wait for the next start")
+        self._controller.stop_now()
+
+    def _give_up(self) -> None:
+        """Abandons the run, which has begun no last checkpoint, once none is being written: that one may be the newest
+        version."""
+        if self._commits.is_running:
+            self._timers.append(asyncio.get_running_loop().call_later(COMMIT_LOOK, self._give_up))
+        else:
+            grace = self.config.fleet.grace
+            self.abandon(
+                f"the running step was neither ended nor undone within {grace:g} s (fleet.grace) of the signal"
+            )
 
     async def _between(self, version: int) -> None:
         self._commits.check()
@@ -280,8 +298,8 @@ class TrainingRun:
             await self._recorder.drain()  # A resume repeats later steps only.
             return Checkpointed.merge([await trainer.checkpoint(directory, *position) for trainer in trainers])
 
-        self._last_commit = version
         await self._commits.begin(version, copy, write)
+        self._last_commit = version  # Where `begin` was cancelled, the end of the run commits.
 
     async def _committed(self, version: int) -> None:
         self._best.write(versions(self.state.journal.store))

@@ -44,8 +44,9 @@ usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.k
   --section.key value  any key; a list takes the flag several times or a TOML list
 
 command line > environment (ASYNCRL_SECTION__KEY) > file > default
-Ctrl-C, SIGTERM or the end of the terminal ends a run within ten seconds, with a checkpoint; a second Ctrl-C ends it
-at once. `asyncrl --help` lists the exit codes."""
+Ctrl-C, SIGTERM or the end of the terminal ends a run with a checkpoint of its newest version; a step that takes
+longer than a third of --fleet.grace (20 seconds) is undone. A second Ctrl-C ends the run at once.
+`asyncrl --help` lists the exit codes."""
 
 RESUMABLE = 75
 RECORD_GB = 1.0

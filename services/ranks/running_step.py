@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from asyncrl.engines.training.training_step import StepOutcome
+from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome
 from asyncrl.errors import LostRows, PeerLost
 
 KEPT_STATE = 60.0
@@ -16,10 +16,11 @@ take to notice the death, and to end what it does."""
 @dataclass(slots=True)
 class StepInProgress:
     """Holds a running step. digest: of its batch. rows_checked: set once all ranks have read their rows or reported
-    lost rows. work: the task up to the outcome of the engine; its result is None when rows, or other ranks, are lost.
-    random: state of torch's generator before it."""
+    lost rows. run: of the engine, once it is begun. work: the task up to the outcome of the engine; its result is None
+    when rows, or other ranks, are lost. random: state of torch's generator before it."""
 
     digest: str
+    run: AdvancingStep | None = None
     work: "asyncio.Task[StepOutcome | None]" = field(init=False)
     rows_checked: asyncio.Event = field(default_factory=asyncio.Event)
     random: torch.Tensor = field(default_factory=torch.get_rng_state)

@@ -3,6 +3,7 @@
 "standins": true              services without torch (torchless.py) instead of generation and training
 "at": [WHO, POINT, VERSION]   at this point of the checkpoint of this version WHO is killed: "controller", which is
                               this process, "training", or "writing": the trainer itself, while it writes
+"slow": VERSION                from which each step of the stand-in takes an hour
 "died": FILE                  made when that happened; it happens once
 "secrets": FILE               gets the secret key of each pair that is made, one a line
 """
@@ -62,7 +63,12 @@ async def no_model(config: Config, target: Path, say: Callable[[str], None]) -> 
 
 
 def standin_specs(config: Config) -> list[ServiceSpec]:
-    training = {"step_time": 0.02, "dies": [POINT, VERSION] if WHO == "writing" else [], "died": str(DIED)}
+    training = {
+        "slow": FAULTS.get("slow", -1),
+        "step_time": 0.02,
+        "dies": [POINT, VERSION] if WHO == "writing" else [],
+        "died": str(DIED),
+    }
     return [
         ServiceSpec(
             "generation",

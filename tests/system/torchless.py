@@ -75,8 +75,8 @@ class TorchlessGeneration(FakeGeneration):
 
 
 class TorchlessTraining(FakeTraining):
-    """Learns a number. options: `step_time`: seconds of a step. `dies`: [where, version] that kills it once, while it
-    writes this checkpoint; `died`: a file that says that it has."""
+    """Learns a number. options: `step_time`: seconds of a step; an hour from version `slow` on. `dies`: [where,
+    version] that kills it once, while it writes this checkpoint; `died`: a file that says that it has."""
 
     def __init__(self, context: WorkerContext) -> None:
         cost, limit = StepCost(context.spec.options["step_time"]), context.config.staleness.limit
@@ -99,6 +99,10 @@ class TorchlessTraining(FakeTraining):
             self._segment.unlink()
             self._segment.close()
         await super().stop()
+
+    async def spend(self, seconds: float) -> None:
+        is_slow = 0 <= self.context.spec.options["slow"] <= self.version
+        await super().spend(3600.0 if is_slow else seconds)
 
     def learn(self, cuts: Cuts, rows: Batch) -> None:
         tokens = [column.tolist() for column in rows["response_ids"]]

@@ -43,13 +43,14 @@ class Run:
     started: int = 0
 
     @contextmanager
-    def running(self, at: tuple[str, str, int] | None = None) -> Iterator["subprocess.Popen[str]"]:
+    def running(self, at: tuple[str, str, int] | None = None, slow: int = -1) -> Iterator["subprocess.Popen[str]"]:
         """Start it, or resume it; killed at the end if it still runs. at: see faulty_run.py. Output goes to a file."""
         self.started += 1
         faults: dict[str, Any] = {"standins": self.standins, "died": str(self.directory) + f".died{self.started}"}
         faults["secrets"] = str(self.directory) + ".secrets"
         if at:
             faults["at"] = at
+        faults["slow"] = slow
         command = [*self.wrapper, sys.executable, str(HERE / "faulty_run.py"), "run", self.experiment]
         command += ["--run-dir", str(self.directory), *self.flags]
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])

@@ -33,6 +33,10 @@ class FleetConfig(Section):
     call_deadline: PositiveFloat = 600.0
     """Seconds without any answer or progress of a worker after which its calls are given up and it is started again.
     Calls that wait for their turn at a worker that makes progress are not late."""
+    grace: PositiveFloat = 20.0
+    """Seconds from the signal that ends a run until its last checkpoint is begun at the latest. A step that does not
+    end within a third of them is undone, and its samples wait for the next start. Writing the checkpoint comes on top,
+    and stopping the workers with up to ten seconds: leave room for both in what Slurm, Docker or Kubernetes give."""
     start_deadline: PositiveFloat = 120.0
     """Seconds that a worker may take to start and load its model."""
     watchdog: PositiveFloat = 120.0

@@ -42,6 +42,10 @@ class BackgroundCommits:
         self._committed = committed
         self._running: asyncio.Task[None] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
+
     async def __aenter__(self) -> Self:
         return self
 

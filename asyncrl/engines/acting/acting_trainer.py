@@ -78,6 +78,9 @@ class ActingTrainer:
         weights = gather_state(self.named_tensors(), copy=copies)
         return StateCopy(gather_state(state, copy=copies), partial(self._write_model, weights))
 
+    def copy_beside_pass(self, extra: dict[str, Any]) -> None:
+        """Copies nothing: parts of a step are short."""
+
     def _write_model(self, weights: Mapping[str, Tensor], directory: Path) -> None:
         (directory / MODEL).mkdir(parents=True, exist_ok=True)
         save_file(dict(weights), directory / MODEL / WEIGHTS)

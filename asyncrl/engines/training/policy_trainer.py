@@ -171,6 +171,19 @@ class PolicyTrainer(Trainer):
         write = partial(write_model, self.model, weights, self._adapted, linked)
         return StateCopy(state, write, 0, parts, self.mesh.size)
 
+    def copy_beside_pass(self, extra: dict[str, Any]) -> StateCopy | None:
+        """Copies the state as `copy_state` does, but alone, on another thread than that of a step that takes no update:
+        its passes change no weights. None: passes move weights (FSDP, ZeRO), or the copy needs one (adapters)."""
+        if self.mesh.sharding is not None or self.mesh.zero or self._adapted is not None:
+            return None
+        self.mesh = self.mesh.without_exchange()
+        self._held = replace(self._held, mesh=self.mesh)
+        if self.model.device.type != "cuda":
+            return self.copy_state(extra)
+        stream = torch.cuda.Stream(self.model.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):  # In the stream of all threads the copy would wait for the pass.
+            return self.copy_state(extra)
+
     def leave_ranks(self) -> None:
         super().leave_ranks()
         if self._adapted is not None:

@@ -1,7 +1,8 @@
 """The part that training steps of policy and critic share: masks, the split into updates, one pass at a time."""
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from asyncrl.engines.training.trainer_checkpoint import StateCopy
 from asyncrl.errors import Refused
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import SampleName
-from asyncrl.protocols.messages import LEFT_OUT, Canary, TrainedSample
+from asyncrl.protocols.messages import CUT_SHORT, LEFT_OUT, Canary, TrainedSample
 
 Backward: TypeAlias = Generator[bool, None, bool]
 """Backward passes: yields True after each, and returns whether all losses were finite."""
@@ -64,6 +65,8 @@ class AdvancingStep(Protocol):
 
     def advance(self) -> bool: ...
 
+    def forgo_updates(self) -> bool: ...
+
 
 class TrainedPolicy(Protocol):
     """An engine that trains, as the service needs it. lane: draws blocks of a step in the trace. updates: optimizer
@@ -82,6 +85,8 @@ class TrainedPolicy(Protocol):
     def canary(self) -> Canary | None: ...
 
     def copy_state(self, extra: dict[str, Any]) -> StateCopy: ...
+
+    def copy_beside_pass(self, extra: dict[str, Any]) -> StateCopy | None: ...
 
     def publish_parts(self) -> None: ...
 
@@ -113,6 +118,11 @@ class StepInParts(ABC):
     def advance(self) -> bool:
         """Runs the next part; returns False when the step is complete."""
         return next(self._work, False)
+
+    def forgo_updates(self) -> bool:
+        """Takes no further update, where parts of a step are long. Returns whether none was taken, and none will be;
+        other threads may call it."""
+        return False
 
     @abstractmethod
     def _run(self) -> Iterator[bool]:
@@ -194,6 +204,9 @@ class TrainingStep(StepInParts):
         self._not_taken: set[str] = set()  # why updates with a live token were not taken, the same on all ranks
         self._culprits: list[SampleName] = []
         self._has_waited = False  # for the update to be allowed, in lockstep
+        self._deciding = threading.Lock()
+        self._is_cut_short = False
+        self._has_agreed = False  # to an update of this step
         super().__init__()
 
     def advance(self) -> bool:
@@ -202,12 +215,26 @@ class TrainingStep(StepInParts):
         with self._mesh.failing():
             return super().advance()
 
+    def forgo_updates(self) -> bool:
+        with self._deciding:
+            self._is_cut_short = True
+            return not self._has_agreed
+
+    def _agrees(self) -> bool:
+        """Returns whether this rank takes the next update, which `forgo_updates` does not prevent any more then."""
+        with self._deciding:
+            self._has_agreed |= not self._is_cut_short
+            return not self._is_cut_short
+
     def _run(self) -> Iterator[bool]:
         batch = gather_keys(self._mesh.rows, [item.row.key for item in self._rows])
         counts = self._mesh.rows.sum(mask_counts(self._rows))
         yield from self._prepare()
         for number, part in enumerate(split_into_updates(self._rows, batch, self._config.training.updates)):
-            yield from self._update(part, number)
+            if CUT_SHORT in self._not_taken:
+                _mark(part, CUT_SHORT)
+            else:
+                yield from self._update(part, number)
         trained = gather_keys(self._mesh.rows, [item.row.key for item in self._rows if item.trained])
         self._outcome = StepOutcome(
             updates=len(self._norms),
@@ -221,7 +248,7 @@ class TrainingStep(StepInParts):
     def _why_skipped(self, counts: Tensor) -> str:
         _, _, stale, _ = counts.tolist()
         masked = "stale" if stale > 0 else "truncated"
-        return next((why for why in (NOT_FINITE, "rejected", LEFT_OUT) if why in self._not_taken), masked)
+        return next((why for why in (NOT_FINITE, "rejected", CUT_SHORT, LEFT_OUT) if why in self._not_taken), masked)
 
     def _update(self, part: Sequence[MaskedRow], number: int) -> Iterator[bool]:
         counted = [item for item in part if item.counted]
@@ -230,7 +257,7 @@ class TrainingStep(StepInParts):
         if live == 0:
             return
         rows = [item for item in part if item.live_tokens]
-        finite = yield from self._backward(rows, number, int(tokens), int(samples))
+        finite = yield from self._until_cut_short(self._backward(rows, number, int(tokens), int(samples)))
         if self._config.staleness.admission == "lockstep" and not self._has_waited:
             self._has_waited = self.is_computed = True
             yield True
@@ -242,8 +269,13 @@ class TrainingStep(StepInParts):
         """Takes the optimizer step of an update, unless its loss is empty or not finite on any rank."""
         own = [sum(item.in_loss for item in part), sum(item.rejected for item in part)]
         in_loss, rejected = self._mesh.rows.sum(torch.tensor(own, dtype=torch.float64)).tolist()
-        broken = self._mesh.everyone.largest(torch.tensor([int(not finite)])).item()
-        if not in_loss and not broken:
+        votes = torch.tensor([int(not finite), int(not self._agrees())])
+        broken, cut_short = self._mesh.everyone.largest(votes).tolist()
+        if cut_short:
+            self._optimizer.discard()
+            self._not_taken.add(CUT_SHORT)
+            _mark(part, CUT_SHORT)
+        elif not in_loss and not broken:
             self._optimizer.discard()
             self._not_taken.add("rejected" if rejected else LEFT_OUT)
         elif (norm := self._optimizer_step(finite=not broken)) is not None:
@@ -251,8 +283,17 @@ class TrainingStep(StepInParts):
             self._keep_sums()
         else:
             self._not_taken.add(NOT_FINITE)
-            for item in part:
-                item.lost = NOT_FINITE
+            _mark(part, NOT_FINITE)
+
+    def _until_cut_short(self, passes: Backward) -> Backward:
+        """Runs the passes of an update. A rank alone leaves out the rest of one that it forgoes; others wait in theirs
+        for those that it has begun."""
+        while not (self._is_cut_short and self._mesh.size == 1):
+            try:
+                yield next(passes)
+            except StopIteration as ended:
+                return bool(ended.value)
+        return True
 
     def _optimizer_step(self, finite: bool) -> float | None:
         with self._lane("optimizer"):
@@ -281,6 +322,12 @@ class TrainingStep(StepInParts):
         longest, contexts = padded_sizes(prompts, spans, [row.tokens for row in rows])
         parts = micro_batches(longest, budget, contexts, packed=self._packs)
         yield from self._mesh.in_step([[rows[index] for index in indices] for indices in parts])
+
+
+def _mark(rows: Iterable[MaskedRow], why: str) -> None:
+    """Notes why the update of these rows was not taken."""
+    for row in rows:
+        row.lost = why
 
 
 def gather_keys(ranks: Ranks, keys: Sequence[SampleName]) -> list[SampleName]:

@@ -16,8 +16,15 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
 
 from asyncrl.concurrency import one_error
+from asyncrl.config.service_placement import ONE_REPLICA
 from asyncrl.errors import ConfigError, DeadlineExceeded, FleetFailed, PeerLost, Refused, WireError
-from asyncrl.fleet.launching.joining import HEARTBEAT, ORDER_DEADLINE, installed_versions, joining_hello
+from asyncrl.fleet.launching.joining import (
+    HEARTBEAT,
+    LONGEST_DRAIN,
+    ORDER_DEADLINE,
+    installed_versions,
+    joining_hello,
+)
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.auth import KEY_REFUSED
@@ -278,11 +285,14 @@ class _JoinedHost:
         """Ends the worker once this host is to leave: the controller does, when the worker has finished what it has."""
         settings = self.settings
         await settings.stop.wait()
+        limit = settings.drain + DRAIN_MARGIN
         if settings.worker is not None:
             what = f"{settings.worker.spec.instance} finishes what it has, within {settings.drain:g} s"
+            if settings.worker.spec.service in ONE_REPLICA:
+                limit, what = LONGEST_DRAIN, f"the run ends, with a checkpoint of {settings.worker.spec.instance}"
             settings.say(f"leaving: {what}; a second signal does not wait")
         with suppress(PeerLost, DeadlineExceeded, Refused, TimeoutError):
-            async with asyncio.timeout(settings.drain + DRAIN_MARGIN):
+            async with asyncio.timeout(limit):
                 await self.report("leaving", settings.drain)
                 while settings.worker is not None:
                     await settings.worker_ended.wait()

@@ -55,6 +55,9 @@ class FakeCritic(FakeService, Critic):
         await asyncio.sleep(self.cost)
         return self._report(cuts, 1, "")
 
+    async def undo_update(self) -> None:
+        """Learns a batch at its beginning, and then only takes time."""
+
     async def copy_state(self, incarnation: int, version: int) -> None:
         """Copies nothing: a resumed critic begins anew."""
 

@@ -17,7 +17,7 @@ from asyncrl.lanes.weights.update_permit import UpdatePermit
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, Published, StepReport, TrainedSample
-from asyncrl.protocols.service_contracts import Training
+from asyncrl.protocols.service_contracts import ENDED, UNDONE, Training
 from asyncrl.protocols.staleness import live
 from asyncrl.simulation.fakes.fake_service import KEY, FakeService, inline, now
 
@@ -68,6 +68,7 @@ class FakeTraining(FakeService, Training):
         super().__init__("training", context, peers)
         self._in_lockstep = in_lockstep
         self._permit = UpdatePermit()
+        self._is_undone = False
         self.cost = cost
         self.limit = limit
         self.busy = 0.0
@@ -128,6 +129,12 @@ class FakeTraining(FakeService, Training):
 
     async def allow_update(self, incarnation: int, version: int) -> None:
         self._permit.allow(incarnation, version)
+
+    async def undo_step(self, incarnation: int, version: int) -> list[str]:
+        if (incarnation, version) != (self.incarnation, self.version):
+            return [ENDED]
+        self._is_undone = True
+        return [UNDONE]
 
     async def using(self, readers: tuple[str, ...], version: int) -> None:
         for reader in readers:
@@ -200,6 +207,8 @@ class FakeTraining(FakeService, Training):
         if not trained:
             return self._report(samples, self.why_skipped(samples))
         await self._wait_for_slot()
+        if self._is_undone:
+            raise Refused("the step was undone, because the run ends")
         self._leases.begin_write(self.version + 1)
         self.learn(cuts, rows)
         self.on_trained(cuts.batch.take(trained), [in_loss[index] for index in trained])

@@ -42,6 +42,7 @@ DIGESTS = {
     36: "ddec2a25c7dcada2",
     37: "070d0d653e40d22f",
     38: "dbf9e523d619456a",
+    39: "11b1c12b0d0dc0ee",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -40,8 +40,16 @@ class CountingRun:
     def __init__(self, engine: "CountingEngine", rows: Sequence[TrainRow]) -> None:
         self._engine, self._rows = engine, rows
         self.passes = 0
+        self._is_cut_short = False
+        self._trained: list[tuple[int, int, int]] = []
+
+    def forgo_updates(self) -> bool:
+        self._is_cut_short = True
+        return self.passes < 2
 
     def advance(self) -> bool:
+        if self._is_cut_short and self.passes < 2:
+            return False
         self.passes += 1
         mesh = self._engine.mesh
         if self.passes == 1:
@@ -83,6 +91,9 @@ class CountingEngine:
     def canary(self) -> Canary:
         return Canary((0,), (0,), (-self.weight,))
 
+    def copy_beside_pass(self, extra: dict[str, Any]) -> "CountedCopy | None":
+        return self.copy_state(extra)
+
     def copy_state(self, extra: dict[str, Any]) -> "CountedCopy":
         name = "state" if self.mesh.rank == 0 else f"rank-{self.mesh.rank}.pt"
         return CountedCopy(name, json.dumps({"weight": self.weight, "extra": extra}))
@@ -94,6 +105,7 @@ class CountedCopy:
 
     name: str
     text: str
+    state: dict[str, Any] = field(default_factory=dict)
     faults: ClassVar[list[OSError]] = []
 
     def write_beside_steps(self, directory: Path) -> dict[str, str]:

@@ -24,9 +24,9 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -139,6 +139,12 @@ class RankMesh:
             part=self.part,
             parts=self.parts,
         )
+
+    def without_exchange(self) -> "RankMesh":
+        """Returns the mesh of this rank, in its place among the others, where it exchanges nothing with them."""
+        groups = {name: each for name, each in vars(self).items() if isinstance(each, Ranks)}
+        silent: dict[str, Any] = {name: FormerRanks(each.rank, each.size) for name, each in groups.items()}
+        return replace(self, **silent, failing=nullcontext)
 
     def pass_budget(self, tokens: int) -> float:
         """Returns the most tokens of one pass, of at most so many in a micro-batch. Passes of sharded weights, of

@@ -1,5 +1,6 @@
 """The files that make clusters: Ray's own check of its cluster file, the KubeRay manifest, and the script for Slurm."""
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from asyncrl.config.sections.fleet_config import FleetConfig
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -54,6 +57,23 @@ def test_the_manifest_is_a_cluster_with_one_image_a_token_and_shared_memory() ->
     assert claims == [{"claimName": claim["metadata"]["name"]}]
     workers = spec["workerGroupSpecs"][0]
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+
+
+SAVING = 30.0
+"""Seconds that whoever kills a run has to leave beside its grace, at least: for the checkpoint and the workers' end."""
+
+
+def test_slurm_waits_for_the_grace_and_a_checkpoint_before_it_kills() -> None:
+    script = (DEPLOY / "slurm.sbatch").read_text()
+    (signalled,), (grace,) = (re.findall(rf"{flag}(\d+)", script) for flag in ("--signal=B:TERM@", "--fleet.grace "))
+    assert int(signalled) >= int(grace) + SAVING
+
+
+@pytest.mark.parametrize("service", ["controller", "controller-gpu", "training", "training-gpu"])
+def test_docker_waits_for_the_grace_and_a_checkpoint_before_it_kills(service: str) -> None:
+    (compose,) = loaded("../docker-compose.yml")
+    waits = float(compose["services"][service]["stop_grace_period"].removesuffix("s"))
+    assert waits >= FleetConfig().grace + SAVING
 
 
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="shellcheck is not installed; scripts/test ray installs it")

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
+from asyncrl.fleet.launching import joining_host
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.launching.joined_worker import JoinedWorker
@@ -207,6 +208,23 @@ def test_the_worker_of_a_host_that_is_to_leave_drains_for_its_time(controller_st
         assert loop.time() - began < 23
 
     assert "h1 leaves; echo0.0-0-a finishes what it has, within 20 s" in playing(play)
+
+
+def test_the_worker_that_writes_the_last_checkpoint_is_left_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining_host, "ONE_REPLICA", ("echo",))
+
+    async def play(here: Site) -> None:
+        here.point.retire = lambda instance, seconds: True
+        task = here.host("h1", drain=20.0)
+        worker = await here.point.spawn(place(0))
+        here.hosts["h1"][0].stop.set()
+        await asyncio.sleep(200)
+        assert not here.worker("h1").dead
+        worker.stop()
+        await task
+        assert here.worker("h1").requests == ["stop"]
+
+    playing(play)
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
