@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.children.containment import Containment, containment_of
 from asyncrl.config.schema import Config, RewardConfig, Scorer
-from asyncrl.errors import AsyncrlError, RewardError, TaskError
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, RewardError, TaskError
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.execution.split_pool import SplitPool
 from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_specs, load
@@ -96,7 +96,7 @@ async def try_rewards(config: Config, sets: Mapping[str, PromptRows]) -> list[st
             try:
                 async with asyncio.timeout(LONGEST):
                     said = await _tried(config, service, specs, rows, is_training=is_training)
-            except TimeoutError:
+            except (TimeoutError, DeadlineExceeded):  # Also while a child loads its functions.
                 said = [(False, f"{service}.functions: trying them on answers of rows took over {LONGEST:g} s")]
             problems += [text for is_wrong, text in said if is_wrong]
             notes += [text for is_wrong, text in said if not is_wrong]

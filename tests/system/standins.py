@@ -79,11 +79,13 @@ class EchoService(Service, Echo):
             raise ConfigError(message)
         if self.context.spec.options.get("dies") or self._first_at(self.context.spec.options.get("dies_unless")):
             os._exit(7)
+        if self._first_at(self.context.spec.options.get("breaks_unless"), replica=1):
+            raise RuntimeError("CUDA out of memory")
         self._begin_rows()
 
-    def _first_at(self, path: str | None) -> bool:
+    def _first_at(self, path: str | None, replica: int = 0) -> bool:
         """Whether nobody was at this path before, if one is given; from now on somebody was."""
-        if path is None or self.context.spec.replica:
+        if path is None or self.context.spec.replica != replica:
             return False
         with suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL))
@@ -139,16 +141,23 @@ def row_ref(member: int, place: Place) -> RowRef:
 
 
 class Trainer(Training):
-    """A trainer's contract with one more endpoint, to find its process."""
+    """A trainer's contract with two more endpoints, to find its process, and to have it raise an error."""
 
     @endpoint(ONE_TO_ALL, lane=Lane.CONTROL)
     async def pids(self) -> list[int]:
+        raise NotImplementedError
+
+    @endpoint(ONE_TO_ALL)
+    async def fail(self) -> None:
         raise NotImplementedError
 
 
 class TrainerService(Service, Trainer):
     async def pids(self) -> list[int]:
         return [os.getpid()]
+
+    async def fail(self) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error")
 
 
 @contextmanager

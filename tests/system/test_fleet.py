@@ -16,7 +16,7 @@ from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
 from asyncrl.deploy.process.fork_client import Forks
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.process.worker_environment import worker_environment
-from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError
+from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.fleet.worker.worker_spec import RunFacts
@@ -94,9 +94,10 @@ async def test_health_is_answered_while_a_worker_computes(start: Start) -> None:
 
 async def test_remote_error_has_the_traceback_of_the_worker(start: Start) -> None:
     async with start() as running:
-        with pytest.raises(RemoteError, match=r"echo0\[0\] raised KeyError") as caught:
+        with pytest.raises(PeerLost, match=r"echo0\[0\] raised KeyError") as caught:
             await running.handle("echo", Echo).fail()
-        assert "in fail" in caught.value.remote_traceback
+        assert isinstance(caught.value.__cause__, RemoteError)
+        assert "in fail" in caught.value.__cause__.remote_traceback
 
 
 async def test_closing_a_stream_stops_it_in_the_worker(start: Start) -> None:

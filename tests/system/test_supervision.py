@@ -22,6 +22,7 @@ from asyncrl.fleet import supervisor
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
 from asyncrl.fleet.launching import launcher
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
+from asyncrl.fleet.supervisor import Learners
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.wire import Wakeup
 from tests.processes import descendants
@@ -111,6 +112,53 @@ async def test_killed_worker_fails_its_calls_at_once_and_restarts(start: Start, 
         assert sorted(await echo.pids()) == sorted((after["echo0"], after["echo1"]))
         waiting[1].cancel()
         await asyncio.wait(waiting)
+
+
+async def test_an_error_of_one_of_two_ends_its_process_and_no_other(tmp_path: Path) -> None:
+    async with fleet_in(tmp_path, "fork") as running, asyncio.timeout(PATIENCE):
+        echo, back = running.handle("echo", Echo), Wakeup()
+        running.subscribers.append(lambda event: back.wake() if isinstance(event, WorkerStarted) else None)
+        before, back_again = processes_of(tmp_path), asyncio.ensure_future(back.wait())
+        with pytest.raises(PeerLost, match=r"(echo\d)\.0-0-\w+: \1\[0\] raised KeyError: 'nothing under that name'"):
+            await echo.fail()
+        assert (await echo.echo("meanwhile")).startswith("meanwhile from echo")
+        await back_again
+        changed = {name for name, pid in processes_of(tmp_path).items() if before[name] != pid}
+        assert changed in ({"echo0"}, {"echo1"})
+        assert all(dead(before[name]) for name in changed)
+
+
+async def test_a_replica_that_is_added_and_cannot_start_costs_its_offer_only(tmp_path: Path) -> None:
+    said: list[str] = []
+    place = str(tmp_path / "broke")
+    async with (
+        fleet_in(tmp_path, "fork", said.append, replicas=1, breaks_unless=place) as running,
+        asyncio.timeout(PATIENCE),
+    ):
+        started = Wakeup()
+        running.subscribers.append(lambda event: started.wake() if isinstance(event, WorkerStarted) else None)
+        before = processes_of(tmp_path)
+        running.add_replica("echo")
+        await started.wait()
+        assert {**processes_of(tmp_path), **before} == processes_of(tmp_path), "the others are the processes they were"
+        (lost,) = said
+        assert "it could not start on " in lost
+        assert "echo1[0] raised RuntimeError: CUDA out of memory; it is started again" in lost
+
+
+async def test_an_error_of_a_rank_that_learns_ends_the_set_and_no_other_process(tmp_path: Path) -> None:
+    async with fleet_in(tmp_path, "fork") as running, asyncio.timeout(PATIENCE):
+        learners = running.supervisor.learners = Learners()
+        back, before = Wakeup(), processes_of(tmp_path)
+        running.subscribers.append(lambda event: back.wake() if isinstance(event, WorkerStarted) else None)
+        with pytest.raises(PeerLost, match=r"training0\[0\] raised RuntimeError: CUDA error"):
+            await running.handle("training", Trainer).fail()
+        assert (await learners.lost).startswith("training0.0 died: training0[0] raised RuntimeError: CUDA error")
+        await running.supervisor.end_learners()
+        learners.start_again()
+        await back.wait()
+        after = processes_of(tmp_path)
+        assert {name for name, pid in after.items() if before[name] != pid} == {"training0"}
 
 
 async def test_killed_instance_is_reported_cleaned_up_once_its_process_is_dead(start: Start, tmp_path: Path) -> None:

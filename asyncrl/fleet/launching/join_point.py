@@ -147,7 +147,8 @@ class JoinPoint:
         if not fitting or len(fitting) + len(running) < spec.layout.size:
             return None
         if spec.layout.size == 1:
-            return min(fitting, key=lambda each: each.host.name != place.planned_host(spec.replica))
+            # A host at which a worker ended may be unable to run one: a spare comes before it.
+            return min(fitting, key=lambda each: (each.ended, each.host.name != place.planned_host(spec.replica)))
         hosts = self._hosts_of_ranks.get((spec.service, spec.replica), [])
         is_as_chosen = bool(running) and all(hosts[rank] == site for rank, site in running.items())
         if not is_as_chosen or hosts[spec.rank] not in {each.site for each in fitting}:
@@ -331,6 +332,7 @@ class JoinPoint:
         if offer.worker is not None and offer.worker.spec.instance == instance:
             offer.worker.end(f"{reason} (on {offer.host.name})")
             offer.worker = None
+            offer.ended += 1
             self._changed.wake()
 
     async def _leaving(self, offer: Offer, seconds: float) -> None:

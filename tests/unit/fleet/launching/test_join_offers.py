@@ -42,3 +42,20 @@ def test_a_host_that_starts_no_worker_in_time_is_left_out() -> None:
         assert asyncio.get_running_loop().time() < 61
 
     playing(play)
+
+
+def test_a_spare_comes_before_a_host_at_which_a_worker_ended() -> None:
+    async def play(here: Site) -> None:
+        here.host("h1")
+        first = await here.point.spawn(place(0))
+        here.host("h2")
+        await asyncio.sleep(1.0)
+        here.worker("h1").die("ended: CUDA out of memory")
+        await first.wait()
+        second = await here.point.spawn(place(0, "b"))
+        assert (first.host.name, second.host.name) == ("h1", "h2")
+        here.worker("h2").die()
+        await second.wait()
+        assert (await here.point.spawn(place(0, "c"))).host.name == "h1", "there is no better one"
+
+    playing(play)
