@@ -43,7 +43,7 @@ from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
 from asyncrl.controller.saved_rows import restore_rows
 from asyncrl.controller.weight_publisher import WeightPublisher
-from asyncrl.errors import AlgorithmError, TaskError
+from asyncrl.errors import AlgorithmError, LostRows, TaskError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.host_id import UNKNOWN_DOMAIN, FaultDomain
 from asyncrl.objectives.advantages import Advantages
@@ -107,7 +107,7 @@ class Controller:
         self._checks = AlgorithmChecks(fleet, by_token)
         self._rollouts = Rollouts(self._tracker, prompts, config, self._roll_out, fleet.fault_domains)
         self._publisher = WeightPublisher(fleet, config.staleness.publish_deadline, self._handed_over, kill, leave_out)
-        self._iterations = Iterations(self._tracker, advantages, config, self._rollouts.rows_lost)
+        self._iterations = Iterations(self._tracker, advantages, config, self._rows_lost)
         self._checked_fleet = replace(fleet, training=cast(Training, CheckedTraining(fleet.training, self._iterations)))
         self._pauses = pauses or PauseSwitch()
         self._stopping = False
@@ -422,6 +422,12 @@ class Controller:
         """Restarts the groups that had rows at a worker whose host left, of which no group is to blame."""
         self._publisher.forget(instance)
         self._rollouts.worker_left(instance, why)
+
+    def _rows_lost(self, cuts: Cuts, error: LostRows) -> None:
+        """Begins groups again whose rows the trainer could not read, at other workers where one cannot be reached."""
+        for instance in self._publisher.unread(self._rollouts.living_owners(error), str(error)):
+            self.begin_elsewhere(self._tracker.groups_at(instance), str(error))
+        self._rollouts.rows_lost(cuts, error)
 
     def begin_elsewhere(self, groups: Iterable[int], why: str) -> None:
         """Has groups begin again at other workers than the one that lives, but cannot go on with them."""

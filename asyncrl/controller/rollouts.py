@@ -126,6 +126,11 @@ class Rollouts:
         for group in dict.fromkeys(concerned or [row.group for row in cuts.batch]):
             self.lost(group, str(error))
 
+    def living_owners(self, error: LostRows) -> list[str]:
+        """Returns the instances that could not be reached for their rows, and are not known to have died."""
+        instances = {owner.rpartition("#")[2] for owner in _unreached(error)}
+        return sorted(instances.difference(self._dead))
+
     def describe_waits(self) -> Iterator[str]:
         for group, task in list(self.running.items())[:1]:
             members = self._gate.members(group, *OPEN)
@@ -214,7 +219,7 @@ class Rollouts:
         it is killed and its death counts, or a worker cannot reach the owner of a row."""
         if not isinstance(cause, LostRows):
             return isinstance(cause, DeadlineExceeded)
-        owners = {owner for owner, slot in cause.places if slot == ALL_SLOTS}
+        owners = _unreached(cause)
         again = not self._gate.finished(group) and self._gate.group(group).attempt > 0
         for owner in owners.difference(self._reported_owners) if again else ():
             if owner.rpartition("#")[2] not in self._dead:
@@ -261,6 +266,10 @@ class Rollouts:
             self._crashes.give_up(group)
             self.tracker.observe(GroupPoisoned(group, prompt, failure or self._crashes.last_death(group)))
             self.tracker.drop(group, members, POISON)
+
+
+def _unreached(error: LostRows) -> set[str]:
+    return {owner for owner, slot in error.places if slot == ALL_SLOTS}
 
 
 def wait_of(task: "asyncio.Task[None] | None") -> str:

@@ -1,7 +1,7 @@
 """Hands new weights from the trainer over to the generators that read them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from asyncrl.concurrency import running_timeout
@@ -16,8 +16,9 @@ NO_VERSION = -1
 """Version of a reader that has taken over no weights yet."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds until weights that did not arrive are offered again, doubled each time."""
-NAMED_AFTER = 3
-"""Offers that fail in a row until it is said: a trainer that stands still for a moment is no matter."""
+LEFT_OUT_AFTER, NAMED_AFTER = 2, 3
+"""Offers that fail in a row until a reader is left out, where others have the version, or until it is said that nobody
+gets it: a trainer that stands still for a moment is no matter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -161,6 +162,23 @@ class WeightPublisher:
             seconds = asyncio.get_running_loop().time() - began
             self.observe(WeightsHandedOver(using.version, reader, seconds, using.canary))
 
+    def unread(self, readers: Iterable[str], why: str) -> list[str]:
+        """Leaves out readers of whose rows the trainer gets none, until weights come to them over the same network, but
+        never the last one. Returns those that were left out."""
+        before = self._left_out.copy()
+        for reader in readers:
+            if reader in self._reading and self._reading.keys() - self._left_out - {reader}:
+                self._set_out(reader, f"rows do not come to the trainer from {reader}: {why}")
+        return sorted(self._left_out - before)
+
+    def _set_out(self, reader: str, text: str) -> None:
+        if reader not in self._left_out:
+            self._left_out.add(reader)
+            self.observe(
+                Warned(f"{text}. It gets no samples until it has new weights: look at the network between them")
+            )
+            self.leave_out(reader, text)
+
     def _arrived(self, reader: str) -> None:
         self._failures.pop(reader, None)
         self._raised.pop(worker_name(reader), None)
@@ -176,10 +194,8 @@ class WeightPublisher:
         text = f"weights of version {published.version} do not come to {reader} from {published.arena}: {error}"
         others = (each for each, version in self._reading.items() if version > self._reading[reader])
         is_alone = any(each not in self._failures for each in others)
-        if failures >= NAMED_AFTER and is_alone and reader not in self._left_out:
-            self._left_out.add(reader)
-            self.observe(Warned(f"{text}. It gets no samples until it has them: look at the network between the two"))
-            self.leave_out(reader, text)
+        if failures >= LEFT_OUT_AFTER and is_alone:
+            self._set_out(reader, text)
         elif failures == NAMED_AFTER and reader not in self._left_out:
             self.observe(Warned(f"{text}. They are offered again and again"))
         await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** (failures - 1)))

@@ -7,7 +7,8 @@ from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.iterations import MOST_LOST_STEPS
 from asyncrl.controller.journal import ledger
-from asyncrl.errors import DeadlineExceeded, FleetFailed, LostRows, PeerLost, WeightsError
+from asyncrl.controller.weight_publisher import WeightPublisher
+from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, FleetFailed, LostRows, PeerLost, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import Cuts
 from asyncrl.protocols.messages import StepReport
@@ -71,6 +72,17 @@ def test_only_the_groups_whose_rows_are_lost_begin_again() -> None:
         (lost[0], "a slot was freed")
     ]
     assert len(lost) == 1
+
+
+def test_an_owner_that_lives_and_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    unread = list[list[str]]()
+    monkeypatch.setattr(WeightPublisher, "unread", lambda self, readers, why: unread.append(list(readers)) or [])
+    places = [("tcp://h2:7000#generation1.0-0-a", ALL_SLOTS), ("tcp://h4:7000#generation0.0-0-b", 3)]
+    scene = Scene()
+    scene.training = FailingTraining(scene.generation, LostRows("the owner is gone", places))
+    scene.play()
+    assert unread == [["generation1.0-0-a"]], "of the other one a row was overwritten"
+    assert scene.gate.version == 3
 
 
 def test_rows_that_are_lost_again_and_again_end_the_run_with_a_clear_word() -> None:

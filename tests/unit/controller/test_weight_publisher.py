@@ -277,10 +277,28 @@ def test_a_pair_that_does_not_meet_is_named_and_its_reader_left_out_until_it_doe
     assert scene.killed == []
     assert [(reader, bool(why)) for reader, why in scene.left_out] == [("b", True), ("b", False)]
     named, back = scene.warnings
-    assert f"do not come to b from arena: {error}. It gets no samples until it has them" in named
+    assert f"do not come to b from arena: {error}. It gets no samples until it has new weights" in named
     assert back == "b has the weights again, and gets samples"
     assert scene.readers.asked("a") == list(range(1, 50)), "nobody waits for the other one"
     assert scene.leases.using_now == {"a": 49, "b": 49}
+
+
+def test_a_reader_whose_rows_the_trainer_does_not_get_is_left_out_until_weights_come_to_it() -> None:
+    async def script(scene: Scene) -> None:
+        scene.announce(1)
+        await asyncio.sleep(1)
+        scene.publisher.unread(["a", "nobody"], "the owner of tcp://h2#a is gone")
+        scene.publisher.unread(["a", "b"], "the owner of tcp://h4#b is gone")
+        assert [reader for reader, _ in scene.left_out] == ["a"], "the last one goes on"
+        scene.announce(2)
+        await asyncio.sleep(1)
+        assert [(reader, bool(why)) for reader, why in scene.left_out] == [("a", True), ("a", False)]
+
+    scene = Scene()
+    play(scene, script)
+    named, back = scene.warnings
+    assert named.startswith("rows do not come to the trainer from a: the owner of tcp://h2#a is gone")
+    assert back == "a has the weights again, and gets samples"
 
 
 def test_a_reader_that_is_replaced_is_offered_nothing_more() -> None:
