@@ -1,6 +1,7 @@
 """Checks and tests programs in a pool of sandboxes that all code of this process shares.
 
 check(source) ──> sources that wait ──> one sandbox parses all of them: does it compile, what does the linter find
+                                             └─ one that takes long: alone in a sandbox, beside the others
 run(program) ──> one sandbox each: its tests, until they have taken their seconds
 
 The pool opens with the first program and ends with the process: whatever ends a process of rewards or environments ends
@@ -29,8 +30,9 @@ T = TypeVar("T")
 CHECKER = Path(__file__).parent / "source_checker.py"
 MOST_CHECKED = 64
 """Sources that one sandbox parses; the others wait for it."""
-CHECK_LIMITS = Limits(seconds=5, cpu_seconds=5, output_bytes=4 * 2**20)
-"""Limits of parsing MOST_CHECKED sources, for which half a second is much."""
+CHECK_LIMITS = Limits(seconds=60, cpu_seconds=5, output_bytes=4 * 2**20)
+"""Limits of parsing one source alone, or several, each of which has a share of its own: a tenth of a second of CPU
+time. The time of the clock is there for what sleeps; a slow machine makes no source wrong."""
 PASSING = frozenset({"timeout", "killed"})
 """Outcomes that another run, on an idle machine, may not have; they are not remembered."""
 MOST_SECONDS = 3
@@ -64,7 +66,8 @@ class CodeRunner:
         self._kind: Kind = kind
         self._checks = SharedResults[bytes, SourceCheck]()
         self._runs = SharedResults[bytes, tuple[CaseResult, ...]](_is_lasting)
-        self._waiting: list[tuple[str, asyncio.Future[SourceCheck]]] = []
+        self._waiting: list[tuple[str, asyncio.Future[SourceCheck | None]]] = []
+        self._slow = asyncio.Semaphore()
         self._checking: asyncio.Task[None] | None = None
         self._pool: asyncio.Future[SandboxPool] | None = None
         self._holder: asyncio.Task[None] | None = None
@@ -87,21 +90,26 @@ class CodeRunner:
                 await asyncio.wait({task})
 
     async def _check(self, source: str) -> SourceCheck:
-        answer: asyncio.Future[SourceCheck] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[SourceCheck | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((source, answer))
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check_waiting(), name="check sources")
         checking = self._checking
         await _first(answer, checking)
-        return answer.result() if answer.done() else _raise_end(checking)
+        if not answer.done():
+            _raise_end(checking)
+        if (check := answer.result()) is None:
+            async with self._slow:
+                (check,) = await self._in_pool(partial(_checked, [source]))
+        return check or SourceCheck("Python cannot compile it", ())
 
     async def _check_waiting(self) -> None:
-        """Checks all sources that wait, and those that come meanwhile."""
+        """Checks all sources that wait, and those that come meanwhile. Whoever waits for one that takes long has it
+        checked alone, one such at a time, while the others go on."""
         try:
             while waiting := self._waiting[:MOST_CHECKED]:
-                sources = [source for source, _ in waiting]
-                checks = await self._in_pool(partial(_checked, sources))
-                for (_, answer), check in zip(waiting, checks, strict=False):
+                checks = await self._in_pool(partial(_checked, [source for source, _ in waiting]))
+                for (_, answer), check in zip(waiting, checks, strict=True):
                     answer.set_result(check)
                 del self._waiting[: len(checks)]
         finally:
@@ -131,18 +139,18 @@ class CodeRunner:
             await asyncio.get_running_loop().create_future()
 
 
-async def _checked(sources: list[str], pool: SandboxPool) -> list[SourceCheck]:
-    """Returns the checks of the first sources, of one at least: a source that ends the checker does not compile."""
+async def _checked(sources: list[str], pool: SandboxPool) -> list[SourceCheck | None]:
+    """Returns the checks of sources; None for those of several that take long or end the checker. A single source that
+    does it does not compile."""
     test = TestCase("sources", stdin=json.dumps(sources))
     program = Program(CHECKER.read_text(), (test,))
     (result,) = await pool.run_all(program, CHECK_LIMITS)
     if result.outcome == "killed":  # Perhaps from outside; a source that does it does it again.
         (result,) = await pool.run_all(program, CHECK_LIMITS)
     lines = [json.loads(line) for line in result.stdout.split("\n")[:-1]]
-    checks = [SourceCheck(line["error"], tuple(line["findings"])) for line in lines]
-    if len(checks) < len(sources):
-        checks.append(SourceCheck(f"Python cannot compile it: {result.detail or result.outcome}", ()))
-    return checks
+    checks = [SourceCheck(line["error"], tuple(line["findings"])) if line else None for line in lines]
+    ended = SourceCheck(f"Python cannot compile it: {result.detail or result.outcome}", ())
+    return checks + [ended if len(sources) == 1 else None] * (len(sources) - len(checks))
 
 
 async def _run(program: Program, seconds: float, pool: SandboxPool) -> tuple[CaseResult, ...]:

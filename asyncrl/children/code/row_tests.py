@@ -8,6 +8,7 @@ every program, so it is refused.
 import ast
 import builtins
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from asyncrl.errors import TaskError
 
 SETUP = ("test_imports", "test_setup_code")  # columns of MBPP: code before each test, a text or a list of lines
 ENTRY = "entry_point"  # column of HumanEval and BigCodeBench: the function that the tests are about
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BESIDE_HELPERS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+SAYS_OBJECTS = re.compile(r"(?m)^\s*#\s*objects\s*=\s*true\s*$")
 STDIN, STDOUT = ("stdin", "input", "inputs"), ("stdout", "output", "outputs", "expected_output")
 FUNCTION = ("fn_name", "func_name", "function_name")
 BESIDE = frozenset(("name", "testtype", "type", "metadata", *FUNCTION))
@@ -69,11 +73,12 @@ def _cases(given: Any, name: str, row: Mapping[str, Any], *, several: bool) -> I
         table = {"code": given}
     asked = [key for key in STDIN if key in table]
     wanted = [key for key in STDOUT if key in table]
-    if set(table) <= {"name", "code"} and isinstance(table.get("code"), str) and table["code"].strip():
-        parts = [row.get(column) or "" for column in SETUP]
+    if set(table) <= {"name", "code", "objects"} and isinstance(table.get("code"), str) and table["code"].strip():
+        parts = [_helpers(row), *(row.get(column) or "" for column in SETUP)]
         setup = "".join(f"{part if isinstance(part, str) else chr(10).join(part)}\n" for part in parts if part)
         code = asserted(setup + table["code"], str(row.get(ENTRY) or ""), name)
-        yield TestCase(str(table.get("name", name)), code=code)
+        objects = table.get("objects") is True or SAYS_OBJECTS.search(setup + table["code"]) is not None
+        yield TestCase(str(table.get("name", name)), code=code, objects=objects)
     elif len(wanted) == 1 and len(asked) <= 1 and set(table) <= {*asked, *wanted, *BESIDE}:
         function = _function(table, row, name)
         inputs, outputs = table[asked[0]] if asked else "", table[wanted[0]]
@@ -90,6 +95,23 @@ def _cases(given: Any, name: str, row: Mapping[str, Any], *, several: bool) -> I
             f"the row's {name} is no test: write a text of Python with asserts, or a table with `stdin` and `stdout` "
             f"as texts, not {repr(given)[:80]}"
         )
+
+
+def _helpers(row: Mapping[str, Any]) -> str:
+    """Returns the functions that the row's `before` has beside the one that the program is to complete, with its
+    imports and constants: a test that calls one means that of the row, and not what the program makes of its name."""
+    try:
+        body = ast.parse(before).body if isinstance(before := row.get("before"), str) else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    functions = [each.name for each in body if isinstance(each, FUNCTIONS)]
+    completed = (row.get(ENTRY), *functions[-1:])
+    kept = [
+        each
+        for each in body
+        if isinstance(each, BESIDE_HELPERS) or (isinstance(each, FUNCTIONS) and each.name not in completed)
+    ]
+    return "\n".join(map(ast.unparse, kept)) if {*functions} - {*completed} else ""
 
 
 def _function(table: Mapping[str, Any], row: Mapping[str, Any], name: str) -> str:

@@ -119,7 +119,7 @@ class SandboxPool:
             theirs, its = socket.socketpair()
             with theirs, its, sandbox.begin(SandboxCase("program_server", program.source), limits, its) as case:
                 larger = replace(limits, memory_bytes=max(limits.memory_bytes, EXAMINER_MEMORY))
-                with examiner.begin(SandboxCase("examiner", test.code), larger, theirs) as exam:
+                with examiner.begin(SandboxCase("examiner", test.code, objects=test.objects), larger, theirs) as exam:
                     its.close()
                     theirs.close()
                     exam_report = await exam.report()

@@ -31,7 +31,8 @@ class SandboxError(AsyncrlError):
 class TestCase:
     """One test of a program. Either `code`, which calls functions of the program by their names and asserts; the
     program never sees it. Or the text of `stdin` and the wanted text of `stdout`, compared outside of the sandbox;
-    without `stdout` the program passes by ending with status 0."""
+    without `stdout` the program passes by ending with status 0. objects: what functions of the program give may be
+    objects of its classes, which answer what they like; comparing one fails all the same."""
 
     __test__ = False  # It is no test of ours.
 
@@ -39,6 +40,7 @@ class TestCase:
     code: str = ""
     stdin: str = ""
     stdout: str | None = None
+    objects: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,13 +47,14 @@ class EndedAtStart(Exception):
 @dataclass(frozen=True, slots=True)
 class SandboxCase:
     """Describes what runs in a sandbox. kind: a function of `inside/first_process.py`. file: name of the file of the
-    source."""
+    source. objects: a test works with objects of the program."""
 
     kind: Literal["script", "command", "program_server", "examiner", "package_server"]
     source: str
     stdin: str = ""
     command: tuple[str, ...] = ()
     file: str = ""
+    objects: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,8 @@ class TokenizerWithStops:
         """Returns the token ids of a prompt: text is tokenized with special tokens, of which those that it begins with
         are not written twice, messages by the chat template, which writes its first token. A last message of the
         assistant is an answer that goes on. tools: JSON schemas of functions, for the template. by_environment: an
-        environment offers the tools, and may describe them in messages where the template does not show them. Raises
+        environment says the prompt, in which special tokens are text, and offers the tools, which it may describe in
+        messages where the template does not show them. Raises
         TaskError when there is no template, it fails, or it changes or omits a part, and for a tokenizer that ends
         texts."""
         return self.prompt_and_pictures(prompt, tools, by_environment=by_environment)[0]
@@ -108,15 +109,19 @@ class TokenizerWithStops:
             before, after = self._around
             if after:
                 raise TaskError(ENDED.format(self.decode(np.array(after, np.int32), skip_special_tokens=False)))
+            if by_environment and self.special_in(prompt):
+                said = prompt.removeprefix(self.decode(np.array(before, np.int32), skip_special_tokens=False))
+                return np.concatenate([np.asarray(before, np.int32), self.said_ids(said)])
             ids = self._tokenizer(prompt)["input_ids"]
             is_begun = bool(before) and ids[len(before) : 2 * len(before)] == before  # By a template, beforehand.
             return np.asarray(ids[len(before) :] if is_begun else ids, np.int32)
         is_begun = prompt[-1]["role"] == ASSISTANT
+        prompt = [self.quoted_opening(message) for message in prompt] if by_environment else prompt
         text = self.render_chat(prompt, tools, WHOLE if is_begun else BEFORE_ANSWER)
         self.refuse_changed_parts(prompt, tools, text)
         if not by_environment:
             refuse_unseen_functions(prompt, tools, lambda said, offered: self.render_chat(said, offered, WHOLE))
-        return self.text_ids(self._begun(prompt, tools) if is_begun else text)
+        return self.rendered_ids(self._begun(prompt, tools) if is_begun else text)
 
     def _begun(self, prompt: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         """Returns the prompt up to the end of the answer in its last message, with the white space there, which some
@@ -191,6 +196,10 @@ class TokenizerWithStops:
         """Returns the token ids of a text alone, without special tokens."""
         return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
 
+    def said_ids(self, text: str) -> NDArray[np.int32]:
+        """Returns the token ids of a text of an environment, in which special tokens are text."""
+        return self.rendered_ids(self.quoted(text))
+
     def rendered_ids(self, text: str) -> NDArray[np.int32]:
         """Returns the token ids of a rendered text, in which special tokens between quotes are text."""
         plain, *others = QUOTED.split(text)
@@ -208,6 +217,17 @@ class TokenizerWithStops:
         if isinstance(value, Mapping):
             return {key: self.quoted(each) for key, each in value.items()}
         return [self.quoted(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def quoted_opening(self, message: Message) -> Message:
+        """Returns a message with which an environment begins, quoted but for the marks of thoughts in an answer, which
+        templates look for."""
+        if message["role"] != ASSISTANT:
+            return dict(self.quoted(message))
+        marks = "|".join(re.escape(f"{OPEN}{mark}{CLOSE}") for pair in PAIRS for mark in pair)
+        return {
+            key: re.sub(marks, lambda found: found[0][1:-1], value) if isinstance(value, str) else value
+            for key, value in self.quoted(message).items()
+        }
 
     @property
     def _special_tokens(self) -> dict[int, Any]:

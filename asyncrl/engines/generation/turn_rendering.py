@@ -3,10 +3,10 @@
     prompt | sampled, turn 1 | given | sampled, turn 2 | given | ...
 
 Given tokens are what the chat template writes after an answer, up to its next mark for the start of an answer: the end
-of the turn, the environment's messages, and that mark (tasks/turn_template.py). What reads like a special token in
-these messages stays text. A prompt that is text has no template, and the environment's text is tokenized as it is, with
-the special tokens in it. `environment.thoughts = "template"` renders the conversation anew, and where it is not what
-the policy saw, a new context begins.
+of the turn, the environment's messages, and that mark (tasks/turn_template.py). A prompt that is text has no template,
+and the environment's text is tokenized as it is. What reads like a special token in an opening, in messages or in text
+stays text. `environment.thoughts = "template"` renders the conversation anew, and where it is not what the policy saw,
+a new context begins.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class TurnRenderer:
         for messages that the template cannot show.
         """
         if not chat:
-            return self._tokenizer.text_ids("".join(str(message["content"]) for message in messages))
+            return self._tokenizer.said_ids("".join(str(message["content"]) for message in messages))
         self._template.refuse_unseen(messages)
         ids = self._tokenizer.rendered_ids(self._template.suffix(self.quoted(messages), tools))
         return ids[self._written(answer, ids) :]
@@ -79,6 +79,11 @@ class TurnRenderer:
         """Returns messages of an environment, which may repeat what the policy wrote: no part of them becomes a mark of
         the template."""
         return list(self._tokenizer.quoted(without_info(messages)))
+
+    def quoted_opening(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages with which an episode begins, such as the whole first request of an agent: no part of them
+        becomes a mark of the template."""
+        return [self._tokenizer.quoted_opening(message) for message in messages]
 
     @cached_property
     def _end(self) -> list[int]:

@@ -90,7 +90,7 @@ class TurnRequests:
     @staticmethod
     def _as_written(prompts: PromptGroup, before: Trajectory, renderer: TurnRenderer, tools: Tools) -> Ids | None:
         """Returns the conversation as the template writes it, where that is a chat and not what the policy saw."""
-        opening = [] if isinstance(prompts.prompt, str) else prompts.prompt
+        opening = [] if isinstance(prompts.prompt, str) else renderer.quoted_opening(prompts.prompt)
         seen, now = before.conversation(opening, renderer.answer_message, renderer.quoted)
         if not now:
             return None

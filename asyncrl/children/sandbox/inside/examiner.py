@@ -1,6 +1,11 @@
 """Runs the code of a test in a sandbox of its own, where no program ever runs. Names that neither the test nor Python
 has are those of the program: calling one sends the arguments to the sandbox of the program, and a plain value, or an
-error, comes back. So nothing that a program changes in its own interpreter takes part in a comparison."""
+error, comes back. So nothing that a program changes in its own interpreter takes part in a comparison.
+
+A call of a function answers plain values, or an iterator of Python's own: an object of the program's class would say
+what its program likes to `in`, `startswith` and whatever else a test asks. What a class of the program makes, by its
+name in CapWords, is an object, and so is everything in a test that says so.
+"""
 
 import builtins
 import json
@@ -27,15 +32,17 @@ class ProgramEnded(BaseException):
 
 
 class Link:
-    """Asks the program one question at a time."""
+    """Asks the program one question at a time. objects: the test works with objects, whoever gives them."""
 
-    def __init__(self, socket: int, most: int) -> None:
+    def __init__(self, socket: int, most: int, objects: bool = False) -> None:
         self._socket = socket
+        self.objects = objects
         self._most = min(most, LARGEST)
         self._asked = 0
 
-    def ask(self, action: str, target: Any, *arguments: Any, **names: Any) -> Any:
-        """Returns the value, or raises the error, of one action; changes lists, dicts and sets as the program did."""
+    def ask(self, is_open: bool, action: str, target: Any, *arguments: Any, **names: Any) -> Any:
+        """Returns the value, or raises the error, of one action; changes lists, dicts and sets as the program did.
+        is_open: an object in it may be asked for more."""
         self._asked += 1
         plain = [wrapped(each) for each in arguments]
         request = (self._asked, action, target, plain, {name: wrapped(each) for name, each in names.items()})
@@ -48,8 +55,8 @@ class Link:
             case [self._asked, "m"]:
                 raise KeyError(target)
             case [self._asked, "v", value, [*after]] if len(after) == len(arguments) or action == "get":
-                changed(arguments, [value_of(each, self) for each in after])
-                return value_of(value, self)
+                changed(arguments, [value_of(each, self, is_open) for each in after])
+                return value_of(value, self, is_open or self.objects)
             case [self._asked, "x", [*classes], str(text)]:
                 raise error_of(classes, text, action == "next")
             case answer:
@@ -59,7 +66,7 @@ class Link:
         """Raises Forged when the program wrote more than it was asked for: that comes before the answer to a last
         question, however late it was written."""
         with suppress(KeyError, ProgramEnded):  # A program that has ended writes nothing more.
-            self.ask("get", "")
+            self.ask(False, "get", "")
 
     def _answer(self) -> Any:
         size = int.from_bytes(self._read(4), "little")
@@ -92,37 +99,44 @@ class Link:
 
 class ProgramObject:
     """Stands for a function or another object of the program. Its comparisons are refused: the program would make
-    them."""
+    them. is_open: the program may answer for it. is_pythons: it is of a class of Python, whose values are asked for and
+    looked at here. is_named: the test has its name."""
 
-    def __init__(self, link: Link, number: int, kind: str) -> None:
-        self.__dict__.update(_link=link, _number=number, _kind=kind)
+    def __init__(self, link: Link, number: int, kind: str, is_open: bool, is_pythons: bool) -> None:
+        self.__dict__.update(
+            _link=link, _number=number, _kind=kind, _is_open=is_open, _is_pythons=is_pythons, _is_named=False
+        )
 
     def __call__(self, *arguments: Any, **names: Any) -> Any:
-        return self._link.ask("call", self._number, *arguments, **names)
+        if not (self._is_open or self._is_named):
+            self._refuse()
+        return self._link.ask(self._is_open and self._is_named, "call", self._number, *arguments, **names)
 
     def __getattr__(self, name: str) -> Any:
-        return self._link.ask("attribute", self._number, name)
+        return self._ask("attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._link.ask("assign", self._number, name, value)
+        self._ask("assign", name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._link.ask("item", self._number, key)
+        return self._ask("item", key) if self._is_open else self._values()[key]
 
     def __len__(self) -> int:
-        return int(self._link.ask("length", self._number))
+        return int(self._ask("length")) if self._is_open else len(self._values())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._link.ask("values", self._number))
+        return iter(self._values())
 
     def __next__(self) -> Any:
-        return self._link.ask("next", self._number)
+        if not self._is_pythons:
+            return self._ask("next")
+        return self._link.ask(self._is_open, "next", self._number)
 
     def __contains__(self, value: Any) -> bool:
-        return bool(self._link.ask("contains", self._number, value))
+        return bool(self._ask("contains", value)) if self._is_open else value in self._values()
 
     def __str__(self) -> str:
-        return str(self._link.ask("text", self._number))
+        return str(self._ask("text"))
 
     def __repr__(self) -> str:
         return f"<{self._kind} of the program>"
@@ -135,8 +149,23 @@ class ProgramObject:
 
     __hash__ = object.__hash__
 
+    def _ask(self, action: str, *arguments: Any) -> Any:
+        """Returns what the program says of an open object."""
+        if not self._is_open:
+            self._refuse()
+        return self._link.ask(True, action, self._number, *arguments)
+
+    def _values(self) -> list[Any]:
+        """Returns what an open object, or one of Python's iterators, has one after the other."""
+        if not (self._is_open or self._is_pythons):
+            self._refuse()
+        return list(self._link.ask(self._is_open, "values", self._number))
+
     def _refuse(self) -> NoReturn:
-        raise AssertionError(f"the program gave an object of its class {self._kind}, where a plain value is wanted")
+        raise AssertionError(
+            f"the program gave an object of its class {self._kind}, where a plain value is wanted; a test of objects "
+            "says so, by the line `# objects = true`"
+        )
 
 
 class Names(dict[str, Any]):
@@ -149,7 +178,9 @@ class Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) or (name.startswith("__") and name.endswith("__")):
             raise KeyError(name)
-        value = self[name] = self._link.ask("get", name)
+        value = self[name] = self._link.ask(name[:1].isupper(), "get", name)
+        if isinstance(value, ProgramObject):
+            value.__dict__["_is_named"] = True
         return value
 
 
@@ -157,16 +188,16 @@ def wrapped(value: Any) -> Any:
     return ("\0object", value._number) if isinstance(value, ProgramObject) else value
 
 
-def value_of(plain: Any, link: Link) -> Any:
-    """Makes the value of an answer; raises Forged for what `text_of` does not write."""
+def value_of(plain: Any, link: Link, is_open: bool) -> Any:
+    """Makes the value of an answer; raises Forged for what `text_of` does not write. is_open: of objects in it."""
     if not isinstance(plain, list):
         return plain
     try:
         letter, *parts = plain
         if letter == "o":
-            number, kind = parts
-            return ProgramObject(link, int(number), str(kind))
-        return MAKERS[letter]([value_of(part, link) for part in parts])
+            number, kind, is_pythons = parts
+            return ProgramObject(link, int(number), str(kind), is_open, bool(is_pythons))
+        return MAKERS[letter]([value_of(part, link, is_open) for part in parts])
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise Forged(f"it answered what is no value: {error!s:.100}") from None
 
@@ -221,7 +252,7 @@ def error_of(classes: list[Any], text: str, may_stop: bool) -> Exception:
 def run(case: dict[str, Any], socket: int, note: int) -> None:
     """Runs the test and notes how it ended."""
     sys.set_int_max_str_digits(0)
-    link = Link(socket, case["output_bytes"])
+    link = Link(socket, case["output_bytes"], case["objects"])
     os.write(note, "\n".join(outcome(case["source"], link)).encode(errors="replace")[:2900])
     os._exit(0)
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LARGEST_INTEGER = 2**63
 INFINITY = float("inf")
+IMMUTABLE, MADE_AT_RUN_TIME = 1 << 8, 1 << 9
+"""Flags of classes: those of Python are immutable, or not made at run time."""
 
 
 def run(case: dict[str, Any], link: int, note: int) -> None:
@@ -110,7 +112,8 @@ def text_of(value: Any, objects: list[Any]) -> str:
         if isinstance(value, plain):
             return text_of(plain(value), objects)
     objects.append(value)
-    return f'["o",{len(objects) - 1},{quoted(kind.__name__)}]'
+    is_pythons = kind.__flags__ & IMMUTABLE or not kind.__flags__ & MADE_AT_RUN_TIME
+    return f'["o",{len(objects) - 1},{quoted(kind.__name__)},{1 if is_pythons else 0}]'
 
 
 def flat(value: dict[Any, Any]) -> Iterator[Any]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.children.code import code_runner
 from asyncrl.children.code.code_runner import CodeRunner
-from asyncrl.children.sandbox import Program, SandboxError, TestCase, pool
+from asyncrl.children.sandbox import Limits, Program, SandboxError, TestCase, pool
 from tests.unit.children.sandbox.sandbox_processes import kill_all, sandboxes
 
 PLUS_ONE = "def f(x): return x + 1"
@@ -43,6 +44,32 @@ async def test_a_source_that_ends_the_checker_does_not_compile_and_its_neighbour
     monkeypatch.setattr("asyncrl.children.code.code_runner.CHECKER", ending)
     checks = await asyncio.gather(*(runner.check(source) for source in ("a", "end", "b")))
     assert [check.error for check in checks] == ["", "Python cannot compile it: it ended with status 3", ""]
+
+
+def nested(depth: int) -> str:
+    """A short source that Python compiles in a time that doubles with each two levels."""
+    source = "x = 1\n"
+    for _ in range(depth):
+        source = "try:\n    pass\nfinally:\n" + "".join(f"    {line}\n" for line in source.splitlines())
+    return source
+
+
+async def test_sources_that_take_long_cost_themselves_only(runner: CodeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_runner, "CHECK_LIMITS", Limits(seconds=60, cpu_seconds=2, output_bytes=2**20))
+    slow = [f"{nested(14)}y = {number}\n" for number in range(4)]
+    quick = [f"x = {number}\n" for number in range(50)]
+    endless = nested(30)
+    ended: list[str] = []
+
+    async def check(source: str) -> bool:
+        compiles = (await runner.check(source)).compiles
+        ended.append(source)
+        return compiles
+
+    sources = [slow[0], endless, *quick[:20], *slow[1:], *quick[20:]]
+    found = dict(zip(sources, await asyncio.gather(*map(check, sources)), strict=True))
+    assert [source for source in sources if not found[source]] == [endless]
+    assert {*quick} <= {*ended[: ended.index(endless)]}, "a source that takes long held up others"
 
 
 async def test_a_program_runs_all_its_tests(runner: CodeRunner) -> None:

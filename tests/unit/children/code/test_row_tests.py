@@ -185,3 +185,55 @@ def test_what_is_no_test_is_named(tests: Any, said: str) -> None:
 def test_a_row_without_tests_names_its_columns() -> None:
     with pytest.raises(TaskError, match="the row has no column tests with tests; found are prompt, answer"):
         cases_in({"prompt": "p", "answer": "a"}, "tests")
+
+
+HELPED = """import math
+SCALE = 2
+
+def helper(x):
+    return math.floor(x) * SCALE
+
+def unused(x): return x
+
+def f(x):
+    \"\"\"Give the helper of x.\"\"\"
+"""
+
+
+@pytest.mark.parametrize("row", [{}, {"entry_point": "f"}])
+def test_helpers_of_a_beginning_are_those_of_the_row(row: dict[str, str]) -> None:
+    (case,) = cases_in({**row, "before": HELPED, "tests": ["assert helper(f(2)) == 8"]}, "tests")
+    names: dict[str, object] = {"f": lambda x: 4}
+    exec(case.code, names)
+    assert {"helper", "unused", "SCALE"} <= set(names)
+    assert "def f" not in case.code
+
+
+@pytest.mark.parametrize(
+    "before", ["def f(x):\n", "def f(x):\n    pass\n", "x = 1\n", "{", "", None, 5, "class A: pass\n"]
+)
+def test_a_beginning_without_helpers_adds_nothing(before: object) -> None:
+    (case,) = cases_in({"before": before, "tests": ["assert f(2) == 4"]}, "tests")
+    assert case.code == "assert f(2) == 4"
+
+
+def test_a_test_that_only_calls_a_helper_asserts_nothing() -> None:
+    with pytest.raises(TaskError):
+        cases_in({"before": HELPED, "tests": ["assert helper(2) == 4"]}, "tests")
+
+
+@pytest.mark.parametrize(
+    ("test", "objects"),
+    [
+        ("# objects = true\nassert f().x == 1", True),
+        ("assert f().x == 1\n  #objects=true", True),
+        ({"code": "assert f().x == 1", "objects": True}, True),
+        ({"code": "assert f().x == 1", "objects": False}, False),
+        ({"code": "assert f().x == 1", "objects": "true"}, False),
+        ("assert f() == '# objects = true'", False),
+        ("# no objects = true\nassert f() == 1", False),
+    ],
+)
+def test_a_test_says_whether_it_works_with_objects(test: object, objects: bool) -> None:
+    (case,) = cases_in({"tests": [test]}, "tests")
+    assert case.objects is objects
