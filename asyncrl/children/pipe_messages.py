@@ -14,9 +14,13 @@ import msgpack
 
 from asyncrl.children.guard_program import STDERR, STDIN, STDOUT
 from asyncrl.errors import WireError
+from asyncrl.lanes.bounded_msgpack import unpacked
 
 LARGEST = 64 * 2**20
 """Bytes; a group of a thousand samples of 16k characters fits twice."""
+CONTAINERS, ITEMS = 2**18, 2**23
+"""Lists and tables of a message, and items in all of them: a thousand episodes of a hundred turns, the rewards of seven
+million tokens. What a contained child writes is decoded in a worker that nothing contains."""
 HEAD = 4
 BLOCK = 2**16
 """Bytes that are read at once: what a pipe holds."""
@@ -64,7 +68,7 @@ def _body_size(head: bytes | bytearray) -> int:
 
 def _unpacked(body: bytes | bytearray) -> Any:
     try:
-        return msgpack.unpackb(body, raw=False, strict_map_key=False)
+        return unpacked(body, CONTAINERS, ITEMS, raw=False, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a frame of {len(body)} bytes that is no MessagePack: {error!r:.200}") from error
 

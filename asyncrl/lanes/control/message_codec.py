@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from asyncrl.concurrency import running_timeout
 from asyncrl.errors import DeadlineExceeded, WireError
+from asyncrl.lanes.bounded_msgpack import unpacked
 from asyncrl.lanes.control.field_checks import field_checks
 from asyncrl.lanes.control.known_rows import ReceivedRows, SentRows, has_rows, row_of
 from asyncrl.lanes.control.wire import HIGH_WATER, LIMIT_BYTES, SEND_DEADLINE, Frame, Frames, Wakeup
@@ -34,6 +35,9 @@ INLINE_BYTES = 256
 
 MAX_DEPTH = 64
 """Nesting of lists, mappings and messages; our deepest message, a call with cuts, has 12."""
+
+CONTAINERS, ITEMS = 2**20, 2**23
+"""Lists and tables of a message, and items in all of them: a fetch of 16,000 rows has a third of these."""
 
 MAX_DIMENSIONS = 8
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<f4", "<f8"))
@@ -125,7 +129,7 @@ def decode(frames: Sequence[Frame], limit_bytes: int = LIMIT_BYTES) -> Any:
 def _unpack(header: Frame) -> tuple[Any, Any]:
     try:
         # By default msgpack bounds everything declared inside by the size of the header.
-        top = msgpack.unpackb(header, raw=False, strict_map_key=True, max_ext_len=0)
+        top = unpacked(header, CONTAINERS, ITEMS, raw=False, strict_map_key=True, max_ext_len=0)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header that is no MessagePack: {error!r:.200}") from error
     if type(top) is not list or len(top) != 2:

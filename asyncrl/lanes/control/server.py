@@ -14,7 +14,7 @@ from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
 from asyncrl.lanes.control.remote_errors import failure_from
-from asyncrl.lanes.control.wire import CREDIT, Frame, Listener, Wakeup
+from asyncrl.lanes.control.wire import CALL_BYTES, CREDIT, HIGH_WATER, Frame, Listener, Wakeup
 from asyncrl.protocols.messages import (
     Call,
     Cancel,
@@ -43,6 +43,9 @@ REPORT_PERIOD, SHORTEST_PERIOD, REPORTS = 5.0, 0.25, 4
 
 THREADED_BYTES = 64 * 1024
 """Size of a message without its arrays from which it is decoded in a thread: some 700 rows, which take 4 ms."""
+
+UNDECODED_BYTES = 2 * CALL_BYTES
+"""Bytes of a caller's messages, without their arrays, that wait to be decoded."""
 
 
 @dataclass(eq=False, slots=True)
@@ -132,6 +135,11 @@ class Server:
         session.missed_heartbeats = 0
         if session.undecoded or _is_large(frames):
             session.undecoded.append(frames)
+            waiting = sum(len(each[0]) for each in session.undecoded if each)
+            if len(session.undecoded) > HIGH_WATER or waiting > UNDECODED_BYTES:
+                return self._break_off(
+                    session, WireError(f"{waiting} bytes of messages came faster than they are read")
+                )
             if len(session.undecoded) == 1:
                 tasks.create_task(self._take_large(tasks, session), name=f"large message of {session.name}")
             return

@@ -7,9 +7,10 @@ receive until there is nothing, read EVENTS after each send, and once a second i
 
 import asyncio
 import struct
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import zmq
 
@@ -24,6 +25,7 @@ from asyncrl.lanes.control.auth import (
     split_key,
     with_key,
 )
+from asyncrl.lanes.control.peer_guard import LIMITS, MOST, Connection, PeerGuard, Reader, wire_bytes
 from asyncrl.lanes.control.wire import (
     CALL_BYTES,
     DRAIN_BUDGET,
@@ -61,6 +63,8 @@ _Backend: Any = zmq.backend.Socket
 _get, _send, _recv = _Backend.get, _Backend.send, _Backend.recv
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+UNREAD = Reader(0, None)
+"""Counts for a listener whose peers have no budgets."""
 Endpoint = TypeVar("Endpoint", "ZmqCaller", "ZmqListener")
 
 
@@ -100,6 +104,7 @@ class _ZmqEndpoint:
         self._loop = asyncio.get_running_loop()
         self._lost_reason = ""
         self._pump: _Pump | None = None
+        self._discarded = 0
         self._loop.add_reader(socket.fileno(), self._check_socket)
         self._timer = self._loop.call_later(WATCHDOG_SECONDS, self._check_regularly)
 
@@ -151,10 +156,12 @@ class _ZmqEndpoint:
                 # A receive that finds nothing costs three reads of EVENTS, each of which costs as much as a message:
                 # read EVENTS once after the first message, and not at all in a flood.
                 if self.closed or (received == 1 and not _has_input(self._socket)):
+                    self._note_empty()
                     break
                 try:
                     message = self._receive()
                 except zmq.Again:
+                    self._note_empty()
                     break
                 pump.handle(message)
             else:
@@ -172,7 +179,12 @@ class _ZmqEndpoint:
             more = part.more
             if len(frames) < MAX_FRAMES:
                 frames.append(part.buffer if len(part) >= ZERO_COPY_BYTES else part.bytes)
+            else:
+                self._discarded += wire_bytes(len(part))
         return frames
+
+    def _note_empty(self) -> None:
+        """Takes that there is nothing to receive at the moment."""
 
     def _lose(self, reason: str) -> None:
         self._lost_reason = self._lost_reason or reason
@@ -190,12 +202,16 @@ class _ZmqEndpoint:
 
 
 class ZmqCaller(_ZmqEndpoint):
-    """A DEALER. The monitor of its socket reports a broken connection at once; it does not reconnect."""
+    """A DEALER. The monitor of its socket reports a broken connection at once; it does not reconnect. guard: keeps the
+    budget of its peer; None: it has none."""
 
-    def __init__(self, socket: RawSocket, address: str) -> None:
+    def __init__(self, socket: RawSocket, address: str, guard: PeerGuard | None = None) -> None:
         super().__init__(socket, address)
+        self._guard = guard
+        self._reader = Reader(LIMIT_BYTES, None)
+        self._connection: Connection | None = None
         self._is_limited = address.startswith(ENCRYPTED)
-        self._monitor: Any = socket.get_monitor_socket(_LOST_EVENTS)
+        self._monitor: Any = socket.get_monitor_socket(_LOST_EVENTS | zmq.Event.CONNECTED)
         self._monitor.linger = 0
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
         try:
@@ -207,11 +223,24 @@ class ZmqCaller(_ZmqEndpoint):
 
     def _read_monitor(self) -> None:
         while _has_input(self._monitor):
-            (event, _) = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            if event == zmq.Event.DISCONNECTED:
+            event, value = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event == zmq.Event.CONNECTED:
+                if self._guard is not None:
+                    self._connection = self._guard.connection(value, self._reader)
+            elif event == zmq.Event.DISCONNECTED:
                 self._lose(f"the connection to {self.address} broke")
             elif event & _LOST_EVENTS:
                 self._lose(f"{self.address} {KEY_REFUSED}")
+
+    def _receive(self) -> list[Frame]:
+        frames = super()._receive()
+        if self._connection is not None:
+            self._connection.take(frames, self._discarded)
+            self._discarded = 0
+        return cast(list[Frame], frames)
+
+    def _note_empty(self) -> None:
+        self._reader.emptied += 1
 
     def offer(self, frames: Frames) -> bool:
         if self._is_limited and (largest := max(map(len, frames))) > CALL_BYTES:
@@ -223,6 +252,8 @@ class ZmqCaller(_ZmqEndpoint):
             self._loop.remove_reader(self._monitor.fileno())
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
+            if self._guard is not None and self._connection is not None:
+                self._guard.forget(self._connection.fd)
         super().close()
 
 
@@ -230,11 +261,20 @@ class ZmqListener(_ZmqEndpoint):
     """A ROUTER that raises when a peer is gone, and waits when it does not read, instead of dropping messages.
 
     is_admitted: whether the peer with a user id may still send; None: all may. Messages of others are refused, which
-    counts: ZeroMQ closes no connection of a single peer.
+    counts: ZeroMQ closes no connection of a single peer. guard: keeps the budgets of peers; None: they have none.
     """
 
     is_admitted: Callable[[str], bool] | None = None
     refused_messages = 0
+
+    def __init__(
+        self, socket: RawSocket, address: str, guard: PeerGuard | None = None, reader: Reader = UNREAD
+    ) -> None:
+        super().__init__(socket, address)
+        self._guard = guard
+        self._reader = reader
+        self._connections: dict[bytes, Connection] = {}
+        self._prune_at = 64
 
     def offer(self, peer: bytes, frames: Frames) -> bool:
         try:
@@ -246,14 +286,35 @@ class ZmqListener(_ZmqEndpoint):
 
     def _receive(self) -> tuple[bytes, list[Frame]]:
         """Returns the sender, which ROUTER puts into the first frame, and the other frames."""
-        if self.is_admitted is None:
+        if self.is_admitted is None and self._guard is None:
             return _recv(self._socket, _NOBLOCK), super()._receive()
         while True:
             sender = _recv(self._socket, _NOBLOCK, False)
             frames = super()._receive()
-            if self.is_admitted(_user_of(sender)):
-                return sender.bytes, frames
+            peer = cast(bytes, sender.bytes)
+            if self._guard is not None:
+                self._count(self._guard, peer, sender, frames)
+            if self.is_admitted is None or self.is_admitted(_user_of(sender)):
+                return peer, frames
             self.refused_messages += 1
+
+    def _note_empty(self) -> None:
+        self._reader.emptied += 1
+
+    def _count(self, guard: PeerGuard, peer: bytes, sender: zmq.Frame, frames: list[Frame]) -> None:
+        """Counts what a peer sent to its connection."""
+        connection = self._connections.get(peer)
+        if connection is None:
+            connection = guard.connection(int(cast(str, sender.get("__fd"))), self._reader)
+            if connection is None:
+                return
+            guard.said_something(connection)
+            self._connections[peer] = connection
+            if len(self._connections) >= self._prune_at:
+                self._connections = {name: each for name, each in self._connections.items() if guard.holds(each)}
+                self._prune_at = 64 + 2 * len(self._connections)
+        connection.take(frames, self._discarded)
+        self._discarded = 0
 
 
 def _user_of(frame: zmq.Frame) -> str:
@@ -279,6 +340,7 @@ class ZmqWire:
         self._keys = keys
         self._limit_bytes = limit_bytes
         self._authenticator: Authenticator | None = None
+        self._guard: PeerGuard | None = None
         self._endpoints: list[ZmqCaller | ZmqListener] = []
         self._domains: dict[ZmqListener, bytes] = {}
 
@@ -288,7 +350,7 @@ class ZmqWire:
         socket = self._socket(zmq.DEALER)
         if keys is not None:
             keys.set_up_caller(socket, address)
-        return self._register(ZmqCaller(socket, address))
+        return self._register(ZmqCaller(socket, address, self._guard_of(address)))
 
     def listen(self, address: str) -> ZmqListener:
         """Returns a listener. For `tcp://127.0.0.1:*` the system chooses the port, which its `address` names."""
@@ -298,9 +360,13 @@ class ZmqWire:
         if keys is not None:
             self._authenticator = self._authenticator or Authenticator(self._context, keys)
             keys.set_up_listener(socket, address)
+        limit = min(self._limit_bytes, CALL_BYTES)
+        reader = Reader(LIMITS * limit, MOST * limit)
         if address.startswith(ENCRYPTED):
-            socket.maxmsgsize = min(self._limit_bytes, CALL_BYTES)
+            socket.maxmsgsize = limit
             socket.handshake_ivl = HANDSHAKE_MILLISECONDS
+        if (guard := self._guard_of(address)) is not None:
+            guard.watch(socket, reader)
         try:
             socket.bind(address)
         except zmq.ZMQError:
@@ -309,7 +375,7 @@ class ZmqWire:
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if keys is not None and keys.in_addresses and address.startswith(ENCRYPTED):
             bound = with_key(bound, keys.public)
-        listener = self._register(ZmqListener(socket, bound))
+        listener = self._register(ZmqListener(socket, bound, guard, reader))
         if keys is not None:
             self._domains = {other: domain for other, domain in self._domains.items() if not other.closed}
             self._domains[listener] = keys.domain_of(address)
@@ -340,6 +406,13 @@ class ZmqWire:
         socket.copy_threshold = ZERO_COPY_BYTES
         return socket
 
+    def _guard_of(self, address: str) -> PeerGuard | None:
+        """Returns what keeps the budgets of peers on TCP, which needs a clock and counters of Linux."""
+        if not address.startswith(ENCRYPTED) or sys.platform != "linux":
+            return None
+        self._guard = self._guard or PeerGuard()
+        return self._guard
+
     def _keys_for(self, address: str) -> CurveKeys | None:
         if self._keys is None and address.startswith(ENCRYPTED):
             raise ConfigError(f"{address} needs CURVE keys: every TCP socket is encrypted; ipc:// needs none")
@@ -354,6 +427,9 @@ class ZmqWire:
         """Closes the sockets and then the context, which waits for its sockets."""
         for endpoint in self._endpoints:
             endpoint.close()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
         if self._authenticator is not None:
             self._authenticator.close()
             self._authenticator = None
