@@ -126,6 +126,7 @@ async def _body(request: Request) -> dict[str, Any]:
             raise HTTPException(413, f"a rating has at most {BODY_BYTES} bytes")
     try:
         said = json.loads(data)
+        json.dumps(said, ensure_ascii=False).encode()  # Half a character is in no text, and in no answer.
     except (ValueError, RecursionError):
         raise HTTPException(400, f"the body is no JSON; write {FORMS}") from None
     if not isinstance(said, dict):

@@ -138,7 +138,7 @@ async def test_mistakes_are_explained(said: Any, status: int, text: str, tmp_pat
         assert (page.waits[0].done(), page.board.file.ratings) == (False, 0)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 3000])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 3000, b'{"equal": ["\\ud800", "\\ud800"]}'])
 async def test_what_is_no_json_is_refused(body: bytes, tmp_path: Path) -> None:
     async with serving(tmp_path) as page:
         got = await page.client.post("/ratings", content=body)
