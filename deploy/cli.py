@@ -11,6 +11,7 @@ import asyncrl
 from asyncrl import __version__
 from asyncrl.config.install_hints import program
 from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFailed, Interrupted, RewardError, TaskError
+from asyncrl.telemetry.clean_text import clean_streams
 
 COMMANDS = {
     "run": "train an experiment; with the --run-dir of an earlier run, resume it",
@@ -84,6 +85,11 @@ MISTAKE, INTERRUPTED = 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; the arguments are the process's by default."""
+    with clean_streams():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name == "help" and rest and rest[0] in COMMANDS:
         name, *rest = rest[0], "--help"

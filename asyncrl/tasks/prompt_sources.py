@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from asyncrl.config.named_files import data_folder, data_suffix
+from asyncrl.config.named_files import OF_PACKAGES, data_folder, data_suffix
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.sections.secret import revealed
 from asyncrl.config.user_code import resolve, suggestion
@@ -41,6 +41,7 @@ TRAINING_SEED, HELD_OUT_SEED = 0, 1
 
 ASKED = ("prompt", "completion")
 """Columns of texts to learn that may hold messages."""
+BUILTIN = "asyncrl.tasks.builtin."
 HELD_OUT_SHARE = 8
 """Every eighth question of a reasoning-gym data set is held out."""
 
@@ -221,6 +222,14 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
         f"hub:NAME, reasoning_gym:NAME{f', {HUMAN_EVAL}:' if held_out else ''} or FILE.py:function"
         f"{other_ending(spec)}"
     )
+
+
+def runs_code(spec: str) -> bool:
+    """Returns whether `_read` would import code that no package has: of a file, or of a module that anybody may have
+    written. Functions of asyncrl that make rows are none; others of asyncrl may load what their options name."""
+    is_data = "://" in spec or bool(data_suffix(spec)) or data_folder(spec) is not None
+    kind, colon, _ = spec.partition(":")
+    return bool(colon) and kind not in OF_PACKAGES and not is_data and not kind.startswith(BUILTIN)
 
 
 def _given(rows: Any) -> Rows:

@@ -5,18 +5,20 @@ import sys
 import termios
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, Self, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from structlog.typing import FilteringBoundLogger
 
+from asyncrl.telemetry.clean_text import cleaned
 from asyncrl.telemetry.samples_file import SampleRecord
 from asyncrl.telemetry.screen.bottleneck import LongCurve, ServiceLoad
 from asyncrl.telemetry.screen.sample_panel import Items, sample_panel
@@ -86,6 +88,17 @@ SHOWN_CHARACTERS = 300
 """Characters shown of a sample's prompt and of its text, so that all fits on a screen of 24 lines."""
 
 
+class CleanConsole(Console):
+    """A console that cleans what it renders. file: standard output without its cleaner, since colours are controls."""
+
+    def __init__(self, file: TextIO | None = None, **options: Any) -> None:
+        super().__init__(file=getattr(file, "raw", file), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for each in super().render(renderable, options):
+            yield each if each.control else Segment(cleaned(each.text), each.style)
+
+
 class Display(AbstractContextManager["Display", None]):
     """Shows a run. Methods may be called from any thread and never block on the output."""
 
@@ -114,7 +127,7 @@ def open_display(
     """Returns the live view if `stream` (standard output) is a terminal, else lines. steps: of the whole run. workers:
     as in ServiceLoad. print_every: as in LineDisplay; 0 is without the live view too."""
     stream = stream or sys.stdout
-    console = Console(file=stream)
+    console = CleanConsole(stream)
     is_live = console.is_terminal and print_every
     return LiveDisplay(console, steps, workers) if is_live else LineDisplay(stream, steps, print_every)
 
@@ -171,7 +184,7 @@ class LineDisplay(Display):
         if self._reader_gone:
             return
         try:
-            print(text, file=self._stream, flush=True)
+            print(cleaned(text), file=self._stream, flush=True)
         except OSError:  # The reader, e.g. `| head` or a terminal, has gone; the run goes on without output.
             self._reader_gone = True
 

@@ -1,5 +1,6 @@
 """`asyncrl samples` shows what the model wrote, the reward of each sample by term, and why its tokens were masked."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import missing_run
 
 if TYPE_CHECKING:
+    from asyncrl.tasks.stored_samples import ColumnNames
     from asyncrl.telemetry.samples_file import SampleRecord
     from asyncrl.telemetry.screen.sample_panel import SpecialTokens
 
@@ -16,9 +18,8 @@ DESCRIPTION = f"{__doc__} Without --step, --group, --best, --worst or --masked i
 
 
 def main(arguments: list[str]) -> int:
-    from rich.console import Console
-
     from asyncrl.telemetry.samples_file import TRANSITIONS, read_samples, select_samples
+    from asyncrl.telemetry.screen.display import CleanConsole
     from asyncrl.telemetry.screen.sample_panel import group_panel, sample_panel
 
     asked = _parser().parse_args(arguments)
@@ -29,15 +30,16 @@ def main(arguments: list[str]) -> int:
     if asked.parquet is not None:
         from asyncrl.deploy.commands.inspecting.parquet_samples import export_samples
 
-        export_samples(asked.run, records, asked.parquet, "verl" if asked.verl else "asyncrl", print)
+        names: ColumnNames = "verl" if asked.verl else "asyncrl"
+        export_samples(asked.run, records, asked.parquet, names, print, run_code=asked.run_code)
         return 0
     chosen = select_samples(records, asked.step, asked.group, asked.order, asked.masked, asked.count)
     if not chosen:
         steps = [record.step for record in records]
         written = f"the file has samples of steps {min(steps)} to {max(steps)}" if steps else "the file has no samples"
         raise ConfigError(f"no sample fits; {written} (telemetry.samples_per_step says how many a step writes)")
-    console, tokens = Console(), _special_tokens(asked.run)
-    columns_of = _columns(asked.run, chosen)
+    console, tokens = CleanConsole(sys.stdout), _special_tokens(asked.run)
+    columns_of = _columns(asked.run, chosen, run_code=asked.run_code)
     if asked.compare:
         for group in _groups_of(chosen, records):
             console.print(group_panel(group, tokens, columns_of(group[0].group)))
@@ -84,7 +86,9 @@ def _of_all(run_dir: Path) -> str:
     return f", of {trained} in the batches of {steps} steps (telemetry.samples_per_step says how many are recorded)"
 
 
-def _columns(run_dir: Path, chosen: "Sequence[SampleRecord]") -> "Callable[[int], Mapping[str, object]]":
+def _columns(
+    run_dir: Path, chosen: "Sequence[SampleRecord]", *, run_code: bool
+) -> "Callable[[int], Mapping[str, object]]":
     """Returns what gives the other columns of a group's row; none where the prompts cannot be read at once again."""
     from asyncrl.config.sources import read
     from asyncrl.deploy.commands.inspecting.parquet_samples import rows_of_groups
@@ -98,7 +102,7 @@ def _columns(run_dir: Path, chosen: "Sequence[SampleRecord]") -> "Callable[[int]
         print("the rows of a hub's data set are not read again here: --parquet FILE writes them")
         return lambda group: {}
     try:
-        row_of = rows_of_groups(directory)
+        row_of = rows_of_groups(directory, run_code=run_code)
     except (TaskError, ConfigError) as error:
         print(f"the columns of the rows are not shown: {error}")
         return lambda group: {}
@@ -120,6 +124,8 @@ def _parser() -> CommandParser:
     parser.add_argument("--compare", action="store_true", help=compare_help)
     parser.add_argument("-n", type=positive, default=8, dest="count", help="Show at most this many (default: 8).")
     parser.add_argument("--parquet", type=Path, metavar="FILE", help="Write all recorded samples to FILE instead.")
+    code_help = "Run the code that the run names for its rows, to show or write their other columns."
+    parser.add_argument("--run-code", action="store_true", help=code_help)
     parser.add_argument("--verl", action="store_true", help="With --parquet: in the columns of verl.")
     return parser
 

@@ -1,6 +1,7 @@
 """`asyncrl monitor` shows what a running run does: each worker's state, load and restarts, and the last step."""
 
 import asyncio
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from asyncrl.deploy.commands.running.watched_runs import looking_at
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import SECONDS, RunStatus, WorkerStatus
-from asyncrl.telemetry.screen.display import ACTS, shown, skipped
+from asyncrl.telemetry.screen.display import ACTS, CleanConsole, shown, skipped
 from asyncrl.telemetry.screen.sample_panel import filled
 
 LATE = 10 * SECONDS
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> int:
     if asked.profile is not None:
         print(_profile(asked.run, asked.profile, asked.duration))
         return 0
-    console = Console()
+    console = CleanConsole(sys.stdout)
     with suppress(KeyboardInterrupt):
         asyncio.run(_follow(asked.run, asked.key, console, once=asked.once or not console.is_terminal))
     return 0
