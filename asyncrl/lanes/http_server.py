@@ -100,7 +100,8 @@ def _with_bounds(app: Any) -> Any:
         head = target + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         status = 414 if target > TARGET_BYTES else 431 if head > HEADER_BYTES else 0
         if not status:
-            return await app(scope, receive, send)
+            await app(scope, receive, send)
+            return
         text = b"the address is too long\n" if status == 414 else b"the head of the request is too large\n"
         headers = [(b"content-length", str(len(text)).encode()), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -43,9 +43,10 @@ class CleanStream:
 def clean_streams() -> Iterator[None]:
     """Has both standard streams cleaned for the block."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(CleanStream, before)  # type: ignore[assignment]
+    sys.stdout = CleanStream(before[0])
+    sys.stderr = CleanStream(before[1])
     try:
         yield
     finally:
-        sys.stdout = before[0] if sys.stdout is not None else None  # type: ignore[assignment]
+        sys.stdout = before[0] if sys.stdout is not None else None
         sys.stderr = before[1]

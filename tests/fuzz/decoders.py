@@ -58,6 +58,8 @@ UNFUZZED: dict[str, str] = {
     "config/install_hints.py": OWN,
     "config/sections/algorithm_config.py": OWN,
     "config/sections/secret.py": RUN,
+    "lanes/bounded_msgpack.py": "the body of messages, which the targets of codec and pipes decode through it",
+    "lanes/control/peer_guard.py": "events of ZeroMQ in this process and counters of the kernel",
     "config/sources/keys.py": OWN,
     "config/sources/layers.py": USER,
     "config/sources/value_validation.py": USER,

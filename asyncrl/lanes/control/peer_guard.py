@@ -46,10 +46,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(eq=False, slots=True)
-class Reader:
-    """Whoever takes the messages of one socket. limit: bytes that a peer may have sent beyond the messages that were
-    taken, when all there was has been. most: the same while messages wait, which a busy process takes late; None: any
-    number, of the one peer of a caller. emptied: how often all there was had been taken."""
+class PeerBudget:
+    """The budget of each peer of a socket. limit: bytes that a peer may have sent beyond the messages that were taken,
+    when all there was has been. most: the same while messages wait, which a busy process takes late; None: any number,
+    of the one peer of a caller. emptied: how often all there was had been taken."""
 
     limit: int
     most: int | None
@@ -62,8 +62,10 @@ class Connection:
 
     __slots__ = ("address", "fd", "inode", "looked", "reader", "taken")
 
-    def __init__(self, fd: int, inode: int, reader: Reader) -> None:
-        self.fd, self.inode, self.reader = fd, inode, reader
+    def __init__(self, fd: int, inode: int, reader: PeerBudget) -> None:
+        self.fd = fd
+        self.inode = inode
+        self.reader = reader
         self.taken = 0
         self.looked = -1
         self.address = _address(fd)
@@ -91,7 +93,7 @@ class PeerGuard:
         self.cut: Counter[str] = Counter()
         self._connections: dict[int, Connection] = {}
         self._strangers: dict[int, Connection] = {}
-        self._monitors: dict[Any, Reader] = {}
+        self._monitors: dict[Any, PeerBudget] = {}
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._spare = os.open(os.devnull, os.O_RDONLY)  # Makes room for the copy of one that is cut off.
@@ -99,7 +101,7 @@ class PeerGuard:
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
 
-    def watch(self, listener: "zmq.Socket[bytes]", reader: Reader) -> None:
+    def watch(self, listener: "zmq.Socket[bytes]", reader: PeerBudget) -> None:
         """Watches who connects to a socket that is not bound yet."""
         monitor = listener.get_monitor_socket(_EVENTS)
         monitor.linger = 0
@@ -107,7 +109,7 @@ class PeerGuard:
             self._monitors[monitor] = reader
         os.eventfd_write(self._wake, 1)
 
-    def connection(self, fd: int, reader: Reader) -> Connection | None:
+    def connection(self, fd: int, reader: PeerBudget) -> Connection | None:
         """Returns the connection of a descriptor; None for one that is closed."""
         with self._lock, suppress(OSError):
             inode = os.fstat(fd).st_ino
@@ -159,7 +161,7 @@ class PeerGuard:
         for monitor in watched:
             monitor.close()
 
-    def _read(self, monitor: Any, reader: Reader) -> bool:
+    def _read(self, monitor: Any, reader: PeerBudget) -> bool:
         """Takes the events of a listener; returns False once it was closed."""
         with suppress(zmq.Again):
             while True:
@@ -174,7 +176,7 @@ class PeerGuard:
                     return False
         return True
 
-    def _accepted(self, fd: int, reader: Reader) -> None:
+    def _accepted(self, fd: int, reader: PeerBudget) -> None:
         came = self.connection(fd, reader)
         if came is None:
             return

@@ -25,7 +25,7 @@ from asyncrl.lanes.control.auth import (
     split_key,
     with_key,
 )
-from asyncrl.lanes.control.peer_guard import LIMITS, MOST, Connection, PeerGuard, Reader, wire_bytes
+from asyncrl.lanes.control.peer_guard import LIMITS, MOST, Connection, PeerBudget, PeerGuard, wire_bytes
 from asyncrl.lanes.control.wire import (
     CALL_BYTES,
     DRAIN_BUDGET,
@@ -63,7 +63,7 @@ _Backend: Any = zmq.backend.Socket
 _get, _send, _recv = _Backend.get, _Backend.send, _Backend.recv
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-UNREAD = Reader(0, None)
+UNREAD = PeerBudget(0, None)
 """Counts for a listener whose peers have no budgets."""
 Endpoint = TypeVar("Endpoint", "ZmqCaller", "ZmqListener")
 
@@ -208,7 +208,7 @@ class ZmqCaller(_ZmqEndpoint):
     def __init__(self, socket: RawSocket, address: str, guard: PeerGuard | None = None) -> None:
         super().__init__(socket, address)
         self._guard = guard
-        self._reader = Reader(LIMIT_BYTES, None)
+        self._reader = PeerBudget(LIMIT_BYTES, None)
         self._connection: Connection | None = None
         self._is_limited = address.startswith(ENCRYPTED)
         self._monitor: Any = socket.get_monitor_socket(_LOST_EVENTS | zmq.Event.CONNECTED)
@@ -268,7 +268,7 @@ class ZmqListener(_ZmqEndpoint):
     refused_messages = 0
 
     def __init__(
-        self, socket: RawSocket, address: str, guard: PeerGuard | None = None, reader: Reader = UNREAD
+        self, socket: RawSocket, address: str, guard: PeerGuard | None = None, reader: PeerBudget = UNREAD
     ) -> None:
         super().__init__(socket, address)
         self._guard = guard
@@ -361,7 +361,7 @@ class ZmqWire:
             self._authenticator = self._authenticator or Authenticator(self._context, keys)
             keys.set_up_listener(socket, address)
         limit = min(self._limit_bytes, CALL_BYTES)
-        reader = Reader(LIMITS * limit, MOST * limit)
+        reader = PeerBudget(LIMITS * limit, MOST * limit)
         if address.startswith(ENCRYPTED):
             socket.maxmsgsize = limit
             socket.handshake_ivl = HANDSHAKE_MILLISECONDS
