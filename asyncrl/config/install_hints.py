@@ -150,9 +150,9 @@ def _of_sources(config: "Config") -> Iterator[Requirement]:
             yield ("environment.use", config.environment.use, module, install_extra("serve"))
     if config.acting.env and is_of_gymnasium(config.acting.env):
         yield ("acting.env", config.acting.env, "gymnasium", install_extra("acting"))
-    if config.training.engine == "deepspeed":
+    if config.training.engine == "deepspeed" and "training" not in config.fleet.joined:
         yield ("training.engine", "deepspeed", "deepspeed", install_extra("deepspeed"))
-    yield from _of_training(config.training.optimizer, config.weights.transport)
+    yield from _of_training(config)
     yield from _of_functions(config)
 
 
@@ -179,11 +179,15 @@ def _has_parquet(spec: str) -> bool:
     return bool(spec) and folder.is_dir() and any(folder.glob("*.parquet"))
 
 
-def _of_training(optimizer: str, named: str) -> Iterator[Requirement]:
-    """Yields what an optimizer needs, and weights between GPUs; for NCCL either of two bindings."""
-    if optimizer == "adamw8bit":
+def _of_training(config: "Config") -> Iterator[Requirement]:
+    """Yields what an optimizer needs, and weights between GPUs; for NCCL either of two bindings. What joins has its
+    packages on its own host."""
+    optimizer, named, joined = config.training.optimizer, config.weights.transport, config.fleet.joined
+    if optimizer == "adamw8bit" and "training" not in joined:
         yield ("training.optimizer", optimizer, "bitsandbytes", install_extra("bitsandbytes"))
-    if named == "cuda_ipc" or (named == "nccl" and find_spec("nccl") is None):
+    ends = ["training", "generation", *(["evaluation"] if config.evaluate.is_on else [])]
+    is_missing = named == "cuda_ipc" or (named == "nccl" and find_spec("nccl") is None)
+    if is_missing and any(end not in joined for end in ends):
         yield ("weights.transport", named, "cupy", install_extra(_cuda_extra()))
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ class ModelSize:
     expert_layers: layers with experts in place of a dense feed-forward layer. experts: of such a layer; chosen: of them
     for each token; expert_inner: width of each; shared_inner: width of the one that every token uses. latent: cached
     values of a token and layer with latent attention; 0: keys and values of all heads. less_attention: parameters that
-    latent attention saves in each layer.
+    latent attention saves in each layer. config: what was read.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ModelSize:
     shared_inner: int = 0
     latent: int = 0
     less_attention: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, name: str, config: Mapping[str, Any]) -> Self:
@@ -48,7 +49,7 @@ class ModelSize:
         shape, heads = Shape.of(dense), int(config["num_attention_heads"])
         latent, saved = _latent_attention(config, shape)
         if not experts:
-            return cls(name, shape, heads, latent=latent, less_attention=saved)
+            return cls(name, shape, heads, latent=latent, less_attention=saved, config=config)
         inner = int(config.get("moe_intermediate_size") or config["intermediate_size"])
         return cls(
             name=name,
@@ -61,6 +62,7 @@ class ModelSize:
             shared_inner=int(config.get("n_shared_experts") or 0) * inner,
             latent=latent,
             less_attention=saved,
+            config=config,
         )
 
     @property

@@ -22,7 +22,16 @@ from asyncrl.simulation.cost_model.gpus import Rates
 from asyncrl.simulation.cost_model.interval import Interval
 from asyncrl.simulation.cost_model.predictions import USABLE
 from asyncrl.simulation.mapping.job_file import GpuGroup, PlannedJob
-from asyncrl.simulation.mapping.strategies import STAGES, Strategy, auto_parallel, powers, stage_seconds, weight_of
+from asyncrl.simulation.mapping.strategies import (
+    STAGES,
+    Runs,
+    Strategy,
+    any_layout,
+    auto_parallel,
+    powers,
+    stage_seconds,
+    weight_of,
+)
 
 Table: TypeAlias = npt.NDArray[np.float64]
 MOST_ALLOCATIONS = 2_000_000
@@ -120,10 +129,11 @@ def cost(stages: Sequence[Any], job: PlannedJob) -> Any:
 
 
 class MappingSearch:
-    """Searches the mappings of one job. looked_up: strategies that were computed. considered: allocations."""
+    """Searches the mappings of one job. runs: tells which layouts may be taken. looked_up: strategies that were
+    computed. considered: allocations."""
 
-    def __init__(self, job: PlannedJob) -> None:
-        self.job = job
+    def __init__(self, job: PlannedJob, runs: Runs = any_layout) -> None:
+        self.job, self.runs = job, runs
         self.looked_up = 0
         self.considered = 0
         self._strategies: dict[tuple[str, int, int, float], Strategy | None] = {}
@@ -185,7 +195,9 @@ class MappingSearch:
             self.looked_up += 1
             gpu = self.job.groups[group].gpu
             self._strategies[key] = auto_parallel(
-                role, self.job.sizes[role], gpus, budget, gpu, self.job.work, self.job.tables.layouts.get(role)
+                *(role, self.job.sizes[role], gpus, budget, gpu, self.job.work),
+                self.job.tables.layouts.get(role),
+                self.runs,
             )
         return self._strategies[key]
 

@@ -3,7 +3,7 @@
 A role spends seconds in three stages of an iteration: generation, preparation (values, reference, rewards), training.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -40,6 +40,9 @@ class Strategy:
         return ", ".join(texts)
 
 
+Runs: TypeAlias = Callable[[str, Strategy], bool]
+
+
 def stage_seconds(role: str, size: ModelSize, strategy: Strategy, work: StepWork, rates: Rates) -> Stages:
     """Returns the seconds of each stage in which the role works, at one level of efficiency."""
     length, train, generate = work.tokens, strategy.degrees, strategy.generate
@@ -58,28 +61,44 @@ def stage_seconds(role: str, size: ModelSize, strategy: Strategy, work: StepWork
     return generation, preparation, training
 
 
+def any_layout(role: str, strategy: Strategy) -> bool:
+    return True
+
+
 def auto_parallel(
-    role: str, size: ModelSize, gpus: int, budget: float, gpu: Gpu, work: StepWork, fixed: tuple[int, int] | None = None
+    role: str,
+    size: ModelSize,
+    gpus: int,
+    budget: float,
+    gpu: Gpu,
+    work: StepWork,
+    fixed: tuple[int, int] | None = None,
+    runs: Runs = any_layout,
 ) -> Strategy | None:
     """Returns the fastest strategy on so many GPUs, or None where no layout fits into `budget` bytes of each GPU.
 
     As the paper does for the actor, the layout of training is chosen first, then that of generation in what is left.
-    fixed: tensor and pipeline parallel degrees to take.
+    fixed: tensor and pipeline parallel degrees to take. runs: tells of a role whether its strategy is one that may be
+    taken.
     """
     rates = gpu.likely
     cost = partial(stage_seconds, role, size, work=work, rates=rates)
+
+    def fastest(those: Iterable[Strategy]) -> Strategy | None:
+        return next((each for each in sorted(those, key=lambda each: sum(cost(each))) if runs(role, each)), None)
+
     if role == "generation":
         found = generation_layouts(size, gpus, budget, Degrees(gpus, gpus), work, gpu, 0.0, fixed)
-        return min(found, key=lambda each: sum(cost(each)), default=None)
+        return fastest(found)
     fitting = list(layouts(role, size, gpus, budget, gpu, work, fixed))
     if not fitting:
         return None
     if role != "actor":
-        return min(fitting, key=lambda each: sum(cost(each)))
+        return fastest(fitting)
     for train in sorted(fitting, key=lambda each: _training_cost(size, each, work, rates)):
         kept = held_bytes(role, size, train.degrees)
         found = generation_layouts(size, gpus, budget, train.degrees, work, gpu, kept)
-        if best := min(found, key=lambda each: sum(cost(each)), default=None):
+        if best := fastest(found):
             return best
     return None
 

@@ -1,14 +1,15 @@
-"""`asyncrl-bench map JOB.toml` finds on which GPUs each model of a job runs, in which layout, and why; it
-writes the pools of an experiment file."""
+"""`asyncrl-bench map JOB.toml` finds on which GPUs each model of a job runs, in which of the layouts that asyncrl has,
+and why; it writes the pools of an experiment file."""
 
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from asyncrl.bench.measurements import table
+from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import read_gpus
 from asyncrl.simulation.mapping.job_file import read_job
-from asyncrl.simulation.mapping.pool_tables import pool_tables
+from asyncrl.simulation.mapping.pool_tables import pool_tables, runs
 from asyncrl.simulation.mapping.search import FoundMapping, MappingSearch
 from asyncrl.simulation.mapping.strategies import STAGES
 
@@ -22,8 +23,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--gpus", type=Path, help="Add a TOML or JSON table of GPUs.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="Write [pools] there instead of printing them.")
     asked = parser.parse_args(arguments)
-    search = MappingSearch(read_job(asked.job, read_gpus(asked.gpus)))
-    found = search.best()
+    job = read_job(asked.job, read_gpus(asked.gpus))
+    search = MappingSearch(job, runs(job))
+    try:
+        found = search.best()
+    except ConfigError as error:
+        best = MappingSearch(job).best()[0]  # Raises where nothing fits at all.
+        degrees = "; ".join(
+            f"{role}: {strategy}"
+            for each in best.sets
+            for role, strategy in zip(each.roles, each.strategies, strict=True)
+        )
+        raise ConfigError(f"{error}; asyncrl has no such layouts as the best one that would fit ({degrees})") from error
     print("\n".join(described(found, search.considered)))
     if asked.write is None:
         print(f"\n{pool_tables(found[0])}", end="")

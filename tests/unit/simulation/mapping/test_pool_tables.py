@@ -1,0 +1,81 @@
+"""The tables that a mapping is written as pass `plan`, with the layouts that were found."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.service_placement import assignment
+from asyncrl.config.sources.load_config import read
+from asyncrl.deploy import cli, preflight
+from asyncrl.errors import ConfigError
+from asyncrl.simulation.cost_model.gpus import known_gpus
+from asyncrl.simulation.mapping.job_file import JobTables, planned
+from asyncrl.simulation.mapping.pool_tables import pool_tables, runs
+from asyncrl.simulation.mapping.search import MappingSearch
+
+GRPO = ("generation", "training", "reference")
+PPO = ("actor", "critic", "reference", "reward")
+JOBS: list[tuple[Sequence[str], str, dict[str, Any]]] = [
+    (GRPO[:2], "qwen2.5-7b", {"gpu": "H100", "hosts": 8}),
+    (GRPO[:2], "qwen2.5-7b", {"gpu": "H100", "hosts": 2}),
+    (GRPO[:2], "qwen3-4b", {"gpu": "H100"}),
+    (GRPO[:2], "llama-70b", {"gpu": "H200", "gpus": 16}),
+    (GRPO, "qwen2.5-1.5b", {"gpu": "A100", "hosts": ("left", "right")}),
+    (GRPO, "qwen3-30b-a3b", {"gpu": "H200", "hosts": 4}),
+    (PPO, "qwen2.5-1.5b", {"gpu": "A100"}),
+    (PPO, "qwen2.5-1.5b", {"gpu": "H100", "hosts": 3}),
+    (("actor",), "qwen2.5-7b", {"gpu": "A100", "hosts": 4}),
+]
+
+
+@pytest.mark.parametrize(("roles", "model", "devices"), JOBS)
+def test_plan_accepts_the_tables_with_the_layouts_that_were_found(
+    roles: Sequence[str],
+    model: str,
+    devices: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tables = {"models": dict.fromkeys(roles, model), "devices": [devices], "objective": "asynchronous"}
+    job = planned(JobTables.model_validate(tables), known_gpus())
+    found = MappingSearch(job, runs(job)).best()[0]
+    folder, path, written = tmp_path / "model", tmp_path / "mapped.toml", pool_tables(found)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(job.sizes[roles[0]].config)))
+    text = f'model = {{ name = "{folder}", dtype = "bfloat16" }}\n'
+    text += 'task = { prompts = "words:", prompts_per_step = 128 }\n'
+    text += 'algorithm = { preset = "ppo", kl = 0.1 }\n' if "critic" in roles else "algorithm.kl = 0.1\n"
+    text += "" if "reward" in roles else 'reward.functions = ["words:exact"]\n'
+    if (joined := re.search(r"fleet.joined = (.*)", written)) is not None:
+        text += f'fleet = {{ wire = "tcp", listen = "tcp://127.0.0.1:7000", joined = {joined[1]} }}\n'
+    path.write_text(text + written.replace('pool = "reward"', f'pool = "reward"\nmodel = "{folder}"'))
+    for name in ("free_shared_memory", "available_memory"):  # Those of the machine that the plan is for.
+        monkeypatch.setattr(preflight, name, lambda *_: 10**13)
+    monkeypatch.setattr(preflight, "device_mistakes", lambda _: iter(()))
+    assert cli.main(["plan", str(path)]) == 0, capsys.readouterr()
+    config, strategies = (
+        read(path),
+        {role: strategy for each in found.sets for role, strategy in zip(each.roles, each.strategies, strict=True)},
+    )
+    trained = strategies["actor" if "actor" in roles else "training"].degrees
+    layout = config.training.layout
+    assert (layout.pp, layout.tp, layout.ep, layout.dp * layout.ep) == (trained.pp, trained.tp, trained.ep, trained.dp)
+    sampling = strategies["actor" if "actor" in roles else "generation"].generate
+    assert (config.generation.layout_tp, config.generation.replicas, 1) == (sampling.tp, sampling.dp, sampling.pp)
+    workers = assignment(config)
+    for placed in found.sets:
+        for role in placed.roles:
+            gpus = [at for each in workers["training" if role == "actor" else role] for at in each]
+            assert len(set(gpus)) == placed.gpus, "every GPU of the set is of the pool"
+
+
+def test_a_layout_that_no_experiment_has_is_not_written() -> None:
+    tables = {"models": dict.fromkeys(GRPO[:2], "qwen2.5-7b"), "devices": [{"gpu": "H100", "hosts": 8}]}
+    job = planned(JobTables.model_validate(tables | {"objective": "asynchronous"}), known_gpus())
+    with pytest.raises(ConfigError, match=r"no experiment has the layout .* generation, .*vLLM takes new weights from"):
+        pool_tables(MappingSearch(job).best()[0])
