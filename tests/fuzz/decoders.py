@@ -132,6 +132,7 @@ UNFUZZED: dict[str, str] = {
     "simulation/cost_model/gpus.py": USER,
     "simulation/cost_model/model_size.py": MODEL,
     "simulation/mapping/job_file.py": USER,
+    "simulation/mapping/pool_tables.py": OWN,
     "tasks/builtin/dialogue.py": USER,
     "config/written_values.py": USER,
     "tasks/reading/row_files.py": USER,

@@ -133,7 +133,8 @@ class MappingSearch:
     computed. considered: allocations."""
 
     def __init__(self, job: PlannedJob, runs: Runs = any_layout) -> None:
-        self.job, self.runs = job, runs
+        self.job = job
+        self.runs = runs
         self.looked_up = 0
         self.considered = 0
         self._strategies: dict[tuple[str, int, int, float], Strategy | None] = {}
