@@ -24,6 +24,7 @@ from asyncrl.deploy.checks.run_prompts import prompt_tokenizer
 from asyncrl.deploy.checks.shared_memory_needs import SharedMemoryNeed, longest_token_of, shared_memory
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, transport_problems
 from asyncrl.deploy.join_address import listen_address, refuse_missing_keys
+from asyncrl.deploy.process.descriptors import needed_descriptors
 from asyncrl.deploy.process.step_callback import callback_problems
 from asyncrl.deploy.service_specs import device_of, service_specs, worker_count
 from asyncrl.engines.generation.vllm.option_problems import vllm_problems
@@ -37,7 +38,6 @@ from asyncrl.engines.models.warmed_model_cache import CONTEXT
 from asyncrl.engines.rank_limits import models_of_services, rank_problems
 from asyncrl.environments.loading import environment_problems
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.changes.scaling import MOST_WORKERS
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
 from asyncrl.rewards.passing import pass_problems
@@ -47,9 +47,6 @@ from asyncrl.telemetry.exporters.scrape_address import scrape_problems
 from asyncrl.telemetry.sinks import sink_problems
 
 NOWHERE: Mapping[str, str] = {}
-OWN_DESCRIPTORS, WORKERS_DESCRIPTORS = 64, 24
-"""Descriptors that a process of a fleet may have open: its own, and for each worker connections, a pipe, a process
-handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
 
 
 def preflight(
@@ -277,7 +274,7 @@ def _context_problems(config: Config, folder: Path) -> Iterator[Problem]:
 
 def _descriptor_problems(workers: int) -> Iterator[Problem]:
     """Yields a problem when this user may not open as many files as a fleet of so many workers needs."""
-    needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * workers
+    needed = needed_descriptors(workers)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         text = (
@@ -285,14 +282,3 @@ def _descriptor_problems(workers: int) -> Iterator[Problem]:
             f"{hard}: raise the limit, `ulimit -n {needed}` or in /etc/security/limits.conf, or use fewer replicas"
         )
         yield Problem("", "", text)
-
-
-def allow_descriptors(workers: int) -> None:
-    """Lets this process and its children open as many files as a fleet of so many workers needs, and one that is scaled
-    up as far as it may be, within the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = OWN_DESCRIPTORS + WORKERS_DESCRIPTORS * (workers + MOST_WORKERS)
-    if hard != resource.RLIM_INFINITY:
-        needed = min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

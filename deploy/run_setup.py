@@ -42,7 +42,8 @@ from asyncrl.controller.observers.progress import RunProgress, progress_shown
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
-from asyncrl.deploy.preflight import allow_descriptors, model_problems, preflight, scoring_folders
+from asyncrl.deploy.preflight import model_problems, preflight, scoring_folders
+from asyncrl.deploy.process.descriptors import allow_descriptors
 from asyncrl.deploy.process.fork_client import Forks, forks_of
 from asyncrl.deploy.process.step_callback import step_callback
 from asyncrl.deploy.process.stop_signals import StopSignals
@@ -67,6 +68,7 @@ from asyncrl.errors import (
     TrainingStopped,
     errno_in,
 )
+from asyncrl.fleet.changes.scaling import MOST_WORKERS
 from asyncrl.fleet.failure_table import MISTAKES
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
@@ -215,7 +217,7 @@ def _check(request: RunRequest) -> list[Problem]:
         )
     )
     refuse(problems)
-    allow_descriptors(worker_count(request.config))
+    allow_descriptors(worker_count(request.config) + MOST_WORKERS)  # It may be scaled up as far.
     return problems
 
 

@@ -35,6 +35,7 @@ KEY_HELP = (
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
     from asyncrl.deploy.join_address import address_of_this_host, join_address, local_address_towards
+    from asyncrl.deploy.process.descriptors import LARGE_FLEET, allow_descriptors
     from asyncrl.errors import ConfigError
     from asyncrl.fleet.launching.joining import LONGEST_DRAIN
     from asyncrl.fleet.launching.key_folder import WorkerKey
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> int:
     address = join_address(asked.join, "--join")
     if asked.check:
         return asyncio.run(_check(asked, key, address))
+    allow_descriptors(LARGE_FLEET)
     own = address_of_this_host(asked.address, "--address") if asked.address else local_address_towards(address)
     with _forks(asked.role) as forks:
         asyncio.run(_serve(asked, key, own, forks))

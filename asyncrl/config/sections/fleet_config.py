@@ -22,7 +22,7 @@ class FleetConfig(Section):
     {generation = 2}. More may join at any time, up to the replicas of the service."""
     join_deadline: PositiveFloat = 300.0
     """Seconds that the run waits at its start for the workers of fleet.joined, and later for one worker to join when a
-    service has lost all of its own."""
+    service has lost all of its own; from the last sign of progress, such as a file that a host copies."""
     join_keys: SecretPath = ""
     """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, which the run
     makes when it listens on the loopback interface."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from asyncrl.errors import Refused
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec
 
-MOST_WORKERS = 64
-"""Workers of one service: a slip of the finger shall not start a thousand processes."""
+MOST_WORKERS = 1000
+"""Workers of one service: as many as a fleet was tried with, and fewer than a slip of the finger asks for."""
 
 DRAIN = 60.0
 """Seconds for a worker to finish what it has: nobody waits for its end, unlike that of a host."""

@@ -4,6 +4,7 @@
     join(JoinRequest) ───────────────────────>  role, key, versions fit
     order "fetch" <───────────────────────────
     trees, part, part, ... ──────────────────>  files that the host does not see, on a connection of their own
+    busy, busy, ... ─────────────────────────>  the host still reads or copies them
     ready, or missing(text) ─────────────────>  the offer waits ────────────────>  spawn(spec) takes it
     orders "start", "stop", "kill" <──────────  JoinedWorker  <─────────────────   stop, kill
     started(addresses) ──────────────────────>  JoinedWorker.spec ──────────────>  connects to the worker itself
@@ -23,11 +24,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, astuple, dataclass, field, replace
+from math import inf
 from typing import Any
 
 import zmq
 
-from asyncrl.concurrency import running_beside, running_timeout
+from asyncrl.concurrency import STANDSTILL, running_beside, running_timeout
 from asyncrl.config.sections.device_pools import Device, Host
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
 from asyncrl.fleet.launching.join_places import Places
@@ -46,8 +48,8 @@ from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
 from asyncrl.lanes.data.files.file_server import FileServer
-from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
+from asyncrl.lanes.host_id import FaultDomain, HostId
+from asyncrl.protocols.join_messages import FilePart, FileTree, JoinOrder, JoinRequest
 from asyncrl.protocols.messages import Call
 from asyncrl.protocols.rank_hosts import crossings, hosts_of_ranks
 
@@ -91,6 +93,8 @@ class JoinPoint:
         self._away: list[Offer] = []
         self._waiting: dict[str, WorkerSpec] = {}
         self._complete: set[str] = set()
+        self._progress: dict[FaultDomain, float] = {}
+        self._copied: dict[tuple[FaultDomain, str], int] = {}
         self._hosts_of_ranks: dict[tuple[str, int], list[Site]] = {}
         self._changed = Wakeup()
         self._probes = ProbePoint(self._objection, self._packages_of, self.versions)
@@ -123,19 +127,41 @@ class JoinPoint:
     def clean_up(self, spec: WorkerSpec) -> None:
         """The host that ran the worker removes what it left, or is gone with it."""
 
+    @property
+    def _known(self) -> list[Offer]:
+        """Returns all offers, those among them whose host may come back at any moment."""
+        return [*self._offers.values(), *self._away]
+
     async def _free_offer(self, spec: WorkerSpec) -> Offer:
+        loop = asyncio.get_running_loop()
         self._waiting[spec.instance] = spec
+        since = loop.time()
         try:
-            while True:
+            while (offer := self._offer_for(spec)) is None:
+                since = max(since, self._progressed_at(spec.service))
+                if (late := loop.time() - since - self.deadline) > STANDSTILL:
+                    since += late  # This process stood still itself.
+                elif late >= 0:
+                    self._refuse_to_wait(spec)
+                    since = loop.time()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self.deadline):
-                        while (offer := self._offer_for(spec)) is None:
-                            await self._changed.wait()
-                        return offer
-                self._refuse_to_wait(spec)
+                    async with asyncio.timeout_at(since + self.deadline):
+                        await self._changed.wait()
+            return offer
         finally:
             del self._waiting[spec.instance]
             self._changed.wake()
+
+    def _progressed_at(self, service: str) -> float:
+        """Returns the time of the last sign of progress on a host that offers these workers: one of another service may
+        copy files for them there."""
+        hosts = {each.host.fault_domain for each in self._offers.values() if each.service == service}
+        if any(each.lists_files and each.host.fault_domain in hosts for each in self._offers.values()):
+            return asyncio.get_running_loop().time()
+        return max((self._progress[host] for host in hosts), default=-inf)
+
+    def _note_progress(self, offer: Offer) -> None:
+        self._progress[offer.host.fault_domain] = asyncio.get_running_loop().time()
 
     def _offer_for(self, spec: WorkerSpec) -> Offer | None:
         """Returns a free offer, unless a place with a smaller number waits for one: the first ones are needed. Ranks of
@@ -173,7 +199,7 @@ class JoinPoint:
 
     def _ranks_of(self, spec: WorkerSpec) -> dict[int, Site]:
         """Returns where the other ranks of the replica of a worker are, as far as they have a host."""
-        there = (each for each in self._offers.values() if each.runs_rank_of(spec))
+        there = (each for each in self._known if each.runs_rank_of(spec))
         return {each.worker.spec.rank: each.site for each in there if each.worker is not None}
 
     def _say_what_crosses(self, spec: WorkerSpec) -> None:
@@ -187,14 +213,13 @@ class JoinPoint:
         pool = self.places[offer.service].pool
         if pool is None or not pool.has_gpus:
             return ()
-        known = (*self._offers.values(), *self._away)
-        same = [each for each in known if each.worker and on_one_machine(each, offer)]
+        same = [each for each in self._known if each.worker and on_one_machine(each, offer)]
         taken = {device for each in same if each.service == offer.service for device in each.devices}
         users = Counter(device for each in same for device in each.devices)
         return tuple(sorted((each for each in pool.devices if each not in taken), key=users.__getitem__))
 
     def _running(self, service: str) -> int:
-        return sum(each.service == service and each.worker is not None for each in self._offers.values())
+        return sum(each.service == service and each.worker is not None for each in self._known)
 
     def _note_complete(self, service: str) -> None:
         if self._running(service) >= self.places[service].needed:
@@ -205,9 +230,12 @@ class JoinPoint:
         place, running = self.places[spec.service], self._running(spec.service)
         if spec.replica >= place.needed or (running and spec.service in self._complete):
             return
+        copying = [each for each in self._offers.values() if each.service == spec.service and not each.is_ready]
+        stuck = ", ".join(f"{each.host.name} ({each.copied / 1e6:,.1f} MB copied)" for each in copying)
         raise FleetFailed(
             f"{place.needed - running} of {place.needed} {spec.service} workers have not joined at {self.address} "
             f"within {self.deadline:g} s. Start each with: {place.command}"
+            + (f". Hosts that have joined, and whose files make no progress: {stuck}" if stuck else "")
         )
 
     # ---- for hosts
@@ -222,9 +250,11 @@ class JoinPoint:
             case "ready", (str(agent),):
                 return self._ready(self._offer(agent))
             case "trees", (str(agent),):
-                return self.files.trees(self._offer(agent).service)
+                return self._trees(self._offer(agent))
             case "part", (str(agent), str(digest), int(offset)):
-                return self.files.part(self._offer(agent).service, digest, offset)
+                return self._part(self._offer(agent), digest, offset)
+            case "busy", (str(agent),):
+                return self._busy(self._offer(agent))
             case "missing", (str(agent), str(text)):
                 return self._missing(self._offer(agent), text)
             case "started", (str(agent), str(control), str(work), str(data), dict(labels)):
@@ -250,6 +280,8 @@ class JoinPoint:
             self.report(f"{request.host} may not join as {request.service}: {problem}")
             raise Refused(problem)
         offer = self._offers[request.agent] = Offer(request)
+        if offer.host.fault_domain not in self._progress:  # One that joins again and again makes none.
+            self._note_progress(offer)
         try:
             yield JoinOrder("keep", request.runs) if self._take_over(request.runs, offer) else JoinOrder("fetch")
             order = JoinOrder("wait")
@@ -309,8 +341,32 @@ class JoinPoint:
     def _packages_of(self, service: str) -> Collection[str]:
         return self.places[service].packages if service in self.places else ()
 
+    async def _trees(self, offer: Offer) -> list[FileTree]:
+        offer.lists_files = True
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            return await self.files.trees(offer.service)
+        finally:
+            offer.lists_files = False
+            if loop.time() > began + SIGN_OF_LIFE:  # Else they were known.
+                self._note_progress(offer)
+
+    async def _part(self, offer: Offer, digest: str, offset: int) -> FilePart:
+        part = await self.files.part(offer.service, digest, offset)
+        offer.copied += len(part.data)
+        farthest = self._copied.get(file := (offer.host.fault_domain, digest), -1)
+        if offset > farthest:  # One that asks for the same parts again and again makes no progress.
+            self._copied[file] = offset
+            self._note_progress(offer)
+        return part
+
+    async def _busy(self, offer: Offer) -> None:
+        self._note_progress(offer)
+
     async def _ready(self, offer: Offer) -> None:
         offer.is_ready = True
+        self._note_progress(offer)
         self.report(f"{offer.host.name} joined, for a {offer.service} worker")
         if not any(spec.service == offer.service for spec in self._waiting.values()):
             self.report(f"all {offer.service} workers are there: {offer.host.name} waits as a spare")

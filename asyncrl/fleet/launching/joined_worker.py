@@ -69,7 +69,8 @@ class JoinedWorker:
 class Offer:
     """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
     is_leaving: it was asked to leave, and takes no other worker. is_revoked: its key is admitted no more. is_away: its
-    connection is lost. ended: its workers that ended. devices: of its worker, in a pool of GPUs."""
+    connection is lost. ended: its workers that ended. copied: bytes of files. lists_files: their digests are computed
+    for it. devices: of its worker, in a pool of GPUs."""
 
     def __init__(self, request: JoinRequest) -> None:
         self.service = request.service
@@ -82,6 +83,8 @@ class Offer:
         self.is_revoked = False
         self.is_away = False
         self.ended = 0
+        self.copied = 0
+        self.lists_files = False
         self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
 
     @property

@@ -46,6 +46,9 @@ LIST_DEADLINE = 600.0
 PART_DEADLINE = 60.0
 """Seconds for one part of a file, of which a few are under way: over a link of 1 Mbit/s."""
 
+BUSY = 5.0
+"""Seconds between two reports that files are read or copied."""
+
 LISTS = 3
 """Times that a host asks which files there are, because one changed while it was copied."""
 
@@ -256,14 +259,27 @@ class _JoinedHost:
         over has to make room."""
         settings, name = self.settings, self.settings.host.name
         await settings.end_worker()
+        telling = asyncio.create_task(self._tell_of_progress(), name="progress with files")
         try:
             async with settings.connection() as client:
                 settings.places = await self._bring(client)
         except (ConfigError, WireError) as problem:
             await self.report("missing", f"host {name} cannot run {settings.service} workers: {problem}")
             raise
+        finally:
+            telling.cancel()
         settings.say(f"joined the run at {settings.address}; waiting for a worker to start")
         await self.report("ready")
+
+    async def _tell_of_progress(self) -> None:
+        """Lets the controller, whose wait for this host has a deadline, know that files are read or copied."""
+        told = self.settings.files.progress
+        while True:
+            await asyncio.sleep(BUSY)
+            if (progress := self.settings.files.progress) != told:
+                told = progress
+                with suppress(PeerLost, DeadlineExceeded, Refused):
+                    await self.report("busy")
 
     async def _bring(self, client: Client) -> dict[str, str]:
         for _ in range(LISTS):

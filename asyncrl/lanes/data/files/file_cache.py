@@ -2,7 +2,7 @@
 
 CACHE/DIGEST/        a folder of the controller, whole, by the digest of its names and contents
 CACHE/DIGEST.part/   one that is being copied; what it has is kept when the copy is cut off
-CACHE/DIGEST.lock    held by the process that copies it
+CACHE/DIGEST.lock    held by the process that looks whether this host has it, and copies it
 CACHE/runs/DIGEST/   logs of workers of a run whose directory is not seen here
 CACHE/digests.json   digests of files that have not changed
 """
@@ -12,13 +12,13 @@ import fcntl
 import os
 import shutil
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from asyncrl.concurrency import gather
-from asyncrl.errors import ConfigError, WireError
+from asyncrl.errors import ConfigError, DeadlineExceeded, WireError
 from asyncrl.lanes.data.files.file_digests import FileDigests, check_names, tree_digest
 from asyncrl.lanes.data.files.file_server import PART_BYTES
 from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
@@ -30,8 +30,8 @@ WINDOW = 4
 """Parts that are asked for at one time, which hide the round trip and bound the memory."""
 TRIES = 3
 """Times that a part may come damaged, and a file with another digest."""
-LOCK_RETRY, LOCK_DEADLINE = 0.2, 3600.0
-"""Seconds between two looks at a folder that another process copies, and until the wait for it ends."""
+LOCK_RETRY = 0.2
+"""Seconds between two looks at a folder that another process has."""
 SPARE_BYTES = 64 << 20
 """Bytes that have to stay free where files are copied to."""
 
@@ -45,6 +45,12 @@ class FileCache:
         self._say = say
         self._run = run
         self._digests = FileDigests(folder / "digests.json")
+        self._copied_bytes = 0
+
+    @property
+    def progress(self) -> int:
+        """Returns the bytes that were read and copied so far."""
+        return self._digests.bytes_read + self._copied_bytes
 
     async def bring(self, trees: Sequence[FileTree], fetch: FetchPart) -> dict[str, str]:
         """Returns where this host has the files, by their paths at the controller; copies what it does not see.
@@ -58,7 +64,9 @@ class FileCache:
         for tree in trees:
             check_names(tree)
             try:
-                place = await self._place(tree, fetch)
+                place = await self._shared_place(tree, fetch)
+            except DeadlineExceeded:
+                raise  # It is an OSError, too, and says nothing about this host's disk.
             except OSError as error:
                 raise ConfigError(
                     f"the files of {tree.path} cannot be kept in {self.folder}: {error.strerror or error}. Make room "
@@ -68,9 +76,26 @@ class FileCache:
                 places |= {f"{tree.path}/{file.name}": str(place / file.name) for file in tree.files}
             else:
                 places[tree.path] = str(place)
-        with suppress(OSError):  # Files that are seen need no cache; their digests are computed again next time.
-            await asyncio.to_thread(self._digests.save)
         return places
+
+    async def _shared_place(self, tree: FileTree, fetch: FetchPart) -> Path:
+        """Returns the place of a tree. Of the processes of this host one looks at its files, or copies them, and the
+        others take what it found."""
+        digest = tree_digest(tree.files)
+        try:
+            lock = await asyncio.to_thread(_opened, self.folder / f"{digest}.lock")
+        except OSError:  # Files that are seen need no cache; without one each process computes their digests.
+            return await self._place(tree, fetch)
+        with lock:
+            while True:  # The kernel unlocks it when its process dies, and notifies nobody without blocking a thread.
+                if _has_locked(lock):
+                    break
+                await asyncio.sleep(LOCK_RETRY)
+            await asyncio.to_thread(self._digests.load)
+            place = await self._place(tree, fetch)
+            with suppress(OSError):
+                await asyncio.to_thread(self._digests.save)
+            return place
 
     async def _place(self, tree: FileTree, fetch: FetchPart) -> Path:
         seen = await asyncio.to_thread(self._holds, Path(tree.path), tree)
@@ -90,9 +115,7 @@ class FileCache:
             )
         if tree.use == "run":
             return await asyncio.to_thread(self._run_folder, tree)
-        digest = tree_digest(tree.files)
-        async with self._locked(digest):
-            return await self._copied(self.folder / digest, tree, fetch)
+        return await self._copied(self.folder / tree_digest(tree.files), tree, fetch)
 
     def _run_folder(self, tree: FileTree) -> Path:
         folder = self._run or self.folder / "runs" / tree_digest(tree.files)[:16]
@@ -110,21 +133,6 @@ class FileCache:
 
     def _is(self, path: Path, file: ListedFile) -> bool:
         return path.is_file() and path.stat().st_size == file.size and self._digests.of(path) == file.sha256
-
-    @asynccontextmanager
-    async def _locked(self, digest: str) -> AsyncIterator[None]:
-        """Lets one process of this host copy a folder; the kernel unlocks it when that process dies."""
-        path = self.folder / f"{digest}.lock"
-        with await asyncio.to_thread(_opened, path) as file:
-            try:
-                async with asyncio.timeout(LOCK_DEADLINE):
-                    while True:  # The kernel notifies nobody without blocking a thread.
-                        if _lock(file):
-                            break
-                        await asyncio.sleep(LOCK_RETRY)
-            except TimeoutError as error:
-                raise ConfigError(f"{path} was held by another process for {LOCK_DEADLINE:g} s: end it") from error
-            yield
 
     async def _copied(self, folder: Path, tree: FileTree, fetch: FetchPart) -> Path:
         """Returns the folder with a copy, which is whole."""
@@ -163,6 +171,7 @@ class FileCache:
                 offsets = range(at, min(at + WINDOW * PART_BYTES, file.size), PART_BYTES)
                 parts = await gather(*(_intact_part(file, offset, fetch) for offset in offsets))
                 at += await asyncio.to_thread(_append, path, parts)
+                self._copied_bytes += sum(map(len, parts))
             if await asyncio.to_thread(self._is_or_removed, path, file):
                 return
         raise WireError(f"{file.name} came {TRIES} times with another digest than the controller listed")
@@ -179,7 +188,7 @@ def _opened(path: Path) -> IO[str]:
     return path.open("w")
 
 
-def _lock(file: IO[str]) -> bool:
+def _has_locked(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,25 +1,34 @@
 """Digests of files, which are computed once for each file that does not change."""
 
 import json
+import os
 from collections.abc import Iterable
 from contextlib import suppress
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
 from asyncrl.errors import WireError
 from asyncrl.protocols.join_messages import FileTree, ListedFile
 
+BLOCK_BYTES = 1 << 20
+"""Bytes that are read at a time."""
+
 
 class FileDigests:
     """Computes SHA-256, and remembers those of files whose size, inode and time of change stay. remembered_in: a file
-    that keeps them for the next process; None: nothing does."""
+    that keeps them for other processes; None: nothing does. bytes_read: to compute them."""
 
     def __init__(self, remembered_in: Path | None = None) -> None:
+        self.bytes_read = 0
         self._file = remembered_in
         self._known: dict[str, list[str | int]] = {}
-        if remembered_in is not None and remembered_in.exists():
+        self.load()
+
+    def load(self) -> None:
+        """Takes up what other processes computed meanwhile."""
+        if self._file is not None and self._file.exists():
             with suppress(OSError, ValueError):  # They are computed again.
-                self._known = json.loads(remembered_in.read_text())
+                self._known |= json.loads(self._file.read_text())
 
     def of(self, path: Path) -> str:
         """Returns the digest of a file, in hex. Raises OSError."""
@@ -28,14 +37,24 @@ class FileDigests:
         known = self._known.get(str(path))
         if known is not None and known[1:] == mark:
             return str(known[0])
+        computed = sha256()
         with path.open("rb") as file:
-            digest = file_digest(file, "sha256").hexdigest()
+            while block := file.read(BLOCK_BYTES):
+                computed.update(block)
+                self.bytes_read += len(block)
+        digest = computed.hexdigest()
         self._known[str(path)] = [digest, *mark]
         return digest
 
     def save(self) -> None:
+        """Keeps all digests for other processes, which may save theirs at the same time. Raises OSError."""
         if self._file is not None:
-            self._file.write_text(json.dumps(self._known))
+            ours = self._known
+            self.load()
+            self._known |= ours
+            written = self._file.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(self._known))
+            written.replace(self._file)
 
 
 def tree_digest(files: Iterable[ListedFile]) -> str:

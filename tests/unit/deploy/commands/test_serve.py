@@ -1,6 +1,7 @@
 """asyncrl serve: the key that it reads from a pipe, and what its workers are forked from."""
 
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 from asyncrl.deploy import cli
 from asyncrl.deploy.commands import serve
 from asyncrl.deploy.process import fork_client
+from asyncrl.errors import ConfigError
 from asyncrl.fleet.launching.key_folder import KeyFolder
 
 ELSEWHERE = "192.0.2.7"
@@ -88,3 +90,15 @@ def test_workers_of_every_role_are_forked_and_torch_is_imported_only_for_those_t
         with serve._forks(role) as forked:
             assert str(forked) == "forks"
     assert imported == [(), fork_client.MODULES]
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(1024, 1 << 20, 24064), (256, 4096, 4096), (1 << 20, 1 << 20, 0)])
+def test_a_host_may_open_as_many_files_as_a_large_fleet_needs(
+    soft: int, hard: int, raised: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, limits = KeyFolder.made(tmp_path).key_of("reward"), list[tuple[int, int]]()
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
+    with pytest.raises(ConfigError, match="no address of this host"):
+        serve.main(["reward", "--join", "tcp://127.0.0.1:7000", "--key", str(key), "--address", "203.0.113.9"])
+    assert limits == ([(raised, hard)] if raised else [])
