@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
+from asyncrl.protocols.messages import CUT_SHORT
 from asyncrl.services.critic import CriticService
 from tests.unit.services.counting import PatientCompute, saved
 from tests.unit.services.source_rows import store_read_by
@@ -325,3 +326,31 @@ async def test_after_the_death_of_another_rank_a_critic_gives_its_state_if_no_up
         refs = sampled(resumed)
         report = await resumed.update(batch(resumed, refs, zeros(refs)))
         assert (report.updates, report.skipped) == (2, ""), "it was not learnt before"
+
+
+@pytest.mark.parametrize(("taken", "skipped"), [(0, CUT_SHORT), (1, "")])
+async def test_a_critic_whose_run_ends_forgoes_the_updates_that_are_left_and_learns_nothing_twice(
+    taken: int, skipped: str, serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, advance = config(training={"updates": 2, "micro_batch_tokens": 64}), CriticStep.advance
+    async with serving(settings) as service:
+
+        def advance_and_end(step: CriticStep) -> bool:
+            if step._trainer.updates == taken:
+                with suppress(StopIteration):
+                    service.undo_update().send(None)
+            return advance(step)
+
+        refs = sampled(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(CriticStep, "advance", advance_and_end)
+            report = await service.update(batch(service, refs, zeros(refs)))
+        assert (report.updates, report.skipped) == (taken, skipped)
+        assert service._engine.updates == taken
+        later = await service.update(batch(service, sampled(service, first_group=8), zeros(refs), 1))
+        assert (later.updates, later.skipped) == (0, CUT_SHORT)
+        await saved(service, tmp_path, 1)
+    async with serving(settings, checkpoint_dir=tmp_path) as resumed:
+        refs = sampled(resumed)
+        again = await resumed.update(batch(resumed, refs, zeros(refs), 1))
+        assert (again.updates, again.skipped) == ((0, "learnt before") if taken else (2, ""))

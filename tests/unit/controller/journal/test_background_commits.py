@@ -215,3 +215,23 @@ async def test_a_run_that_is_cancelled_while_it_waits_writes_nothing_afterwards(
     for _ in range(50):
         await asyncio.sleep(0)
     assert (scene.store.size, versions(scene.store)) == (size, [0])
+
+
+async def test_a_begin_that_was_cancelled_while_an_earlier_commit_is_written_may_be_repeated(run: Any) -> None:
+    scene = await Scene(run).with_the_first()
+    async with scene.commits:
+        await scene.begin()
+        assert scene.commits.is_running
+        scene.train()
+        late = asyncio.ensure_future(scene.begin())
+        await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.wait([late])
+        assert late.cancelled()
+        assert scene.commits.is_running, "the earlier one goes on"
+        assert scene.copied == [0, 1]
+        scene.written.set()
+        await scene.begin()
+        await scene.commits.finish()
+        assert not scene.commits.is_running
+    assert versions(scene.store)[-1] == 2
