@@ -34,10 +34,13 @@ def _expressions(text: str) -> list[Any]:
 @lru_cache(REMEMBERED)
 def entry_score(origin: str) -> Callable[[str], float]:
     """Returns the function by which an entry of a reasoning-gym data set scores an answer, of JSON. origin: JSON with
-    name, options and index of the entry, which is a function of them."""
+    name, options and index of the entry, and the answer that the row has. Raises ValueError where the entry made here
+    has another one: some data sets draw entries in the order of a set, which each process has its own."""
     found = json.loads(origin)
     dataset = _dataset(found["name"], json.dumps(found["options"]))
     entry = dataset[found["index"]]
+    if found["answer"] is not None and str(entry["answer"]) != found["answer"]:
+        raise ValueError(f"{found['name']} makes another entry in each process, so that no answer to it can be scored")
     return lambda text: float(dataset.score_answer(json.loads(text), entry))
 
 

@@ -181,7 +181,7 @@ def reasoning_gym(pattern: str = "", sandbox: Kind = "bubblewrap", seconds: floa
         if compiled is not None:
             matches = list(compiled.finditer(sample.answer))
             answer = str(matches[-1][min(1, compiled.groups)]).strip() if matches else None
-        entry = json.dumps({name: origin[name] for name in ("name", "options", "index")}, default=str)
+        entry = json.dumps({name: origin[name] for name in ("name", "options", "index", "answer")}, default=str)
         value = _read(packages, "reasoning_gym", entry, json.dumps(answer), seconds, "reasoning_gym")
         return 0.0 if value is None else value
 
@@ -250,7 +250,7 @@ def _origin(row: Row) -> Mapping[str, Any]:
     origin = _column(row, "reasoning_gym")
     if not isinstance(origin, Mapping) or not {"name", "options", "index"} <= {*origin}:
         raise RowError("reasoning_gym", f"the row's reasoning_gym does not name an entry of a data set: {origin!r:.80}")
-    return origin
+    return {**origin, "answer": None if (answer := row.get("answer")) is None else str(answer)}
 
 
 def _writings(value: Any, column: str) -> list[str]:

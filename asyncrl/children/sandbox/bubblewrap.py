@@ -76,11 +76,15 @@ def sandbox_command(disk_bytes: int, seccomp: int, folders: Sequence[str] = (), 
         *_as_another_user(folders),
         *(bubblewrap, *PLAIN, "--uid", str(INNER_USER), "--gid", str(INNER_USER), "--hostname", "sandbox"),
         *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"),
-        *(*SYSTEM, *(word for folder in folders for word in ("--ro-bind", folder, folder))),
-        *(word for name in (DEVICES if group else DEVICES[1:]) for word in ("--dev-bind", *[f"/dev/{name}"] * 2)),
-        *(*writable, "--remount-ro", "/dev", "--remount-ro", "/"),
+        *(*SYSTEM, *(word for name in (DEVICES if group else DEVICES[1:]) for word in _device(name))),
+        *(*writable, *(word for folder in folders for word in ("--ro-bind", folder, folder))),
+        *("--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", "/tmp", "--seccomp", str(seccomp), "--"),
     ]
+
+
+def _device(name: str) -> tuple[str, str, str]:
+    return "--dev-bind", f"/dev/{name}", f"/dev/{name}"
 
 
 def _as_another_user(folders: Sequence[str]) -> list[str]:

@@ -83,7 +83,7 @@ def places(root: Path = Path("/")) -> Iterator[Path]:
             continue
         inside = os.path.relpath(own[name], top)
         folder = root / mounted.lstrip("/") / inside
-        if inside.startswith(".."):
+        if inside.startswith("..") or own[name].startswith("/.."):  # The group lies outside of what is mounted.
             continue
         if name:
             yield folder

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.children.sandbox import SandboxError, package_calls
+from asyncrl.children.sandbox.bubblewrap import sandbox_command
 from asyncrl.children.sandbox.inside.package_server import Evaluations, answer_of
 from asyncrl.children.sandbox.package_calls import PackageSandbox, Unjudged
 from asyncrl.environments.loading import ADAPTERS, BUILTIN
@@ -16,7 +17,7 @@ from asyncrl.rewards import text_readers
 from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import OF_PACKAGES, FunctionSpec, load
-from asyncrl.rewards.sample import Sample
+from asyncrl.rewards.sample import RowError, Sample
 from asyncrl.rewards.templates import SCORES, TEMPLATES
 
 EVALUATING = (
@@ -75,6 +76,14 @@ def test_an_answer_changes_nothing_for_the_next_one(bubblewrap_works: None) -> N
     data = reasoning_gym.create_dataset("spiral_matrix", **origin["options"])
     assert reward(sample(data[0]["answer"], entry("spiral_matrix"))) == 1
     assert reward(sample(str(data[0]["answer"].split()), entry("spiral_matrix"))) == 0.1
+
+
+def test_a_row_of_another_entry_is_refused(bubblewrap_works: None) -> None:
+    """Some data sets depend on the order of a set: what this process made, another one does not make again."""
+    reward: Any = TEMPLATES["reasoning_gym"]()
+    row = {**entry("spiral_matrix"), "answer": "1 2 3"}
+    with pytest.raises(RowError, match="spiral_matrix makes another entry in each process"):
+        reward(sample("1 2 3", row))
 
 
 PLAIN = {name: made for name, made in TEMPLATES.items() if name not in ("judge", "reasoning_gym", "math_verify")}
@@ -204,12 +213,20 @@ def test_the_sandbox_sees_neither_the_current_folder_nor_a_checkout(bubblewrap_w
     assert not any(str(Path.home()) == folder for folder in folders)
 
 
+def test_packages_below_a_folder_of_the_sandboxs_own_are_seen(tmp_path: Path, bubblewrap_works: None) -> None:
+    """A checkout below /tmp: what the sandbox writes there is its own, and the packages stand in it."""
+    words = sandbox_command(2**20, 3, (str(tmp_path),))
+    assert words.index(str(tmp_path)) > words.index("--tmpfs", words.index("--size")) > words.index("/usr")
+
+
 def test_reads_without_containment_too() -> None:
     reward: Any = TEMPLATES["reasoning_gym"](sandbox="none")
     assert reward(sample("1 2", entry("spiral_matrix"))) == 0
     sandbox = next(each for each in package_calls.OPEN if not each._contained)
     with pytest.raises(Unjudged, match="no answer within 0"):
-        sandbox.read("reasoning_gym", json.dumps(entry("countdown")["reasoning_gym"]), '"9**9**9"', 0.05)
+        sandbox.read(
+            "reasoning_gym", json.dumps({**entry("countdown")["reasoning_gym"], "answer": None}), '"9**9**9"', 0.05
+        )
     sandbox.close()
 
 

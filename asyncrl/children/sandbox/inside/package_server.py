@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from asyncrl.children.sandbox.inside.first_process import CONTAINED, WRITABLE, describe
+from asyncrl.children.sandbox.inside.first_process import FOUND, WRITABLE, describe
 
 EVALUATE, EXECUTE = builtins.eval, builtins.exec
 IMPORTS = {"importlib._bootstrap", "_frozen_importlib"}
@@ -107,8 +106,7 @@ def prepare(case: dict[str, Any]) -> None:
         sys.path += request["paths"]
         for name in (request["module"], *request["packages"]):
             importlib.import_module(name)
-        for made in [each for folder in WRITABLE if CONTAINED for each in os.scandir(folder)]:
-            shutil.rmtree(made.path)  # Caches of packages, so that what is left later is known to be an answer's.
+        FOUND.update(*map(os.listdir, WRITABLE))  # Caches of packages.
         READY.append("ready")
         gc.collect()
         gc.freeze()  # Copies of the process share what no collector writes to.
@@ -151,6 +149,7 @@ def alone(read: Callable[[str], Any], text: str) -> list[Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.closerange(3, writing)  # The answers' own way out among them.
         try:
             os.write(writing, json.dumps(attempt(read, text, Evaluations(alone=True))).encode())
         finally:
