@@ -18,6 +18,7 @@ from asyncrl.config.service_placement import ONE_REPLICA, pool_names, pools_of
 from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.observers.worker_profile import WorkerProfiles
 from asyncrl.controller.training_run import RunState
+from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.feedback_address import feedback_address
 from asyncrl.deploy.join_address import host_of, join_keys, listen_address
 from asyncrl.deploy.preflight import rows_fit
@@ -41,6 +42,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
+from asyncrl.lanes.shared_memory import unlink_abandoned
 from asyncrl.lanes.weights.version_folder import folder_of_start
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.screen.display import Display
@@ -82,6 +84,8 @@ async def run_fleet(
     request: "RunRequest", facts: RunFacts, signals: StopSignals, scorers: Mapping[str, Path], pauses: PauseSwitch
 ) -> AsyncIterator[RunningFleet]:
     """Starts the services of the run. scorers: folders of scoring models by service. pauses: turned by commands."""
+    if freed := unlink_abandoned():
+        request.display.say(f"removed {size_text(freed)} of shared memory that a run left whose processes were killed")
     config, logs = request.config, facts.run_dir / "logs"
     options: dict[str, dict[str, Any]] = {name: {"model": str(folder)} for name, folder in scorers.items()}
     options["generation"] = {"longest_prompts": str(logs / LONGEST)}

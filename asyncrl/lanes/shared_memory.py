@@ -4,10 +4,12 @@ multiprocessing.shared_memory would not do: its resource tracker unlinks what ot
 (python/cpython#82300).
 """
 
+import fcntl
 import mmap
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -34,6 +36,9 @@ TWO_THREAD_BYTES = 8 * 2**20
 
 COPY_DEADLINE = 60.0
 """Seconds for one half, which takes milliseconds."""
+
+JUST_MADE = 10.0
+"""Seconds in which a segment may not be locked yet."""
 
 _copier = ThreadPoolExecutor(1, thread_name_prefix="copier")
 """Starts its thread at its first use."""
@@ -85,6 +90,7 @@ class Segment:
         with ExitStack() as undo:
             undo.callback(path.unlink)
             undo.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # As long as a process lives that has the descriptor.
             # All addresses are mapped now, and the file ends at what is allocated: nothing moves when it grows.
             try:
                 os.ftruncate(descriptor, size)
@@ -182,6 +188,40 @@ def unlink_run_segments(run: str, directory: Path = SHARED_MEMORY) -> list[str]:
 def unlink_instance_segments(run: str, incarnation: int, instance: str, directory: Path = SHARED_MEMORY) -> list[str]:
     """Unlinks the segments of a dead worker; returns their names."""
     return _unlink(directory, re.compile(rf"asyncrl-{re.escape(run)}-{incarnation}-{re.escape(instance)}\.[^.]*"))
+
+
+def abandoned_segments(directory: Path = SHARED_MEMORY) -> dict[Path, int]:
+    """Returns the segments of which the makers are dead, with the bytes that each takes: of a run whose processes were
+    all killed at once. A segment that a process of this machine has mapped is none, nor is one that was just made."""
+    found = {path: size for path in sorted(directory.glob("asyncrl-*")) if (size := _bytes_without_owner(path)) > 0}
+    if not found:
+        return {}
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped.update(line.split()[-1] for line in maps.read_text().splitlines() if "asyncrl-" in line)
+    return {path: size for path, size in found.items() if str(path) not in mapped}
+
+
+def _bytes_without_owner(path: Path) -> int:
+    """Returns the bytes of a segment that no process holds locked; 0 for any other one, and one of another user."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            state = os.fstat(descriptor)
+            return 512 * state.st_blocks if time.time() - state.st_mtime > JUST_MADE else 0
+        finally:
+            os.close(descriptor)
+    return 0
+
+
+def unlink_abandoned(directory: Path = SHARED_MEMORY) -> int:
+    """Unlinks all segments of which the makers are dead; returns the bytes that this frees."""
+    found = abandoned_segments(directory)
+    for path in found:
+        path.unlink(missing_ok=True)
+    return sum(found.values())
 
 
 def _unlink(directory: Path, pattern: re.Pattern[str]) -> list[str]:

@@ -103,7 +103,15 @@ def shared_memory_check(folder: Path = SHARED_MEMORY) -> Check:
         return Check(str(folder), "bad", "is not there", remedy)
     state = os.statvfs(folder)
     size = state.f_blocks * state.f_frsize
-    return Check(str(folder), "ok", f"{size_text(free_shared_memory(folder))} free of {size_text(size)}")
+    free = f"{size_text(free_shared_memory(folder))} free of {size_text(size)}"
+    try:
+        from asyncrl.lanes.shared_memory import abandoned_segments
+    except ImportError:  # Another line says what is missing.
+        return Check(str(folder), "ok", free)
+    if left := abandoned_segments(folder):
+        text = f"{free}; {size_text(sum(left.values()))} in {len(left)} files are of runs that were killed"
+        return Check(str(folder), "note", text, "the next run on this machine removes them")
+    return Check(str(folder), "ok", free)
 
 
 def free_shared_memory(folder: Path = SHARED_MEMORY) -> int:

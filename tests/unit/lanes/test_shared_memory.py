@@ -1,5 +1,6 @@
 import errno
 import os
+import signal
 import stat
 from contextlib import closing
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.deploy.checks.machine import shared_memory_check
 from asyncrl.errors import ArenaFull
 from asyncrl.lanes.shared_memory import (
     Segment,
+    abandoned_segments,
     copy_in_two_threads,
     segment_name,
+    unlink_abandoned,
     unlink_instance_segments,
     unlink_run_segments,
 )
@@ -110,3 +114,36 @@ def test_a_copy_in_two_threads_threads_is_whole() -> None:
     target = np.zeros_like(source)
     copy_in_two_threads(target, source)
     assert np.array_equal(target, source)
+
+
+def made_and_left(folder: Path, name: str, *, mapped: bool = False) -> Segment | None:
+    """Has another process make a segment and be killed; returns it mapped here, if that is asked for."""
+    if (child := os.fork()) == 0:
+        Segment.create(name, 8192, folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    segment = Segment.open(name, directory=folder) if mapped else None
+    os.utime(folder / name, (1.0, 1.0))
+    return segment
+
+
+def test_what_a_killed_run_left_is_found_and_removed_and_nothing_else(tmp_path: Path) -> None:
+    made_and_left(tmp_path, "asyncrl-left-0-a.rows")
+    seen = made_and_left(tmp_path, "asyncrl-seen-0-a.rows", mapped=True)
+    made_and_left(tmp_path, "asyncrl-young-0-a.rows")
+    os.utime(tmp_path / "asyncrl-young-0-a.rows")
+    living = Segment.create("asyncrl-living-0-a.rows", 8192, tmp_path)
+    os.utime(tmp_path / "asyncrl-living-0-a.rows", (1.0, 1.0))
+    (tmp_path / "of-others").write_bytes(bytes(8192))
+    assert abandoned_segments(tmp_path) == {tmp_path / "asyncrl-left-0-a.rows": 8192}
+    assert shared_memory_check(tmp_path).status == "note"
+    assert unlink_abandoned(tmp_path) == 8192
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("asyncrl-living-0-a.rows", "asyncrl-seen-0-a.rows", "asyncrl-young-0-a.rows", "of-others"),
+    ]
+    assert shared_memory_check(tmp_path).status == "ok"
+    assert seen is not None
+    living.close()
+    assert abandoned_segments(tmp_path) == {tmp_path / "asyncrl-living-0-a.rows": 8192}, (
+        "it was closed and not unlinked"
+    )
