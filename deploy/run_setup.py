@@ -311,7 +311,9 @@ async def _read_texts_and_model(
     Raises TaskError and ConfigError for mistakes. is_new: the run does not resume, and its rewards are tried."""
     config, say, notes = request.config, request.display.say, list[str]()
     prompts = await asyncio.to_thread(read_prompts, config, request.prompts)
-    for note in await try_rewards(config, prompts.by_key(config)) if is_new else ():
+    rewards = request.services.get("reward")
+    of_caller = getattr(rewards.implementation, "keywords", {}).get("functions", ()) if rewards is not None else ()
+    for note in await try_rewards(config, prompts.by_key(config), of_caller) if is_new else ():
         say(f"warning: {note}")
     if config.task.pretrain:
         await asyncio.to_thread(write_texts, directory.logs / PRETRAIN, config.task)

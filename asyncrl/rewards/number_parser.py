@@ -27,6 +27,8 @@ def _pattern(key: str) -> re.Pattern[str]:
 
 MOST_CHARACTERS = 10_000
 """Characters of a word that may be a number: more than exact sums need, few enough to read in milliseconds."""
+LONGEST_REMARK = 200
+"""Characters at the end of a line in which a remark about its number is looked for."""
 LARGEST_EXPONENT = 308
 """Powers of ten, up or down, that a number may have: those of floating point."""
 COUNTS, MONTHS = _words("counts"), _words("months")
@@ -58,6 +60,9 @@ NUMBER = re.compile(
 )
 _PHRASE_BEFORE, _PHRASE_BEHIND = (re.compile(_TABLE[f"phrase_{side}_pattern"]) for side in ("before", "behind"))
 _BEFORE_BOX, _BEHIND_BOX = (re.compile(_TABLE[f"{side}_box_pattern"]) for side in ("before", "behind"))
+_REFERENCE, _LEAD, _YEAR = (re.compile(_TABLE[f"{key}_pattern"]) for key in ("reference", "lead", "year"))
+_CONCLUSION = re.compile(_TABLE["conclusion_pattern"])
+_REMARK = re.compile(r"(?<=\S)[ ]?\(((?:[^()]|\([^()]*\))*)\)[.*_\s]*$")
 _EXCLAIMED = re.compile(r"""((?:[^\W\d_]|:)[ ]|[*_])([*_$]{0,3}-?[$]?[\d.,/]+)!+(?=[*_"')]*(?:\s*$|\s+[A-Z]|\n))""")
 _FOOTNOTE = re.compile(r"(?m)(?<=\d)[ ]?\[\d{1,2}\](?=[.\s]*$)")
 _TABLE_ROW = re.compile(r"(?m)^[ ]*\|(?:[^|\d\n]*\|)*[ ]+([^|\n]*?)[ ]+\|[ ]*$")
@@ -80,7 +85,29 @@ def last_number(text: str) -> Fraction | None:
             return None
         return _value(_of_last_equation(plain(_with_sign(inside))), alone=True)
     shown = _TABLE_ROW.sub(r"\1", _FOOTNOTE.sub("", _EXCLAIMED.sub(r"\1\2", text)))
-    return _value(plain(shown), alone=False) if (value := _in_object(text)) is None else last_number(value)
+    return _of_sentence(plain(shown)) if (value := _in_object(text)) is None else last_number(value)
+
+
+def _of_sentence(text: str) -> Fraction | None:
+    """Returns the value of the last number of a plain text, which may be followed by a remark: where it comes from, or
+    one in brackets. A remark with another value makes it unclear which is meant."""
+    lines = text.splitlines()
+    while lines and not _has_digit(lines[-1]):
+        lines.pop()
+    last = lines.pop().rstrip() if lines else ""
+    head, last = last[:-LONGEST_REMARK], last[-LONGEST_REMARK:]
+    *_, found = [None, *_REFERENCE.finditer(last)]
+    if found and not last[found.end() :].strip(".)!*_ ") and (lead := _LEAD.search(last[: found.start()])):
+        return _value("\n".join([*lines, head + last[: lead.start()]]), alone=False)
+    value = _value(text, alone=False)
+    remark = _REMARK.search(last)
+    if remark is None or not _has_digit(remark[1]) or not re.search(r"[^\W\d_]|\[", remark[1]):
+        return None if _YEAR.search(last) else value
+    before = last[: remark.start()]
+    if _CONCLUSION.match(remark[1]) or not any(map(_has_digit, before.split()[-2:])):
+        return value
+    own = _value("\n".join([*lines, head + before]), alone=False)
+    return own if own == value or not _has_digit(_REFERENCE.sub("", remark[1])) else None
 
 
 def _with_sign(inside: str) -> str:

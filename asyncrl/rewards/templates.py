@@ -86,6 +86,10 @@ def numeric(column: str = "answer", tolerance: float | None = None) -> OfSample:
       (7-3, x + 1, minus 5, ln 5), quantities of several numbers (5 ft 10 in, 2 hours 30 minutes, 2小时30分钟), bounds
       (> 5, at least 5, 5以上), denials (not 5, 5 is wrong), half of 5, dates,
       times, versions, names with digits (GPT-4) and numbers of items in a list are no numbers.
+    - Behind a number, what only says where it comes from, how it is rounded, or a year in brackets, is none: 12 (see
+      Figure 3), 12, see eq. 5, 12 by theorem 4, 12 [7], 12 (rounded to 2 decimals) and 12 (in 2024) are 12. A remark in
+      brackets with another value (12 apples (3 each)), or a year (12 km in 1999), makes it unclear which is meant; one
+      that concludes (8 (and so 72)) says the answer.
     """
     if tolerance is not None and not 0 <= tolerance < 1:
         raise ConfigError(f"tolerance is a share of the number, at least 0 and under 1, not {tolerance!r}")

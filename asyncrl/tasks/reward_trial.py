@@ -14,18 +14,21 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.children.containment import Containment, containment_of
 from asyncrl.config.schema import Config, RewardConfig, Scorer
+from asyncrl.environments.transcript import POLICY
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, RewardError, TaskError
 from asyncrl.rewards.execution.child_pool import ChildPool
+from asyncrl.rewards.execution.process_copies import ProcessCopies
 from asyncrl.rewards.execution.split_pool import SplitPool
+from asyncrl.rewards.execution.thread_pool import named
 from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_specs, load
-from asyncrl.rewards.sample import FunctionResult, Sample
-from asyncrl.rewards.templates import JUDGE_TEMPLATE, exact_match, math_verify, numeric, reasoning_gym
+from asyncrl.rewards.sample import Function, FunctionResult, Sample
+from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, exact_match, math_verify, numeric, reasoning_gym
 from asyncrl.tasks.prompt_rows import PromptRows, Row
 
 FIRST, DRAWN = 3, 5
@@ -35,6 +38,12 @@ LONGEST = 60.0
 PASSES = "passes_tests"
 IN_CHILDREN = (PASSES, math_verify.__name__, reasoning_gym.__name__)
 """Templates that may hang or need a sandbox; the other two of TRIED are called here."""
+TRAINING = "task.prompts"
+NOT_TRIED = {
+    JUDGE_TEMPLATE: "its calls cost",
+    ENVIRONMENT: "its rewards come of playing, which `asyncrl try` shows",
+}
+"""Templates that are not tried, and why."""
 TRIED = (*IN_CHILDREN, exact_match.__name__, numeric.__name__)
 """Templates that compare an answer with the row."""
 SOLUTIONS = ("solution", "canonical_solution", "reference_solution", "code", "completion")
@@ -54,6 +63,9 @@ SHAPES = (
     "<start_working_out>I think.<end_working_out><SOLUTION>{0}</SOLUTION>",
 )
 """Forms in which functions of users usually want the right answer."""
+
+
+Pool = SplitPool | ProcessCopies
 
 
 class TriedRow(NamedTuple):
@@ -82,20 +94,22 @@ class Outcome:
         return " and ".join(f"{name} ({text[:60]!r})" for name, text, _ in shown)
 
 
-async def try_rewards(config: Config, sets: Mapping[str, PromptRows]) -> list[str]:
-    """Tries rewards and costs on a few rows of each source, by its config key, as contained as in a run. Returns a line
-    for each that may not be meant. Raises TaskError, which names function, row and both answers, for rewards that
-    cannot tell right from wrong."""
+async def try_rewards(config: Config, sets: Mapping[str, PromptRows], here: Sequence[Function] = ()) -> list[str]:
+    """Tries rewards and costs on a few rows of each source, by its config key, as contained as in a run. here: rewards
+    that only this process has. Returns a line for each that may not be meant, or cannot be tried. Raises TaskError,
+    which names function, row and both answers, for rewards that cannot tell right from wrong."""
     problems, notes = list[str](), list[str]()
     for key, prompts in sets.items():
-        for service, specs in _functions_of(config, key):
-            if is_training := key == "task.prompts":
-                judges = [spec for spec in specs if spec.use == JUDGE_TEMPLATE]
-                notes += [f"{spec.key}: {spec.use} was not tried on answers of rows: its calls cost" for spec in judges]
+        for service, specs in _functions_of(config, key, here):
+            untried = {spec.use: f"{spec.key}: {spec.use}" for spec in specs if spec.use in NOT_TRIED}
+            notes += [f"{text} was not tried on answers of rows: {NOT_TRIED[use]}" for use, text in untried.items()]
+            if service in config.fleet.joined:
+                notes.append(f"{service}.functions were not tried on answers of rows: they are on hosts that join")
+                continue
             rows = _rows_of(prompts, config.seed)
             try:
                 async with asyncio.timeout(LONGEST):
-                    said = await _tried(config, service, specs, rows, is_training=is_training)
+                    said = await _tried(config, service, specs, rows, here, is_training=key == TRAINING)
             except (TimeoutError, DeadlineExceeded):  # Also while a child loads its functions.
                 said = [(False, f"{service}.functions: trying them on answers of rows took over {LONGEST:g} s")]
             problems += [text for is_wrong, text in said if is_wrong]
@@ -105,15 +119,23 @@ async def try_rewards(config: Config, sets: Mapping[str, PromptRows]) -> list[st
     return notes
 
 
-def _functions_of(config: Config, key: str) -> Iterator[tuple[Scorer, list[FunctionSpec]]]:
-    """Yields the functions that score answers to prompts of a source, and run on this machine."""
+def _functions_of(
+    config: Config, key: str, here: Sequence[Function]
+) -> Iterator[tuple[Scorer, Sequence[FunctionSpec]]]:
+    """Yields the functions that score answers to prompts of a source. Those of the user are tried on prompts of the
+    run, or of the held-out set that has them."""
     own = {
         f"{config.evaluate.set_named(name).section}.prompts": specs for name, specs in held_out_specs(config).items()
     }
+    if here and key == TRAINING:
+        yield "reward", [FunctionSpec(name, name) for name, _ in named(here)]
     for service, section in config.scorers.items():
-        if service not in config.fleet.joined and section.functions and not config.acting.env:
+        plays = service == "reward" and config.environment.use and not (section.model or here)
+        if (section.functions or plays) and not config.acting.env:
             specs = own[key] if key in own and service == "reward" else function_specs(config, service)
-            if key == "task.prompts" or any(spec.use == PASSES for spec in specs):
+            if key != TRAINING and specs is not own.get(key):
+                specs = [spec for spec in specs if spec.use in TRIED]
+            if specs:
                 yield service, specs
 
 
@@ -124,7 +146,13 @@ def _rows_of(prompts: PromptRows, seed: int) -> list[TriedRow]:
 
 
 async def _tried(
-    config: Config, service: Scorer, specs: Sequence[FunctionSpec], rows: Sequence[TriedRow], *, is_training: bool
+    config: Config,
+    service: Scorer,
+    specs: Sequence[FunctionSpec],
+    rows: Sequence[TriedRow],
+    here: Sequence[Function],
+    *,
+    is_training: bool,
 ) -> list[tuple[bool, str]]:
     """Returns what is to be said of the functions of one section, and whether it is wrong for certain."""
     said = list[tuple[bool, str] | None]()
@@ -133,17 +161,20 @@ async def _tried(
             outcomes = [outcome for tried in rows if (outcome := _scored_here(spec, tried, config.steps))]
             said.append(_of_template(spec, outcomes))
     templates = [spec for spec in specs if spec.use in IN_CHILDREN]
-    asks_users = is_training and service == "reward" and not config.environment.use
-    users = [spec for spec in specs if spec.is_users and asks_users and not spec.by_token]
+    is_here = bool(here) and is_training and service == "reward"
+    users = [spec for spec in specs if spec.is_users or is_here]
     async with AsyncExitStack() as stack:
-        pool = await _started(config, config.scorers[service], [*templates, *users], stack)
+        pool: Pool | None = ProcessCopies(here, config.reward.deadline)
+        if not is_here:
+            pool = await _started(config, config.scorers[service], [*templates, *users], stack)
         if pool is not None:
             for number, spec in enumerate(templates):
                 outcomes = [outcome for tried in rows if (outcome := await _of_row(pool, number, spec, tried))]
                 said.append(_of_template(spec, outcomes))
             is_whole = len(users) == len([spec for spec in specs if spec.name != "overlong"])
-            is_whole = is_whole and not config.reward.model and not config.feedback.asks
-            said += await _of_users(pool, len(templates), users, rows, config, is_whole=is_whole)
+            is_whole = is_whole and not (config.reward.model or config.feedback.asks or config.environment.use)
+            is_whole = is_whole and is_training and service == "reward"
+            said += await _of_users(pool, len(templates), users, rows, config, is_whole=is_whole, is_here=is_here)
     return [each for each in said if each]
 
 
@@ -189,22 +220,25 @@ def _scored_here(spec: FunctionSpec, tried: TriedRow, steps: int) -> Outcome | N
     return _outcome(tried.where, wrong, right, scores)
 
 
-async def _of_row(pool: SplitPool, number: int, spec: FunctionSpec, tried: TriedRow) -> Outcome | None:
+async def _of_row(pool: Pool, number: int, spec: FunctionSpec, tried: TriedRow) -> Outcome | None:
     wrong, right = _known_answers(spec, tried.row)
     scores = await _scores(pool, number, _samples(tried.row, [*wrong.values(), *right.values()]))
-    return None if scores is None else _outcome(tried.where, wrong, right, scores)
+    return None if isinstance(scores, str) else _outcome(tried.where, wrong, right, scores)
 
 
-async def _scores(pool: SplitPool, number: int, samples: Sequence[Sample]) -> list[float] | None:
-    """Returns the scores of one function; None where it failed on one, or left it out."""
+async def _scores(pool: Pool, number: int, samples: Sequence[Sample]) -> list[float] | str:
+    """Returns the scores of one function; why there are none where it failed on one, or left it out."""
     results: list[FunctionResult] = await pool.run(number, samples)
-    if any(result.reason or result.value is None for result in results):
-        return None
-    return [_number(result.value) for result in results]
+    if reasons := [result.reason or "it returned None" for result in results if result.reason or result.value is None]:
+        return reasons[0]
+    return [_number(result) for result in results]
 
 
-def _number(value: Any) -> float:
-    return float(sum(value.values()) if isinstance(value, dict) else value)
+def _number(result: FunctionResult) -> float:
+    """Returns the score of a sample; of rewards by token one that tells where they are."""
+    if result.tokens:
+        return sum(place * reward for place, reward in enumerate(result.tokens, 1))
+    return float(sum(result.value.values()) if isinstance(result.value, dict) else result.value or 0.0)
 
 
 def _outcome(where: str, wrong: Mapping[str, str], right: Mapping[str, str], scores: Sequence[float]) -> Outcome:
@@ -212,15 +246,20 @@ def _outcome(where: str, wrong: Mapping[str, str], right: Mapping[str, str], sco
     return Outcome(where, named[: len(wrong)], named[len(wrong) :])
 
 
-def _samples(row: Row, texts: Sequence[str], steps: int = 0) -> list[Sample]:
-    """Returns samples of these texts, of which each word is a token."""
+def _samples(row: Row, texts: Sequence[str], steps: int = 0, *, plays: bool = False) -> list[Sample]:
+    """Returns samples of these texts, of which each word is a token. plays: as episodes of one turn."""
     made = []
     for member, text in enumerate(texts):
-        ids = list(range(len(text.split())))
-        made.append(
-            Sample(row.prompt, text, dict(row.columns), 0, member, "stop", len(ids), token_ids=ids, steps=steps)
-        )
-    return made
+        words = text.split()
+        sample = Sample(row.prompt, text, dict(row.columns), 0, member, "stop", len(words), steps=steps)
+        made.append(replace(sample, token_ids=list(range(len(words))), token_texts=words))
+    if not plays:
+        return made
+    turn = [[{"role": POLICY, "content": text}] for text in texts]
+    return [
+        replace(each, turns=own, turn_rewards=[0.0], turn_tokens=[each.tokens])
+        for each, own in zip(made, turn, strict=True)
+    ]
 
 
 def _known_answers(spec: FunctionSpec, row: Row) -> tuple[dict[str, str], dict[str, str]]:
@@ -276,26 +315,32 @@ def _of_template(spec: FunctionSpec, outcomes: Sequence[Outcome]) -> tuple[bool,
 
 
 async def _of_users(
-    pool: SplitPool,
+    pool: Pool,
     begin: int,
     specs: Sequence[FunctionSpec],
     rows: Sequence[TriedRow],
     config: Config,
     *,
     is_whole: bool,
+    is_here: bool,
 ) -> list[tuple[bool, str] | None]:
     """Tries functions of the user until each has told two answers to one row apart. begin: number of the first one in
-    the pool. is_whole: whether their sum is the whole reward. A function that fails is left to the run."""
+    the pool. is_whole: whether their sum is the whole reward. A function that fails is left to the run; where it may
+    fail in the trial alone, of this process (is_here) or of episodes, that is said."""
     alike: dict[int, Outcome] = {}
+    failed: dict[int, str] = {}
     totals = list[Outcome]()
     asked = set(range(len(specs)))
     for place, (where, row) in enumerate(rows):
         wrong, right = _free_answers(row)
-        samples = _samples(row, [*wrong.values(), *right.values()], config.steps)
+        samples = _samples(row, [*wrong.values(), *right.values()], config.steps, plays=bool(config.environment.use))
         total = [0.0] * len(samples)
         for number in sorted(asked if not is_whole else range(len(specs))):
-            scores = await _scores(pool, begin + number, samples)
+            found = await _scores(pool, begin + number, samples)
+            scores = None if isinstance(found, str) else found
             outcome = None if scores is None else _outcome(where, wrong, right, scores)
+            if isinstance(found, str):
+                failed.setdefault(number, found)
             if scores is None or outcome is None or not outcome.is_constant:
                 asked.discard(number)
                 alike.pop(number, None)
@@ -310,14 +355,15 @@ async def _of_users(
             break
     if is_whole and totals and specs:
         return [_of_total(specs, totals, config)]
-    return [
-        (
-            False,
-            f"{specs[number].key}: {specs[number].use} on {each.where}: {each.as_words} both have "
-            f"{each.wrong[0][2]:g}, and so has each answer that was tried: is that meant?",
-        )
+    how = " as an episode of one turn" if config.environment.use else ""
+    said = {
+        number: f"on {each.where}: {each.as_words} both have {each.wrong[0][2]:g}, and so has each answer that was "
+        f"tried{how}: is that meant?"
         for number, each in alike.items()
-    ]
+    }
+    if how or is_here:
+        said |= {number: f"could not be tried{how}: {why}" for number, why in failed.items()}
+    return [(False, f"{specs[number].key}: {specs[number].use} {text}") for number, text in said.items()]
 
 
 def _of_total(specs: Sequence[FunctionSpec], totals: Sequence[Outcome], config: Config) -> tuple[bool, str]:

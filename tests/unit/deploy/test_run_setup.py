@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrl.config.schema import Config
+from asyncrl.api import _reward_here
+from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.sources import read
 from asyncrl.controller.journal.checkpoints import ResumePlan
 from asyncrl.controller.journal.journal import Scan
@@ -51,6 +53,11 @@ from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory
 from asyncrl.telemetry.screen.display import open_display
 from asyncrl.telemetry.screen.warning_recap import WarningFile
+
+
+def constant(sample: object, value: float) -> float:
+    return value
+
 
 ROWS = [{"prompt": "x" * length} for length in (1, 2, 3)]
 
@@ -293,6 +300,20 @@ async def test_prompts_have_one_date_on_whatever_day_a_run_goes_on(
         await run_setup.run(order(tmp_path, task={"prompts": "p.jsonl", **written}))
         assert read(tmp_path / "config.toml").task.date == dates[-1]
     assert dates == [shown] * 3
+
+
+@pytest.mark.parametrize("reward", [lambda sample: 0.5, partial(constant, value=0.5)])
+async def test_a_reward_of_this_process_that_tells_no_answers_apart_ends_the_run_before_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: Any
+) -> None:
+    async def prepare(*_: object) -> None:
+        raise AssertionError("no model is needed")
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "prepare", prepare)
+    services = _reward_here([reward], RewardConfig(), lambda line: None)
+    with pytest.raises(TaskError, match=r"reward\.functions: .* both have 0\.5, .*nothing can be learnt"):
+        await run_setup.run(replace(order(tmp_path), prompts=[{"prompt": "2 + 2?", "answer": "4"}], services=services))
 
 
 async def test_nothing_stands_below_the_command_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -395,6 +395,51 @@ NOTHING = (
 )
 
 
+REMARKS = (
+    *("(see Figure 3)", "(Figure 3)", "(Fig. 3)", "(see Table 4).", "(eq. 5)", "(Equation 3)", "(p. 45)", "(note 2)"),
+    *("(from step 3)", "(using (3))", "(see section 2.1)", "(by theorem 4)", "(line 7)", "(cf. [7])", "(pp. 45-47)"),
+    *("(steps 2 and 3)", "(see [1, 2])", "(rounded to 2 decimals)", "(to 3 significant figures)", "(in 2024)", "[3]"),
+    *("(as of 2023)", "(correct to 1 decimal place)", ", see Figure 3", " - see equation 3", ", as shown in Table 4."),
+    *(" by theorem 4", ", from step 3", ", according to [7]", " (that is, 12.0)", " (which is 12)", " (Case 2)**"),
+)
+UNCLEAR = (
+    *("12 (3 each)", "12 apples (3 per child)", "12 cm (4.7 in)", "12 (mod 7)", "12 (base 8)", "12 (not 13)"),
+    *("12 km in 1999", "12 in 2024.", "It was 12 since 2019", "12 (in base 8)", "12 (exactly 11.8)", "See Figure 3"),
+    *("see also [7]", "12 (3 of them in 2024)", "12 (about 13 in total)", "12 (or 13)"),
+)
+
+
+@pytest.mark.parametrize("remark", REMARKS)
+@pytest.mark.parametrize("before", ["", "The answer is ", "We have 3 of 4.\nSo x = "])
+def test_where_a_number_comes_from_is_no_number(before: str, remark: str) -> None:
+    between = "" if remark[0] in " ,(" and remark[0] != "(" else " "
+    assert last_number(f"{before}12{between}{remark}") == 12
+
+
+@pytest.mark.parametrize("text", UNCLEAR)
+def test_a_remark_with_another_value_makes_it_unclear_which_is_meant(text: str) -> None:
+    assert last_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("It is on page 45", 45),
+        ("The answer is step 3.", 3),
+        ("The answer is in row 7", 7),
+        ("He was born in 1999", 1999),
+        ("With 5 more years he retires in 2000", 2000),
+        ("There are 4 children. Each gets some (12)", 12),
+        ("a town (population 12)", 12),
+        ("x = 3 (so 2x = 6)", 6),
+        ("5 boxes (in total 60)", 60),
+        ("see step 2: 12", 12),
+    ],
+)
+def test_a_number_that_is_the_answer_itself_is_read_in_a_remark_too(text: str, value: int) -> None:
+    assert last_number(text) == value
+
+
 def test_the_table_has_two_hundred_formats_and_more() -> None:
     assert len(NUMBERS) >= 150
     assert len(set(NOTHING)) >= 130

@@ -1,5 +1,8 @@
 """Reward functions that cannot tell right from wrong are found before a run trains on them."""
 
+import signal
+import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,21 @@ async def waits(sample):
 
 def nothing(sample):
     return None
+
+def by_length(sample):
+    return [1.0] * sample.tokens
+
+def by_place(sample):
+    return [float(place == 0) - float(place == 1) for place, _ in enumerate(sample.token_texts)]
+
+def no_tokens(sample):
+    return [0.0] * sample.tokens
+
+def last_turn(sample):
+    return float(sample.row["answer"] in sample.turns[-1]["content"])
+
+def second_turn(sample):
+    return float(sample.row["answer"] in sample.turns[1]["content"])
 """
 ROW = {"prompt": "two and two", "answer": "4", "number": 4}
 TESTED = {"prompt": "Write double(x).", "tests": ["assert double(2) == 4"]}
@@ -196,4 +214,128 @@ async def test_no_shipped_experiment_is_refused(bubblewrap_works: None, name: st
         if kind in f"{shipped.evaluate.prompts} {shipped.task.prompts}":
             pytest.importorskip(package, reason=f"{package} is not installed: the job environments has it")
     if not shipped.acting.env:
-        assert await try_rewards(shipped, read_prompts(shipped).by_key(shipped)) == []
+        notes = await try_rewards(shipped, read_prompts(shipped).by_key(shipped))
+        assert [note for note in notes if "environment was not tried" not in note] == []
+
+
+COUNTED: list[Any] = []
+
+
+def counts(sample: Any) -> float:
+    COUNTED.append(sample)
+    return float(sample.answer.strip() == sample.row["answer"])
+
+
+async def counts_alike(sample: Any) -> dict[str, float]:
+    COUNTED.append(sample)
+    sys.stdout.write("seen")
+    return {"a": 0.5}
+
+
+class Scales:
+    def __call__(self, sample: Any) -> float:
+        COUNTED.append(sample)
+        return -1.0
+
+
+def writes(sample: Any) -> float:
+    Path("scored.txt").write_text(sample.text)
+    return 0.0
+
+
+def connects(sample: Any) -> float:
+    socket.create_connection(("127.0.0.1", int(sample.row["port"])), 5).close()
+    return 0.0
+
+
+@pytest.mark.parametrize("here", [counts_alike, Scales(), lambda sample: COUNTED.append(sample) or 1])
+async def test_functions_of_this_process_are_tried_in_a_copy_of_it(
+    here: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    COUNTED.clear()
+    with pytest.raises(TaskError, match=r"on rows.jsonl.* both have .*nothing can be learnt"):
+        await try_rewards(config(), rows(ROW, ROW), [here])
+    assert COUNTED == []
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_functions_of_this_process_that_tell_answers_apart_are_left_alone() -> None:
+    assert await try_rewards(config(), rows(ROW), [counts]) == []
+    (note,) = await try_rewards(config(), rows(ROW), [counts, counts_alike])
+    assert "counts_alike on rows.jsonl" in note
+    assert COUNTED == []
+
+
+async def test_functions_of_this_process_that_cannot_be_tried_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (note,) = await try_rewards(config(), rows(ROW), [writes])
+    assert note.startswith("reward.functions: writes could not be tried: it raised OSError: [Errno 30] Read-only file")
+    assert not (tmp_path / "scored.txt").exists()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        (note,) = await try_rewards(config(), rows({**ROW, "port": server.getsockname()[1]}), [connects])
+        assert "connects could not be tried: it raised OSError" in note
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    hangs = lambda sample: signal.pause()  # noqa: E731
+    (note,) = await try_rewards(config(reward={"deadline": 0.1}), rows(ROW), [hangs])
+    assert "could not be tried: it gave no answer within 0.1 s" in note
+
+
+async def test_costs_and_functions_of_held_out_sets_are_tried_and_told(mine: Callable[[str], str]) -> None:
+    held = {"prompts": "held.jsonl", "functions": [mine("constant")]}
+    cost = {"functions": [mine("constant")], "limit": 0.5}
+    own = config(mine("right"), cost=cost, algorithm={"preset": "safe_rlhf"}, evaluate={"sets": {"hard": held}})
+    (key,) = [f"{each.section}.prompts" for each in own.evaluate.held_out]
+    sets = {**rows(ROW, ROW), key: Prompts([ROW], "held.jsonl")}
+    notes = await try_rewards(own, sets)
+    assert [note.split(":")[0] for note in notes] == ["cost.functions", key.replace("prompts", "functions")]
+    assert all("both have 0.5, and so has each answer that was tried: is that meant?" in note for note in notes)
+
+
+async def test_templates_are_tried_on_held_out_rows_too() -> None:
+    own = config("exact_match", evaluate={"prompts": "held.jsonl"})
+    held = {"evaluate.prompts": Prompts([{**ROW, "answer": "<think>4"}], "held.jsonl")}
+    with pytest.raises(TaskError, match=r"exact_match on held.jsonl.*no answer would be right"):
+        await try_rewards(own, {**rows(ROW), **held})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("by_length", ""), ("by_place", ""), ("no_tokens", "nothing can be learnt")]
+)
+async def test_functions_by_token_are_tried(mine: Callable[[str], str], name: str, said: str) -> None:
+    own = config({"use": mine(name), "by_token": True})
+    if said:
+        with pytest.raises(TaskError, match=said):
+            await try_rewards(own, rows(ROW))
+    else:
+        assert await try_rewards(own, rows(ROW)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("last_turn", ""),
+        ("constant", "and so has each answer that was tried as an episode of one turn: is that meant?"),
+        ("second_turn", "could not be tried as an episode of one turn: it raised IndexError"),
+    ],
+)
+async def test_functions_of_episodes_are_tried_on_episodes_of_one_turn(
+    mine: Callable[[str], str], name: str, said: str
+) -> None:
+    own = config(mine(name), environment={"use": "calculator"})
+    notes = await try_rewards(own, rows(ROW))
+    assert [said in note for note in notes] == ([True] if said else [])
+
+
+async def test_what_cannot_be_tried_is_said_in_a_line(mine: Callable[[str], str]) -> None:
+    playing = config(environment={"use": "calculator"})
+    (note,) = await try_rewards(playing, rows(ROW))
+    assert note.startswith(
+        "reward.functions: environment was not tried on answers of rows: its rewards come of playing"
+    )
+    joined = config(mine("constant"), fleet={"joined": {"reward": 1}, "listen": "tcp://*:0", "wire": "tcp"})
+    (note,) = await try_rewards(joined, rows(ROW))
+    assert note == "reward.functions were not tried on answers of rows: they are on hosts that join"
