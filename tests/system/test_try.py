@@ -32,6 +32,7 @@ text_prompts = "chat"
 shuffle = false
 [generation]
 max_new_tokens = 4
+slots = 8
 top_k = 5
 [training]
 keep_best = "eval/reward/mean"

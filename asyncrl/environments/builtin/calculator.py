@@ -23,7 +23,7 @@ class Calculator:
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation:
         self._answer = str(row["answer"])
-        return Observation(str(row["prompt"]))
+        return Observation(row["prompt"])
 
     async def step(self, message: str) -> Observation:
         if not message.startswith("="):

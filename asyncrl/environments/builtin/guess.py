@@ -25,7 +25,7 @@ class Guess:
 
     async def reset(self, row: dict[str, Any], seed: int) -> Observation:
         self.begin(seed)
-        return Observation(str(row["prompt"]))
+        return Observation(row["prompt"])
 
     async def step(self, message: str) -> Observation:
         return self.answer(message)

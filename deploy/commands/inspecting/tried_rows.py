@@ -22,6 +22,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup, SampleText, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
+from asyncrl.protocols.thoughts import ends_in_thoughts, split_thoughts
 from asyncrl.tasks.chat_messages import TOOLS
 from asyncrl.tasks.prompt_rows import Row
 from asyncrl.tasks.reward_trial import try_rewards
@@ -91,8 +92,17 @@ class _Trial:
         for name, value in row.columns.items():
             if name not in (TOOLS, "prompt", self._config.task.columns.get("prompt")):
                 self._say(f"column {name}: {_shortened(repr(value))}")
+        prompts = self._request(group, row)
+        try:
+            await self._show_samples(prompts, row)
+        finally:
+            names = [(prompts.id, member, prompts.attempt) for member in prompts.members]
+            for maker in filter(None, (self._generation, self._environment)):
+                await maker.release(names, oldest=0)
+
+    async def _show_samples(self, prompts: PromptGroup, row: Row) -> None:
         finished: list[BatchRef] = []
-        await sample_turns(self._generation, self._environment, self._request(group, row), row.columns, finished.append)
+        await sample_turns(self._generation, self._environment, prompts, row.columns, finished.append)
         samples = BatchRef(tuple(sorted(BatchRef.join(finished), key=lambda ref: ref.member)))
         texts = {text.member: text for text in await self._generation.texts(samples)}
         for ref in samples.rows[: self._shown]:
@@ -156,6 +166,8 @@ def _answer(text: SampleText, described: str) -> Iterator[str]:
     """Yields what was sampled: an answer, or the turns of an episode."""
     if not text.turns:
         yield _block(f"answer, {described}", text.text)
+        if text.text.strip() and not split_thoughts(text.text, ends_in_thoughts(text.prompt))[1]:
+            yield "  its thoughts do not end, so that rewards read no answer: raise generation.max_new_tokens"
         return
     yield _block("prompt of the environment", text.prompt)
     for turn in text.turns:

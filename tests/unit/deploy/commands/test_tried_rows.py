@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.deploy.commands.inspecting.tried_rows import group_in_words
+from asyncrl.deploy.commands.inspecting.tried_rows import _answer, group_in_words
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import SampleText, Score
 
@@ -26,3 +26,18 @@ def test_what_keeps_a_group_from_teaching_is_named(
     lines = group_in_words(rows, shown, [Score(reward, {}) for reward in rewards]).splitlines()
     assert len(lines) == len(says)
     assert all(part in line for part, line in zip(says, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "says"),
+    [
+        ("assistant\n<think>\n", "so it is 4", True),
+        ("assistant\n", "<think>so it is 4", True),
+        ("assistant\n<think>\n", "so\n</think>\n4", False),
+        ("assistant\n", "4", False),
+        ("assistant\n", " ", False),
+    ],
+)
+def test_an_answer_that_stays_in_its_thoughts_is_said_to_be_none(prompt: str, text: str, says: bool) -> None:
+    shown = list(_answer(SampleText(0, 0, prompt, text), "9 tokens, ended by length"))
+    assert [any("its thoughts do not end, so that rewards read no answer" in line for line in shown)] == [says]

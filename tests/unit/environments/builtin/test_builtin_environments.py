@@ -89,6 +89,12 @@ def test_only_the_calculator_knows_the_product() -> None:
     assert play(Calculator(), row, 0, "1")[1] == Observation("", 0.0, done=True)
 
 
+@pytest.mark.parametrize("environment", [Calculator(), Guess()])
+@pytest.mark.parametrize("prompt", ["=?:", [{"role": "user", "content": "What is 4*7?"}]])
+def test_a_prompt_of_messages_stays_one(environment: Any, prompt: Any) -> None:
+    assert play(environment, {"prompt": prompt, "answer": "28"}, 0)[0].text == prompt
+
+
 def test_held_out_products_are_not_trained_on() -> None:
     trained, held_out = ({row["prompt"] for row in rows(300)} for rows in (calculator.training, calculator.held_out))
     assert not trained & held_out

@@ -435,3 +435,59 @@ def test_the_rate_that_a_model_stands_depends_on_the_optimizer_and_critics_have_
 ) -> None:
     warnings = [str(each) for each in load("quickstart", flags, {}).config.warnings if "_rate" in str(each)]
     assert [said in each for each in warnings] == ([True] if said else [])
+
+
+def of_episodes(event: StepDone, finish: str) -> StepDone:
+    """Returns a step whose samples are episodes of four turns, of which the last one has the reward."""
+    rows = [
+        row._replace(finish=finish, turns=4, given=9, turn_rewards=(0.0, 0.0, 0.0, row.reward or 0.0))
+        for row in event.cuts.batch
+    ]
+    return replace(event, cuts=replace(event.cuts, batch=BatchRef(tuple(rows))))
+
+
+ENDS = ["stop", "turn_limit", "token_limit", "time_limit", "environment"]
+
+
+@pytest.mark.parametrize("finish", ENDS)
+@pytest.mark.parametrize("discount", [None, 0.9])
+def test_a_collapse_of_episodes_is_told_as_that_of_answers(finish: str, discount: float | None) -> None:
+    said: list[str] = []
+    history = TrainingHistory(LIMIT, members=16, batch=128, turn_discount=discount)
+    watching = TrainingGuards(history, Alarm(GuardsConfig(), said.append))
+    for number in range(1, 40):
+        broken = number >= 10
+        event = step(number, [0.0] * 128 if broken else half(), grad_norm=0.0 if broken else 1.0)
+        watching.observe(of_episodes(event, finish))
+    (text,) = said
+    assert text.startswith("guards.collapse: the gradient is 0 since 512 samples, and the mean reward fell from 0.5 to")
+    assert "resume from a checkpoint before the fall with a smaller training.learning_rate" in text
+
+
+@pytest.mark.parametrize("finish", ENDS)
+@pytest.mark.parametrize("discount", [None, 0.9])
+def test_a_rate_that_moves_no_episode_is_told(finish: str, discount: float | None) -> None:
+    said: list[str] = []
+    history = TrainingHistory(LIMIT, members=16, batch=128, turn_discount=discount)
+    watching = TrainingGuards(history, Alarm(GuardsConfig(), said.append))
+    for number in range(1, 30):
+        watching.observe(of_episodes(moving(number, 1.2e-10), finish))
+    (text,) = said
+    assert text.startswith("guards.no_movement: the policy hardly moves: at training.learning_rate = 1e-07 a step")
+    assert "raise training.learning_rate, tenfold at a time while mismatch/kl stays under 0.01" in text
+
+
+@pytest.mark.parametrize("experiment", ["guess", "calculator"])
+@pytest.mark.parametrize("reward", [0.0, -1.0])
+def test_groups_of_episodes_without_a_signal_are_told(experiment: str, reward: float) -> None:
+    said: list[str] = []
+    config = load(experiment, ["--algorithm.dynamic_sampling", "true"], {}).config
+    watching = TrainingGuards.of(config, LIMIT, Alarm(config.guards, said.append))
+    for group in range(200):
+        for member in range(config.task.samples_per_prompt):
+            episode = row(16 * group + member, reward, "turn_limit")._replace(group=group, member=member, turns=3)
+            watching.observe(SampleScored(episode, Score(reward, {"environment": reward})))
+        watching.observe(Dropped(group, tuple(range(config.task.samples_per_prompt)), "no_signal"))
+    (text,) = said
+    assert text.startswith("guards.no_signal: 128 groups in a row had equal rewards, the newest")
+    assert f"the newest {reward:g}, and algorithm.dynamic_sampling drops such groups, so nothing was trained" in text
