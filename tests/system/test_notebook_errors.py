@@ -19,8 +19,8 @@ import asyncrl
 ROWS = [{"prompt": f"count from {number}:", "answer": "1"} for number in range(8)]
 def train(**arguments):
     return asyncrl.train_async(**{
-        "model": "warmed:reverse", "prompts": ROWS, "reward": lambda sample: 1.0, "steps": 2, "run_dir": "run",
-        "task": {"prompts_per_step": 2, "samples_per_prompt": 2}, "generation": {"max_new_tokens": 4},
+        "model": "warmed:reverse", "prompts": ROWS, "reward": lambda sample: len(sample.text), "steps": 2,
+        "run_dir": "run", "task": {"prompts_per_step": 2, "samples_per_prompt": 2}, "generation": {"max_new_tokens": 4},
         **arguments,
     })
 """
