@@ -54,6 +54,7 @@ UNFUZZED: dict[str, str] = {
     "children/sandbox/inside/package_server.py": INSIDE,
     "children/sandbox/inside/program_server.py": INSIDE,
     "children/sandbox/package_calls.py": "a line of a sandbox, of which one number is taken; its test has others",
+    "rewards/execution/process_copies.py": PARENT,
     "rewards/package_scores.py": "runs in the sandbox for programs, on what this process wrote",
     "config/install_hints.py": OWN,
     "config/sections/algorithm_config.py": OWN,
