@@ -99,11 +99,6 @@ class ModelledGeneration(FakeGeneration):
         began = replica.running[sequence] - sequence.tokens
         return [flip - began for flip in replica.flips]
 
-    def busy_share(self, began: list[float], seconds: float) -> float:
-        """Returns the mean share of these last seconds in which replicas had work. began: their busy seconds before."""
-        grown = sum(replica.busy - before for replica, before in zip(self.replicas, began, strict=True))
-        return grown / len(self.replicas) / seconds
-
     def busy_seconds(self) -> list[float]:
         """Returns the seconds in which each replica has had work."""
         for replica in self.replicas:

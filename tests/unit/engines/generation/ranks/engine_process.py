@@ -4,13 +4,12 @@ they saw in files, and then one of them dies.
 python engine_process.py FOLDER
 """
 
-import asyncio
 import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ from asyncrl.engines.generation.ranks.leading_engine import LeadingEngine
 from asyncrl.engines.generation.scheduling import block_memory, block_tables
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import PeerLost
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.engines.generation.conftest import engine_config
+from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 
 PATIENCE = 60.0
 NEXT_CASE = "next case"
@@ -205,30 +204,12 @@ def dies_in_second_step(follower: FollowingEngine) -> None:
     follower.step = counted  # type: ignore[method-assign]
 
 
-def run_rank(rank: int, layout: Layout, told: list[int], heard: int, folder: Path, cases: dict[str, Any]) -> None:
-    meeting = RankMeeting()
-    address = meeting.take(os.read(heard, 1000).decode() if rank else "")
-    for pipe in told if rank == 0 else ():
-        os.write(pipe, address.encode())
-    place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE, is_led=True)
-    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+def play_cases(layout: Layout, folder: Path, cases: dict[str, Any], mesh: RankMesh) -> None:
     found = {name: play_case(case, mesh) for name, case in cases.items()}
     last = next(iter(cases.values()))
-    torch.save(found, folder / f"{layout.pp}x{layout.tp}-{rank}.pt")
+    torch.save(found, folder / f"{layout.pp}x{layout.tp}-{mesh.rank}.pt")
     lost = die(last, mesh, dead=0 if layout.size == 2 else layout.size - 1)
-    (folder / f"{layout.pp}x{layout.tp}-{rank}.txt").write_text(lost)
-
-
-def run_ranks(layout: Layout, folder: Path, cases: dict[str, Any]) -> None:
-    pipes = [os.pipe() for _ in range(layout.size)]
-    children = []
-    for rank in range(layout.size):
-        if (child := os.fork()) == 0:
-            run_rank(rank, layout, [write for _, write in pipes[1:]], pipes[rank][0], folder, cases)
-            os._exit(0)
-        children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    assert codes == [0] * layout.size, f"{layout.size} ranks ended with {codes}"
+    (folder / f"{layout.pp}x{layout.tp}-{mesh.rank}.txt").write_text(lost)
 
 
 if __name__ == "__main__":
@@ -237,4 +218,6 @@ if __name__ == "__main__":
     root = Path(sys.argv[1])
     for sizes, cases in json.loads((root / "cases.json").read_text()).items():
         pp, tp = sizes.split("x")
-        run_ranks(Layout(pp=int(pp), tp=int(tp)), root, cases)
+        layout = Layout(pp=int(pp), tp=int(tp))
+        codes = run_ranks(layout, partial(play_cases, layout, root, cases), PATIENCE, is_led=True)
+        assert codes == [0] * layout.size, f"{layout.size} ranks ended with {codes}"

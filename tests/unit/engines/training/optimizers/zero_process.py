@@ -4,11 +4,9 @@ leave what they saw in files.
 python zero_process.py FOLDER
 """
 
-import asyncio
 import json
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,14 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.optimizers.deepspeed_engine import noted_modules
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.stage_weights import held_tensors
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
-PATIENCE = 120.0
 STEPS = 20
 
 
@@ -77,29 +74,14 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
     }
 
 
-def run_rank(rank: int, address: str, told: int, folder: Path) -> None:
-    torch.manual_seed(0)
-    meeting = RankMeeting()
-    address = meeting.take(address)
-    if rank == 0:
-        os.write(told, address.encode())
-    place = RankPlace(rank, Layout(dp=2), "cpu", nullcontext, PATIENCE, PATIENCE)
-    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+def run_trials(mesh: RankMesh) -> None:
+    folder = Path(sys.argv[1])
     for name, trial in json.loads((folder / "trials.json").read_text()).items():
-        torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{rank}.pt")
+        torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{mesh.rank}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["DS_ACCELERATOR"] = "cpu"
-
-    root = Path(sys.argv[1])
-    read, write = os.pipe()
-    children = []
-    for number in range(2):
-        if (child := os.fork()) == 0:
-            run_rank(number, os.read(read, 1000).decode() if number else "", write, root)
-            os._exit(0)
-        children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
+    codes = run_ranks(Layout(dp=2), run_trials, 120.0)
     assert codes == [0, 0], f"ranks ended with {codes}"

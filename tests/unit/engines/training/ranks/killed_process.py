@@ -4,14 +4,12 @@ they saw in files.
 python killed_process.py FOLDER LAYOUT
 """
 
-import asyncio
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -21,13 +19,13 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import PeerLost
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import fill
 from asyncrl.lanes.weights.tensor_spec import DTYPES
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
 PATIENCE = 3600.0
@@ -86,35 +84,18 @@ def train(trainer: PolicyTrainer, mesh: RankMesh, case: Case) -> str:
     return ""
 
 
-def run_rank(place: RankPlace, address: str, told: int, case: Case) -> None:
-    torch.manual_seed(0)
-    meeting = RankMeeting()
-    address = meeting.take(address)
-    if place.rank == 0:
-        os.write(told, address.encode())
-    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
-    trial = json.loads((case.folder.parent / "trial.json").read_text())
-    trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["model"]), mesh)
-    case.watch(trainer)
-    lost = train(trainer, mesh, case)
-    seen = {"lost": lost, "seconds": time.monotonic() - float(case.folder.read_text())}
-    case.folder.with_suffix(".json").write_text(json.dumps(seen))
-
-
 def run_case(layout: Layout, dies: int, folder: Path) -> list[int]:
     """Returns how the ranks ended, as `os.waitpid` says it."""
-    read, write = os.pipe()
-    children = []
-    for rank in range(layout.size):
-        if (child := os.fork()) == 0:
-            address = os.read(read, 1000).decode() if rank else ""
-            place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE)
-            run_rank(place, address, write, Case(folder, dies=rank == dies))
-            os._exit(0)
-        children.append(child)
-    os.close(read)
-    os.close(write)
-    return [os.waitpid(child, 0)[1] for child in children]
+
+    def live(mesh: RankMesh) -> None:
+        case, trial = Case(folder, dies=mesh.rank == dies), json.loads((folder.parent / "trial.json").read_text())
+        trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["model"]), mesh)
+        case.watch(trainer)
+        lost = train(trainer, mesh, case)
+        seen = {"lost": lost, "seconds": time.monotonic() - float(case.folder.read_text())}
+        case.folder.with_suffix(".json").write_text(json.dumps(seen))
+
+    return run_ranks(layout, live, PATIENCE)
 
 
 if __name__ == "__main__":

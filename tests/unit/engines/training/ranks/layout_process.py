@@ -4,13 +4,11 @@ another one, and leave what they held in files.
 python layout_process.py FOLDER
 """
 
-import asyncio
 import json
-import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -25,18 +23,17 @@ from asyncrl.config.schema import Config, GenerationConfig
 from asyncrl.engines.training.models_with_heads import ValueModel, load_score_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.held_parts import HeldModel
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part, own_ranges
 from asyncrl.engines.training.ranks.stage_weights import held_tensors, owner_of
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import fill
 from asyncrl.lanes.weights.tensor_spec import DTYPES
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
-PATIENCE = 60.0
 Made = TypeVar("Made", PolicyTrainer, ValueModel)
 
 
@@ -167,15 +164,8 @@ def sampling(trainer: PolicyTrainer, layout: Layout) -> dict[str, Any]:
     return {"gathered": gathered, "received": received, "own": sum(own_part(each).numel() * size for each in own)}
 
 
-def run_layout(place: RankPlace, address: str, told: list[int], folder: Path, number: int) -> None:
-    """Saves, or resumes what another layout has saved. told: pipes of the other ranks, which rank 0 tells where they
-    meet."""
-    torch.manual_seed(0)  # Ranks with random states of their own resume in their own layout only.
-    meeting = RankMeeting()
-    address = meeting.take(address)
-    for pipe in told:
-        os.write(pipe, address.encode())
-    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+def run_layout(layout: Layout, folder: Path, number: int, mesh: RankMesh) -> None:
+    """Saves, or resumes what another layout has saved."""
     trial = json.loads((folder.parent / "trial.json").read_text())
     config = Config.model_validate(trial["config"])
     if number == 1:
@@ -191,28 +181,12 @@ def run_layout(place: RankPlace, address: str, told: list[int], folder: Path, nu
         trainer, loading = loaded(lambda: PolicyTrainer(config, model, mesh), AutoModelForCausalLM, model)
         for version in range(2):
             run_step(trainer, rows_of(version), 0, version)
-        found = {"sampling": sampling(trainer, place.layout), "whole": whole(trainer), "bytes": saved(trainer, folder)}
+        found = {"sampling": sampling(trainer, layout), "whole": whole(trainer), "bytes": saved(trainer, folder)}
         found["loading"] = loading
-        if place.layout.pp == place.layout.ep == 1:
+        if layout.pp == layout.ep == 1:
             found["judge"] = judged(Path(trial["judge"]), mesh)
-    torch.save(found, folder.with_name(f"{folder.name}-{number}-{place.rank}.pt"))
+    torch.save(found, folder.with_name(f"{folder.name}-{number}-{mesh.rank}.pt"))
     dist.barrier()
-
-
-def run_ranks(layout: Layout, folder: Path, number: int) -> None:
-    pipes = [os.pipe() for _ in range(1, layout.size)]
-    children = []
-    for rank in range(layout.size):
-        place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE)
-        if (child := os.fork()) == 0:
-            address = os.read(pipes[rank - 1][0], 1000).decode() if rank else ""
-            run_layout(place, address, [] if rank else [write for _, write in pipes], folder, number)
-            os._exit(0)
-        children.append(child)
-    for pipe in (end for ends in pipes for end in ends):
-        os.close(pipe)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    assert codes == [0] * layout.size, f"ranks of {folder.name} ended with {codes}"
 
 
 if __name__ == "__main__":
@@ -221,4 +195,6 @@ if __name__ == "__main__":
     for name, layouts in json.loads((root / "trial.json").read_text())["layouts"].items():
         for number, sizes in enumerate(layouts):
             if sizes:
-                run_ranks(Layout(generation_pp=1, generation_tp=1, **sizes), root / name, number)
+                layout = Layout(generation_pp=1, generation_tp=1, **sizes)
+                codes = run_ranks(layout, partial(run_layout, layout, root / name, number))
+                assert codes == [0] * layout.size, f"ranks of {name} ended with {codes}"

@@ -4,13 +4,10 @@ leaves and saves its part, in place of the service, and four new ranks go on fro
 python leaving_process.py FOLDER
 """
 
-import asyncio
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,18 +16,15 @@ import torch
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import tensor_digests
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import PeerLost
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 from tests.unit.engines.training.ranks.killed_process import Case
 from tests.unit.engines.training.ranks.stage_process import rows_of
 
-PATIENCE = 60.0
-ADDRESS = 200
-"""Bytes in which an address is told."""
 VERSIONS = (4, 5)
 """Number of the steps, of which a rank dies in the last one."""
 LAYOUTS = {"shard": Layout(dp=2, shard=2), "tp": Layout(dp=2, tp=2), "pp": Layout(dp=2, pp=2), "ep": Layout(dp=2, ep=2)}
@@ -76,34 +70,16 @@ def go_on(mesh: RankMesh, config: Config, model: Path, case: Case) -> Report:
     return {**extra, **trained(trainer, VERSIONS[-1])}
 
 
-def run_rank(place: RankPlace, address: str, told: int, work: Callable[..., Report], case: Case) -> None:
-    """Runs a rank, which leaves its report in a file."""
-    torch.manual_seed(0)
-    meeting = RankMeeting()
-    address = meeting.take(address)
-    if place.rank == 0:
-        os.write(told, address.encode().ljust(ADDRESS) * (place.layout.size - 1))
-    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
-    trial = json.loads((case.folder.parent / "trial.json").read_text())
-    model = Path(trial["experts" if place.layout.ep > 1 else "model"])
-    found = work(mesh, Config.model_validate(trial["config"]), model, case)
-    torch.save(found, case.folder.with_suffix(f".{work.__name__}-{place.rank}"))
+def run_case(layout: Layout, work: Callable[..., Report], folder: Path, dies: int = -1) -> None:
+    """Does `work` at each rank, which leaves its report in a file."""
 
+    def report(mesh: RankMesh) -> None:
+        trial = json.loads((folder.parent / "trial.json").read_text())
+        model = Path(trial["experts" if layout.ep > 1 else "model"])
+        found = work(mesh, Config.model_validate(trial["config"]), model, Case(folder, dies=mesh.rank == dies))
+        torch.save(found, folder.with_suffix(f".{work.__name__}-{mesh.rank}"))
 
-def run_ranks(layout: Layout, work: Callable[..., Report], folder: Path, dies: int = -1) -> None:
-    read, write = os.pipe()
-    children = []
-    for rank in range(layout.size):
-        if (child := os.fork()) == 0:
-            address = os.read(read, ADDRESS).decode().rstrip() if rank else ""
-            place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE)
-            run_rank(place, address, write, work, Case(folder, dies=rank == dies))
-            os._exit(0)
-        children.append(child)
-    os.close(read)
-    os.close(write)
-    for child in children:
-        os.waitpid(child, 0)
+    run_ranks(layout, report)
 
 
 def join_parts(folder: Path, parts: int) -> bool:
@@ -122,9 +98,9 @@ if __name__ == "__main__":
         import_module(f"torch.distributed.{module}")
     root = Path(sys.argv[1])
     for name, points in json.loads((root / "trial.json").read_text())["points"].items():
-        run_ranks(LAYOUTS[name], live, root / f"{name} lives on")
+        run_case(LAYOUTS[name], live, root / f"{name} lives on")
         for point in points:
             folder = root / f"{name} dies {point}"
-            run_ranks(LAYOUTS[name], live, folder, DEATHS[point])
+            run_case(LAYOUTS[name], live, folder, DEATHS[point])
             if join_parts(folder, LAYOUTS[name].parts):
-                run_ranks(LAYOUTS[name], go_on, folder)
+                run_case(LAYOUTS[name], go_on, folder)

@@ -6,7 +6,6 @@ python slices_process.py FOLDER
 
 import asyncio
 import json
-import os
 import re
 import sys
 from contextlib import nullcontext
@@ -22,13 +21,13 @@ from torch import Tensor
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_group import Ranks
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_beside, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_beside
 from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.forked_ranks import PATIENCE, run_ranks
 
-PATIENCE = 60.0
 LAYOUT = Layout(tp=4, generation_pp=1, generation_tp=2)
 CUT = {r"(q|k|v|gate|up)_proj\.(weight|bias)$": 0, r"(o|down)_proj\.weight$": 1}
 
@@ -91,31 +90,18 @@ def joined(mesh: RankMesh, group: list[int]) -> list[float]:
     return [*summed, told]
 
 
-def run_rank(rank: int, address: str, told: list[int], folder: Path) -> None:
-    meeting = RankMeeting()
-    address = meeting.take(address)
-    for pipe in told:
-        os.write(pipe, address.encode())
-    place = RankPlace(rank, LAYOUT, "cpu", nullcontext, PATIENCE, PATIENCE)
-    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+def leave_what_is_seen(mesh: RankMesh) -> None:
+    folder = Path(sys.argv[1])
     trial = json.loads((folder / "trial.json").read_text())
     trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["model"]), mesh)
     whole = load_file(Path(trial["model"]) / "model.safetensors")
     found = {f"{grouping} {tp}": gathered(trainer, mesh, whole, tp, grouping) for tp, grouping in trial["cases"]}
-    found["groups"] = [joined(mesh, next(each for each in groups if rank in each)) for groups in trial["groups"]]
-    torch.save(found, folder / f"{rank}.pt")
+    found["groups"] = [joined(mesh, next(each for each in groups if mesh.rank in each)) for groups in trial["groups"]]
+    torch.save(found, folder / f"{mesh.rank}.pt")
     dist.barrier()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    pipes = [os.pipe() for _ in range(1, LAYOUT.size)]
-    children = []
-    for number in range(LAYOUT.size):
-        if (child := os.fork()) == 0:
-            told_address = os.read(pipes[number - 1][0], 1000).decode() if number else ""
-            run_rank(number, told_address, [] if number else [write for _, write in pipes], Path(sys.argv[1]))
-            os._exit(0)
-        children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
+    codes = run_ranks(LAYOUT, leave_what_is_seen)
     assert codes == [0] * LAYOUT.size, f"ranks ended with {codes}"

@@ -1,14 +1,13 @@
-"""One rank as a process: trains what the test describes, and leaves what it saw in a file.
+"""Ranks of one layout, forked from this process: they train what the test describes, and leave what they saw in files.
 
-python stage_process.py RANK FOLDER LAYOUT; the address at which ranks meet
-comes from rank 0's output to rank 1's input.
+python stage_process.py FOLDER LAYOUT
 """
 
-import asyncio
 import json
+import subprocess
 import sys
-from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,15 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, RankPlace, connect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part
 from asyncrl.engines.training.trainer_checkpoint import tensor_digests
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.fleet.worker.rank_meeting import RankMeeting
 from asyncrl.lanes.weights.slot_memory import whole_tensor
 from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.forked_ranks import run_ranks
 
-VOCABULARY, PATIENCE = 50, 60.0
+VOCABULARY = 50
 
 
 def rows_of(version: int) -> list[TrainRow]:
@@ -81,16 +80,19 @@ def trained(trainer: PolicyTrainer, steps: int) -> list[tuple[Any, ...]]:
     return [(each.updates, each.skipped, each.trained, each.metrics, [*map(astuple, each.samples)]) for each in found]
 
 
-def main(rank: int, folder: Path, layout: Layout) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    meeting = RankMeeting()
-    sys.stdout.write(meeting.take("" if rank == 0 else input()) + "\n")
-    sys.stdout.flush()
-    place = RankPlace(rank, layout, "cpu", nullcontext, PATIENCE, PATIENCE)
-    mesh = connect_mesh(asyncio.run(meeting.place(PATIENCE)), place)
+def found_by_ranks(made: dict[str, dict[str, Any]], folder: Path, layout: Layout) -> None:
+    """Trains each trial with ranks that are forked from one process, and adds to it what each rank found."""
+    (folder / "trials.json").write_text(json.dumps(made))
+    sizes = json.dumps({key: size for key, size in asdict(layout).items() if size and size != 1})
+    subprocess.run([sys.executable, __file__, str(folder), sizes], check=True, timeout=500)
+    for name, trial in made.items():
+        ranks = range(layout.size)
+        trial |= {"folder": str(folder / name), "found": [torch.load(folder / f"{name}-{rank}.pt") for rank in ranks]}
+
+
+def run_trials(folder: Path, mesh: RankMesh) -> None:
     for name, trial in json.loads((folder / "trials.json").read_text()).items():
-        torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{rank}.pt")
+        torch.save(run_trial(mesh, folder / name, trial), folder / f"{name}-{mesh.rank}.pt")
 
 
 def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, Any]:
@@ -117,4 +119,7 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), Layout(**json.loads(sys.argv[3])))
+    torch.set_num_threads(1)
+    wanted = Layout(**json.loads(sys.argv[2]))
+    codes = run_ranks(wanted, partial(run_trials, Path(sys.argv[1])))
+    assert codes == [0] * wanted.size, f"ranks ended with {codes}"

@@ -2,10 +2,8 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ from asyncrl.engines.rank_limits import rank_problems
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.rank_layout import Layout
-from tests.unit.engines.training.ranks import stage_process
-from tests.unit.engines.training.ranks.stage_process import share_of, trained
+from tests.unit.engines.training.ranks.stage_process import found_by_ranks, share_of, trained
 
 BUDGET = {"micro_batch_tokens": 64, "logits_chunk": 16, "learning_rate": 1e-4}
 TRIALS: dict[str, dict[str, Any]] = {
@@ -51,27 +48,8 @@ def trials(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         chosen = {name: trial for name, trial in made.items() if json.dumps(trial["layout"]) == layout}
         own = folder / layout
         own.mkdir()
-        (own / "trials.json").write_text(json.dumps(chosen))
-        size = Layout(**json.loads(layout)).size
-        _run(own, layout, size)
-        for name, trial in chosen.items():
-            trial |= {"folder": str(own / name)}
-            trial["found"] = [torch.load(own / f"{name}-{rank}.pt") for rank in range(size)]
+        found_by_ranks(chosen, own, Layout(**json.loads(layout)))
     return made
-
-
-def _run(folder: Path, layout: str, size: int) -> None:
-    command, pipe = [sys.executable, stage_process.__file__], subprocess.PIPE
-    first, *others = [
-        subprocess.Popen([*command, str(rank), str(folder), layout], stdin=pipe, stdout=pipe, text=True)
-        for rank in range(size)
-    ]
-    assert first.stdout is not None
-    address = first.stdout.readline()
-    with ThreadPoolExecutor(size) as threads:  # They end together.
-        list(threads.map(lambda each: each.communicate(address, timeout=300), others))
-    first.communicate(timeout=60)
-    assert [each.returncode for each in (first, *others)] == [0] * size
 
 
 @pytest.mark.timeout(600)

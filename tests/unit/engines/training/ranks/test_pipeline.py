@@ -1,8 +1,6 @@
 """Two pipeline stages, as processes over gloo, train, publish, save and resume what one rank does."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.stage_weights import keep_stage
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
-from tests.unit.engines.training.ranks import stage_process
-from tests.unit.engines.training.ranks.stage_process import rows_of, trained
+from asyncrl.protocols.rank_layout import Layout
+from tests.unit.engines.training.ranks.stage_process import found_by_ranks, rows_of, trained
 
 BUDGET = {"micro_batch_tokens": 64, "logits_chunk": 16, "learning_rate": 1e-4}
 TRIALS: dict[str, dict[str, Any]] = {
@@ -57,18 +55,7 @@ def trials(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": " ".join(["w1"] * count)}) + "\n" for count in (3, 9, 5, 14)))
     made = {name: _trial(trial, make_model, texts) for name, trial in TRIALS.items()}
-    (folder / "trials.json").write_text(json.dumps(made))
-    command, pipe = [sys.executable, stage_process.__file__], subprocess.PIPE
-    first, last = (
-        subprocess.Popen([*command, str(rank), str(folder), '{"pp": 2}'], stdin=pipe, stdout=pipe, text=True)
-        for rank in range(2)
-    )
-    assert first.stdout is not None
-    last.communicate(first.stdout.readline(), timeout=500)
-    first.communicate(timeout=60)
-    assert (first.returncode, last.returncode) == (0, 0)
-    for name, trial in made.items():
-        trial |= {"folder": str(folder / name), "found": [torch.load(folder / f"{name}-{rank}.pt") for rank in (0, 1)]}
+    found_by_ranks(made, folder, Layout(pp=2))
     return made
 
 

@@ -1,8 +1,5 @@
 """Ranks that share out the tokens of rows train, publish and save what one rank does, in half the memory."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,8 +22,7 @@ from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 from asyncrl.protocols.distribute_collect import THREE_D_PROTO
 from asyncrl.protocols.rank_layout import Layout
-from tests.unit.engines.training.ranks import stage_process
-from tests.unit.engines.training.ranks.stage_process import rows_of, trained
+from tests.unit.engines.training.ranks.stage_process import found_by_ranks, rows_of, trained
 
 PATIENCE = 60.0
 LONG = 4096
@@ -42,18 +38,7 @@ def trials(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     """Returns what both ranks are given, by name of the trial, with what they found."""
     folder = tmp_path_factory.mktemp("slices")
     made = {name: _trial(trial, make_model) for name, trial in TRIALS.items()}
-    (folder / "trials.json").write_text(json.dumps(made))
-    command, pipe = [sys.executable, stage_process.__file__], subprocess.PIPE
-    first, last = (
-        subprocess.Popen([*command, str(rank), str(folder), '{"sp": 2}'], stdin=pipe, stdout=pipe, text=True)
-        for rank in range(2)
-    )
-    assert first.stdout is not None
-    last.communicate(first.stdout.readline(), timeout=500)
-    first.communicate(timeout=60)
-    assert (first.returncode, last.returncode) == (0, 0)
-    for name, trial in made.items():
-        trial |= {"folder": str(folder / name), "found": [torch.load(folder / f"{name}-{rank}.pt") for rank in (0, 1)]}
+    found_by_ranks(made, folder, Layout(sp=2))
     return made
 
 
