@@ -50,8 +50,8 @@ class DevicePool:
 
     @property
     def places(self) -> list["DevicePlace"]:
-        """Returns each device on each host, where the first devices of all hosts come first."""
-        return [DevicePlace(host, device) for device in self.devices for host in self.hosts or ("",)]
+        """Returns each device on each host, so that consecutive workers are neighbours."""
+        return [DevicePlace(host, device) for host in self.hosts or ("",) for device in self.devices]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ def test_consecutive_ranks_get_the_gpus_of_one_host(layout: Layout) -> None:
     demands = [Demand("training", "train", 16, layout=layout), Demand("critic", "train", 8, layout=Layout(shard=8))]
     found = assign(pools, demands)
     assert found["training"] == [gpu(number, host) for host in ("n1", "n2") for number in range(8)]
+    assert [(place,) for place in pools["train"].places] == found["training"]
     assert len({place.host for each in found["critic"][:8] for place in each}) == 1
 
 
