@@ -30,14 +30,18 @@ def main(arguments: list[str]) -> int:
         return 2
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="asyncrl-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with fleet_on_hosts(folder, "quickstart", FLAGS) as fleet:
-            trial = Trial(fleet, asked.seed, 60 * asked.minutes, asked.pause, kinds)
+    ended = ""
+    with fleet_on_hosts(folder, "quickstart", FLAGS) as fleet:
+        trial = Trial(fleet, asked.seed, 60 * asked.minutes, asked.pause, kinds)
+        try:
             asyncio.run(trial.run())
-    except RunEnded as ended:
-        print(f"the run did not go on: {ended}\nall is kept in {folder}", file=sys.stderr)
+        except RunEnded as error:
+            ended = f"the run did not go on: {error}"
+    if not trial.faults:
+        print(f"{ended}\nall is kept in {folder}", file=sys.stderr)
         return 1
     outcome = Outcome(trial, folder / "run", fleet.shown)
+    outcome.problems += [ended] if ended else []
     if len(trial.fleet.watch.steps) >= LEARNT and outcome.reward < REWARD:
         outcome.problems.append(f"the reward reached {outcome.reward:.2f}, and it has to reach {REWARD}")
     _show(outcome, asked.minutes, asked.json)

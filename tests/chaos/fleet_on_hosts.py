@@ -255,7 +255,8 @@ def fleet_on_hosts(folder: Path, experiment: str, flags: Sequence[str]) -> Itera
                 fleet.clock_file(host).write_bytes(bytes(8))
             yield fleet
     finally:
-        shutil.copytree(disk / "run", folder / "run", ignore_dangling_symlinks=True)
+        if (disk / "run").exists():
+            shutil.copytree(disk / "run", folder / "run", ignore_dangling_symlinks=True)
         subprocess.run(["umount", disk], check=True, timeout=END)
 
 

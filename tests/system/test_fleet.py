@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,13 +210,19 @@ async def test_workers_refuse_the_key_of_one_that_is_gone_before_it_is_started_a
             owner = running.supervisor.instances["generation0.0"].spec.instance
             reader = running.supervisor.instances["reward0.0"].spec
             assert reader.curve is not None
-            assert f"data {reader.curve[0]}" in members[owner].known
-            before = len(members[owner].known)
+            call, news = members[owner].control.call, list[tuple[list[str], list[str]]]()
+
+            async def noted(method: str, args: tuple[Any, ...], deadline: float) -> Any:
+                answer = await call(method, args, deadline)
+                news.append(args[0]["data"])
+                return answer
+
+            members[owner].control = SimpleNamespace(call=noted)
             running.supervisor.kill(reader.instance)
             async with asyncio.timeout(PATIENCE):
-                while f"data {reader.curve[0]}" in members[owner].known:
+                while len(news) < 2:
                     await generation.pids()
-            assert len(members[owner].known) == before - 1
-            async with asyncio.timeout(PATIENCE):
-                while len(members[owner].known) < before:
-                    await generation.pids()
+            assert news[0] == ([], [reader.curve[0]]), "the key of the one that is gone is refused first"
+            (key,), gone = news[1]
+            assert key != reader.curve[0]
+            assert gone == []

@@ -3,11 +3,11 @@
 controller ──> control and work lanes of every worker, which accept no other key
 worker ──> rows and weights of those workers of whose role it reads
 
-Introductions: a worker that takes calls, or is gone ──> "admit" with the present callers ──> every other worker
+Introductions: a worker that takes calls, or is gone ──> "admit" with what has changed ──> every other worker
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,11 +17,15 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 
 ADMIT = "admit"
-"""Call of the controller on the control lane, which takes the callers of each other lane."""
+"""Call of the controller on the control lane, which takes the callers of each other lane that came, and those that are
+gone."""
+
+AT_ONCE = 64
+"""Workers that are told at one time, which bounds the memory of their calls."""
 
 ADMIT_DEADLINE = 10.0
-"""Seconds for a worker to take a list of callers. One that does not is refused by no other and refuses new ones, until
-it takes a later list or counts as dead."""
+"""Seconds for a worker to take changes of its callers. One that does not is refused by no other and refuses new ones,
+until it takes them later or counts as dead."""
 
 SAMPLED = ("generation", "evaluation", "environment")
 """Services that make the rows of samples."""
@@ -57,17 +61,31 @@ class ControlLane(Protocol):
 
 @dataclass(slots=True)
 class _Member:
+    """seen: how many changes of the fleet it was told of; None: it is new, and knows nobody."""
+
     role: str
     public: str
     control: ControlLane
-    known: frozenset[str] = frozenset()
+    seen: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A worker that came, or is gone."""
+
+    role: str
+    public: str
+    came: bool
 
 
 @dataclass(slots=True)
 class Introductions:
-    """Keeps the list of callers of each worker current, by instance."""
+    """Keeps the list of callers of each worker current, by instance. Each worker is told what has changed since it was
+    told last: of many that come at one time at once, so that a start costs each of them a few calls."""
 
     _members: dict[str, _Member] = field(default_factory=dict)
+    _changes: list[_Change] = field(default_factory=list)
+    _forgotten: int = 0
     _telling: asyncio.Lock = field(default_factory=asyncio.Lock)
     _removed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -76,11 +94,13 @@ class Introductions:
         if spec.curve is None:
             return
         self._members[spec.instance] = _Member(spec.service, spec.curve[0], control)
+        self._changes.append(_Change(spec.service, spec.curve[0], came=True))
         await self.tell()
 
     def remove(self, instance: str) -> None:
         """Forgets a worker; `keep_current` tells the others."""
-        if self._members.pop(instance, None) is not None:
+        if (member := self._members.pop(instance, None)) is not None:
+            self._changes.append(_Change(member.role, member.public, came=False))
             self._removed.set()
 
     async def keep_current(self) -> None:
@@ -91,19 +111,35 @@ class Introductions:
             await self.tell()
 
     async def tell(self) -> None:
-        """Sends each worker its list of callers, if that has changed since the last one."""
+        """Tells each worker which callers came and went since it was told last."""
         async with self._telling:
-            await gather(*(self._tell(instance, member) for instance, member in list(self._members.items())))
+            now = self._forgotten + len(self._changes)
+            behind = [each for each in self._members.values() if each.seen != now]
+            news = {(each.role, each.seen): self._news(each.role, each.seen) for each in behind}
+            for first in range(0, len(behind), AT_ONCE):
+                some = behind[first : first + AT_ONCE]
+                await gather(*(self._tell(each, news[each.role, each.seen], now) for each in some))
+            oldest = min((each.seen or 0 for each in self._members.values()), default=now)
+            del self._changes[: max(0, oldest - self._forgotten)]
+            self._forgotten = max(self._forgotten, oldest)
 
-    async def _tell(self, instance: str, member: _Member) -> None:
-        callers = {lane: self._callers(member.role, lane) for lane in LANES}
-        known = frozenset(f"{lane} {public}" for lane, each in callers.items() for public in each)
-        if known == member.known:
+    async def _tell(self, member: _Member, news: Mapping[str, Sequence[Sequence[str]]], now: int) -> None:
+        if not any(came or gone for came, gone in news.values()):
+            member.seen = now
             return
         with suppress(AsyncrlError):  # Whoever does not answer is found by its supervisor.
-            await member.control.call(ADMIT, (callers,), ADMIT_DEADLINE)
-            member.known = known
+            await member.control.call(ADMIT, (news,), ADMIT_DEADLINE)
+            member.seen = now
 
-    def _callers(self, owner: str, lane: str) -> list[str]:
-        roles = admitted_roles(owner, lane)
-        return sorted(each.public for each in self._members.values() if each.role in roles)
+    def _news(self, owner: str, seen: int | None) -> dict[str, tuple[list[str], list[str]]]:
+        """Returns the keys that came and went, by lane, since an owner of this role was told."""
+        if seen is None:
+            changes = [_Change(each.role, each.public, came=True) for each in self._members.values()]
+        else:
+            changes = self._changes[seen - self._forgotten :]
+        found = {}
+        for lane in LANES:
+            roles = admitted_roles(owner, lane)
+            last = {each.public: each.came for each in changes if each.role in roles}
+            found[lane] = ([key for key in last if last[key]], [key for key in last if not last[key]])
+        return found

@@ -13,8 +13,8 @@ from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 
-Admit = Callable[[Mapping[str, Sequence[str]]], None]
-"""Takes the public keys that may call each lane of a worker, besides that of the controller."""
+Admit = Callable[[Mapping[str, Sequence[Sequence[str]]]], None]
+"""Takes the public keys that may call each lane of a worker from now on, and those that may no more."""
 
 
 def controller_keys(facts: RunFacts) -> tuple[CurveKeys | None, RunFacts]:
@@ -55,8 +55,12 @@ def admit_on(wire: ZmqWire, spec: WorkerSpec) -> Admit:
     """Returns what has the listeners of a worker accept other callers."""
     addresses = {"data": spec.addresses.data, "weights": weights_address(spec)}
 
-    def admit(callers: Mapping[str, Sequence[str]]) -> None:
-        for lane, address in addresses.items():
-            wire.admit((spec.facts.caller, *callers.get(lane, ())), address)
+    known: dict[str, set[str]] = {lane: set() for lane in addresses}
+
+    def admit(changes: Mapping[str, Sequence[Sequence[str]]]) -> None:
+        for lane, (came, gone) in changes.items():
+            if lane in known:
+                known[lane] = known[lane].union(came).difference(gone)
+                wire.admit((spec.facts.caller, *known[lane]), addresses[lane])
 
     return admit

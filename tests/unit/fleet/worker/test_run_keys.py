@@ -71,10 +71,13 @@ class Running:
     at: Mapping[str, str]
     told: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def __post_init__(self) -> None:
+        self.admit = admit_on(self.wire, self.spec)
+
     async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
         """Takes the call of its controller."""
         assert method == ADMIT
-        admit_on(self.wire, self.spec)(*args)
+        self.admit(*args)
         self.told.set()
 
 
@@ -200,3 +203,56 @@ def test_processes_on_ipc_share_a_pair() -> None:
     assert same == facts
     assert pair_of_instance(facts) is None
     assert keys == worker_keys(replace(spec_of("training0.0-0-a"), facts=facts))
+
+
+@dataclass
+class Told:
+    """The control lane of a worker that notes what it is told. fails: at its next calls."""
+
+    keys: dict[str, set[str]] = field(default_factory=lambda: {"data": set(), "weights": set()})
+    calls: int = 0
+    named: int = 0
+    fails: int = 0
+
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
+        self.calls += 1
+        await asyncio.sleep(0)
+        if self.fails:
+            self.fails -= 1
+            raise DeadlineExceeded("late")
+        for lane, (came, gone) in args[0].items():
+            self.keys[lane] = self.keys[lane].union(came).difference(gone)
+            self.named += len(came) + len(gone)
+
+
+def member(role: str, number: int) -> WorkerSpec:
+    return replace(spec_of(f"{role}{number}.0-0-a"), service=role, curve=(f"{role} {number}", "secret"))
+
+
+@pytest.mark.parametrize("count", [30, 300])
+async def test_workers_that_come_together_are_told_of_each_other_in_a_few_calls(count: int) -> None:
+    introductions, told = Introductions(), [Told() for _ in range(count)]
+    specs = [member("generation", number) for number in range(count)]
+    await asyncio.gather(*(introductions.add(spec, lane) for spec, lane in zip(specs, told, strict=True)))
+    everybody = {f"generation {number}" for number in range(count)}
+    assert all(lane.keys == {"data": everybody, "weights": everybody} for lane in told)
+    assert sum(lane.calls for lane in told) <= 3 * count
+    assert all(lane.named == 2 * count for lane in told), "each key is sent once"
+    for spec in specs[: count // 2]:
+        introductions.remove(spec.instance)
+    before = sum(lane.calls for lane in told)
+    await introductions.tell()
+    assert sum(lane.calls for lane in told) - before == count - count // 2
+    assert told[-1].keys["data"] == {spec.curve[0] for spec in specs[count // 2 :] if spec.curve}
+
+
+async def test_a_worker_that_missed_a_call_is_told_all_of_it_later() -> None:
+    introductions, late, other = Introductions(), Told(), Told()
+    await introductions.add(member("training", 0), late)
+    late.fails = 2
+    for number in range(3):
+        await introductions.add(member("generation", number), other)
+        introductions.remove(member("generation", 1).instance)
+    assert late.keys["weights"] == {"generation 0", "generation 2"}
+    await introductions.add(member("reward", 0), Told())
+    assert other.keys["data"] >= {"training 0", "generation 0", "generation 2", "reward 0"}
