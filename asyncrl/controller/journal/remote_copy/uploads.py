@@ -19,7 +19,7 @@ from asyncrl.controller.journal.remote_copy.run_copy import (
 )
 from asyncrl.errors import FleetFailed
 
-SILENCE = 300.0
+LAST_UPLOAD = 300.0
 """Seconds without a part that was sent or found there, after which the end of a run no longer waits for its last copy.
 All tries of one request take less."""
 
@@ -112,7 +112,7 @@ class Uploads:
 
     async def finish(self, version: int) -> None:
         """Copies the end of the run, with all that it wrote, for as long as parts move. Raises FleetFailed when
-        none did for SILENCE, or the store refuses the copy."""
+        none did for LAST_UPLOAD, or the store refuses the copy."""
         before = self._made
         if await self._becomes_idle():
             before = self._made
@@ -125,11 +125,11 @@ class Uploads:
             )
 
     async def _becomes_idle(self) -> bool:
-        """Returns whether nothing is to be copied any more; False once no part has moved for SILENCE."""
+        """Returns whether nothing is to be copied any more; False once no part has moved for LAST_UPLOAD."""
         while not self._is_idle.is_set():
             moved = self._moved
             with suppress(TimeoutError):
-                async with asyncio.timeout(SILENCE):
+                async with asyncio.timeout(LAST_UPLOAD):
                     await self._is_idle.wait()
             if self._moved == moved:
                 break
