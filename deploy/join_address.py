@@ -10,8 +10,9 @@ from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.launching.key_folder import CONTROLLER, KeyFolder
 from asyncrl.fleet.launching.run_watch import MONITOR
+from asyncrl.lanes.bound_socket import family_of, host_of, on_tcp
 
-ADDRESS = re.compile(r"tcp://([^/:]+):(\d+)")
+ADDRESS = re.compile(r"tcp://([^/:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d+)")
 KEYS = "join_keys"
 """Folder of keys in a run directory."""
 
@@ -21,19 +22,15 @@ def join_address(text: str, key: str) -> str:
     ConfigError for what is no such address, or names no single host."""
     found = ADDRESS.fullmatch(text)
     if not found or not 0 < int(found[2]) < 65536:
-        raise ConfigError(f"{key}: {text!r} is no address; write tcp://HOST:PORT")
+        raise ConfigError(f"{key}: {text!r} is no address; write tcp://HOST:PORT, or tcp://[NUMBER]:PORT with IPv6")
     try:
-        host = str(socket.getaddrinfo(found[1], None, socket.AF_INET)[0][4][0])
+        known = socket.getaddrinfo(found[1].strip("[]"), None, type=socket.SOCK_STREAM)
+        host = str(min(known, key=lambda each: each[0] != socket.AF_INET)[4][0])
     except OSError as error:
         raise ConfigError(f"{key}: there is no host {found[1]!r}: {error}") from error
     if ipaddress.ip_address(host).is_unspecified:
         raise ConfigError(f"{key}: {found[1]} is every address of a host: name the one by which others reach it")
-    return f"tcp://{host}:{found[2]}"
-
-
-def host_of(address: str) -> str:
-    """Returns the number of the host in tcp://IP:PORT."""
-    return address.removeprefix("tcp://").rpartition(":")[0]
+    return on_tcp(host, found[2])
 
 
 def listen_address(config: Config) -> str:
@@ -71,8 +68,8 @@ def join_keys(config: Config, run_dir: Path) -> KeyFolder:
 def address_of_this_host(name: str, key: str) -> str:
     """Returns the number of an address of this host, at which workers can listen. Raises ConfigError for another one;
     key: names it there."""
-    host = host_of(join_address(f"tcp://{name}:1", key))
-    with socket.socket() as probe:
+    host = host_of(join_address(on_tcp(name, 1), key))
+    with socket.socket(family_of(host)) as probe:
         try:
             probe.bind((host, 0))
         except OSError as error:
@@ -84,6 +81,7 @@ def address_of_this_host(name: str, key: str) -> str:
 
 def local_address_towards(address: str) -> str:
     """Returns the address of this host from which it reaches another one; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host_of(address), int(address.rpartition(":")[2])))
+    host = host_of(address)
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(address.rpartition(":")[2])))
         return str(probe.getsockname()[0])

@@ -20,7 +20,7 @@ from asyncrl.controller.observers.worker_profile import WorkerProfiles
 from asyncrl.controller.training_run import RunState
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.feedback_address import feedback_address
-from asyncrl.deploy.join_address import host_of, join_keys, listen_address
+from asyncrl.deploy.join_address import join_keys, listen_address
 from asyncrl.deploy.preflight import rows_fit
 from asyncrl.deploy.process.local_launcher import LOOPBACK, LocalLauncher
 from asyncrl.deploy.process.run_commands import RunCommands
@@ -38,6 +38,7 @@ from asyncrl.fleet.launching.run_watch import RunWatch
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.worker_spec import RunFacts, weights_arena
+from asyncrl.lanes.bound_socket import host_of, on_tcp
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
@@ -137,7 +138,7 @@ def _commands(
 ) -> AbstractAsyncContextManager[None]:
     """Takes commands beside the sockets of workers, or where workers join."""
     directory, listens = RunDirectory(running.facts.run_dir), running.facts.config.fleet.listen
-    address = f"tcp://{launcher.host}:*" if listens else f"ipc://{launcher.sockets}/controller.commands"
+    address = on_tcp(launcher.host, "*") if listens else f"ipc://{launcher.sockets}/controller.commands"
     profiles = WorkerProfiles(running.health_poller, directory.profiles)
     replicas = {spec.name: spec.replicas for spec in service_specs(running.facts.config)}
     commands = RunCommands(running, profiles, pauses, signals, display, replicas)

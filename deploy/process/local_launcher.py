@@ -21,6 +21,7 @@ from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
 from asyncrl.deploy.process.worker_environment import worker_environment
 from asyncrl.fleet.launching.leftover_cleanup import remove_leftovers
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
+from asyncrl.lanes.bound_socket import family_of, on_tcp
 from asyncrl.lanes.host_id import HostId
 from asyncrl.lanes.shared_memory import unlink_instance_segments
 
@@ -143,7 +144,7 @@ class LocalLauncher:
     def addresses(self, instance: str) -> Addresses:
         """Returns where an instance of this name is to listen."""
         if self._wire == "tcp":
-            return Addresses(*(f"tcp://{self.host}:{port}" for port in _free_ports(3, self.host)))
+            return Addresses(*(on_tcp(self.host, port) for port in _free_ports(3, self.host)))
         return Addresses(*(f"ipc://{self.sockets}/{instance}.{lane}" for lane in ("control", "work", "data")))
 
     async def spawn(self, spec: WorkerSpec) -> LocalWorker:
@@ -201,7 +202,7 @@ def _free_ports(count: int, host: str) -> list[int]:
     """Returns free ports of an address of this host. Should another program take one before the worker does, the worker
     cannot listen, ends, and is started again with other ports."""
     with ExitStack() as scope:
-        sockets = [scope.enter_context(socket.socket()) for _ in range(count)]
+        sockets = [scope.enter_context(socket.socket(family_of(host))) for _ in range(count)]
         for each in sockets:
             each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]

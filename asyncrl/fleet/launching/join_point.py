@@ -56,7 +56,7 @@ from asyncrl.protocols.rank_hosts import crossings, hosts_of_ranks
 START_DEADLINE = 60.0
 """Seconds until a host has started the process of a worker; loading a model comes later."""
 
-WORKER_ADDRESS = re.compile(r"tcp://[\w.-]+:\d{1,5}|inproc://[\w.-]+")
+WORKER_ADDRESS = re.compile(r"tcp://(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}|inproc://[\w.-]+")
 """Addresses to which the controller connects; a host may name none of another kind."""
 
 ABSENCE = 4.0

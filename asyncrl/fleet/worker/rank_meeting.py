@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.bound_socket import bound_socket
+from asyncrl.lanes.bound_socket import bound_socket, host_of, on_tcp
 from asyncrl.lanes.control.wire import Wakeup
 
 MEET = "meet"
@@ -89,7 +89,7 @@ class RankMeeting:
     @classmethod
     def at(cls, address: str) -> "RankMeeting":
         """Returns the end of a rank, which other hosts reach where they reach this address of its worker."""
-        return cls(address.removeprefix(NETWORK).rpartition(":")[0] if address.startswith(NETWORK) else LOOPBACK)
+        return cls(host_of(address) if address.startswith(NETWORK) else LOOPBACK)
 
     def take(self, address: str) -> str:
         """Takes the address at which the ranks meet; "" has this rank listen. Returns the address. Raises Refused for
@@ -98,7 +98,7 @@ class RankMeeting:
             self._place = self._placed(address) if address else self._listening()
             self._found.wake()
         place = self._place
-        known = f"{NETWORK}{place.host}:{place.port}/{place.name}"
+        known = f"{on_tcp(place.host, place.port)}/{place.name}"
         if address not in ("", known):
             raise Refused(f"the ranks meet at {known} already, and not at {address!r:.100}")
         return known
@@ -134,4 +134,4 @@ class RankMeeting:
     def _placed(self, address: str) -> MeetingPlace:
         if (found := ADDRESS.fullmatch(address)) is None:
             raise Refused(f"{address!r:.100} is no address at which ranks meet")
-        return MeetingPlace(found[1], int(found[2]), found[3], self.own_host)
+        return MeetingPlace(found[1].strip("[]"), int(found[2]), found[3], self.own_host)

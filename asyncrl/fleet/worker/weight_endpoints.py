@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from asyncrl.lanes.bound_socket import host_of, on_tcp
 from asyncrl.lanes.weights.codec.chunk import WireCodec
 from asyncrl.lanes.weights.selection.transport_opening import NETWORK, WeightNetwork
 
@@ -14,12 +15,12 @@ LOOPBACK = "127.0.0.1"
 def weight_network(context: "WorkerContext") -> WeightNetwork:
     """Returns what the worker's end of a network needs. It listens where the worker listens for readers of rows."""
     data = context.spec.addresses.data
-    host = data.removeprefix(NETWORK).rpartition(":")[0] if data.startswith(NETWORK) else LOOPBACK
+    host = host_of(data) if data.startswith(NETWORK) else LOOPBACK
     codec = WireCodec[context.config.weights.codec.upper()]
     device = context.config.training.device if context.spec.service == "training" else context.config.generation.device
     return WeightNetwork(
         context.reader.wire,
-        f"{NETWORK}{host}:*",
+        on_tcp(host, "*"),
         context.spec.hello,
         context.tasks,
         codec,

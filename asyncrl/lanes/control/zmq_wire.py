@@ -215,6 +215,7 @@ class ZmqCaller(_ZmqEndpoint):
         self._monitor.linger = 0
         self._loop.add_reader(self._monitor.fileno(), self._read_monitor)
         try:
+            socket.ipv6 = "[" in address
             socket.connect(split_key(address)[0])
         except zmq.ZMQError as error:
             self.close()
@@ -368,6 +369,7 @@ class ZmqWire:
         if (guard := self._guard_of(address)) is not None:
             guard.watch(socket, reader)
         try:
+            socket.ipv6 = "[" in address
             socket.bind(address)
         except zmq.ZMQError:
             socket.close(linger=0)

@@ -5,6 +5,7 @@ import pytest
 
 from asyncrl.config.schema import Config, FleetConfig, ModelConfig, TaskConfig
 from asyncrl.deploy.join_address import (
+    address_of_this_host,
     join_address,
     join_keys,
     listen_address,
@@ -26,6 +27,10 @@ def config(listen: str, **fleet: Any) -> Config:
 def test_names_of_hosts_become_numbers() -> None:
     assert join_address("tcp://localhost:7000", "x") == "tcp://127.0.0.1:7000"
     assert local_address_towards("tcp://127.0.0.1:7000") == "127.0.0.1"
+    assert join_address("tcp://[0:0:0:0:0:0:0:1]:7000", "x") == "tcp://[::1]:7000"
+    assert local_address_towards("tcp://[::1]:7000") == "::1"
+    assert address_of_this_host("::1", "x") == "::1"
+    assert listen_address(config("tcp://[::1]:7000")) == "tcp://[::1]:7000"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +39,10 @@ def test_names_of_hosts_become_numbers() -> None:
         ("127.0.0.1:7000", "is no address; write tcp://HOST:PORT"),
         ("tcp://127.0.0.1:70000", "is no address"),
         ("tcp://0.0.0.0:7000", "is every address of a host"),
+        ("tcp://[::]:7000", "is every address of a host"),
+        ("tcp://::1:7000", "is no address; write tcp://HOST:PORT"),
+        ("tcp://[::1]", "is no address"),
+        ("tcp://[2001:db8::7]:7000", "join_keys names no keys"),
         ("tcp://no.such.host.invalid:7000", "there is no host"),
     ],
 )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.lanes.bound_socket import host_of
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import SHARED_SCHEME
 from asyncrl.lanes.weights.arena import open_reader, open_writer
@@ -73,7 +74,7 @@ class WeightNetwork:
         """Makes the backend of a pair, with gloo at the host at which this end listens."""
         if transport == "nccl":
             return NcclBackend(nccl_library(self.device))
-        return GlooBackend(self.address.removeprefix(NETWORK).rpartition(":")[0])
+        return GlooBackend(host_of(self.address))
 
     def cuda(self) -> CudaRuntime:
         """Opens the device of the model at this end."""

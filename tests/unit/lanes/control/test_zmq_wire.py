@@ -312,3 +312,14 @@ async def test_an_edge_that_was_missed_costs_one_period_of_the_watchdog(
 
 def test_the_sockets_of_one_process_reach_hundreds_of_workers(wire: ZmqWire) -> None:
     assert wire._context.get(zmq.MAX_SOCKETS) >= 3 * 3 * 1000, "three sockets a caller, three callers a worker"
+
+
+async def test_what_listens_on_ipv6_is_reached_there(wire: ZmqWire) -> None:
+    listener = wire.listen("tcp://[::1]:*")
+    assert listener.address.startswith("tcp://[::1]:")
+    caller, got = wire.connect(listener.address), asyncio.get_running_loop().create_future()
+    pumped = asyncio.create_task(listener.pump(lambda message: got.set_result(message[1])))
+    assert caller.offer([b"hello"])
+    async with asyncio.timeout(60):
+        assert await got == [b"hello"]
+    pumped.cancel()
