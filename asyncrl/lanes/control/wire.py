@@ -27,7 +27,7 @@ LIMIT_BYTES = 256 * 1024 * 1024
 
 CALL_BYTES = 16 * 1024 * 1024
 """Largest frame of a call on TCP, where a stranger may send as much as a listener takes before the handshake fails. A
-call that names 16,000 rows has 4 MB; what is large comes in answers."""
+call that names 16,000 rows has 4 MB; what is large comes in answers, or in pieces."""
 
 ZERO_COPY_BYTES = 256 * 1024
 """Size from which a frame is sent without a copy: handing a buffer over costs as much as copying this many bytes. The

@@ -10,11 +10,12 @@ import struct
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import zmq
 
-from asyncrl.errors import ConfigError, PeerLost, WireError
+from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.lanes.control.auth import (
     ENCRYPTED,
     KEY_REFUSED,
@@ -45,6 +46,13 @@ RECONNECT_MILLISECONDS = 50
 CONNECT_MILLISECONDS = 1000
 """Until a try to connect is given up for the next one: the kernel alone would repeat its first packet ever more rarely,
 up to 16 s after an unreachable host is back. A host that is reached answers within a fraction of it."""
+
+PIECE_BYTES = CALL_BYTES // 2
+"""Length from which the frame of a call on TCP is sent in pieces, and of these: a row may be longer than a listener
+takes of a stranger."""
+
+PIECES = b"\xff" * 8
+"""Begins the first frame of a message in pieces. No message has this number."""
 
 HANDSHAKE_MILLISECONDS = 10_000
 """Time until a listener on TCP cuts off who has not finished its handshake: a caller waits as long for its welcome."""
@@ -244,9 +252,7 @@ class ZmqCaller(_ZmqEndpoint):
         self._reader.emptied += 1
 
     def offer(self, frames: Frames) -> bool:
-        if self._is_limited and (largest := max(map(len, frames))) > CALL_BYTES:
-            raise WireError(f"a call to {self.address} has a frame of {largest} bytes; at most {CALL_BYTES} are taken")
-        return self._offer(frames)
+        return self._offer(in_pieces(frames) if self._is_limited and max(map(len, frames)) > PIECE_BYTES else frames)
 
     def close(self) -> None:
         if not self.closed:
@@ -267,6 +273,7 @@ class ZmqListener(_ZmqEndpoint):
 
     is_admitted: Callable[[str], bool] | None = None
     refused_messages = 0
+    limit_bytes = LIMIT_BYTES
 
     def __init__(
         self, socket: RawSocket, address: str, guard: PeerGuard | None = None, reader: PeerBudget = UNREAD
@@ -288,7 +295,7 @@ class ZmqListener(_ZmqEndpoint):
     def _receive(self) -> tuple[bytes, list[Frame]]:
         """Returns the sender, which ROUTER puts into the first frame, and the other frames."""
         if self.is_admitted is None and self._guard is None:
-            return _recv(self._socket, _NOBLOCK), super()._receive()
+            return _recv(self._socket, _NOBLOCK), joined(super()._receive(), self.limit_bytes)
         while True:
             sender = _recv(self._socket, _NOBLOCK, False)
             frames = super()._receive()
@@ -316,6 +323,31 @@ class ZmqListener(_ZmqEndpoint):
                 self._prune_at = 64 + 2 * len(self._connections)
         connection.take(frames, self._discarded)
         self._discarded = 0
+
+
+def in_pieces(frames: Frames) -> list[Frame]:
+    """Returns frames of which none is longer than a listener on TCP takes: first how many pieces each frame has."""
+    counts, pieces = [], list[Frame]()
+    for frame in frames:
+        view = memoryview(frame)
+        starts = range(0, max(1, len(view)), PIECE_BYTES)
+        pieces += [view[start : start + PIECE_BYTES] for start in starts]
+        counts.append(len(starts))
+    return [PIECES + struct.pack(f"<{len(counts)}I", *counts), *pieces]
+
+
+def joined(frames: list[Frame], limit_bytes: int) -> list[Frame]:
+    """Returns the frames of a message that came in pieces; any other message, and one that is longer or is not what
+    `in_pieces` makes, as it came: it decodes to nothing."""
+    if not frames or bytes(frames[0][: len(PIECES)]) != PIECES:
+        return frames
+    head, pieces = bytes(frames[0][len(PIECES) :]), iter(frames[1:])
+    if len(head) % 4 or sum(map(len, frames)) > limit_bytes:
+        return frames
+    counts = struct.unpack(f"<{len(head) // 4}I", head)
+    if not counts or sum(counts) != len(frames) - 1:
+        return frames
+    return [b"".join(islice(pieces, count)) for count in counts]
 
 
 def _user_of(frame: zmq.Frame) -> str:

@@ -15,8 +15,8 @@ import zmq
 from asyncrl.errors import ConfigError, PeerLost
 from asyncrl.lanes.control import zmq_wire
 from asyncrl.lanes.control.auth import CurveKeys
-from asyncrl.lanes.control.wire import DRAIN_BUDGET, HIGH_WATER, Caller, Frames
-from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.lanes.control.wire import CALL_BYTES, DRAIN_BUDGET, HIGH_WATER, LIMIT_BYTES, Caller, Frames
+from asyncrl.lanes.control.zmq_wire import PIECE_BYTES, PIECES, ZmqWire, in_pieces, joined
 from asyncrl.protocols.messages import Ping
 from tests.unit.lanes.control.one_message import receive, sequence
 
@@ -323,3 +323,27 @@ async def test_what_listens_on_ipv6_is_reached_there(wire: ZmqWire) -> None:
     async with asyncio.timeout(60):
         assert await got == [b"hello"]
     pumped.cancel()
+
+
+@pytest.mark.parametrize(
+    "sizes", [(18_054_040,), (CALL_BYTES, CALL_BYTES + 1), (5, 100 << 20, 0), (PIECE_BYTES + 1, 3)]
+)
+async def test_a_call_with_long_frames_arrives_whole(sizes: tuple[int, ...], wire: ZmqWire) -> None:
+    """A row of a data set of programs has 18 MB of tests."""
+    frames = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+    listener = wire.listen("tcp://127.0.0.1:*")
+    caller, got = wire.connect(listener.address), asyncio.get_running_loop().create_future()
+    pumped = asyncio.create_task(listener.pump(lambda message: got.set_result(message[1])))
+    assert caller.offer(frames)
+    async with asyncio.timeout(60):
+        assert [bytes(frame) for frame in await got] == frames
+    pumped.cancel()
+
+
+def test_pieces_that_are_too_many_or_do_not_fit_are_no_message() -> None:
+    message = in_pieces([bytes(PIECE_BYTES + 7), b"ab"])
+    assert list(map(len, joined(message, LIMIT_BYTES))) == [PIECE_BYTES + 7, 2]
+    for wrong in (message[:-1], [*message, b"more"], [PIECES], [PIECES + b"abc"], [PIECES + b"\xff" * 4, b"a"], []):
+        assert joined(list(wrong), LIMIT_BYTES) is not None
+        assert joined(list(wrong), LIMIT_BYTES) == wrong
+    assert joined(message, PIECE_BYTES) == message, "more than the listener takes"
