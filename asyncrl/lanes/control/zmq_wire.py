@@ -303,7 +303,7 @@ class ZmqListener(_ZmqEndpoint):
             if self._guard is not None:
                 self._count(self._guard, peer, sender, frames)
             if self.is_admitted is None or self.is_admitted(_user_of(sender)):
-                return peer, frames
+                return peer, joined(frames, self.limit_bytes)
             self.refused_messages += 1
 
     def _note_empty(self) -> None:
@@ -410,6 +410,7 @@ class ZmqWire:
         if keys is not None and keys.in_addresses and address.startswith(ENCRYPTED):
             bound = with_key(bound, keys.public)
         listener = self._register(ZmqListener(socket, bound, guard, reader))
+        listener.limit_bytes = self._limit_bytes
         if keys is not None:
             self._domains = {other: domain for other, domain in self._domains.items() if not other.closed}
             self._domains[listener] = keys.domain_of(address)
