@@ -43,10 +43,19 @@ TOKENS = """
 ~/.modal.toml ~/.git-credentials ~/.config/git/credentials ~/.config/gh ~/.config/glab-cli ~/.npmrc ~/.pypirc
 ~/.config/pip ~/.pip ~/.cargo/credentials ~/.cargo/credentials.toml ~/.gem/credentials ~/.terraform.d ~/.terraformrc
 ~/.pgpass ~/.my.cnf ~/.bash_history ~/.zsh_history ~/.python_history ~/.local/share/fish/fish_history /etc/shadow
+~/.runpod ~/.config/vastai ~/.config/doctl ~/.fly ~/.sky ~/.lambda_cloud ~/.config/sops ~/.local/share/uv/credentials
+~/.local/share/jupyter/runtime ~/.m2/settings.xml ~/.yarnrc.yml ~/.subversion/auth ~/.ash_history ~/.sh_history
+~/.psql_history ~/.mysql_history ~/.node_repl_history ~/.viminfo ~/.lesshst
 /etc/gshadow /etc/ssh /etc/ssl/private /etc/krb5.keytab /etc/kubernetes /var/lib/kubelet
 """
 """Paths at which programs keep keys, tokens and passwords, and shells the commands that may hold some."""
-MOVED = "HF_HOME/token HF_HOME/stored_tokens AWS_CONFIG_FILE NETRC KUBECONFIG DOCKER_CONFIG GNUPGHOME"
+MOVED = """
+HF_HOME/token HF_HOME/stored_tokens XDG_CACHE_HOME/huggingface/token XDG_CACHE_HOME/huggingface/stored_tokens
+XDG_CONFIG_HOME/gcloud XDG_CONFIG_HOME/rclone XDG_CONFIG_HOME/gh XDG_CONFIG_HOME/git/credentials XDG_CONFIG_HOME/pip
+AWS_CONFIG_FILE NETRC KUBECONFIG DOCKER_CONFIG GNUPGHOME CLOUDSDK_CONFIG AZURE_CONFIG_DIR PGPASSFILE BOTO_CONFIG
+CARGO_HOME/credentials CARGO_HOME/credentials.toml PIP_CONFIG_FILE GH_CONFIG_DIR NPM_CONFIG_USERCONFIG RCLONE_CONFIG
+WANDB_CONFIG_DIR KAGGLE_CONFIG_DIR GIT_CONFIG_GLOBAL HISTFILE DATABRICKS_CONFIG_FILE OCI_CLI_CONFIG_FILE
+"""
 """Variables that say where some of these are instead, beside those whose name says that they are a secret."""
 OF_SECRETS = re.compile(r"(?i)(^|_)(api)?(key|token|secret|pass(word|wd|phrase|file)?|cred(ential)?s?|auth)(_|$)")
 """In names of variables that hold a secret, or the path of one."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.children.containment import Surroundings, exit_status
+from asyncrl.children.containment import OF_SECRETS, Surroundings, exit_status
 from asyncrl.children.pipe_messages import packed, receive, received
 from asyncrl.children.printed_output import ChildOutput
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
@@ -22,7 +22,9 @@ CONFIGURES = "ASYNCRL_"
 """Beginning of the variables that set keys of a config, passwords of sinks among them; no child gets them."""
 HARMLESS = re.compile(
     "PATH|HOME|USER|LOGNAME|SHELL|TERM|COLORTERM|TZ|TMPDIR|TEMP|TMP|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|"
-    "VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|PYTHON[A-Z]+|XDG_[A-Z_]+|CC|CXX|JAVA_HOME|NODE_PATH|"
+    "VIRTUAL_ENV|CONDA_PREFIX|CONDA_DEFAULT_ENV|XDG_[A-Z_]+|CC|CXX|JAVA_HOME|NODE_PATH|"
+    "PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|PYCACHEPREFIX|UTF8|IOENCODING|WARNINGS|OPTIMIZE|"
+    "FAULTHANDLER|NOUSERSITE|SAFEPATH|MALLOC|DEVMODE|INTMAXSTRDIGITS|ASYNCIODEBUG)|"
     "(OMP|MKL|OPENBLAS|NUMEXPR|VECLIB_MAXIMUM|RAYON)_[A-Z_]*THREADS|OMP_[A-Z_]+|KMP_[A-Z_]+|MKL_[A-Z_]+|"
     "CUDA_[A-Z_]+|NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES)|ROCR_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|NCCL_[A-Z_]+|"
     "HF_(HOME|HUB_CACHE|ENDPOINT|(HUB|DATASETS)_OFFLINE|DATASETS_CACHE|HUB_DISABLE_[A-Z_]+)|TRANSFORMERS_(OFFLINE|CACHE)|"
@@ -32,8 +34,8 @@ HARMLESS = re.compile(
 )
 """Names of variables that say where things are and how many threads compute. A child gets no others but those that the
 config names: what a variable of any other name holds is not known."""
-WITH_PASSWORD = re.compile(r"://[^/@\s]*@")
-"""In a value, such as that of a proxy, which is then one that the config has to name."""
+WITH_PASSWORD = re.compile(r"(?i)://[^/@\s]*@|^[^/@\s]*:[^/@\s]*@|[?&][\w-]*(key|token|secret|passw|auth)[\w-]*=")
+"""In a value, such as that of a proxy with or without a scheme, which is then one that the config has to name."""
 GUARD_TIMEOUT = 2.0
 """Seconds in which a guard ends a child, which takes milliseconds; code of the user may have stopped the guard."""
 KILL_TIMEOUT = 5.0
@@ -53,13 +55,16 @@ class VanishedEarly(ConfigError):
     """A signal ended the child while it loaded the user's code."""
 
 
+def _is_harmless(name: str, value: str) -> bool:
+    return bool(HARMLESS.fullmatch(name)) and not OF_SECRETS.search(name) and not WITH_PASSWORD.search(value)
+
+
 def environment_of_child(inherited: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
     """Returns the environment variables of a child: the harmless ones, and those that the config names."""
     return {
         name: value
         for name, value in inherited.items()
-        if not name.startswith(CONFIGURES)
-        and (name in named or (HARMLESS.fullmatch(name) and not WITH_PASSWORD.search(value)))
+        if not name.startswith(CONFIGURES) and (name in named or _is_harmless(name, value))
     }
 
 

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
-    "\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0d\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]"
 )
 """Characters that move, colour or rename: all controls but line ends and tabs, those that turn the direction of text,
-those that are not seen, and halves of characters, which no terminal takes."""
+those that are not seen (but for the joiners of letters and the two selectors of emoji), and halves of characters, which
+no terminal takes."""
 RETURN = re.compile("\r(?=\n)")
 
 

@@ -2,18 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 import pytest
 
 from asyncrl.controller.crash_attribution import CrashAttribution, Death
 from asyncrl.controller.rollouts import Rollouts
-from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.launching.join_point import JoinPoint
 from asyncrl.fleet.launching.joined_worker import Offer
 from asyncrl.fleet.launching.joining_host import JoiningHost
-from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerLost
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.supervisor import Supervisor, WorkerSlot
 from asyncrl.lanes.control.server import Server
@@ -95,14 +92,6 @@ def a_worker_that_is_to_drain_is_killed(patch: Patch) -> None:
     patch.setattr(Supervisor, "retire", retire)
 
 
-def a_worker_whose_machine_left_counts_as_dead(patch: Patch) -> None:
-    def take(events: WorkerEvents, event: FleetEvent) -> None:
-        whole(events, replace(event, has_left=False) if isinstance(event, WorkerLost) else event)
-
-    whole = WorkerEvents._take
-    patch.setattr(WorkerEvents, "_take", take)
-
-
 # ---- more and fewer workers --------------------------------------------------------------------------------
 
 
@@ -151,7 +140,6 @@ MUTANTS: Mapping[Callable[[Patch], None], int] = {
 
 DIRECTED: Mapping[Callable[[Patch], None], Callable[[], None]] = {
     a_lost_machine_is_still_offered: lambda: lost("host", 260),
-    a_worker_whose_machine_left_counts_as_dead: fleets.test_machines_that_leave_one_after_another_isolate_no_group,
     a_worker_that_drains_takes_new_work: lambda: scaled((1,)),
     a_worker_that_was_too_many_stays_away: lambda: scaled((3, 1, 2)),
     a_machine_that_comes_late_is_not_noticed: fleets.test_a_machine_that_comes_late_takes_a_place_that_waits,

@@ -108,7 +108,6 @@ def the_journal_is_not_resumed(patch: Patch) -> None:
 
 MUTANTS: list[Callable[[Patch], None]] = [
     generation_keeps_the_weights_of_the_dead_trainer,
-    workers_keep_their_incarnation,
     the_journal_is_not_resumed,
 ]
 
@@ -118,3 +117,10 @@ def test_a_broken_return_is_found(mistake: Callable[[Patch], None], monkeypatch:
     mistake(monkeypatch)
     found = (seed for seed in range(MUTANT_SEEDS) if isinstance(outcome_of(draw_returns(seed)), BaseException))
     assert next(found, None) is not None, f"{MUTANT_SEEDS} seeds did not find it"
+
+
+def test_workers_that_keep_their_incarnation_are_found_by_what_starts_again(monkeypatch: Patch) -> None:
+    """A fleet ends such workers, and goes on with others."""
+    workers_keep_their_incarnation(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_workers_that_can_go_on_stay_and_the_others_start_again()

@@ -63,4 +63,4 @@ def test_a_recorded_run_is_replayed_and_a_change_is_found(quickstart_model: Path
     status, shown = asyncrl("replay", str(run_dir), "--smallest", "4", "--when", "grad_norm > 0.001")
     assert (status, "with 1 of 8 groups" in shown) == (0, True), shown
     assert "model shards" not in shown
-    assert b"secret" not in b"".join(path.read_bytes() for path in (run_dir / "recorded").iterdir())
+    assert b'"secret"' not in b"".join(path.read_bytes() for path in (run_dir / "recorded").iterdir())

@@ -5,6 +5,7 @@ A group lies beside or below the group of this process, of version 1 or 2, and i
 process that was killed has left, the next one removes.
 """
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -22,6 +23,8 @@ LIMITS_V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.lim
 SOCKETS_V1 = "memory.kmem.tcp.limit_in_bytes"
 LIMITS_V2 = ("memory.max", "memory.swap.max")
 TRIAL = 64 * 2**20
+EMPTIED = 2.0
+"""Seconds in which processes that were killed leave their group, which takes milliseconds."""
 _numbers = itertools.count()
 
 
@@ -65,6 +68,15 @@ class MemoryGroup:
         """Removes the group. One whose processes are about to end stays until the next start of a process."""
         with suppress(OSError):
             self.folder.rmdir()
+
+    async def remove_emptied(self) -> None:
+        """Removes the group once its last processes, which were killed, have left it; after EMPTIED it stays as above.
+        No group of version 1 tells when that is."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(EMPTIED):
+                while self.folder.exists():
+                    self.remove()
+                    await asyncio.sleep(0.005)
 
 
 def places(root: Path = Path("/")) -> Iterator[Path]:

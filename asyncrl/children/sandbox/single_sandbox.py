@@ -297,7 +297,7 @@ class Sandbox:
         if self._process.poll() is None:
             await self._until_ended()
         if self._group is not None:
-            self._group.remove()
+            await self._group.remove_emptied()
 
     async def _until_ended(self) -> None:
         loop, handle, ended = asyncio.get_running_loop(), os.pidfd_open(self._process.pid), asyncio.Event()

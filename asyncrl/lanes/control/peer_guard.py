@@ -251,9 +251,16 @@ def bytes_received(fd: int) -> int:
 
 
 def _address(fd: int) -> str:
-    """Returns the host of the peer; "" where it is gone."""
+    """Returns the host of the peer; "" where it is gone. The descriptor may be anything by then: a local socket, whose
+    name is one text, or no socket at all."""
+    copy = -1
     try:
-        with socket.socket(fileno=os.dup(fd)) as peer:
-            return str(peer.getpeername()[0])
+        copy = os.dup(fd)
+        with socket.socket(fileno=copy) as peer:
+            copy = -1
+            name = peer.getpeername()
     except OSError:
-        return ""
+        name = ""
+    if copy >= 0:
+        os.close(copy)
+    return str(name[0]) if isinstance(name, tuple) else ""

@@ -93,11 +93,11 @@ def _refuse_mistakes(asked: argparse.Namespace, arguments: Sequence[str]) -> Non
 def _request(asked: argparse.Namespace, flags: Sequence[str]) -> SearchRequest:
     """Raises ConfigError for mistakes in the experiment, in flags, and in the ends of what is searched."""
     config = load(asked.experiment, flags).config
+    _refuse_metric(asked.metric, config.reward.terms)
     space = parse_space(asked.search)
     for dimension in space:
         if any(flag.partition("=")[0] == f"--{dimension.key}" for flag in flags):
             raise ConfigError(f"--search: {dimension.key} is set by a flag too; remove one")
-    _refuse_metric(asked.metric, config.reward.terms)
     given = {name: value for name, value in vars(asked).items() if name not in ("to", "stop_at")}
     given["steps"] = min(asked.stop_at or config.steps, config.steps)
     given["seeds"] = [config.seed + number for number in range(asked.seeds)]

@@ -17,7 +17,15 @@ from typing import Any
 import pytest
 
 from asyncrl.children import containment
-from asyncrl.children.containment import Containment, containment_of, exit_status, files_named, try_containment
+from asyncrl.children.containment import (
+    Containment,
+    containment_of,
+    exit_status,
+    files_named,
+    token_paths,
+    try_containment,
+)
+from asyncrl.children.guarded_process import environment_of_child
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.concurrency import one_error
 from asyncrl.config.schema import Config
@@ -319,6 +327,47 @@ async def test_variables_are_the_harmless_and_the_named_ones(pool: MakePool, mon
         told = f"raise ValueError([name for name in {names} if name in os.environ])"
         (result,) = await made.run(0, [sample(told)])
         assert "['HOME', 'PATH', 'MY_SERVICE']" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("https_proxy", "user:word@127.0.0.1:1"),
+        ("HTTP_PROXY", "http://user:word@proxy:3128"),
+        ("HF_ENDPOINT", "http://127.0.0.1/?token=word"),
+        ("NCCL_PASSWORD", "word"),
+        ("OMP_API_KEY", "word"),
+        ("XDG_SECRET_TOKEN", "word"),
+        ("PYTHONSECRETTOKEN", "word"),
+        ("ASYNCRL_SEED", "1"),
+    ],
+)
+def test_a_variable_that_may_hold_a_secret_is_no_harmless_one(name: str, value: str) -> None:
+    assert environment_of_child({name: value}) == {}
+    assert environment_of_child({name: value}, [name]) == ({} if name.startswith("ASYNCRL_") else {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("https_proxy", "http://proxy:3128"),
+        ("PATH", "/opt/python@3.11/bin:/usr/bin"),
+        ("PYTHONPATH", "/srv/code"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("HF_ENDPOINT", "https://mirror/hub?mirror=1"),
+    ],
+)
+def test_harmless_variables_reach_children(name: str, value: str) -> None:
+    assert environment_of_child({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("variable", "inner"),
+    [("XDG_CACHE_HOME", "huggingface/token"), ("PGPASSFILE", ""), ("CARGO_HOME", "credentials.toml"), ("HISTFILE", "")],
+)
+def test_tokens_that_a_variable_has_moved_are_hidden(variable: str, inner: str, tmp_path: Path) -> None:
+    paths = [os.path.realpath(each) for each in token_paths({variable: str(tmp_path)})]
+    assert os.path.realpath(tmp_path / inner) in paths
 
 
 async def test_the_network_is_there_unless_it_is_taken_away(pool: MakePool, outside: dict[str, str]) -> None:

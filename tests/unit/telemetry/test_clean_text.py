@@ -22,6 +22,10 @@ HOSTILE = {
     "clipboard": "\x1b]52;c;AAAA\x1b\\",
     "link": "\x1b]8;;http://x\x1b\\y",
     "unseen": "a\u200bb\ufeffc\U000e0041",
+    "unseen letters": "a\u3164b\u115fc\uffa0d",
+    "selectors": "a\U000e0100b\ufe00c",
+    "arabic mark": "\u061cabc",
+    "soft hyphen": "pass\xadword",
     "shift": "\x0e\x0f",
     "half": "\ud800",
 }

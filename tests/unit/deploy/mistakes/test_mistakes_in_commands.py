@@ -79,7 +79,7 @@ def test_flags_of_a_run(mistake: Mistake, answered: Answered) -> None:
         "there is no key training.lr; write training.learning_rate",
     ),
     Mistake("search-value", "tune mine.toml --search training.learning_rate=3", "two different values"),
-    Mistake("search-metric", "tune mine.toml --search seed=1,2 --metric reward", "all candidates have the same seeds"),
+    Mistake("search-seed", "tune mine.toml --search seed=1,2", "all candidates have the same seeds"),
     Mistake("metric", "tune mine.toml --search training.updates=1,2 --metric reward", "did you mean reward/mean?"),
 )
 def test_arguments_of_other_commands(mistake: Mistake, answered: Answered) -> None:

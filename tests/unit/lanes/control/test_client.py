@@ -124,18 +124,18 @@ async def failing_after_two(error: BaseException) -> Any:
 async def test_an_error_of_ours_arrives_as_its_own_class_with_the_remote_one_as_cause(site: Any) -> None:
     async with site.serving() as worker, site.link(worker) as link:
         worker.echo = lambda: raising(LostRows("slot 3 is gone"))
-        with pytest.raises(LostRows, match=r"generation\[1\]: slot 3 is gone") as caught:
+        with pytest.raises(LostRows, match=r"generation0\[1\]: slot 3 is gone") as caught:
             await link.call("echo", (), 5.0)
         cause = caught.value.__cause__
         assert isinstance(cause, RemoteError)
-        assert (cause.kind, cause.service, cause.rank) == ("LostRows", "generation", 1)
+        assert (cause.kind, cause.service, cause.rank) == ("LostRows", "generation0", 1)
         assert "raise error" in cause.remote_traceback
 
 
 async def test_any_other_error_arrives_as_a_remote_error(site: Any) -> None:
     async with site.serving() as worker, site.link(worker) as link:
         worker.echo = lambda: raising(ZeroDivisionError("by \ud800"))
-        with pytest.raises(RemoteError, match=r"generation\[1\] raised ZeroDivisionError: by \?"):
+        with pytest.raises(RemoteError, match=r"generation0\[1\] raised ZeroDivisionError: by \?"):
             await link.call("echo", (), 5.0)
         with pytest.raises(RemoteError, match="AttributeError"):
             await link.call("no_such_method", (), 5.0)
@@ -194,7 +194,7 @@ async def test_what_may_not_travel_fails_that_call_only(site: Any) -> None:
         worker.hang = lambda: asyncio.sleep(0, object())
         with pytest.raises(WireError, match=r"builtins\.object"):
             await link.call("echo", (object(),), 5.0)
-        with pytest.raises(WireError, match=r"generation\[1\].*builtins\.object"):
+        with pytest.raises(WireError, match=r"generation0\[1\].*builtins\.object"):
             await link.call("hang", (), 5.0)
         assert await link.call("echo", (1,), 5.0) == (1,)
 

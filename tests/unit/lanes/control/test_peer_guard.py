@@ -6,6 +6,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 
@@ -154,3 +155,20 @@ async def test_bytes_of_messages_that_are_taken_are_counted_exactly(wire: ZmqWir
         serving.cancel()
     (connection,) = listener._connections.values()
     assert 0 < peer_guard.bytes_received(connection.fd) - connection.taken < 1024, "those of the handshake"
+
+
+def test_a_descriptor_that_is_none_of_a_peer_by_now_has_no_address(tmp_path: Path) -> None:
+    """Between the news of a connection and the look at it the descriptor may be closed, and be something else."""
+    before = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        file = stack.enter_context((tmp_path / "file").open("w"))
+        listener.bind(str(tmp_path / "named"))
+        listener.listen()
+        named = stack.enter_context(socket.socket(socket.AF_UNIX))
+        named.connect(str(tmp_path / "named"))
+        held = [each.fileno() for each in (ours, theirs, listener, file, named)]
+        assert [peer_guard._address(fd) for fd in held] == [""] * 5
+    assert peer_guard._address(held[0]) == ""
+    assert len(os.listdir("/proc/self/fd")) == before, "copies are closed"
