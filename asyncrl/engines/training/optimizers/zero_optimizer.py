@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from asyncrl.config.schema import TrainingConfig
 from asyncrl.engines.models.tensor_parts import StoredTensor
 from asyncrl.engines.training.optimizers.deepspeed_engine import noted_modules, start_deepspeed
-from asyncrl.engines.training.optimizers.optimizer import Optimizer, learning_rate
+from asyncrl.engines.training.optimizers.optimizer import MOMENTS, Optimizer, OtherWeights, learning_rate
 from asyncrl.engines.training.optimizers.zero_root import ZeroRoot, run_as_one
 from asyncrl.engines.training.optimizers.zero_weights import is_flat_part, own_flat_part
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -104,6 +104,16 @@ class ZeroOptimizer(Optimizer):
             for key, value in own.items():
                 whole = value if not value.dim() else utilities.safe_get_full_optimizer_state(parameter, key)
                 yield f"0.{number}.{key}", whole, parameter
+
+    def _refuse_other_weights(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Compares by number and shape: DeepSpeed has put flat tensors in the place of the weights of its groups."""
+        for number, values in states[0]["state"].items():
+            weight = self._numbered[number] if number < len(self._numbered) else None
+            shape = None if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+            moments = [tuple(values[key].shape) for key in MOMENTS if values.get(key) is not None]
+            if shape is None or (moments and moments[0] != shape):
+                known = "no weight" if shape is None else f"a weight of {shape}"
+                raise OtherWeights(f"moments {moments[0] if moments else ''} for {known} of this version")
 
     def _restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Takes this rank's parts of the whole states, which DeepSpeed makes in its first step: one that changes no
