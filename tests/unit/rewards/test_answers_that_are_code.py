@@ -1,4 +1,4 @@
-"""What a model wrote is data: no template runs it, and code has the score of nonsense."""
+"""The text of a model is data: no template runs it, and code has the score of nonsense."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -86,13 +86,29 @@ def test_a_row_of_another_entry_is_refused(bubblewrap_works: None) -> None:
         reward(sample("1 2 3", row))
 
 
+@pytest.mark.parametrize("text", ["nan", "NaN", "nan+nanj", "NaNi", "-nan - 4.0i"])
+def test_what_agrees_with_every_number_earns_nothing(text: str, bubblewrap_works: None) -> None:
+    import reasoning_gym
+
+    row = entry("complex_arithmetic")
+    right = reasoning_gym.create_dataset("complex_arithmetic", **row["reasoning_gym"]["options"])[0]["answer"]
+    reward: Any = TEMPLATES["reasoning_gym"]()
+    assert [reward(sample(each, row)) for each in (text, right)] == [0.0, 1.0]
+
+
+def test_an_entry_that_any_text_solves_is_refused(bubblewrap_works: None) -> None:
+    reward: Any = TEMPLATES["reasoning_gym"]()
+    with pytest.raises(RowError, match="game_of_life_halting gives any text the whole reward of this entry"):
+        reward(sample("True", entry("game_of_life_halting")))
+
+
 PLAIN = {name: made for name, made in TEMPLATES.items() if name not in ("judge", "reasoning_gym", "math_verify")}
 OPTIONS = {"regex_format": {"pattern": "a+"}, "length": {"maximum": 9, "slack": 2}}
 
 
 @pytest.mark.parametrize("name", PLAIN)
 async def test_every_other_template_takes_code_for_text(name: str, path: Path, bubblewrap_works: None) -> None:
-    """Those for programs run it, in the sandbox for programs, which sees no folder of the test."""
+    """Templates for programs run the answer in the sandbox for programs, which sees no folder of the test."""
     function = load(FunctionSpec(name, name, options=OPTIONS.get(name, {})))
     row = {"answer": "4", "tests": ["assert f(2) == 4"]}
     for code in CODE:
