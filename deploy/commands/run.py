@@ -1,6 +1,5 @@
 """`asyncrl run` trains an experiment, or resumes a run."""
 
-import os
 import shlex
 import signal
 import subprocess
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,8 @@ from asyncrl.telemetry.run_directory import is_in_store, missing_run, new_run_di
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
     from asyncrl.config.sources import Loaded
+    from asyncrl.controller.training_run import OnStep
     from asyncrl.deploy.process.fork_client import Forks
-    from asyncrl.telemetry.samples_file import SampleRecord
-    from asyncrl.telemetry.screen.display import Display, Metrics
 
 USAGE = """\
 usage: asyncrl run NAME|FILE [--run-dir DIR] [--seed N] [--steps N] [--section.key value ...]
@@ -236,6 +235,7 @@ def _train(loaded: "Loaded", run_dir: Path, request: RunCommand, command: str, b
 
     with forks_of(loaded.config, begun) as forks:
         from asyncrl.deploy.checks.run_prompts import with_steps_of_epochs
+        from asyncrl.deploy.process.step_callback import step_callback
         from asyncrl.deploy.run_setup import RunRequest, run
         from asyncrl.telemetry.screen.bottleneck import workers_of
         from asyncrl.telemetry.screen.display import open_display
@@ -243,24 +243,18 @@ def _train(loaded: "Loaded", run_dir: Path, request: RunCommand, command: str, b
         config = with_steps_of_epochs(loaded.config)  # The display counts steps.
         every = config.telemetry.print_every
         with open_display(config.steps, workers=workers_of(config), print_every=every) as display:
-            if request.stop_at:
-                _stop_after(request.stop_at, display)
             wanted = RunRequest(config, run_dir, display, command, request.accept_changes, loaded.sources, forks=forks)
-            asyncio.run(run(replace(wanted, store=request.store)))
+            wanted = replace(wanted, store=request.store)
+            if request.stop_at:
+                wanted = replace(wanted, on_step=partial(_ends_after, request.stop_at, step_callback(config)))
+            asyncio.run(run(wanted))
     return 0
 
 
-def _stop_after(last: int, display: "Display") -> None:
-    """Lets the run end in order, as by a signal, once the display is shown this step."""
-    show, ended = display.step, list[int]()
-
-    def shown(metrics: "Metrics", sample: "SampleRecord | None") -> None:
-        show(metrics, sample)
-        if int(metrics["version"]) >= last and not ended:
-            ended.append(last)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    display.step = shown  # type: ignore[method-assign]
+def _ends_after(last: int, on_step: "OnStep | None", metrics: dict[str, float]) -> bool:
+    """Returns whether the run shall end after this step: as --stop-at says, or the function of the config."""
+    asked = on_step is not None and on_step(metrics)
+    return bool(asked) or metrics["step"] >= last
 
 
 def start_run(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":

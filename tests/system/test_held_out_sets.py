@@ -93,7 +93,7 @@ async def test_sets_answers_best_checkpoint_and_callback_of_one_run(
     (alone,) = await evaluate_run(directory.path, wanted=Wanted(sets=("short",), step="best"))
     assert (alone.version, alone.prompts, alone.name) == (best["version"], 3, "short")
     assert alone.mean == pytest.approx(best["value"], abs=1e-3)
-    assert f"on_step asked for the end after step {LAST}" in capsys.readouterr().out
+    assert f"the run ends after step {LAST}, as on_step" in capsys.readouterr().out
 
 
 def check_samples(directory: RunDirectory) -> None:

@@ -246,7 +246,7 @@ LOST = PeerLost("generation0[0]: weights at tcp://t: no sign of life for 3 heart
 @pytest.mark.parametrize("error", [LATE, LOST, Refused("the sender has version 1")])
 @pytest.mark.parametrize("tries", [1, 4])
 def test_weights_that_did_not_come_are_offered_again_to_all_until_they_do(error: AsyncrlError, tries: int) -> None:
-    """As when the trainer, or its link, stands still for half a minute."""
+    """The trainer, or its link, stands still for half a minute."""
 
     async def script(scene: Scene) -> None:
         scene.announce(1)

@@ -1,4 +1,4 @@
-"""Where packages and models come from: versions of all extras, one index for a name, digests of what others packed."""
+"""Packages have pinned versions and come from one index for each name; models that others packed have digests."""
 
 import re
 import tomllib

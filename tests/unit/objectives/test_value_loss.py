@@ -154,7 +154,7 @@ lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 
 
 def average(aggregation: str, rows: list[np.ndarray], divisor: int) -> float:
-    """Of the terms of the rows, as the papers write it."""
+    """Computes the loss from the terms of the rows, as the papers write it."""
     match aggregation:
         case "token_mean":
             return np.concatenate(rows).mean()

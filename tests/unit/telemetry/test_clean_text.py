@@ -1,4 +1,4 @@
-"""What strangers said reaches a terminal as text: by streams, lines, the live view and panels."""
+"""Words of strangers reach a terminal as text: by streams, lines, the live view and panels."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""What a test sees of the program's objects: values of functions, and objects only of classes that it names."""
+"""A test sees plain values of the program's functions, and objects only of classes that it names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the files for Slurm and compose start on machines with several GPUs: a worker for each GPU."""
+"""The files for Slurm and compose start a worker for each GPU of a machine."""
 
 import os
 import re

@@ -161,7 +161,7 @@ def test_a_layer_of_another_kind_is_left_to_the_modules(model_folder: ModelFolde
 
 
 def test_one_that_differs_gives_way(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a later version of transformers changes what a model computes."""
+    """A later version of transformers may change what a model computes."""
     model = load_model(model_folder("llama"), torch.float32, "cpu")
     expected = probe_logprobs(model, PROBED)
     flat = FlatModel(model, 2, 32, 261)

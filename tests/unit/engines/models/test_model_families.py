@@ -137,7 +137,7 @@ LIST = {
     Role.VECTOR: r"self_attn\.sinks",
     Role.MATRIX: r"\.(([qkvo]|qkv|gate|up|down|gate_up)_proj|dense\w*|query_key_value|fc[12]|c_(attn|proj|fc))\.weight",
 }
-"""What the ends of names mean in the families, written down from their files in transformers."""
+"""The meanings of the ends of names in the families, written down from their files in transformers."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in TRAINED}
 VARIANTS |= {
     "cohere with norms of heads": ("cohere", {"use_qk_norm": True}),

@@ -146,7 +146,7 @@ def test_a_parent_that_gives_nothing_costs_one_deadline(alive: bool, part_bytes:
 def test_a_parent_whose_fetch_was_given_up_sends_children_to_the_trainer_at_once(
     child_comes: str, part_bytes: int
 ) -> None:
-    """As at the end of a run, which gives up handovers to generators while the evaluation takes the same version."""
+    """The end of a run gives up handovers to generators while the evaluation takes the same version."""
 
     async def scene(stream: Stream) -> None:
         published = stream.sender.write(INCARNATION, 0, weights(0))
