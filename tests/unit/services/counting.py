@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
+import pytest
 import torch
 
 from asyncrl.config.schema import Config
@@ -70,6 +71,18 @@ class CountingRun:
         trained = 0 if self._skipped else 1
         samples = tuple(TrainedSample(*row.key, trained * len(row.response_ids), 0) for row in self._rows)
         return StepOutcome(trained, self._skipped, samples, tuple(self._trained), {"grad_norm": 1.0})
+
+
+def waiting_for_samples(patch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Has runs wait for samples after their first pass; returns what is set once one waits."""
+    waits = asyncio.Event()
+
+    def is_computed(run: CountingRun) -> bool:
+        waits.set()
+        return run.passes == 1
+
+    patch.setattr(CountingRun, "is_computed", property(is_computed))
+    return waits
 
 
 class CountingEngine:

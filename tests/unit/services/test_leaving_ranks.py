@@ -22,6 +22,7 @@ from tests.unit.services.counting import (
     published_weight,
     saved,
     served,
+    waiting_for_samples,
 )
 
 BEFORE_THE_UPDATE, AFTER_THE_UPDATE = 2, 3
@@ -100,13 +101,7 @@ async def test_a_rank_that_nobody_asks_for_its_state_ends(tmp_path: Path, servin
 async def test_a_step_that_waits_for_samples_ends_with_them_untrained(
     tmp_path: Path, serving: Serving, monkeypatch: Patch
 ) -> None:
-    waits = asyncio.Event()
-
-    def is_computed(run: CountingRun) -> bool:
-        waits.set()
-        return run.passes == 1
-
-    monkeypatch.setattr(CountingRun, "is_computed", property(is_computed))
+    waits = waiting_for_samples(monkeypatch)
     async with serving(tmp_path) as service:
         step = asyncio.ensure_future(service.step(cuts(service, 0, 1)))
         await waits.wait()

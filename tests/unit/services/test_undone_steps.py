@@ -15,7 +15,15 @@ from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.service_contracts import ENDED, RUNNING, UNDONE
-from tests.unit.services.counting import INCARNATION, CountingRun, CountingService, cuts, saved, served
+from tests.unit.services.counting import (
+    INCARNATION,
+    CountingRun,
+    CountingService,
+    cuts,
+    saved,
+    served,
+    waiting_for_samples,
+)
 
 Serving = Callable[..., AbstractAsyncContextManager[CountingService]]
 Patch = pytest.MonkeyPatch
@@ -137,13 +145,7 @@ async def test_a_step_that_still_reads_its_rows_changes_nothing(
 async def test_a_step_that_waits_for_samples_learns_that_it_is_undone(
     tmp_path: Path, serving: Serving, monkeypatch: Patch
 ) -> None:
-    waits = asyncio.Event()
-
-    def is_computed(run: CountingRun) -> bool:
-        waits.set()
-        return run.passes == 1
-
-    monkeypatch.setattr(CountingRun, "is_computed", property(is_computed))
+    waits = waiting_for_samples(monkeypatch)
     async with serving(tmp_path) as service:
         step = asyncio.ensure_future(service.step(cuts(service, 0, 1)))
         await waits.wait()
