@@ -361,7 +361,7 @@ class TrainingRun:
             self._best.note(int(metrics["version"]), metrics)
         if self.on_step is not None and self.on_step(dict(metrics)) and not self._ended_early:
             self._ended_early = True
-            self.display.say(f"the run ends after step {metrics['step']:.0f}, as on_step or --stop-at asked")
+            self.display.say(f"the run ends after step {metrics['step']:.0f}, as on_step (or the flag stop-at) asked")
             self._controller.stop()
         if self._exporter is not None:
             self._exporter.take_step(metrics)
