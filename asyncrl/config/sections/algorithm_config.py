@@ -60,70 +60,70 @@ class AlgorithmConfig(Section):
     """The algorithm: advantage, loss, KL and corrections."""
 
     preset: PresetName = "grpo"
-    """Values for the other keys of this section, each of which can be overridden. `asyncrl graph` shows the values."""
+    """Values for the other keys of this section; `asyncrl graph` shows them, and each can be overridden."""
     custom: str = ""
-    """Your own algorithm: `FILE.py:NAME`, `module:NAME`, or a file or module with the functions roll_out and train;
-    default: the algorithm that comes with asyncrl for the chosen advantage."""
+    """Your own algorithm: `FILE.py:NAME`, `module:NAME`, or a file or module with the functions roll_out and train."""
     advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch", "greedy", "gae"] = "group_mean"
-    """Baseline of a reward. group_mean: the mean of its group. leave_one_out: the mean of the other samples of its
-    group. batch: mean and standard deviation of the batch. group_batch: the mean of its group, then those of the batch.
-    greedy: the reward of a greedy answer. gae: generalized advantage estimation with the values of a critic."""
+    """Baseline of a reward: the mean of its group, that of the others of its group (leave_one_out), mean and deviation
+    of the batch, those after the mean of the group (group_batch), the reward of a greedy answer, or the values of a
+    critic (gae)."""
     normalize_std: bool | None = None
-    """Divides advantages by a standard deviation: those of `group_mean` by that of the group (ddof 1, eps 1e-4), those
-    of `gae`, after centring, by that of all response tokens of the batch; default: true for both, the only readers."""
+    """Divides advantages by a standard deviation: of the group with `group_mean` (ddof 1, eps 1e-4), of all response
+    tokens of the batch with `gae`; default: true for both, the only readers."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Discount per token in generalized advantage estimation. Only `advantage = "gae"` reads it."""
+    """Discount per token, with `advantage = "gae"`."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Compares, for each turn of an episode, the rewards from this turn on with those of the same turn of the group's
-    other samples, each turn discounted by this factor; default: all tokens have the advantage of the whole reward. Only
-    `advantage = "group_mean"` and `"leave_one_out"` read it. With gae each turn's reward comes at the turn's end."""
+    """Compares the rewards from each turn on with those of the same turn of the group's other samples, each turn
+    discounted by this factor (`group_mean`, `leave_one_out`); with gae each turn's reward comes at its end. Default:
+    every token has the whole reward."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Lambda of generalized advantage estimation. 1 compares rewards with values and has no bias; 0 compares each value
-    with the next one. Only `advantage = "gae"` reads it."""
+    """Lambda of generalized advantage estimation: 1 compares rewards with values and has no bias, 0 each value with the
+    next one."""
     constraint: Literal["none", "lagrangian"] = "none"
-    """Constraint on costs. `lagrangian` holds the mean cost (`[cost]`) under cost.limit with a multiplier that weighs
-    the advantages of costs against those of rewards. It needs `advantage = "gae"`."""
+    """Constraint on costs. `lagrangian` holds their mean under cost.limit by a multiplier and needs `advantage =
+    "gae"`."""
     pretrain_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the mean cross-entropy of the texts of task.pretrain in the policy's loss; 0: no such texts."""
+    """Coefficient of the mean cross-entropy of task.pretrain in the loss; 0: no such texts."""
     loss: Literal["clip", "gspo", "cispo", "gmpo", "m2po", "sapo"] = "clip"
-    """Policy loss. `clip` is the one of PPO and GRPO; docs/algorithms/presets.md describes the others."""
+    """Policy loss; `clip` is that of PPO and GRPO, docs/algorithms/presets.md has the others."""
     clip_low: PositiveFloat = 0.2
-    """Bounds the ratio from below by 1 - clip_low. gmpo bounds its logarithm by -clip_low. m2po and sapo read it only
-    for the weight of a KL in the loss."""
+    """Bounds the ratio from below by 1 - clip_low (gmpo: its logarithm by -clip_low; m2po and sapo: only in the weight
+    of a KL)."""
     clip_high: PositiveFloat = 0.2
-    """Bounds the ratio from above by 1 + clip_high. gmpo bounds its logarithm by clip_high. m2po and sapo read it only
-    for the weight of a KL in the loss."""
+    """Bounds the ratio from above by 1 + clip_high (gmpo: its logarithm by clip_high; m2po and sapo: only in the weight
+    of a KL)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Largest ratio with a negative advantage that still has a gradient; default: 3 with `preset = "grpo"`, none with
-    other presets. 1e9 bounds nothing, which is the objective of GRPO's paper. Only `loss = "clip"` reads it."""
+    """Largest ratio with a negative advantage that still has a gradient, with `loss = "clip"`; default: 3 with the
+    preset grpo, else none. 1e9 bounds nothing, as in GRPO's paper."""
     second_moment: PositiveFloat | None = None
-    """Budget of the mean squared log ratio. Only `loss = "m2po"` reads it."""
+    """Budget of the mean squared log ratio, with `loss = "m2po"`."""
     gate_temperatures: tuple[PositiveFloat, PositiveFloat] | None = None
-    """Temperatures for positive and for negative advantages. Only `loss = "sapo"` reads them."""
+    """Temperatures for positive and for negative advantages, with `loss = "sapo"`."""
     aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"] = (
         "sequence_mean_token_mean"
     )
-    """Average of the loss. token_mean: over all response tokens of the global batch. sequence_mean_...: mean over
-    samples of the sum or mean over their tokens. constant: sum over all tokens, divided by samples x divisor."""
+    """Average of the loss: over all response tokens of the batch (token_mean), over samples of the sum or mean of their
+    tokens (sequence_mean_...), or the sum over samples x divisor (constant)."""
     divisor: Positive | None = None
-    """Number of tokens that `aggregation = "constant"` divides by; default: generation.max_new_tokens, with an
-    environment environment.max_tokens."""
+    """Divisor of `aggregation = "constant"` in tokens; default: generation.max_new_tokens, in episodes
+    environment.max_tokens."""
     kl: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the KL to the reference model. 0 starts no reference service."""
+    """Coefficient of the KL to the reference model; 0 starts no reference service."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """Estimator of the KL."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL: a term of the loss, or a part of the reward."""
     kl_target: PositiveFloat | None = None
-    """KL in nats per token that an adaptive coefficient steers to, starting from `kl`; default: a fixed coefficient."""
+    """KL in nats per token to which an adaptive coefficient steers, starting from `kl`; default: a fixed
+    coefficient."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the policy's mean entropy, which is subtracted from the loss."""
+    """Coefficient of the policy's mean entropy, subtracted from the loss."""
     old_logprobs: Literal["engine", "recomputed"] = "engine"
-    """Denominator of the ratio. `engine`: log-probabilities recorded while sampling (behaviour). `recomputed`: those
-    that the trainer computes at the start of the step (proximal); a correction then weighs the difference."""
+    """Denominator of the ratio: log-probs recorded while sampling (engine), or computed by the trainer when the step
+    begins (recomputed), where a correction weighs the difference."""
     correction: Literal["none", "cap", "mask"] = "none"
     """Treatment of the weight proximal / behaviour: `cap` bounds it, `mask` sets it to 0 outside its bounds. It needs
-    `old_logprobs = "recomputed"`, with which the default is cap."""
+    `old_logprobs = "recomputed"`, where the default is cap."""
     correction_level: Literal["token", "sequence"] = "token"
     """Unit of the weight: each token, or the product over the whole answer."""
     weight_cap: PositiveFloat | None = None
@@ -131,22 +131,22 @@ class AlgorithmConfig(Section):
     weight_floor: Annotated[float, Field(ge=0)] | None = None
     """Smallest weight of mask; default: 0.5; 0: no floor."""
     rejection: Literal["none", "geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"] = "none"
-    """Leaves out answers whose geometric mean of proximal / behaviour is out of bounds (geometric), or tokens or
-    answers whose KL estimate is too large (token_..., sequence_...)."""
+    """Leaves out answers whose geometric mean of proximal / behaviour is out of bounds, or tokens or answers whose KL
+    estimate is too large."""
     rejection_low: PositiveFloat | None = None
     """Smallest geometric mean, e.g. 0.999."""
     rejection_high: PositiveFloat | None = None
     """Largest geometric mean, e.g. 1.001, or largest KL estimate, e.g. 0.01."""
     mask_truncated: bool = False
-    """Leaves samples with an answer that generation.max_new_tokens or generation.deadline cut off out of the loss and
-    its denominators, not out of the baseline. The limits of an episode cut off no answer."""
+    """Leaves samples that generation.max_new_tokens or generation.deadline cut off out of the loss and its
+    denominators, not out of the baseline. Limits of an episode cut off no answer."""
     overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of generation.max_new_tokens over which an additional reward falls from 0 to -1; 0: no such reward. In an
-    episode it is a share of environment.max_tokens, in which sampled tokens and those of observations count."""
+    """Share of generation.max_new_tokens (in episodes of environment.max_tokens, observations included) beyond which an
+    additional reward falls from 0 to -1; 0: none."""
     dynamic_sampling: bool = False
-    """Drops groups whose rewards are all equal (as `no_signal`) and fills the batch with other groups."""
+    """Drops groups whose rewards are all equal and fills the batch with others."""
     shuffle_advantages: bool = False
-    """Permutes the advantages within the batch: a control experiment that must not learn."""
+    """Permutes the advantages within the batch: a control that must not learn."""
 
     @model_validator(mode="before")
     @classmethod

@@ -18,18 +18,16 @@ VariableName = Annotated[str, AfterValidator(_variable)]
 
 
 class ChildrenConfig(Section):
-    """The processes that run your reward functions and environments. asyncrl's own ones run in other processes."""
+    """The processes that run your reward functions and environments."""
 
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """Isolation of the processes that run your reward functions and environments. bubblewrap: they can read the
-    machine, but reach neither the run directory, nor keys and tokens in the usual places and where the config names
-    some, nor the fleet's memory, sockets and variables, nor other processes.
-    none: they can do all that you can."""
+    """Isolation of these processes. bubblewrap: they read the machine, but reach neither run directory, keys and
+    tokens, nor the fleet or other processes. none: they can do all that you can."""
     network: bool = True
-    """Lets these processes use the network. A function that calls a remote judge needs it."""
+    """Lets these processes use the network, as a remote judge needs."""
     variables: tuple[VariableName, ...] = ()
     """Names of environment variables that these processes get, such as the key of an API, beside harmless ones (PATH,
-    HOME, languages, proxies, caches, numbers of threads). No process gets one that begins with ASYNCRL_."""
+    HOME, languages, proxies, caches). None begins with ASYNCRL_."""
     writable: tuple[str, ...] = ()
-    """Folders that these processes may write, such as a cache. Otherwise they can write only to a /tmp, /var/tmp, /run
-    and /dev/shm of their own, which are empty at first: what you have in these folders they do not see."""
+    """Folders that these processes may write, such as a cache, beside a /tmp, /var/tmp, /run and /dev/shm of their own,
+    which are empty at first."""

@@ -16,90 +16,86 @@ class EnvironmentConfig(Section):
     """The environment that answers the policy, for samples of several turns."""
 
     use: str = ""
-    """Environment of an episode: a built-in name, `FILE.py:Class`, `tools`, `agent:COMMAND`, or `gymnasium:`,
-    `textarena:`, `mcp:`, `openenv:` or `verifiers:` with a name. Default: none, each sample is one
-    answer to its prompt."""
+    """Environment of an episode: a built-in name, `FILE.py:Class`, `tools`, `agent:COMMAND`, or a name behind
+    `gymnasium:`, `textarena:`, `mcp:`, `openenv:` or `verifiers:`. Default: none, each sample is one answer."""
     options: Options = Field(default={})
     """Keyword arguments of the environment."""
     max_turns: Positive = 8
     """Largest number of turns of the policy in an episode."""
     max_tokens: Positive = 1024
-    """Largest number of tokens of an episode after its prompt, those of observations included."""
+    """Largest number of tokens of an episode after its prompt, observations included."""
     max_seconds: PositiveFloat = 600.0
-    """Seconds that the environment may take for all its answers in an episode. An episode that takes longer ends
-    with `time_limit`."""
+    """Seconds of the environment in one episode, which then ends with `time_limit`."""
     max_bytes: Positive = 16384
-    """Largest size of an observation, in UTF-8 bytes. The rest is cut off."""
+    """Largest size of an observation in UTF-8 bytes; the rest is cut off."""
     deadline: PositiveFloat = 10.0
-    """Seconds that one call of `reset` or `step` may take."""
+    """Seconds of one call of `reset` or `step`."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
-    """Effect of an environment that raises, hangs or dies: `fail` ends the run, `zero` ends the episode and gives 0 for
-    that turn, `ignore` leaves the sample out of the baseline and the loss. With the last two, a group for which `reset`
-    fails is dropped."""
+    """Effect of an environment that raises, hangs or dies: `fail` ends the run, `zero` ends the episode with 0 for that
+    turn, `ignore` leaves the sample out of baseline and loss. With the last two a group whose `reset` fails is
+    dropped."""
     thoughts: Literal["keep", "template"] = "keep"
-    """Treatment of earlier answers whose thoughts the chat template would drop or rewrite: `keep` leaves all that was
-    sampled in the context and renders new messages alone, `template` renders the conversation anew for each turn, as
-    most servers do. Where that changes what the policy saw, a new context begins in the same sample, and each counts
-    towards max_tokens: the tokens of an episode grow with the square of its turns."""
+    """Treatment of earlier answers whose thoughts the chat template drops: `keep` leaves all that was sampled in the
+    context, `template` renders the conversation anew for each turn. Where that changes what the policy saw, a new
+    context begins in the sample, and each counts towards max_tokens: tokens grow with the square of the turns."""
     replicas: Positive = 1
-    """Number of environment workers, each with its own child processes."""
+    """Number of environment workers, each with child processes of its own."""
     pool: str = ""
-    """Pool of the environment workers, a table of `pools`, whose hosts may join."""
+    """Pool of these workers."""
     workers: Positive = 1
-    """Number of child processes of each replica. Each plays many episodes at once."""
+    """Number of child processes of each replica; each plays many episodes at once."""
 
 
 class ActingConfig(Section):
-    """A policy that acts in an environment of Gymnasium, in place of a language model. A sample is the transitions of
-    one environment, a group those of all environments of an acting worker; `generation.replicas` is the number of these
-    workers, and `task.prompts_per_step` that of groups in a training step."""
+    """A policy that acts in an environment of Gymnasium, in place of a language model. A sample is transitions of one
+    environment, a group those of all environments of an acting worker, of which there are `generation.replicas`."""
 
     env: str = ""
     """Environment: a name of Gymnasium, `module:NAME-v0`, or `FILE.py:function` or `module:function` that makes one.
-    Default: none, the policy is a language model."""
+    Default: none."""
     options: Options = Field(default={})
     """Keyword arguments of the environment."""
     algorithm: Literal["ppo", "sac"] = "ppo"
-    """Algorithm: `ppo` for any space of actions, or `sac` for boxes of numbers, with a replay of old transitions."""
+    """Algorithm: `ppo` for any space of actions, `sac` for boxes of numbers, with a replay."""
     hidden_size: tuple[Positive, ...] = (64, 64)
     """Widths of the hidden layers of the policy and of its critics."""
     activation: Activation = "tanh"
     """Activation between layers."""
     environments: Positive = 8
-    """Number of environments of each acting worker, and so of samples in a group."""
+    """Number of environments of each acting worker, and of samples in a group."""
     transitions: Positive = 32
-    """Number of transitions of each environment in one sample. Episodes go on in the next sample."""
+    """Number of transitions of each environment in one sample; episodes go on in the next one."""
     children: Positive = 1
-    """Number of child processes of each acting worker, which share its environments."""
+    """Number of child processes of each acting worker."""
     feedback: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Order of steps. synchronous: the policy acts in all environments of a worker at once, when all have answered.
-    asynchronous: it acts in those that have answered while others still step, each in a thread of its own."""
+    """Order of steps: in all environments of a worker when all have answered (synchronous), or in those that have
+    answered while others still step, each in a thread (asynchronous)."""
     deadline: PositiveFloat = 10.0
-    """Seconds that `reset` or `step` may take. An environment that takes longer, raises or dies loses its episode."""
+    """Seconds of `reset` or `step`. An environment that takes longer, raises or dies loses its episode."""
     failures: Positive = 100
-    """Number of lost episodes of an acting worker in a row, without one that ended, after which the run ends."""
+    """Number of lost episodes of a worker in a row after which the run ends."""
     gamma: Share = 0.99
     """Discount of rewards per step of the environment."""
     gae_lambda: Share = 0.95
-    """Lambda of generalized advantage estimation. Only `algorithm = "ppo"` reads it."""
+    """Lambda of generalized advantage estimation, with PPO."""
     clip_range: PositiveFloat = 0.2
     """Distance of the ratio from 1 at which PPO clips it."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the mean entropy in the loss of PPO."""
     value_coefficient: Annotated[float, Field(ge=0)] = 1.0
-    """Coefficient of the value loss of PPO, half the mean squared error."""
+    """Coefficient of PPO's value loss, half the mean squared error."""
     epochs: Positive = 10
     """Number of passes of PPO over the transitions of a step."""
     minibatch: Positive = 256
-    """Number of transitions in one update, of PPO or SAC."""
+    """Number of transitions in one update."""
     replay: Literal["uniform", "prioritised"] = "uniform"
     """Draws of SAC from its replay: uniform, or by the error of the critics (arXiv 1511.05952)."""
     replay_size: Positive = 100_000
-    """Largest number of transitions in the replay. The oldest ones leave it."""
+    """Largest number of transitions in the replay."""
     replay_max_age: Annotated[int, Field(ge=0)] = 0
-    """Largest age in versions of drawn transitions, whatever the size of the replay; 0: no bound."""
+    """Largest age of drawn transitions in versions; 0: no bound."""
     warm_up: Annotated[int, Field(ge=0)] = 1000
-    """Number of first transitions of SAC, with random actions and without updates."""
+    """Number of first transitions of SAC, with random actions and no updates."""
     updates_per_transition: PositiveFloat = 1.0
     """Number of updates of SAC for each new transition."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005

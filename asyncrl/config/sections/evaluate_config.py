@@ -53,7 +53,7 @@ class EvaluationSet(Section):
     """One table of `[evaluate.sets]`. The keys that it lacks have the values of `[evaluate]`."""
 
     prompts: NonEmpty
-    """Source of the held-out prompts, in the same forms as task.prompts."""
+    """Source of the held-out prompts, as in task.prompts."""
     options: Options = Field(default={})
     """Keyword arguments of a procedural source."""
     functions: tuple[RewardFunction, ...] = ()
@@ -67,7 +67,7 @@ class EvaluationSet(Section):
     size: Positive | None = None
     """Number of prompts."""
     pass_term: str | None = None
-    """Name of the reward term by which an answer of this set passes."""
+    """Reward term by which an answer of this set passes."""
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -79,14 +79,14 @@ class EvaluateConfig(Section):
     """Evaluation on held-out prompts, or in episodes of a policy that acts, while the run trains."""
 
     prompts: str = ""
-    """Source of the held-out prompts, in the same forms as task.prompts, or `human_eval:`; default: no evaluation."""
+    """Source of the held-out prompts, as in task.prompts, or `human_eval:`; default: no evaluation."""
     options: Options = Field(default={})
-    """Keyword arguments of a procedural source. It gets another seed than the one of task.prompts."""
+    """Keyword arguments of a procedural source, whose seed is another than in task.prompts."""
     episodes: Annotated[int, Field(ge=0)] = 0
-    """Number of episodes in each evaluation of a policy that acts (acting.env), with its likeliest actions and the same
-    seeds; 0: no evaluation."""
+    """Number of episodes in each evaluation of a policy that acts, with its likeliest actions and the same seeds; 0:
+    none."""
     every: Positive = 10
-    """Number of steps between evaluations. Version 0 and the last version are always evaluated."""
+    """Number of steps between evaluations; version 0 and the last one are always evaluated."""
     samples: Positive = 1
     """Number of samples for each prompt."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -95,20 +95,19 @@ class EvaluateConfig(Section):
     """Number of prompts."""
     sets: dict[Annotated[str, AfterValidator(_set_name)], EvaluationSet] = Field(default={})
     """Further sets by name, with metrics eval/NAME/...: { math = { prompts = "math.jsonl", functions = ["numeric"],
-    every = 50 } }. Each is a table with the keys `prompts`, `options`, `functions`, `every`, `samples`, `temperature`,
-    `size` and `pass_term`."""
+    every = 50 } }."""
     pass_reward: float = 1.0
-    """Smallest reward of an answer that passes, or smallest value of `pass_term`; rounding of sums is allowed for. With
-    several samples a prompt, pass@k is the chance that one of k answers passes."""
+    """Smallest reward, or value of `pass_term`, of an answer that passes; with several samples, pass@k is the chance
+    that one of k passes."""
     pass_term: str = ""
-    """Name of the reward term by which an answer passes, such as exact_match. Default: passes_tests where programs are
-    scored, else the weighted sum of all terms."""
+    """Reward term by which an answer passes, such as exact_match; default: passes_tests where programs are scored, else
+    the weighted sum."""
     keep_answers: Annotated[int, Field(ge=0)] = 20
-    """Number of evaluations of each set whose answers or episodes stay in evaluations/, the newest ones; 0: none."""
+    """Number of newest evaluations of each set whose answers or episodes stay in evaluations/; 0: none."""
     replicas: Positive = 1
-    """Number of generation workers of the evaluation, each with its own copy of the model."""
+    """Number of generation workers of the evaluation."""
     pool: str = ""
-    """Pool of these workers, a table of `pools`; default: that of generation."""
+    """Pool of these workers; default: that of generation."""
 
     @property
     def is_on(self) -> bool:

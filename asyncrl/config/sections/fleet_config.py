@@ -12,39 +12,37 @@ class FleetConfig(Section):
     """Processes, their connections and deadlines."""
 
     wire: Literal["ipc", "tcp", "inproc"] = "ipc"
-    """Connection of the workers. ipc: one process for each worker, rows in shared memory. tcp: rows as frames, over
-    loopback or where `listen` is. inproc: everything in one process, for tests."""
+    """Connection of the workers: ipc is a process for each and rows in shared memory; tcp sends rows as frames, over
+    loopback or where `listen` is; inproc is everything in one process, for tests."""
     listen: str = ""
-    """Address at which workers on other hosts join, tcp://HOST:PORT with a HOST by which they reach this one. Empty:
-    all workers are started here."""
+    """Address tcp://HOST:PORT at which workers of other hosts join, HOST being this one as they reach it. Empty: all
+    workers start here."""
     joined: dict[str, Positive] = Field(default={})
-    """Services whose workers join, each with the number that has to be there before the run begins, such as
-    {generation = 2}. More may join at any time, up to the replicas of the service."""
+    """Services whose workers join, with the number that has to be there before the run begins: {generation = 2}. More
+    may join up to the replicas of the service."""
     join_deadline: PositiveFloat = 300.0
-    """Seconds that the run waits at its start for the workers of fleet.joined, and later for one worker to join when a
-    service has lost all of its own; from the last sign of progress, such as a file that a host copies."""
+    """Seconds without progress that the run waits for workers of fleet.joined, at its start and when a service has lost
+    all of its own."""
     join_keys: SecretPath = ""
-    """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, which the run
-    makes when it listens on the loopback interface."""
+    """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, made where the run
+    listens on loopback."""
     ray_resources: dict[str, dict[str, PositiveFloat]] = Field(default={})
-    """Resources that a worker of a service asks of a Ray cluster, with `asyncrl run NAME --on ray`; for instance
-    {generation = {CPU = 4, GPU = 1, rented = 1}}, with names of the cluster. Default: one CPU, and one GPU where the
-    service's device is cuda."""
+    """Resources that a worker of a service asks of Ray with `asyncrl run NAME --on ray`: {generation = {CPU = 4, GPU =
+    1, rented = 1}}. Default: one CPU, and one GPU where the service's device is cuda."""
     call_deadline: PositiveFloat = 600.0
-    """Seconds without any answer or progress of a worker after which its calls are given up and it is started again.
-    Calls that wait for their turn at a worker that makes progress are not late."""
+    """Seconds without answer or progress of a worker after which its calls are given up and it is started again. Calls
+    that wait for their turn at a worker that makes progress are not late."""
     grace: PositiveFloat = 20.0
-    """Seconds from the signal that ends a run until its last checkpoint is begun at the latest. A step that does not
-    end within a third of them is undone, and its samples wait for the next start. Writing the checkpoint comes on top,
-    and stopping the workers with up to ten seconds: leave room for both in what Slurm, Docker or Kubernetes give."""
+    """Seconds from the signal that ends a run until its last checkpoint is begun. A step that does not end within a
+    third of them is undone. Writing the checkpoint and up to ten seconds to stop workers come on top: leave room for
+    both in Slurm, Docker or Kubernetes."""
     start_deadline: PositiveFloat = 120.0
-    """Seconds that a worker may take to start and load its model."""
+    """Seconds in which a worker has to start and load its model."""
     watchdog: PositiveFloat = 120.0
-    """Seconds without progress after which the state of the whole fleet is printed. A worker that does not even answer
-    about its health for as long (at least 5 s) is killed, as one that dies: trainer and critics go on as
-    `trainer_restarts` says, the others start again."""
+    """Seconds without progress after which the state of the fleet is printed. A worker that answers nothing about its
+    health for as long (at least 5 s) is killed and replaced; trainer and critics as `trainer_restarts` says."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Number of times that the command restarts itself after the trainer or the controller died."""
+    """Number of times that the command restarts itself after trainer or controller died."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 3
     """Number of times that trainer and critics start again from one checkpoint, while the other workers stay, after one
     of them died. The next death without a newer checkpoint ends the run with exit status 75; living ranks of the
@@ -53,6 +51,6 @@ class FleetConfig(Section):
     threads: Positive = 1
     """Number of torch threads of each worker."""
     start: Literal["fork", "spawn"] = "fork"
-    """Start of worker processes. `fork` copies them from one process that has imported torch and transformers, so that
-    they start in a tenth of a second and share the memory of the imports. With `spawn` each worker imports everything
-    itself; so do workers whose engine cannot be forked, and all workers where a fork is not safe."""
+    """Start of worker processes. `fork` copies them from a process that has imported torch and transformers, within a
+    tenth of a second and with shared memory. `spawn` imports everything anew; workers that cannot be forked are spawned
+    anyway."""

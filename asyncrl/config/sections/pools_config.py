@@ -19,14 +19,14 @@ def _numbered_device(text: str) -> str:
 
 
 class PoolConfig(Section):
-    """Devices of one pool, a table of `pools`, with the name that services give in their key `pool`."""
+    """Devices of one pool, which services name in their key `pool`."""
 
     devices: tuple[Annotated[str, AfterValidator(_numbered_device)], ...] = ("cpu",)
-    """Devices of the pool: GPUs, each with its number, or cpu alone. With `hosts`, each host has them."""
+    """Devices of the pool, on each of its hosts: numbered GPUs, or cpu alone."""
     hosts: tuple[NonEmpty, ...] = ()
     """Names of the hosts whose workers may join. Empty: the host of the controller."""
     memory_gb: Annotated[float, Field(ge=0)] = 0.0
-    """Most GB (10^9 bytes) that the services of the pool may need on one device; 0: what it has."""
+    """Most GB (10^9 bytes) that services of the pool may need on one device; 0: what it has."""
 
     @model_validator(mode="after")
     def _devices_are_of_one_kind(self) -> Self:

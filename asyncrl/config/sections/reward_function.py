@@ -9,20 +9,20 @@ from asyncrl.config.sections.secret import Options
 
 
 class RewardFunction(Section):
-    """One reward or cost function, a table of functions of the reward, the cost or a held-out set."""
+    """One reward or cost function."""
 
     use: str
     """`exact_match`, `regex_format`, `numeric`, `math_verify`, `length`, `repetition`, `reasoning_gym`, `judge`,
-    `compiles`, `passes_tests`, `lint`, `FILE.py:function` or `module:function`. With `trl:` or `verl:` before one of
-    the last two, a function of TRL or verl is adapted."""
+    `compiles`, `passes_tests`, `lint`, `FILE.py:function` or `module:function`; `trl:` or `verl:` before one of the
+    last two adapts theirs."""
     name: str = ""
     """Name of the function in metrics and samples; default: the last part of `use`."""
     weight: float = 1.0
     """Factor of the function's value in the reward."""
     group: bool = False
-    """The function takes all samples of a group and returns one reward for each."""
+    """The function takes a group's samples and returns one reward for each."""
     by_token: bool = False
-    """The function returns a list with a reward for each sampled token of a sample."""
+    """The function returns a reward for each sampled token of a sample."""
     options: Options = Field(default={})
     """Keyword arguments of a template."""
 

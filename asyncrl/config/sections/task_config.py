@@ -28,8 +28,8 @@ class MixedSource(Section):
     use: str
     """Source of rows, in a form of task.prompts that is no list."""
     weight: Annotated[float, Field(ge=0)] = 0.0
-    """Share of the groups that get their prompt here, in proportion to the weights of the other sources. Without any
-    weight each row of all sources is drawn equally often."""
+    """Share of the groups with a prompt of this source, relative to the other weights; without any, each row of all
+    sources is drawn equally often."""
     columns: dict[str, str] = Field(default={})
     """Columns of this source, beside those of task.columns."""
     options: Options = Field(default={})
@@ -77,53 +77,49 @@ class TaskConfig(Section):
     """The prompts to train on, and the size of a batch."""
 
     prompts: SourceOrSources
-    """Source of the prompts: a JSONL, JSON, CSV or Parquet file (the first three also with .gz), a folder of such files
-    (FOLDER or FOLDER#SPLIT), `hub:NAME[:CONFIG][#SPLIT]`, `reasoning_gym:NAME`, `FILE.py:function` or
-    `module:function`. A list mixes several; an entry is a source, or a table with the keys `use`, `weight`, `columns`
-    and `options`."""
+    """Source of the prompts: a JSONL, JSON, CSV (also .gz) or Parquet file, a folder of such files (FOLDER,
+    FOLDER#SPLIT), `hub:NAME[:CONFIG][#SPLIT]`, `reasoning_gym:NAME`, `FILE.py:function` or `module:function`; or a list
+    of sources, each also as a table."""
     columns: dict[str, str] = Field(default={})
-    """Columns of the source by the names that asyncrl and rewards give them, e.g. { prompt = "question" }. A name with
-    dots is found in nested columns; "" leaves a column out. The column `tools` goes to the chat template."""
+    """Columns of the source by the names that asyncrl and rewards give them: { prompt = "question" }. A dot leads into
+    nested columns; "" leaves a column out. The column `tools` goes to the chat template."""
     options: Options = Field(default={})
-    """Keyword arguments of a procedural source, e.g. { max_terms = 3 }, or of datasets.load_dataset."""
+    """Keyword arguments of a procedural source, such as { max_terms = 3 }, or of datasets.load_dataset."""
     epochs: Positive | None = None
-    """Number of passes over the rows. A run has as many steps as draw so many rows, and does not read `steps`; rows of
-    groups that are dropped count too."""
+    """Number of passes over the rows, in place of `steps`; rows of dropped groups count too."""
     shuffle: bool = True
-    """Draws the rows of each epoch in another order. Without it they are drawn in their own order."""
+    """Draws the rows of each epoch in another order."""
     curriculum: str = ""
-    """Function FILE.py:NAME or module:NAME that gets a step, counted from 0, and returns the weights of the sources in
-    its batch, in the order of task.prompts."""
+    """Function FILE.py:NAME or module:NAME that gets a step, from 0, and returns the weights of the sources of
+    task.prompts in its batch."""
     prompts_per_step: Positive = 8
-    """Number of prompts, and so of groups, in one training step (B in the papers)."""
+    """Number of prompts, and so of groups, in one training step (B)."""
     samples_per_prompt: Positive = 8
-    """Number of samples generated for each prompt (G in the papers)."""
+    """Number of samples of each prompt (G)."""
     system: str = ""
-    """System message put before every prompt. It turns prompts that are text into chat messages."""
+    """System message before every prompt; prompts that are text become chat messages."""
     text_prompts: Literal["raw", "chat"] = "raw"
-    """Treatment of prompts that are text where the model has a chat template: `raw` gives them as they are, `chat`
-    makes each a message of the user. A run says so in one line where this is not written."""
+    """Treatment of prompts that are text where the model has a chat template: `raw` gives them as they are, `chat` as a
+    message of the user."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_own_arguments)] = Field(default={})
-    """Further arguments of the chat template, e.g. { enable_thinking = false }."""
+    """Further arguments of the chat template, such as { enable_thinking = false }."""
     date: Annotated[str, AfterValidator(_date)] = ""
-    """Date that a chat template which asks for today's is given, such as "2026-11-28"; default: that of the run's first
-    start, which its config.toml keeps for each resume."""
+    """Date for chat templates that ask for today's, such as "2026-11-28"; default: that of the run's first start, also
+    after a resume."""
     size: Positive = 1000
-    """Number of rows that a procedural source makes, or that are read of a streamed data set."""
+    """Number of rows that a procedural source makes, or that are read of a stream."""
     max_prompt_tokens: Positive = 512
     """Largest number of tokens of a prompt."""
     max_picture_pixels: Positive = 1280 * 28 * 28
-    """Largest number of pixels of a picture in a prompt. A larger one ends the run before it is decoded; what the model
-    is shown of others is up to its image processor."""
+    """Largest number of pixels of a picture in a prompt; a larger one ends the run before it is decoded."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """Treatment of longer prompts: `error` ends the run before anything is sampled, `skip` leaves them out, `truncate`
-    cuts off the beginning of their longest message. A line says how many there are."""
+    """Treatment of longer prompts: `error` ends the run before it samples, `skip` leaves them out, `truncate` cuts off
+    the beginning of their longest message."""
     pretrain: str = ""
-    """Texts for algorithm.pretrain_coefficient, from one source as `prompts` names them: rows of `text`, or `prompt`
-    and `answer` to learn. `system` and `text_prompts` apply to its prompts, `columns` and `options` do not: a function
-    gives other columns their names."""
+    """Texts for algorithm.pretrain_coefficient, from one source as in `prompts`: rows of `text`, or of `prompt` and
+    `answer` to learn. `system` and `text_prompts` apply, `columns` and `options` do not."""
     pretrain_per_step: Positive = 32
-    """Number of these texts in one training step."""
+    """Number of these texts in one step."""
 
     @property
     def template_clock(self) -> dict[str, dict[str, str]]:

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 INTRODUCTION = """\
 # Config reference
 
-All keys of an experiment's TOML file. `asyncrl keys --markdown` writes this page from `asyncrl/config/schema.py`, and a
-test holds that it is current. A key is set in the file, by a flag `--section.key value`, by an environment variable
-`ASYNCRL_SECTION__KEY`, or in Python by `asyncrl.train(section={"key": value})`. `extends = "base.toml"` at the top of a
-file (or a list, or the name of an experiment) takes over the keys of another one, which the file then replaces.
+All keys of an experiment's TOML file, from `asyncrl keys --markdown`; the second column has the type and the default. A
+key is set in the file, by a flag `--section.key value`, by an environment variable `ASYNCRL_SECTION__KEY`, or in Python
+by `asyncrl.train(section={"key": value})`. `extends = "base.toml"` at the top of a file (or a list, or the name of an
+experiment) takes over the keys of another one, which the file then replaces.
 """
+REPEATED = 4
+"""Keys that a table has in common with an earlier one from which on the page names them instead of repeating them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -57,13 +59,23 @@ def _reference_lines() -> Iterator[str]:
 
     known = all_keys().values()
     yield from ("## Top level", "", *_table([key for key in known if "." not in key.name]))
+    parts: dict[str, tuple[str, list[Key]]] = {}
     for section in sections():
         model = Config.model_fields[section].annotation
         title = " ".join((model.__doc__ or "").split()) if model is not None else ""
-        yield from ("", f"## [{section}]", "", title, "")
-        yield from _table([key for key in known if key.name.startswith(f"{section}.")])
-    for name, table in tables().items():
-        yield from ("", f"## {_written(name)}", "", table.meaning, "", *_table(list(table.keys)))
+        parts[f"[{section}]"] = (title, [key for key in known if key.name.startswith(f"{section}.")])
+    parts |= {_written(name): (table.meaning, list(table.keys)) for name, table in tables().items()}
+    shown: dict[str, set[str]] = {}
+    for header, (meaning, keys) in parts.items():
+        alike = [other for other, (_, others) in parts.items() if _rows(others) == _rows(keys)]
+        if header != alike[0]:
+            continue
+        again = max(shown, key=lambda other: len(shown[other] & _rows(keys)), default="")
+        repeated = shown.get(again, set()) & _rows(keys)
+        own = keys if len(repeated) < REPEATED else [key for key in keys if _row(key) not in repeated]
+        more = "" if own is keys else f" Further keys are those of `{again}`: {', '.join(_names(keys, repeated))}."
+        yield from ("", f"## {', '.join(alike)}", "", meaning + more, "", *_table(own))
+        shown[header] = _rows(keys)
 
 
 def _written(name: str) -> str:
@@ -74,15 +86,31 @@ def _written(name: str) -> str:
     return f"[[{name}]]" if key is not None and "array" in key.kinds else f"[{name}]"
 
 
+def _names(keys: "list[Key]", repeated: set[str]) -> list[str]:
+    return [f"`{_short(key)}`" for key in keys if _row(key) in repeated]
+
+
 def _table(keys: "list[Key]") -> Iterator[str]:
-    yield from ("| key | type | default | meaning |", "|---|---|---|---|")
-    for key in keys:
-        name, default = key.name.rpartition(".")[2], _default(key).removeprefix("default ")
-        yield f"| `{name}` | {_cell(key.type)} | `{default}` | {_cell(key.doc)} |"
+    yield from ("| key | value | meaning |", "|---|---|---|", *map(_row, keys))
+
+
+def _rows(keys: "list[Key]") -> set[str]:
+    return set(map(_row, keys))
+
+
+def _row(key: "Key") -> str:
+    has_own_table = isinstance(key.default, dict) and key.default
+    kind = "bool" if key.type == "true | false" else key.type
+    value = kind if has_own_table else f"{kind}; {_default(key).removeprefix('default ')}"
+    return f"| `{_short(key)}` | {_cell(value)} | {_cell(key.doc)} |"
+
+
+def _short(key: "Key") -> str:
+    return key.name.rpartition(".")[2]
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace(" | ", ", ").replace("|", "\\|")
 
 
 def _default(key: "Key") -> str:

@@ -9,11 +9,10 @@ BUCKET = 8 << 20
 
 
 class DeepspeedConfig(Section):
-    """Read with training.engine = "deepspeed" alone."""
+    """ZeRO of training.engine = "deepspeed"."""
 
     stage: Literal[1, 2, 3] = 2
-    """ZeRO stage: what is split over the layout.dp ranks. 1: the moments of the optimizer; 2: gradients too; 3: weights
+    """ZeRO stage, which splits over the layout.dp ranks: 1 the moments of the optimizer, 2 gradients too, 3 weights
     too."""
     offload: bool = False
-    """Keeps moments and the float32 weights that they change in the memory of the host, where the optimizer computes,
-    instead of on the device."""
+    """Keeps moments and their float32 weights in the memory of the host, where the optimizer computes."""

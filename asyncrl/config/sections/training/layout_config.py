@@ -60,17 +60,17 @@ class TrainingLayoutConfig(Section):
     """Sizes of the axes of the trainer, which has pp x tp x sp x dp x shard x ep ranks, one process each."""
 
     pp: Ranks = 1
-    """Pipeline stages, each of which holds some of the layers; all stages train the same rows."""
+    """Pipeline stages, each with some of the layers, which train the same rows; alone, or beside tp or dp."""
     tp: Ranks = 1
     """Tensor-parallel ranks, which hold parts of every layer and train the same rows."""
     sp: Ranks = 1
-    """Ranks that hold the same weights and train the same rows, each a slice of the tokens of every row (Ulysses)."""
+    """Ranks that train a slice of the tokens of every row (Ulysses); alone, or beside dp."""
     dp: Ranks = 1
     """Copies of the weights, each of which trains rows of its own."""
     shard: Ranks = 1
     """Ranks that share out the weights of a copy, as FSDP does, and train rows of their own."""
     ep: Ranks = 1
-    """Ranks that share out the experts of each layer, hold all other weights, and train rows of their own."""
+    """Ranks that share out the experts of each layer and train rows of their own; alone, or beside dp."""
 
     @property
     def data(self) -> int:
@@ -90,11 +90,11 @@ class GenerationLayoutConfig(Section):
     """Sizes of the groups in which the trainer's ranks sample together."""
 
     pp: Ranks = 1
-    """Ranks that hold some of the layers each, and their keys and values; a divisor of that in training. A step passes
-    through them one after the other, so that it saves memory and costs time."""
+    """Ranks that hold some of the layers and their keys and values; a divisor of that in training. It saves memory and
+    costs time."""
     tp: Ranks = 1
-    """Ranks that hold parts of every layer, and of the keys and values of every sample; a divisor of that in training.
-    """
+    """Ranks that hold parts of every layer, and of the keys and values of every sample; a divisor of that in
+    training."""
 
     @property
     def size(self) -> int:
