@@ -27,7 +27,8 @@ from asyncrl.bench.measurements import at_least, table
 from asyncrl.telemetry.jsonl import LineFile, read_lines
 
 HERE = Path(__file__).resolve().parent
-BENCH = HERE.parent
+CHECKOUT = HERE.parents[1] if (HERE.parents[1] / "pyproject.toml").exists() else Path()
+"""Folder of results and pages; the working directory of an installed package."""
 FILTERS = ("table", "task", "row", "limit", "seed")
 SEPARATOR = re.compile(r",(?! )")
 """Separates values; a comma before a space is part of the name of a row."""
@@ -69,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--estimate", action="store_true", help="print the expected duration and run nothing")
     mode.add_argument("--report", action="store_true", help="write the documents from the results and run nothing")
     parser.add_argument("--grid", type=Path, default=HERE / "grid.toml")
-    parser.add_argument("--results", type=Path, default=BENCH / "results/learning.jsonl")
-    parser.add_argument("--docs", type=Path, default=BENCH.parent / "docs", help="folder for learning.md and its plots")
+    parser.add_argument("--results", type=Path, default=CHECKOUT / "bench/results/learning.jsonl")
+    parser.add_argument("--docs", type=Path, default=CHECKOUT / "docs", help="folder for learning.md and its plots")
     folder = "folder for models and for the present run"
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"), help=folder)
     return parser
