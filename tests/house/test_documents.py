@@ -85,7 +85,7 @@ def test_the_glossary_is_sorted_and_has_each_word_once() -> None:
 def test_the_tests_of_transports_that_the_table_of_faults_names_exist() -> None:
     folder = ROOT / "tests/unit/lanes/weights/transports"
     there = {name.removeprefix("test_") for path in folder.glob("test_*.py") for name in defined(path)}
-    page = (ROOT / "docs/reference/lanes.md").read_text()
+    page = (folder / "FAULTS.md").read_text()
     lines = re.findall(r"^- ([CFKTP]), in `test_\w+\.py`: (.*)$", page, re.MULTILINE)
     named = {letter: set(re.findall(r"`(\w+)`", names)) for letter, names in lines}
     assert all(named[letter] <= there for letter in "CFKTP")
