@@ -185,7 +185,7 @@ def test_every_expression_of_the_dashboard_names_exported_metrics_and_their_labe
             assert labels.pop("instance") == "$instance"
             assert set(labels) <= set(names[name].labels)
             if name == "asyncrl_step_metric":
-                assert f"| `{labels['name']}` |" in documented
+                assert f"`{labels['name']}`: " in documented
         known = {label for name, _ in selected for label in names[name].labels}
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= known
         rest = re.sub(r"\w+\{[^}]*\}(\[1m\])?", "", target["expr"])
