@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 INTRODUCTION = """\
 # Config reference
 
-All keys of an experiment's TOML file, from `asyncrl keys --markdown`; the second column has the type and the default. A
+All keys of an experiment's TOML file, from `asyncrl keys --markdown`; brackets have the type and the default. A
 key is set in the file, by a flag `--section.key value`, by an environment variable `ASYNCRL_SECTION__KEY`, or in Python
 by `asyncrl.train(section={"key": value})`. `extends = "base.toml"` at the top of a file (or a list, or the name of an
 experiment) takes over the keys of another one, which the file then replaces.
 """
 REPEATED = 4
-"""Keys that a table has in common with an earlier one from which on the page names them instead of repeating them."""
+"""Keys in common with an earlier table from which on the page names them instead of repeating them."""
 
 
 def main(arguments: list[str]) -> int:
@@ -58,7 +58,7 @@ def _reference_lines() -> Iterator[str]:
     from asyncrl.config.sources.keys import all_keys, sections, tables
 
     known = all_keys().values()
-    yield from ("## Top level", "", *_table([key for key in known if "." not in key.name]))
+    yield from ("## Top level", "", *map(_row, (key for key in known if "." not in key.name)))
     parts: dict[str, tuple[str, list[Key]]] = {}
     for section in sections():
         model = Config.model_fields[section].annotation
@@ -74,7 +74,7 @@ def _reference_lines() -> Iterator[str]:
         repeated = shown.get(again, set()) & _rows(keys)
         own = keys if len(repeated) < REPEATED else [key for key in keys if _row(key) not in repeated]
         more = "" if own is keys else f" Further keys are those of `{again}`: {', '.join(_names(keys, repeated))}."
-        yield from ("", f"## {', '.join(alike)}", "", meaning + more, "", *_table(own))
+        yield from ("", f"## {', '.join(alike)}", "", meaning + more, "", *map(_row, own))
         shown[header] = _rows(keys)
 
 
@@ -90,10 +90,6 @@ def _names(keys: "list[Key]", repeated: set[str]) -> list[str]:
     return [f"`{_short(key)}`" for key in keys if _row(key) in repeated]
 
 
-def _table(keys: "list[Key]") -> Iterator[str]:
-    yield from ("| key | value | meaning |", "|---|---|---|", *map(_row, keys))
-
-
 def _rows(keys: "list[Key]") -> set[str]:
     return set(map(_row, keys))
 
@@ -102,15 +98,15 @@ def _row(key: "Key") -> str:
     has_own_table = isinstance(key.default, dict) and key.default
     kind = "bool" if key.type == "true | false" else key.type
     value = kind if has_own_table else f"{kind}; {_default(key).removeprefix('default ')}"
-    return f"| `{_short(key)}` | {_cell(value)} | {_cell(key.doc)} |"
+    return f"- `{_short(key)}` ({_on_one_line(value)}): {_on_one_line(key.doc)}"
 
 
 def _short(key: "Key") -> str:
     return key.name.rpartition(".")[2]
 
 
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace(" | ", ", ").replace("|", "\\|")
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split()).replace(" | ", ", ")
 
 
 def _default(key: "Key") -> str:
