@@ -162,7 +162,7 @@ def optimizer_table() -> Iterator[str]:
         "|---|---|---|",
     )
     for name, kind in OPTIMIZERS.items():
-        options = "; ".join(f"`{key}`: {option.text}" for key, option in kind.options.items())
+        options = ", ".join(f"`{key}`" for key in kind.options)
         more = [f"`{key}`" for key in kind.keeping if key in kind.options]
         kept = f"{kind.kept:g}" + (f", one more each with {' and '.join(more)}" if more else "")
         yield f"| `{name}` | {options} | {kept} |"
