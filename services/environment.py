@@ -16,18 +16,22 @@ from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.environments.episode_pool import EpisodePool, Play, Played
-from asyncrl.environments.event_counts import FAILED_EPISODES, counted_metrics, turn_counts
 from asyncrl.environments.loading import EnvironmentSpec, contained
-from asyncrl.environments.sampled_answers import sampled_answers, token_pieces, token_texts
 from asyncrl.environments.transcript import (
     CAUSE,
     FAILED,
+    FAILED_EPISODES,
     Transcript,
     answers_in,
+    counted_metrics,
     opened_in,
     read_transcript,
     said_in,
+    sampled_answers,
+    token_pieces,
+    token_texts,
     transcript_column,
+    turn_counts,
     with_info,
     without_info,
 )

@@ -15,8 +15,7 @@ from asyncrl.children.containment import Containment
 from asyncrl.concurrency import gather
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Scorer
-from asyncrl.environments.sampled_answers import token_texts
-from asyncrl.environments.transcript import FAILED, failure_in
+from asyncrl.environments.transcript import FAILED, failure_in, token_texts
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.protocols.batch import BatchRef

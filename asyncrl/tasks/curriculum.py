@@ -6,8 +6,7 @@ from math import isfinite
 from typing import Any
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_draw import Draw
-from asyncrl.tasks.prompt_rows import MixedPrompts
+from asyncrl.tasks.prompt_rows import Draw, MixedPrompts
 from asyncrl.tasks.prompt_sources import errors_of_code
 
 KEY = "task.curriculum"

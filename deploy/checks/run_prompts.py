@@ -18,9 +18,8 @@ from asyncrl.tasks import Draw, held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages, ends_with_answer
 from asyncrl.tasks.curriculum import KEY as CURRICULUM
 from asyncrl.tasks.curriculum import CurriculumDraw
-from asyncrl.tasks.long_prompts import fitting
 from asyncrl.tasks.prompt_lengths import LOOKED_AT as COMPARED
-from asyncrl.tasks.prompt_lengths import write_longest
+from asyncrl.tasks.prompt_lengths import fitting, write_longest
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import function_named
 from asyncrl.tasks.reading.row_files import Rows

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from asyncrl.children.sandbox.single_sandbox import Report, SandboxEnded
 from asyncrl.engines.acting.stepping.answers import read_answers
 from asyncrl.environments.adapters.openenv_client import _object_in, _observed, _UnreadableAction
-from asyncrl.environments.agents.chat_requests import RefusedRequest, read_request
+from asyncrl.environments.agents.chat_completions import RefusedRequest, read_request
 from asyncrl.environments.tools.call_formats import FORMS
 from asyncrl.errors import EnvironmentFailed, WireError
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow

@@ -27,7 +27,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/children/sandbox/inside/package_server.py",
     "asyncrl/controller/iterations.py",
     "asyncrl/simulation/faults/simulate_command.py",
-    "asyncrl/environments/tools/call_execution.py",
+    "asyncrl/environments/tools/tool_environment.py",
     "asyncrl/fleet/worker/service.py",
     "asyncrl/lanes/control/server.py",
     "asyncrl/environments/episode.py",

@@ -63,7 +63,7 @@ REPLACED_CLASSES = {
 """Names of classes with the word of the field: in lower case some of these words are ordinary English."""
 
 ALLOWED = {
-    "epoch": ("asyncrl/tasks/prompt_draw.py", "asyncrl/config/sources/aliases.toml"),
+    "epoch": ("asyncrl/tasks/prompt_rows.py", "asyncrl/config/sources/aliases.toml"),
 }
 """Words that mean one thing only, with the files in which they mean it."""
 

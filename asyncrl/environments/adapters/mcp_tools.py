@@ -9,10 +9,9 @@ from asyncrl.concurrency import root_cause
 from asyncrl.environments.adapters.packages import package
 from asyncrl.environments.observation import Observation
 from asyncrl.environments.tools.argument_kinds import Schema
-from asyncrl.environments.tools.call_execution import CallResult
 from asyncrl.environments.tools.call_formats import form_named
 from asyncrl.environments.tools.function_tool import Tool
-from asyncrl.environments.tools.tool_environment import ToolEnvironment
+from asyncrl.environments.tools.tool_environment import CallResult, ToolEnvironment
 from asyncrl.errors import ConfigError
 
 PAGES = 100

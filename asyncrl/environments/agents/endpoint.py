@@ -18,8 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from asyncrl.environments.agents.chat_completions import chunks, completion
-from asyncrl.environments.agents.chat_requests import RefusedRequest, read_request
+from asyncrl.environments.agents.chat_completions import RefusedRequest, chunks, completion, read_request
 from asyncrl.environments.agents.exchanges import Exchange, Exchanges
 from asyncrl.lanes.http_server import HttpServer
 

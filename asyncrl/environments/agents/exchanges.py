@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from asyncrl.environments.agents.chat_completions import ChatAnswer
-from asyncrl.environments.agents.chat_requests import ChatRequest, RefusedRequest, digests_of
+from asyncrl.environments.agents.chat_completions import ChatAnswer, ChatRequest, RefusedRequest, digests_of
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import EnvironmentFailed
 

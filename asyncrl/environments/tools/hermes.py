@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from asyncrl.environments.tools.json_calls import call_of, end_of_value
-from asyncrl.environments.tools.parsed_calls import MalformedCall, Reading, ToolCall
+from asyncrl.environments.tools.parsed_calls import MalformedCall, Reading, ToolCall, call_of, end_of_value
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 SPACE = re.compile(r"\s*+")

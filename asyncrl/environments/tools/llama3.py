@@ -4,8 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from asyncrl.environments.tools.json_calls import call_of, end_of_value
-from asyncrl.environments.tools.parsed_calls import MalformedCall, Reading, ToolCall
+from asyncrl.environments.tools.parsed_calls import MalformedCall, Reading, ToolCall, call_of, end_of_value
 
 TAG = "<|python_tag|>"
 START = re.compile(r'^[ \t]*+(?=\{\s*+"(?:name|type)"\s*+:)|<\|python_tag\|>\s*+', re.MULTILINE)

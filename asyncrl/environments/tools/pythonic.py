@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from asyncrl.environments.tools.json_calls import shown
 from asyncrl.environments.tools.parsed_calls import (
     DEEPEST,
     MOST,
     MalformedCall,
     Reading,
     ToolCall,
+    shown,
 )
 
 TAGS = re.compile(r"<\|python_(?:tag|start|end)\|>")

@@ -1,18 +1,165 @@
 """An environment made of tools: the policy calls functions, is shown their results, and ends with an answer."""
 
+import asyncio
+import dataclasses
+import enum
 import inspect
-from collections.abc import Callable, Sequence
+import json
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 from asyncrl.concurrency import gather
 from asyncrl.config.user_code import resolve, suggestion
-from asyncrl.environments.observation import Observation
-from asyncrl.environments.tools.call_execution import CallResult, execute
+from asyncrl.environments.observation import Message, Observation
+from asyncrl.environments.tools.argument_kinds import BadArgument
 from asyncrl.environments.tools.call_formats import form_named
-from asyncrl.environments.tools.chat_messages import cut, joined, tool_message
 from asyncrl.environments.tools.function_tool import Tool
-from asyncrl.environments.tools.parsed_calls import ToolCall
+from asyncrl.environments.tools.parsed_calls import ToolCall, ToolCalls
 from asyncrl.errors import ConfigError
+
+# Runs a call of a tool: the one place where the tool's code may raise anything.
+
+
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """Holds what a call gave. text: for the policy; failed: it is the text of a mistake or an error. reward, done: of a
+    tool that returns an Observation."""
+
+    text: str
+    failed: bool = False
+    reward: float = 0.0
+    done: bool = False
+
+
+async def execute(tool: Tool, given: Mapping[str, Any], seconds: float) -> CallResult:
+    """Calls a tool with the arguments of a call. Whatever goes wrong is the text of the result. seconds: after which a
+    coroutine function is cancelled, and a plain function interrupted where that is possible."""
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return _result(await _returned(tool, given, seconds))
+    except BadArgument as mistake:
+        return CallResult(f"the tool {tool.name} {mistake}", failed=True)
+    except OutOfTime:
+        return _late(tool, seconds)
+    except (Exception, SystemExit) as error:  # the tool's code: its errors are observations
+        if scope.expired():
+            return _late(tool, seconds)
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        return CallResult(f"the tool {tool.name} raised {raised}", failed=True)
+
+
+async def _returned(tool: Tool, given: Mapping[str, Any], seconds: float) -> Any:
+    with interrupted_after(seconds):
+        value = tool.function(**tool.arguments(given))
+    return await value if inspect.isawaitable(value) else value
+
+
+def _result(value: Any) -> CallResult:
+    if isinstance(value, CallResult):
+        return value
+    if isinstance(value, Observation):
+        return CallResult(as_text(value.text), reward=float(value.reward), done=value.done)
+    return CallResult(as_text(value))
+
+
+def _late(tool: Tool, seconds: float) -> CallResult:
+    return CallResult(f"the tool {tool.name} gave no answer within {seconds:g} s", failed=True)
+
+
+# Ends a plain function that runs too long, from within its own thread.
+
+
+AGAIN = 1.0
+"""Seconds after which a function that caught the interruption is interrupted again."""
+
+
+class OutOfTime(BaseException):
+    """Interrupts a function; not an Exception, so that `except Exception` of the function does not catch it."""
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime in the block after so many seconds. Only Python code and what checks for signals in the main
+    thread can be interrupted: in another thread, or inside a long operation written in C, the block goes on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, _interrupt)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # Somebody else waits for an alarm too.
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise OutOfTime
+
+
+# Writes calls and their results as chat messages, for chat templates and transcripts.
+
+
+def assistant_message(found: ToolCalls) -> Message:
+    """Returns an answer of the policy with its calls, as chat templates take it."""
+    calls = [
+        {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}} for call in found.calls
+    ]
+    return {"role": "assistant", "content": found.content} | ({"tool_calls": calls} if calls else {})
+
+
+def tool_message(name: str, content: str) -> Message:
+    """Returns the result of a call. name: of the tool, "" where the call could not be read."""
+    return {"role": "tool", "content": content} | ({"name": name} if name else {})
+
+
+def as_text(value: Any) -> str:
+    """Returns a tool's result as the model reads it: text as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return list(value)
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def cut(text: str, max_bytes: int) -> str:
+    """Returns text of at most `max_bytes` bytes of UTF-8, with a marker at its end when something is left out."""
+    if 4 * len(text) <= max_bytes:
+        return text
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return text
+    marker = f"... [cut: the result has {len(data)} bytes]"
+    kept = max_bytes - len(marker)
+    if kept <= 0:
+        return data[:max_bytes].decode(errors="ignore")
+    return data[:kept].decode(errors="ignore") + marker
+
+
+def joined(messages: Sequence[Message]) -> str:
+    """Returns results as the text of one user message, for chat templates without a role for tools."""
+    return "\n".join(
+        f"{message['name']}: {message['content']}" if "name" in message else message["content"] for message in messages
+    )
+
 
 KEY = "environment.options"
 OWN = ("reset",)

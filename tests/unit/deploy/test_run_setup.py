@@ -47,7 +47,7 @@ from asyncrl.errors import (
     WireError,
 )
 from asyncrl.tasks import training_prompts
-from asyncrl.tasks.prompt_draw import drawn_row
+from asyncrl.tasks.prompt_rows import drawn_row
 from asyncrl.tasks.source_problems import check_rows
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory, open_run_directory

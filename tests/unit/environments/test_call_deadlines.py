@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from asyncrl.environments import call_deadlines
-from asyncrl.environments.call_deadlines import GRACE, CallDeadlines
-from asyncrl.environments.episode import Answer, Episode
+from asyncrl.environments import episode
+from asyncrl.environments.episode import GRACE, Answer, CallDeadlines, Episode
 from asyncrl.environments.observation import Observation
 from asyncrl.simulation.virtual_loop import run
 
@@ -99,4 +98,4 @@ def test_calls_that_never_wait_set_no_timer_and_others_share_one() -> None:
         assert deadlines._timer is None
 
     on_virtual_time(main())
-    assert call_deadlines.GRACE < 10
+    assert episode.GRACE < 10

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.environments.event_counts import counted_metrics, turn_counts
+from asyncrl.environments.transcript import counted_metrics, turn_counts
 
 POLICY = {"role": "assistant", "content": "a"}
 

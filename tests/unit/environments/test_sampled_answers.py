@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from asyncrl.environments.sampled_answers import (
+from asyncrl.environments.transcript import (
     SampledAnswer,
     sampled_answers,
     token_pieces,
     token_texts,
+    transcript_column,
 )
-from asyncrl.environments.transcript import transcript_column
 
 TURNS = [{"role": role, "content": "x"} for role in ("assistant", "user", "assistant", "user", "assistant")]
 

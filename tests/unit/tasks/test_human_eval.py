@@ -13,9 +13,8 @@ from asyncrl.children.code.program_extraction import code_in
 from asyncrl.children.code.row_tests import cases_in
 from asyncrl.children.sandbox import Program
 from asyncrl.errors import TaskError
-from asyncrl.tasks import human_eval as module
-from asyncrl.tasks.human_eval import human_eval
-from asyncrl.tasks.prompt_sources import load_prompts
+from asyncrl.tasks import prompt_sources as module
+from asyncrl.tasks.prompt_sources import human_eval, load_prompts
 
 PROBLEM = {
     "task_id": "HumanEval/0",

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks import Draw, Prompts
-from asyncrl.tasks.long_prompts import fitting
+from asyncrl.tasks.prompt_lengths import fitting
 from asyncrl.tasks.prompt_rows import MixedPrompts
 
 TEXTS = ["a" * 3, "b" * 9, "c" * 5, "d0123456789"]

@@ -15,7 +15,7 @@ from asyncrl.config.sources import load
 from asyncrl.config.toml_writer import dump
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import Draw, held_out_prompts, load_prompts, training_prompts
-from asyncrl.tasks.prompt_draw import drawn_part
+from asyncrl.tasks.prompt_rows import drawn_part
 from asyncrl.tasks.source_problems import prompt_problems
 
 

@@ -15,7 +15,7 @@ from asyncrl.engines.generation.tokenization import TokenizerWithStops
 from asyncrl.engines.models.model_folder import context_of, longest_row
 from asyncrl.engines.training.batch.micro_batches import ModelRows, lay_out_rows
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_draw import drawn_row
+from asyncrl.tasks.prompt_rows import drawn_row
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ PROCESSES = {
     "reward worker": ("asyncrl.services.reward", f"{EXTRAS} {MODELS} jinja2"),
     "reward child": ("asyncrl.children.guard_program asyncrl.rewards.execution.child_server", f"{EXTRAS} {MODELS} zmq"),
     "environment worker": ("asyncrl.services.environment", f"{EXTRAS} {MODELS}"),
-    "environment child": ("asyncrl.environments.episode_server", f"{EXTRAS} {MODELS} zmq"),
+    "environment child": ("asyncrl.environments.episode_pool", f"{EXTRAS} {MODELS} zmq"),
     "torch": ("asyncrl.services.generation asyncrl.services.reference asyncrl.services.policy_training", EXTRAS),
     "critic": ("asyncrl.services.critic", EXTRAS),
 }

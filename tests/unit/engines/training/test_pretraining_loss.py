@@ -18,7 +18,7 @@ from asyncrl.engines.training.batch.pretraining_batch import texts_of
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import TaskError
-from asyncrl.tasks.prompt_draw import drawn_row
+from asyncrl.tasks.prompt_rows import drawn_row
 
 INCARNATION, VERSION = 1, 5
 LENGTHS = (2, 9, 4, 14, 3, 6, 11)

@@ -13,7 +13,7 @@ from asyncrl.environments.agents.agent import Agent
 from asyncrl.environments.agents.exchanges import AgentFailed
 from asyncrl.environments.loading import EnvironmentSpec, load
 from asyncrl.environments.observation import Observation
-from asyncrl.environments.sampled_answers import SampledAnswer
+from asyncrl.environments.transcript import SampledAnswer
 from asyncrl.errors import ConfigError
 from tests.unit.environments.agents.conftest import MakeAgent, until
 

@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.agents.chat_completions import ChatAnswer, answer_of, chunks, completion
-from asyncrl.environments.agents.chat_requests import ChatRequest, read_request
-from asyncrl.environments.sampled_answers import SampledAnswer
+from asyncrl.environments.agents.chat_completions import (
+    ChatAnswer,
+    ChatRequest,
+    answer_of,
+    chunks,
+    completion,
+    read_request,
+)
 from asyncrl.environments.tools.call_formats import FORMS
+from asyncrl.environments.transcript import SampledAnswer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.environments.agents.chat_requests import SET_BY_EXPERIMENT, RefusedRequest, read_request
+from asyncrl.environments.agents.chat_completions import SET_BY_EXPERIMENT, RefusedRequest, read_request
 
 USER = {"role": "user", "content": "a"}
 

@@ -16,8 +16,7 @@ import pytest
 from asyncrl.environments import Observation
 from asyncrl.environments.loading import EnvironmentSpec, load
 from asyncrl.environments.tools import FORMS, ToolCall, ToolEnvironment
-from asyncrl.environments.tools.chat_messages import as_text, assistant_message, cut
-from asyncrl.environments.tools.time_limit import OutOfTime, interrupted_after
+from asyncrl.environments.tools.tool_environment import OutOfTime, as_text, assistant_message, cut, interrupted_after
 from asyncrl.errors import ConfigError
 
 ROW = {"prompt": "How much is 2 + 2?", "answer": "4"}

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from asyncrl.environments.agents.agent import Agent
-from asyncrl.environments.agents.chat_completions import ChatAnswer, answer_of
-from asyncrl.environments.agents.chat_requests import ChatRequest
+from asyncrl.environments.agents.chat_completions import ChatAnswer, ChatRequest, answer_of
 from asyncrl.environments.agents.endpoint import AgentAccess, Endpoint
 from asyncrl.environments.agents.exchanges import Exchanges
-from asyncrl.environments.sampled_answers import SampledAnswer
 from asyncrl.environments.tools import FORMS, ToolCall
+from asyncrl.environments.transcript import SampledAnswer
 
 openai = pytest.importorskip("openai", reason="the extra agents is not installed")
 
