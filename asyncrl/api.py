@@ -13,8 +13,7 @@ from asyncrl.config.schema import IN_MEMORY, Config, RewardConfig
 from asyncrl.config.sources import load
 from asyncrl.config.user_code import name_of
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.jsonl import read_lines
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory, new_run_directory
 from asyncrl.telemetry.samples_file import read_samples
 

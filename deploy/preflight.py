@@ -40,7 +40,7 @@ from asyncrl.environments.loading import environment_problems
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.rewards.functions import function_problems
-from asyncrl.rewards.passing import pass_problems
+from asyncrl.rewards.templates import pass_problems
 from asyncrl.tasks.source_problems import prompt_problems
 from asyncrl.tasks.turn_template import turn_problems
 from asyncrl.telemetry.exporters.scrape_address import scrape_problems

@@ -41,7 +41,7 @@ from asyncrl.fleet.worker.worker_spec import RunFacts, weights_arena
 from asyncrl.lanes.bound_socket import host_of, on_tcp
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
+from asyncrl.lanes.data.file_cache import FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.shared_memory import unlink_abandoned
 from asyncrl.lanes.weights.version_folder import folder_of_start

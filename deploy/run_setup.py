@@ -75,9 +75,8 @@ from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
 from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.tasks.reward_trial import try_rewards
-from asyncrl.telemetry.jsonl import read_lines
+from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.logs import open_log
-from asyncrl.telemetry.metrics_file import read_metrics
 from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
 from asyncrl.telemetry.screen.display import Display, LoggedDisplay
 from asyncrl.telemetry.screen.warning_recap import repeated

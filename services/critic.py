@@ -19,8 +19,8 @@ from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tenso
 from asyncrl.errors import LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.lanes.data.row_reader import run_for_rows
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
 from asyncrl.protocols.distribute_collect import balanced_parts
 from asyncrl.protocols.messages import CUT_SHORT, Checkpointed, ValueReport

@@ -12,9 +12,8 @@ from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.row_columns import SPANS
-from asyncrl.rewards.feedback.ratable_answers import RatableAnswer
-from asyncrl.rewards.feedback.ratings_file import RatingsFile
-from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard
+from asyncrl.rewards.feedback.pairs import RatableAnswer
+from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatingsFile
 from asyncrl.rewards.feedback.web import FeedbackWeb
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample

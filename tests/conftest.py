@@ -60,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def unknown_metrics() -> Callable[[Mapping[str, object]], list[str]]:
     """Returns a function that names the metrics which no entry of METRICS or FURTHER_METRICS matches."""
-    from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+    from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
 
     further = re.compile("|".join(re.sub(r"<\w+>", "[^/]+(/[^/]+)?", name) for name in FURTHER_METRICS))
     return lambda metrics: [name for name in metrics if name not in METRICS and not further.fullmatch(name)]

@@ -22,9 +22,8 @@ from asyncrl.config.user_code import (
     suggestion,
 )
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.code_templates import CODE_TEMPLATES, SANDBOX
 from asyncrl.rewards.sample import CheckRow, Function
-from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, TEMPLATES
+from asyncrl.rewards.templates import CODE_TEMPLATES, ENVIRONMENT, JUDGE_TEMPLATE, SANDBOX, TEMPLATES
 from asyncrl.rewards.trl_verl_adapters import CALLS, adapted_mistake, column_check, from_trl, from_verl
 
 if TYPE_CHECKING:

@@ -3,19 +3,345 @@
 import asyncio
 import hashlib
 import json
+import math
 import os
+import random
 import re
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.errors import ConfigError
-from asyncrl.rewards.judge_calls.call_limits import CallLimits
-from asyncrl.rewards.judge_calls.chat_endpoint import ChatEndpoint, Timing
-from asyncrl.rewards.judge_calls.score_cache import ScoreCache
-from asyncrl.rewards.judge_calls.score_reader import ScoreReader
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.protocols.answers.json_objects import json_objects
+from asyncrl.protocols.thoughts import split_thoughts
 from asyncrl.rewards.sample import RowError, Sample
+
+# Limits the calls to a server: those at one time, those in a second, and pauses that the server asks for.
+
+
+Clock = Callable[[], float]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class CallLimits:
+    """Lets calls begin one after the other. in_flight: most calls at one time. per_second: calls that begin in a
+    second, evenly spaced; 0: any number. clock, sleep: of `asyncio`, unless a test has its own."""
+
+    def __init__(self, in_flight: int, per_second: float, clock: Clock, sleep: Sleep) -> None:
+        self._running = asyncio.Semaphore(in_flight)
+        self._spacing = 1.0 / per_second if per_second else 0.0
+        self._clock = clock
+        self._sleep = sleep
+        self._next = clock()
+        self._paused_until = clock()
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Waits for a free place and for the time of the call, and holds the place during the block."""
+        async with self._running:
+            begins = max(self._clock(), self._next)
+            self._next = begins + self._spacing
+            await self._sleep_until(begins)
+            while self._clock() < self._paused_until:
+                await self._sleep_until(self._paused_until)
+            yield
+
+    def pause(self, seconds: float) -> None:
+        """Lets no call begin for so many seconds: a server that is too busy for one call is so for all."""
+        self._paused_until = max(self._paused_until, self._clock() + seconds)
+
+    async def _sleep_until(self, time: float) -> None:
+        if (seconds := time - self._clock()) > 0:
+            await self._sleep(seconds)
+
+
+# Keeps scores by what was asked, so that the same question is not paid for twice.
+
+
+Ask = Callable[[], Awaitable[float]]
+
+
+class ScoreCache:
+    """Holds the newest `size` scores by a digest of the request; 0: none. Equal requests at one time are one call.
+
+    It lies in memory: a score takes some 150 bytes, and a child that was replaced asks again."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._scores: OrderedDict[bytes, float] = OrderedDict()
+        self._asking: dict[bytes, asyncio.Future[float]] = {}
+
+    async def score(self, digest: bytes, ask: Ask) -> float:
+        """Returns the score that is known, or that another call waits for, or else that of `ask`; raises its error."""
+        if not self._size:
+            return await ask()
+        while digest not in self._scores:
+            if (other := self._asking.get(digest)) is None:
+                return await self._ask(digest, ask)
+            await asyncio.wait({other})
+            if not other.cancelled():  # If it was, its caller gave up, and this one asks itself.
+                return other.result()
+        self._scores.move_to_end(digest)
+        return self._scores[digest]
+
+    async def _ask(self, digest: bytes, ask: Ask) -> float:
+        asking: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._asking[digest] = asking
+        try:
+            score = await ask()
+        except RewardError as error:
+            asking.set_exception(error)
+            asking.exception()  # Retrieved: perhaps nobody else waits.
+            raise
+        else:
+            asking.set_result(score)
+        finally:
+            del self._asking[digest]
+            asking.cancel()  # Only where it has no result: the call was cancelled.
+        self._scores[digest] = score
+        if len(self._scores) > self._size:
+            self._scores.popitem(last=False)
+        return score
+
+
+# Reads the score in the reply of a judge.
+
+
+SCORE = r"(?i)score(?: is| of)?\W{0,8}?(-?\d+(?:\.\d+)?)(?![\d.]* *(?:[-\u2013]|to) *\d|[\d.]*,\d)"
+"""Finds the score where neither a pattern nor a field is named. The bounds in `Score (0-10)` are none."""
+BEST = re.compile(r" *(?:/|out of) *(\d+(?:\.\d+)?)")
+"""Stands behind a score that says what the best one is."""
+EXCERPT = 200
+"""Characters of a reply that an error quotes."""
+
+
+class ScoreReader:
+    """Finds a score in a reply. pattern: a regular expression, whose first group in the last match is the score.
+    field: of a JSON object in the reply. lowest, highest: bounds of the score, which is returned as 0 to 1."""
+
+    def __init__(self, pattern: str, field: str, lowest: float, highest: float) -> None:
+        if pattern and field:
+            raise ConfigError("pattern and json_field are two ways to find the score; write one of them")
+        if not lowest < highest:
+            raise ConfigError(f"lowest ({lowest:g}) must be under highest ({highest:g})")
+        try:
+            self._pattern = re.compile(pattern or SCORE, re.DOTALL)
+        except re.error as error:
+            raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}") from None
+        self._field = field
+        self._lowest = lowest
+        self._highest = highest
+
+    def score(self, reply: str) -> float:
+        """Returns the score behind the thoughts of a reply, 0 to 1; raises ValueError that says what is wrong."""
+        shown = split_thoughts(reply)[1]
+        found = self._in_field(shown) if self._field else self._by_pattern(shown)
+        try:
+            if isinstance(found, bool) or "_" in str(found):  # Python converts both.
+                raise ValueError
+            number = float(found)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"the score is no number but {found!r:.{EXCERPT}}") from None
+        if not (math.isfinite(number) and self._lowest <= number <= self._highest):
+            raise ValueError(f"the score {number:g} does not lie between {self._lowest:g} and {self._highest:g}")
+        return (number - self._lowest) / (self._highest - self._lowest)
+
+    def _by_pattern(self, reply: str) -> str:
+        matches = list(self._pattern.finditer(reply))
+        if not matches:
+            raise ValueError(self._without_score(reply))
+        if self._pattern.pattern == SCORE:  # `Score: 7` is the shown, although prose about scores may follow.
+            matches = [match for match in matches if re.search("[:=]", match[0])] or matches
+            best = BEST.match(reply, matches[-1].end())
+            if best is not None and float(best[1]) != self._highest:
+                raise ValueError(
+                    f"the score is one of {best[1]}, and highest is {self._highest:g}: {reply!r:.{EXCERPT}}"
+                )
+        return str(matches[-1][min(1, self._pattern.groups)])
+
+    def _without_score(self, reply: str) -> str:
+        shown = f"{reply!r:.{EXCERPT}}"
+        if self._pattern.pattern != SCORE:
+            return f"the pattern {self._pattern.pattern} finds no score in the reply: {shown}"
+        return (
+            f"the reply has no score such as 'Score: 7': {shown}; let the rubric ask for one, or name its place in the "
+            "reply with pattern or json_field"
+        )
+
+    def _in_field(self, reply: str) -> Any:
+        found = [each[self._field] for each, _ in json_objects(reply) if self._field in each]
+        if not found:
+            raise ValueError(f"the reply has no JSON object with {self._field}: {reply!r:.{EXCERPT}}")
+        return found[-1]
+
+
+# Calls the chat completions of a server that speaks OpenAI's HTTP API, and tries again what may pass.
+#
+# call ── place in flight, time of the rate ──> POST ──> 200: the score in the reply
+#   ^                                             ├──> busy, failed, no answer, no score in it: a pause, and again
+#   └─────────────────────────────────────────────┘    refused: the end
+
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before the second try, which double with each further one, and the most that they become."""
+LARGEST_REPLY = 2**20
+"""Bytes of a reply: far more than a judge writes."""
+"""Characters of a reply that an error quotes."""
+BUSY = (408, 425, 429)
+"""Statuses below 500 that another try may not meet."""
+
+
+class FailedTry(Exception):
+    """Reports one failed call. again: another try may succeed. pause: seconds that the server asks to wait."""
+
+    def __init__(self, why: str, *, again: bool = True, pause: float = 0.0) -> None:
+        super().__init__(why)
+        self.again = again
+        self.pause = pause
+
+
+def jittered(seconds: float) -> float:
+    """Returns half to all of the seconds, at random, so that calls that failed together do not come back together."""
+    return seconds * random.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The clock, the sleep and the jitter of calls, which tests replace."""
+
+    clock: Clock = monotonic
+    sleep: Sleep = asyncio.sleep
+    jitter: Callable[[float], float] = jittered
+
+
+@dataclass(eq=False, slots=True)
+class ChatEndpoint:
+    """Asks one server. url: of its chat completions. key: sent as a bearer token, "" for none. tries: calls for one
+    question. seconds: for one call. deadline: seconds for all tries, waiting included. varies: the replies to one
+    question may differ, so that another try may bring the score that one lacks."""
+
+    url: str
+    key: str
+    limits: CallLimits
+    tries: int
+    seconds: float
+    deadline: float
+    timing: Timing = field(default_factory=Timing)
+    varies: bool = True
+    _client: Any = None
+
+    async def ask(self, body: bytes, read: Callable[[str], float]) -> float:
+        """Returns what `read` makes of the reply; it raises ValueError for a reply that is none. Raises RewardError
+        with the last failure."""
+        ends = self.timing.clock() + self.deadline
+        last = FailedTry("it waited for its turn, which in_flight and per_second give, or for the first answer")
+        try:
+            async with asyncio.timeout(self.deadline):
+                for number in range(1, self.tries + 1):
+                    try:
+                        return await self._answer(body, read)
+                    except FailedTry as failure:
+                        last = failure
+                    if not last.again:
+                        raise RewardError(f"the judge {self.url} cannot be used: {last}")
+                    if number < self.tries:
+                        await self._wait(number, last, ends)
+        except TimeoutError:
+            raise RewardError(
+                f"the judge {self.url} gave no score within {self.deadline:g} s: {last}; reward.deadline allows more"
+            ) from None
+        raise RewardError(f"the judge {self.url} gave no score in {self.tries} tries; the last one: {last}")
+
+    async def _answer(self, body: bytes, read: Callable[[str], float]) -> float:
+        reply = await self._reply(body)
+        try:
+            return read(reply)
+        except ValueError as mistake:
+            if not self.varies:
+                raise RewardError(
+                    f"the judge {self.url} gave no score, and at temperature 0 it would not with another try: {mistake}"
+                ) from None
+            raise FailedTry(str(mistake)) from None
+
+    async def _wait(self, number: int, failure: FailedTry, ends: float) -> None:
+        """Sleeps before the next try: as long as the server asks for, and longer with each try."""
+        asked = failure.pause
+        if self.timing.clock() + asked > ends:
+            raise RewardError(
+                f"the judge {self.url} asks for a pause of {asked:g} s, and less time is left: {failure}; "
+                "reward.deadline allows more"
+            )
+        await self.timing.sleep(asked + self.timing.jitter(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (number - 1))))
+
+    async def _reply(self, body: bytes) -> str:
+        """Makes one call; raises FailedTry."""
+        import httpx2  # Here, so that a config is checked without it.
+
+        async with self.limits.call():
+            try:
+                async with asyncio.timeout(self.seconds) as scope:
+                    status, headers, data = await self._post(httpx2, body)
+            except TimeoutError:
+                if not scope.expired():
+                    raise
+                raise FailedTry(f"no answer within {self.seconds:g} s") from None
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                raise FailedTry(f"the call failed: {type(error).__name__}: {error}") from None
+            pause = _seconds_asked(headers.get("retry-after")) if status != 200 else 0.0
+            if pause <= self.deadline:
+                self.limits.pause(pause)  # Before the next call takes this place.
+        if status != 200:
+            shown = data.decode(errors="replace")
+            shown = shown.replace(self.key, "***") if self.key else shown
+            raise FailedTry(f"HTTP {status}: {shown[:EXCERPT]!r}", again=status in BUSY or status >= 500, pause=pause)
+        return _content(data)
+
+    async def _post(self, httpx2: Any, body: bytes) -> tuple[int, Any, bytes]:
+        if self._client is None:
+            self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None))
+        # A compressed reply could be far larger than what is received of it.
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        received = bytearray()
+        async with self._client.stream("POST", self.url, content=body, headers=headers) as response:
+            if "content-encoding" in response.headers:
+                raise FailedTry("the reply is compressed, which the call did not allow", again=False)
+            async with aclosing(response.aiter_bytes()) as parts:
+                async for part in parts:
+                    received += part
+                    if len(received) > LARGEST_REPLY:
+                        raise FailedTry(f"the reply has more than {LARGEST_REPLY} bytes", again=False)
+        return response.status_code, response.headers, bytes(received)
+
+
+def _seconds_asked(header: str | None) -> float:
+    """Returns the seconds of a header Retry-After, a number or a date; 0 where there is none that can be read."""
+    if header is None:
+        return 0.0
+    if (number := header.strip()).isdecimal():
+        return float(number)
+    try:
+        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _content(data: bytes) -> str:
+    try:
+        content = json.loads(data)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        content = None
+    if not isinstance(content, str):
+        raise FailedTry(f"the reply is no chat completion: {data[:EXCERPT].decode(errors='replace')!r}")
+    return content
+
 
 PLACE = re.compile(r"\{(\w+)\}")
 FILLED = {"prompt", "answer", "conversation"}

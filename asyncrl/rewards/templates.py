@@ -1,26 +1,137 @@
 """Templates of rewards: each function here makes a reward function from options in the config."""
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import c_float
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from asyncrl.children.sandbox import SandboxError
+from asyncrl.children.code.code_runner import SourceCheck, shared_runner
+from asyncrl.children.code.program_extraction import Choice, code_in
+from asyncrl.children.code.row_tests import cases_in
+from asyncrl.children.sandbox import Program, SandboxError, TestCase
 from asyncrl.children.sandbox.package_calls import PackageSandbox, Unjudged, package_sandbox
 from asyncrl.children.sandbox.pool import Kind
+from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import suggestion
-from asyncrl.errors import ConfigError, RewardError
+from asyncrl.errors import ConfigError, RewardError, TaskError
 from asyncrl.protocols.answers.plain_text import composed, folded
 from asyncrl.protocols.batch import NO_ROOM
 from asyncrl.protocols.thoughts import PAIRS
-from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.expressions import letter, unit
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge
 from asyncrl.rewards.sample import OfRow, OfSample, RowError, Sample, UnjudgedError
+
+if TYPE_CHECKING:
+    from asyncrl.config.schema import Config
+
+# Templates of rewards for programs. All of them run in sandboxes; the code in an answer is the last program in its
+# fenced blocks, or without blocks the whole answer, behind what the row has in the column `before`. choose: "first"
+# takes the first program of several. An answer without a program has 0. sandbox: what `children.sandbox` says.
+
+
+SANDBOX = "sandbox"
+"""Name of the option that is no option of users, for programs are contained as other code of a run is."""
+
+
+def compiles(choose: Choice = "last", sandbox: Kind = "bubblewrap") -> OfSample:
+    """Gives 1 if Python compiles the code of the completion, else 0. The code is not run."""
+    _refuse_choice(choose)
+
+    async def reward(sample: Sample) -> float:
+        return float((await _checked(sample, choose, sandbox)).compiles)
+
+    return reward
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOfTests:
+    """Gives the share of tests that a program passes; see `passes_tests`."""
+
+    column: str
+    seconds: float
+    choose: Choice
+    sandbox: Kind
+
+    @property
+    def overlapping(self) -> int:
+        """Returns the number of cores: further calls would wait for a sandbox while `reward.deadline` runs."""
+        return len(os.sched_getaffinity(0))
+
+    def check_row(self, row: Mapping[str, Any]) -> tuple[TestCase, ...]:
+        """Returns the tests of a row; raises TaskError where it has none."""
+        return cases_in(row, self.column)
+
+    async def __call__(self, sample: Sample) -> float:
+        runner, source = shared_runner(self.sandbox), code_in(sample.answer, sample.row, self.choose)
+        try:
+            tests = self.check_row(sample.row)
+        except TaskError as error:
+            raise RowError(self.column, str(error)) from None
+        try:
+            if not source or not (await runner.check(source)).compiles:
+                return 0.0
+            results = await runner.run(Program(source, tests), self.seconds)
+        except (SandboxError, TaskError) as error:
+            raise RewardError(str(error)) from None
+        return sum(result.passed for result in results) / len(tests)
+
+
+def passes_tests(
+    column: str = "tests", seconds: float = 3.0, choose: Choice = "last", sandbox: Kind = "bubblewrap"
+) -> OfSample:
+    """Gives the share of the row's tests that the code of the completion passes, 0 to 1; 0 if it does not compile.
+
+    column: a list of texts with asserts that call functions of the program, or of tables with `stdin` and `stdout`, the
+    text that the program reads and the text that it has to print; or the tests of a usual data set as they are (see
+    asyncrl/children/code/row_tests.py). A test that asserts nothing is an error. seconds: that a test may take; once
+    the tests of a program have taken so long, no further one begins, and the rest has failed.
+    """
+    if seconds <= 0:
+        raise ConfigError(f"seconds must be more than 0, not {seconds:g}")
+    _refuse_choice(choose)
+    return ShareOfTests(column, seconds, choose, sandbox)
+
+
+def lint(penalty: float = 0.25, choose: Choice = "last", sandbox: Kind = "bubblewrap") -> OfSample:
+    """Gives 1 for code without a finding of the linter, and `penalty` less for each finding, down to 0; 0 if it does
+    not compile.
+
+    Findings are names that nothing defines, imports and local variables that nothing reads, statements without effect
+    or never reached, bare `except`, mutable default values, `== None`, assertions of tuples, imports of `*`, f-strings
+    with nothing to fill in, lambdas with a name, semicolons at the ends of lines, and what Python warns of.
+    """
+    if penalty <= 0:
+        raise ConfigError(f"penalty must be more than 0, not {penalty:g}")
+    _refuse_choice(choose)
+
+    async def reward(sample: Sample) -> float:
+        check = await _checked(sample, choose, sandbox)
+        return max(0.0, 1.0 - penalty * len(check.findings)) if check.compiles else 0.0
+
+    return reward
+
+
+def _refuse_choice(choose: str) -> None:
+    if choose not in get_args(Choice):
+        raise ConfigError(f"choose is one of last, first, not {choose!r}{suggestion(choose, get_args(Choice))}")
+
+
+async def _checked(sample: Sample, choose: Choice, sandbox: Kind) -> SourceCheck:
+    if not (source := code_in(sample.answer, sample.row, choose)):
+        return SourceCheck("there is no program in it", ())
+    try:
+        return await shared_runner(sandbox).check(source)
+    except SandboxError as error:
+        raise RewardError(str(error)) from None
+
+
+CODE_TEMPLATES: dict[str, Callable[..., OfSample]] = {made.__name__: made for made in (compiles, passes_tests, lint)}
 
 Row = Mapping[str, Any]
 
@@ -284,3 +395,51 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ConfigError(f"{pattern!r} is no regular expression: {error}") from None
+
+
+# Says which answers pass: a threshold with room for the rounding of sums, and whether any answer can reach it.
+
+
+TESTS = passes_tests.__name__
+"""Term by which programs pass, if no other one is named."""
+ROUNDING = 5e-7
+"""Share of what was added up by which a sum may miss a threshold that it reaches on paper: weights of 0.7, 0.2 and 0.1
+make 0.9999999999999999, and functions that compute in float32 lose 1e-7 in each sum."""
+
+
+def reaches(value: float, threshold: float, summed: float = 0.0) -> bool:
+    """Returns whether a sum of floats is the threshold or more, but for rounding. summed: the absolute values that were
+    added, in all, where they are larger than their sum."""
+    return value >= threshold - ROUNDING * max(abs(value), abs(threshold), summed)
+
+
+def pass_problems(config: "Config") -> Iterator[Problem]:
+    """Yields, for each held-out set with pass@k, that its rewards have no term of the name by which answers pass, or a
+    warning that none can pass, as far as names and the largest reward are known. Functions of the user are taken to
+    give at most 1, and the warning says so."""
+    threshold = config.evaluate.pass_reward
+    for each in config.evaluate.held_out:
+        functions, key = each.functions or config.reward.functions, f"{each.section}.pass_term"
+        names = [one.term for one in functions]
+        deciding = [one for one in functions if one.term == (each.pass_term or TESTS)]
+        if each.samples == 1 or not functions or (config.reward.model and not each.functions):
+            continue
+        if each.pass_term and not deciding:
+            if each.pass_term.partition("/")[0] not in (*names, "overlong"):
+                text = f"the rewards of these prompts have no term {each.pass_term}{suggestion(each.pass_term, names)}"
+                yield Problem(key, "", text)
+            continue
+        parts = [(one, 1.0 if deciding else one.weight) for one in deciding or functions]
+        most = sum(max(0.0, -weight if one.use in PENALTIES else weight) for one, weight in parts)
+        is_open = any(one.use == ENVIRONMENT or one.by_token for one, _ in parts)
+        if is_open or reaches(most, threshold, sum(abs(weight) for _, weight in parts)):
+            continue
+        own = " and ".join(one.use for one, _ in parts if ":" in one.use)
+        unless = f"with values of {own} up to 1 " if own else ""
+        what = f"the term {deciding[0].term}" if deciding else "the weighted sum of the terms"
+        best = max(functions, key=lambda one: one.weight).term
+        text = (
+            f"{unless}no answer can pass, and pass@k stays 0: {what} is at most {most:g}, and evaluate.pass_reward is "
+            f'{threshold:g}; write {key} = "{best}", the name of a term, or a pass_reward that can be reached'
+        )
+        yield Problem(key, "", text, is_warning=True)

@@ -23,7 +23,7 @@ from asyncrl.config.schema import Config, RewardConfig, Scorer
 from asyncrl.environments.transcript import POLICY
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, RewardError, TaskError
 from asyncrl.rewards.execution.child_pool import ChildPool
-from asyncrl.rewards.execution.process_copies import ProcessCopies
+from asyncrl.rewards.execution.function_call import ProcessCopies
 from asyncrl.rewards.execution.split_pool import SplitPool
 from asyncrl.rewards.execution.thread_pool import named
 from asyncrl.rewards.functions import FunctionSpec, function_specs, held_out_specs, load

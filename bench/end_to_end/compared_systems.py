@@ -18,7 +18,7 @@ from asyncrl.bench.end_to_end.workload import GROUPS, LEARNING_RATE, MEMBERS, PR
 from asyncrl.bench.measured_runs import environment, run_program, step_seconds, train
 from asyncrl.fleet.fleet import ServiceSpec
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
 BENCH = Path(__file__).resolve().parents[1]

@@ -24,7 +24,7 @@ from asyncrl.bench.gpu.two_processes import copies_of_another_process, copies_of
 from asyncrl.bench.gpu.vllm_updates import vllm_pause
 from asyncrl.bench.measurements import number
 from asyncrl.errors import AsyncrlError
-from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
+from asyncrl.lanes.weights.transports.cuda.runtime import CupyRuntime
 
 NOTHING_TO_RUN = 77
 LARGEST = 4 << 30

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results
-from asyncrl.lanes.weights.slot_block import block_views
+from asyncrl.lanes.weights.slot_memory import block_views
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 
 TENSORS = 290

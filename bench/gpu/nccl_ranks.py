@@ -16,10 +16,8 @@ import torch
 from asyncrl.bench.gpu.bench_device import BenchDevice, NotMeasured, Results
 from asyncrl.bench.gpu.mps import mps_daemon
 from asyncrl.errors import DeadlineExceeded, PeerLost
-from asyncrl.lanes.weights.transports.collective.communicator import RECEIVER, TRAINER, Backend
-from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
-from asyncrl.lanes.weights.transports.collective.nccl_libraries import nccl_library
-from asyncrl.lanes.weights.transports.collective.owner_thread import OwnerThread
+from asyncrl.lanes.weights.transports.collective.communicator import RECEIVER, TRAINER, Backend, OwnerThread
+from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend, nccl_library
 
 SWITCH = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 CTAS = (4, 8, 16)

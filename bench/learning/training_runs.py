@@ -23,8 +23,7 @@ from asyncrl.bench.measured_runs import environment, train
 from asyncrl.bench.measurements import MachineLoad
 from asyncrl.config.sources import load
 from asyncrl.engines.models.model_preparation import prepare
-from asyncrl.telemetry.jsonl import read_lines
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
 RUN_DEADLINE = 900.0

@@ -33,7 +33,7 @@ from asyncrl.bench.measurements import (
 from asyncrl.bench.overhead.emulated_services import stages
 from asyncrl.config.sources import load
 from asyncrl.engines.models.model_preparation import prepare
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.trace import SUFFIX, Tracer, merge_traces
 

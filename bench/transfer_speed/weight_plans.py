@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncrl.bench.measurements import at_least, goal_line, table
-from asyncrl.lanes.weights.plan.index_boxes import intersections, volumes
-from asyncrl.lanes.weights.plan.parallel_layout import (
+from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement, intersections, volumes
+from asyncrl.lanes.weights.plan.schedule import schedule_of
+from asyncrl.lanes.weights.plan.weight_plan import (
     FORMS,
     DecoderSizes,
     ParallelLayout,
+    WeightPlan,
     generation_ranks,
+    make_plan,
     parse_layout,
     place_model,
 )
-from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
-from asyncrl.lanes.weights.plan.schedule import schedule_of
-from asyncrl.lanes.weights.plan.weight_plan import WeightPlan, make_plan
 
 T = TypeVar("T")
 

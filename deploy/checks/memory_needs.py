@@ -30,8 +30,7 @@ from asyncrl.engines.generation.vllm.option_problems import cache_tokens
 from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, shape_of
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.fleet.weight_transport import transport_of
-from asyncrl.lanes.weights.leases import SLOTS
-from asyncrl.lanes.weights.transports.copied_versions import BUFFERS
+from asyncrl.lanes.weights.leases import BUFFERS, SLOTS
 
 PROCESS_BYTES, PLAIN_BYTES = 300 * 2**20, 110 * 2**20
 """A process with torch and transformers loaded; one without, with the two processes that run functions."""

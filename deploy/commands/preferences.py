@@ -13,8 +13,7 @@ from asyncrl.config.sections.training.optimizers import rate_mistake
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.feedback.pairs import ComparedPrompt, compared_prompts, lacks_tokens, split
-from asyncrl.rewards.feedback.ratable_answers import values_of_line
+from asyncrl.rewards.feedback.pairs import ComparedPrompt, compared_prompts, lacks_tokens, split, values_of_line
 from asyncrl.telemetry.jsonl import read_lines
 from asyncrl.telemetry.run_directory import RunDirectory
 

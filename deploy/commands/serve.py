@@ -118,7 +118,7 @@ async def _serve(asked: argparse.Namespace, key: "WorkerKey", own_address: str, 
     from asyncrl.errors import Interrupted
     from asyncrl.fleet.launching.joining_host import JoiningHost
     from asyncrl.lanes.control.zmq_wire import ZmqWire
-    from asyncrl.lanes.data.files.file_cache import FileCache
+    from asyncrl.lanes.data.file_cache import FileCache
 
     def say(text: str) -> None:
         print(text, flush=True)

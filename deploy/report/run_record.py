@@ -9,8 +9,7 @@ from asyncrl.config.sources import read
 from asyncrl.controller.journal.audit import Audit, audit
 from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError, JournalError
-from asyncrl.telemetry.jsonl import Object, read_lines
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import Object, read_lines, read_metrics
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 from asyncrl.telemetry.samples_file import SampleRecord, read_samples
 from asyncrl.telemetry.screen.warning_recap import repeated

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.config.sources import load
 from asyncrl.controller.journal.audit import audit
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 from tests.chaos.faults import HOSTS
 from tests.chaos.injection import Injected
 from tests.chaos.run_watch import Loss

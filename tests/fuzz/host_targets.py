@@ -26,8 +26,7 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data.files.file_cache import FileCache
-from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
+from asyncrl.lanes.data.file_cache import FileCache, FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import RowFileWriter, store_again
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Place
 from asyncrl.protocols.join_messages import FilePart, FileTree, JoinRequest, ListedFile
@@ -142,7 +141,7 @@ class WeightChunks(Looping):
     def __init__(self) -> None:
         super().__init__()
         from asyncrl.lanes.weights.codec.chunk import WireCodec, encode_chunk
-        from asyncrl.lanes.weights.transports.weight_server import packed
+        from asyncrl.lanes.weights.transports.weight_stream import packed
 
         base = np.arange(1024, dtype=np.float32).view(np.uint8)
         new = base.copy()
@@ -153,7 +152,7 @@ class WeightChunks(Looping):
 
     async def once(self, data: bytes) -> None:
         from asyncrl.lanes.weights.codec.chunk import decode_chunk
-        from asyncrl.lanes.weights.transports.weight_server import unpacked
+        from asyncrl.lanes.weights.transports.weight_stream import unpacked
 
         for frames in split(data):
             for base in (self._base, None):

@@ -19,8 +19,7 @@ from asyncrl.errors import EnvironmentFailed, WireError
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow
 from asyncrl.rewards.feedback.waiting_answers import UnknownAnswer
 from asyncrl.rewards.feedback.web import FeedbackWeb, _body
-from asyncrl.rewards.judge_calls.chat_endpoint import FailedTry, _content, _seconds_asked
-from asyncrl.rewards.judge_calls.score_reader import ScoreReader
+from asyncrl.rewards.remote_judge import FailedTry, ScoreReader, _content, _seconds_asked
 
 
 def _json(*values: Any) -> list[bytes]:

@@ -19,9 +19,8 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.lanes.weights.tensor_spec import DTYPES
-from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
 from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceReader
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
+from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime, CupyRuntime
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 

@@ -16,8 +16,7 @@ import torch
 
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.lanes.weights.slot_block import block_views, new_block
-from asyncrl.lanes.weights.slot_memory import with_aliases
+from asyncrl.lanes.weights.slot_memory import block_views, new_block, with_aliases
 from asyncrl.lanes.weights.tensor_spec import spec_of
 from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceWriter
 from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime

@@ -31,7 +31,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/fleet/worker/service.py",
     "asyncrl/lanes/control/server.py",
     "asyncrl/environments/episode.py",
-    "asyncrl/lanes/weights/transports/collective/owner_thread.py",
+    "asyncrl/lanes/weights/transports/collective/communicator.py",
     "asyncrl/rewards/execution/function_call.py",
     "asyncrl/tasks/prompt_sources.py",
     "asyncrl/telemetry/sinks.py",

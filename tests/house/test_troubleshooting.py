@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.config.sources import load
 from asyncrl.config.sources.keys import all_keys
-from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
 
 ROOT = Path(__file__).parents[2]
 ALGORITHM = (ROOT / "docs/troubleshooting.md").read_text()

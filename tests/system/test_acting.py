@@ -11,8 +11,7 @@ from statistics import fmean
 import pytest
 
 from asyncrl.controller.journal.audit import audit
-from asyncrl.telemetry.jsonl import read_lines
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.samples_file import read_samples
 
 sys.path.insert(0, str(Path(__file__).parent))

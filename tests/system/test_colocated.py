@@ -16,8 +16,7 @@ from programs import running, until_step
 from watching import pid_of, workers_of
 
 from asyncrl.controller.journal.audit import audit
-from asyncrl.telemetry.jsonl import read_lines
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_lines, read_metrics
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 

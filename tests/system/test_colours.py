@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.controller.journal.audit import audit
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import PATIENCE

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.config.sources import read
 from asyncrl.controller.journal.audit import audit
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.bench.overhead.benchmark import GROUPS, MEMBERS, STAGES, WARM, emulated_run
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 
 pytestmark = pytest.mark.fleet
 

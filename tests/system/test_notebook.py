@@ -13,7 +13,7 @@ sys.path.insert(0, str(HERE))
 from torchless_runs import MARK, Run  # noqa: E402
 from watching import PATIENCE, checkpoints_of  # noqa: E402
 
-from asyncrl.telemetry.metrics_file import read_metrics  # noqa: E402
+from asyncrl.telemetry.jsonl import read_metrics  # noqa: E402
 
 pytestmark = pytest.mark.fleet
 

@@ -13,7 +13,7 @@ from asyncrl.bench.overlap.emulation.stage_times import LengthSpread, StageTimes
 from asyncrl.bench.overlap.emulation.stages import emulated_services
 from asyncrl.bench.overlap.emulation.virtual_run import run_on_virtual_clock
 from asyncrl.config.sources import load
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 UNIT, BATCH, SAMPLED = 16, 1024, 4007

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.sources import load
-from asyncrl.telemetry.metrics_file import METRICS, read_metrics
+from asyncrl.telemetry.jsonl import METRICS, read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,7 +17,7 @@ from asyncrl.controller.journal.checkpoints import MANIFEST
 from asyncrl.deploy.run_setup import RunRequest, run
 from asyncrl.deploy.standalone_evaluation import evaluate_run
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import read_samples
 from asyncrl.telemetry.screen.display import LineDisplay

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.controller.journal.audit import audit
 from asyncrl.controller.journal.journal import FIRST_BYTES
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 from asyncrl.telemetry.run_status import read_status
 
 sys.path.insert(0, str(Path(__file__).parent))

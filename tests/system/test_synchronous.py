@@ -22,7 +22,7 @@ from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.objectives.advantages import RewardedCut
 from asyncrl.protocols.seeds import group_seed, member_seed
 from asyncrl.tasks import Draw, training_prompts
-from asyncrl.telemetry.metrics_file import METRICS, read_metrics
+from asyncrl.telemetry.jsonl import METRICS, read_metrics
 from asyncrl.telemetry.screen.display import LineDisplay
 
 STEPS = 20

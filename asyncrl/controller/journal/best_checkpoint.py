@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl.controller.journal.checkpoints import newest_model, saved_model
 from asyncrl.errors import ConfigError
-from asyncrl.rewards.passing import reaches
+from asyncrl.rewards.templates import reaches
 from asyncrl.telemetry.run_directory import RunDirectory, replace_text
 
 BEST = "best"

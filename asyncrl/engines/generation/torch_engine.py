@@ -59,8 +59,7 @@ from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
-from asyncrl.lanes.weights.parameter_roles import Role, roles_of
-from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
+from asyncrl.lanes.weights.tensor_spec import DTYPES, Role, WeightsSpec, roles_of
 from asyncrl.protocols.batch import SampleName
 
 PREFILL_TOKENS = (2048, 32)

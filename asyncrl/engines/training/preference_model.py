@@ -18,8 +18,7 @@ from asyncrl.engines.model_loading import load_pretrained_classifier
 from asyncrl.engines.training.models_with_heads import ValueModel, refuse_another_tokenizer
 from asyncrl.objectives.pass_at_k import Rate, rate_over
 from asyncrl.objectives.preference_loss import bradley_terry_loss
-from asyncrl.rewards.feedback.pairs import ComparedPrompt, batches
-from asyncrl.rewards.feedback.ratable_answers import EQUAL
+from asyncrl.rewards.feedback.pairs import EQUAL, ComparedPrompt, batches
 
 CENTERING = 0.01
 """Weight of the squared mean score of a pair, which holds scores around 0: the loss leaves their level open, and what

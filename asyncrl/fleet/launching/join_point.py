@@ -47,7 +47,7 @@ from asyncrl.fleet.launching.probe_point import ProbePoint
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
-from asyncrl.lanes.data.files.file_server import FileServer
+from asyncrl.lanes.data.file_cache import FileServer
 from asyncrl.lanes.host_id import FaultDomain, HostId
 from asyncrl.protocols.join_messages import FilePart, FileTree, JoinOrder, JoinRequest
 from asyncrl.protocols.messages import Call

@@ -30,7 +30,7 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wakeup, Wire
-from asyncrl.lanes.data.files.file_cache import FileCache, relocated
+from asyncrl.lanes.data.file_cache import FileCache, relocated
 from asyncrl.lanes.host_id import HostId, gpus_of_host
 from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
 

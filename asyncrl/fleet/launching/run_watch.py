@@ -17,7 +17,7 @@ from asyncrl.fleet.launching.joining import HEARTBEAT, joining_hello
 from asyncrl.fleet.launching.key_folder import WorkerKey
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.telemetry.metrics_file import newest_line
+from asyncrl.telemetry.jsonl import newest_line
 from asyncrl.telemetry.run_directory import RunDirectory
 
 MONITOR = "monitor"

@@ -1,19 +1,20 @@
 """The caller's side of a connection: calls and streams with deadlines, which all fail when the peer is lost."""
 
 import asyncio
-from collections import deque
+import re
+import traceback
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Self
 
-from asyncrl.concurrency import start_task
-from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WireError
-from asyncrl.lanes.control.credit import Credit
+from asyncrl import errors
+from asyncrl.concurrency import start_task, unwrap
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
 from asyncrl.lanes.control.deadlines import Deadline, Deadlines
 from asyncrl.lanes.control.message_codec import MessageSequence
 from asyncrl.lanes.control.pending_calls import PendingReply, PendingStream
-from asyncrl.lanes.control.remote_errors import error_from
 from asyncrl.lanes.control.wire import Caller, Frame
 from asyncrl.protocols.messages import (
     Call,
@@ -28,6 +29,100 @@ from asyncrl.protocols.messages import (
     Reply,
     Welcome,
 )
+
+# Errors as they cross a wire: a worker sends a `Failure`, and its caller raises the error that it describes.
+
+
+TRACEBACK_CHARACTERS = 16_384
+MESSAGE_CHARACTERS = 4_096
+
+
+def failure_from(raised: BaseException, call: int, worker: Hello) -> Failure:
+    """Returns the reply of `worker` to a call that raised this."""
+    error = unwrap(raised)
+    trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+    return Failure(
+        call=call,
+        kind=type(error).__name__,
+        message=_sendable(str(error)[:MESSAGE_CHARACTERS]),
+        service=f"{worker.service}{_replica_of(worker)}",
+        rank=worker.rank,
+        traceback=_sendable(trace),
+        lost=error.places if isinstance(error, LostRows) else (),
+    )
+
+
+def error_from(failure: Failure) -> AsyncrlError:
+    """Returns the error to raise: the class of asyncrl.errors with that name, caused by a RemoteError, or that."""
+    remote = RemoteError(failure.kind, failure.message, failure.service, failure.rank, failure.traceback)
+    cls = getattr(errors, failure.kind, None)
+    if not (isinstance(cls, type) and issubclass(cls, AsyncrlError)) or cls is RemoteError:
+        return remote
+    error: AsyncrlError = cls(f"{failure.service}[{failure.rank}]: {failure.message}")
+    if isinstance(error, LostRows):
+        error.places = failure.lost
+    error.__cause__ = remote
+    return error
+
+
+def _replica_of(worker: Hello) -> str:
+    """Returns the number of the replica in the name of an instance ("reward1.0-0-feedbeef"), "" where it has none."""
+    named = re.match(rf"{re.escape(worker.service)}(\d+)\.{worker.rank}-", worker.instance)
+    return named[1] if named else ""
+
+
+def _sendable(text: str) -> str:
+    """Returns the text without lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+# Credit: how many further calls a worker takes on one connection. Calls beyond it wait, first come, first served.
+
+
+class Credit:
+    """Starts empty. What is given back goes to the call that has waited longest, and wakes no other one, so that the
+    cost of a call does not grow with the calls that wait."""
+
+    def __init__(self) -> None:
+        self._free = 0
+        self._waiting: OrderedDict[asyncio.Future[None], None] = OrderedDict()  # Bounded by the tasks that call.
+        self._ended = False
+
+    async def take(self) -> None:
+        """Takes credit for one call, waiting for it; returns at once, without any, after `end`."""
+        if self._ended:
+            return
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(1)  # It was given to this call in the moment in which the call was cancelled.
+            raise
+        finally:
+            self._waiting.pop(turn, None)
+
+    def give(self, calls: int) -> None:
+        """Adds credit for so many calls."""
+        self._free += calls
+        while self._free and self._waiting:
+            turn, _ = self._waiting.popitem(last=False)
+            if not turn.done():
+                self._free -= 1
+                turn.set_result(None)
+
+    def end(self) -> None:
+        """Lets all calls go on, which find that the connection is lost."""
+        self._ended = True
+        while self._waiting:
+            turn, _ = self._waiting.popitem(last=False)
+            if not turn.done():
+                turn.set_result(None)
+
 
 HELLO_DEADLINE = 10.0
 """Seconds until a running worker welcomes a caller; the supervisor gives a starting worker more."""

@@ -11,10 +11,44 @@ from weakref import WeakValueDictionary
 from asyncrl.concurrency import gather
 from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, LostRows, PeerLost, Refused, WireError
 from asyncrl.lanes.control.client import Client
+from asyncrl.lanes.control.server import Dispatch
 from asyncrl.lanes.control.wire import Wire
-from asyncrl.lanes.data.row_server import FETCH, ROWS_PER_FETCH
-from asyncrl.protocols.batch import Array, Batch, Place
-from asyncrl.protocols.messages import Hello
+from asyncrl.lanes.data.row_store import MAX_COLUMNS, RowStore
+from asyncrl.protocols.batch import Array, Batch, Column, Place
+from asyncrl.protocols.messages import Call, Hello
+
+# Serves the rows of a store as frames, to readers that cannot map the shared memory of their owner.
+
+
+FETCH = "fetch_rows"
+ROWS_PER_FETCH = 32
+"""Rows in one message; with at most 2 MB each they stay well below its limit."""
+
+
+def serve_rows(store: RowStore) -> Dispatch:
+    """Returns the dispatch function for a Server on the owner's data lane."""
+
+    async def answer(call: Call) -> Batch:
+        if call.method != FETCH or len(call.args) != 4:
+            raise Refused(f"the data lane answers {FETCH}(slots, write_counts, stored, columns), not {call.method}")
+        slots, counts, stored, columns = call.args
+        numbers = _are_lists_of(int, ROWS_PER_FETCH, slots, counts) and len(slots) == len(counts)
+        if not (numbers and _are_lists_of(str, MAX_COLUMNS, stored, columns)):
+            raise Refused(f"{FETCH} takes two lists of at most {ROWS_PER_FETCH} numbers, and two of column names")
+        names = tuple(stored)
+        places = [Place(store.address, slot, count, names) for slot, count in zip(slots, counts, strict=True)]
+        rows = [store.views(place, columns) for place in places]
+        batch = Batch({name: Column.of([row[index] for row in rows]) for index, name in enumerate(columns)})
+        for place in places:
+            store.check(place)
+        return batch
+
+    return answer
+
+
+def _are_lists_of(kind: type, most: int, *lists: object) -> bool:
+    return all(type(each) is list and len(each) <= most and {*map(type, each)} <= {kind} for each in lists)
+
 
 FETCH_DEADLINE = 30.0
 """Seconds for one chunk: 64 MB over a slow network, which CHUNKS_AT_ONCE share."""

@@ -4,12 +4,14 @@ read ── what is stored where ── fetch from remote owners ── views of
         (a thread, when rows are many)                      (in the same thread, one copy in all)
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
 
@@ -17,10 +19,33 @@ from asyncrl.errors import ALL_SLOTS, LostRows
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.data.row_fetcher import Cells, RowFetcher, Share, Stored
 from asyncrl.lanes.data.row_store import RowTable
-from asyncrl.lanes.data.row_thread import run_for_rows
 from asyncrl.lanes.shared_memory import SHARED_MEMORY, SHARED_SCHEME, Segment
-from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Place, RowRef, SampleName
 from asyncrl.protocols.messages import Hello
+
+# The thread that copies many rows, so that the event loop answers meanwhile.
+
+
+INLINE_TOKENS = 128 * 1024
+"""Tokens that are copied on the event loop, in at most a few milliseconds."""
+
+ROW_COST = 512
+"""Tokens whose copy takes as long as finding one row."""
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+"""Starts its thread at its first use. It is not the compute thread, which a training step occupies for minutes."""
+
+Result = TypeVar("Result")
+Arguments = TypeVarTuple("Arguments")
+
+
+async def run_for_rows(refs: BatchRef, function: Callable[[Unpack[Arguments]], Result], *args: *Arguments) -> Result:
+    """Returns the result of a function that handles these rows: here when they are few, else in the thread of rows.
+    Cancelling the wait does not stop a function that has begun."""
+    if sum(row.length + ROW_COST for row in refs) <= INLINE_TOKENS:
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(_thread, function, *args)
+
 
 UNLINKED_CHECKS = 16
 """Segments of which each read checks whether their owner is gone: all in turn, at the same cost for every fleet."""
@@ -156,3 +181,39 @@ def _split(row: RowRef, columns: Sequence[str]) -> list[tuple[int, tuple[str, ..
     for name in columns:
         wanted.setdefault(row.places.index(row.place_of(name)), []).append(name)
     return [(index, tuple(names)) for index, names in wanted.items()]
+
+
+# Reads the rows of the next batch before a step asks for them.
+
+
+class RowPrefetch:
+    """Holds these columns of the rows of the next batch until the next `prefetch`."""
+
+    def __init__(self, reader: RowReader, columns: Sequence[str]) -> None:
+        self._reader = reader
+        self._columns = columns
+        self._numbers: dict[SampleName, int] = {}
+        self._rows = Batch({})
+        self._reading = asyncio.Lock()
+
+    async def prefetch(self, samples: BatchRef) -> list[bool]:
+        """Reads these rows. Returns for each sample whether it is held now, which is true of all or of none."""
+        async with self._reading:
+            self._numbers = {}
+            self._rows = Batch({})
+            try:
+                self._rows = await self._reader.read(samples, self._columns)
+            except LostRows:
+                return [False] * len(samples)
+            self._numbers = {row.name: number for number, row in enumerate(samples)}
+            return [True] * len(samples)
+
+    async def read(self, samples: BatchRef) -> Batch:
+        """Returns copies in the order of `samples`. Raises LostRows when a row is gone."""
+        async with self._reading:
+            numbers = [self._numbers.get(row.name, -1) for row in samples]
+            if numbers and -1 not in numbers:
+                if numbers == list(range(len(self._rows))):
+                    return self._rows
+                return await run_for_rows(samples, self._rows.take, numbers)
+        return await self._reader.read(samples, self._columns)

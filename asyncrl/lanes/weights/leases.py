@@ -4,8 +4,21 @@ Version v is stored in slot v mod 2. The trainer writes v + 1 while readers read
 reads nothing but v. A killed reader holds nothing once its process was waited for and `detach` was called for it.
 """
 
+from typing import NamedTuple
+
 from asyncrl.errors import Refused
 from asyncrl.protocols.messages import Published
+
+# The report of a receiver about one version.
+
+
+class Fetched(NamedTuple):
+    """Says what it took to bring a version here. bytes: that crossed a network or were read. error: the largest share
+    of rounding of any part: the root mean square of its errors over that of its weights; 0 if all are exact."""
+
+    bytes: int = 0
+    error: float = 0.0
+
 
 SLOTS = 2
 
@@ -70,3 +83,17 @@ def must_flip(current: Published | None, offered: Published) -> bool:
             f"{current.incarnation}"
         )
     return offered.version > current.version
+
+
+# Leases of readers that copy a version: they hold nothing, so the trainer waits for none of them.
+
+
+BUFFERS = 3
+"""Versions that a trainer holds for a network: the newest, one that is pulled, and one that is written."""
+
+
+class CopiedVersions(Leases):
+    """Takes reports of readers and remembers none."""
+
+    def using(self, reader: str, version: int) -> None:
+        return None

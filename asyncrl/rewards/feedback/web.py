@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from asyncrl.config.sections.feedback_config import FeedbackConfig
-from asyncrl.rewards.feedback.ratable_answers import Judgement, RatableAnswer
+from asyncrl.rewards.feedback.pairs import Judgement, RatableAnswer
 from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatedBefore, UnknownAnswer
 
 PAGE = Path(__file__).with_name("page.html")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS, RowFileWriter
-from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.update_permit import UpdatePermit
 from asyncrl.protocols.batch import Batch, BatchRef, Cuts

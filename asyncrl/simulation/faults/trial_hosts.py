@@ -17,7 +17,7 @@ from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.join_point import JoinPoint
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import Addresses, Implementation, WorkerSpec
-from asyncrl.lanes.data.files.file_cache import FileCache
+from asyncrl.lanes.data.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
 from asyncrl.simulation.faults.faulty_platform import FaultyProcess, FaultyWire, ProcessWire
 from asyncrl.simulation.faults.trial_plan import Fault

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.weights.leases import slot_of
-from asyncrl.lanes.weights.transports.copied_versions import CopiedVersions
+from asyncrl.lanes.weights.leases import CopiedVersions, slot_of
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.distribute_collect import ONE_OF
 from asyncrl.protocols.messages import Opening, PromptGroup, Published, Using

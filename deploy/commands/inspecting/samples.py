@@ -75,7 +75,7 @@ def _evaluated_episodes(run_dir: Path, count: int) -> list[str]:
 def _of_all(run_dir: Path) -> str:
     """Returns how many samples the run has trained, where that is known."""
     from asyncrl.config.sources import read
-    from asyncrl.telemetry.metrics_file import read_metrics
+    from asyncrl.telemetry.jsonl import read_metrics
     from asyncrl.telemetry.run_directory import RunDirectory
 
     directory = RunDirectory(run_dir)

@@ -14,7 +14,7 @@ from asyncrl.fleet.launching.key_folder import WorkerKey
 from asyncrl.fleet.launching.run_watch import MONITOR, watched_run
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.telemetry.metrics_file import newest_line
+from asyncrl.telemetry.jsonl import newest_line
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 from asyncrl.telemetry.run_status import RunStatus, parse_status, read_status
 

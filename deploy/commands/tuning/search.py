@@ -22,8 +22,7 @@ from asyncrl.deploy.commands.tuning.halving import PairedDifference, paired, run
 from asyncrl.deploy.commands.tuning.search_space import Values, optuna, parse_space, typed
 from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.jsonl import Object
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import Object, read_metrics
 
 REQUEST, ROUND = "request", "round"
 TRIES = 20

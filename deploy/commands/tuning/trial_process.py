@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.deploy.commands.tuning.search_space import Values, typed
 from asyncrl.errors import Interrupted
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import read_metrics
 
 QUIET = {"ASYNCRL_TELEMETRY__REPORT": "false", "ASYNCRL_TELEMETRY__TRACE": "false"}
 """Keys of every trial, unless flags set them: one report shows the whole search."""

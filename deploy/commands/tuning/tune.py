@@ -23,7 +23,7 @@ from asyncrl.deploy.commands.tuning.search import (
 from asyncrl.deploy.commands.tuning.search_space import Dimension, parse_space, typed
 from asyncrl.deploy.commands.tuning.trial_process import run_trial
 from asyncrl.errors import ConfigError, Interrupted
-from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
 
 DESCRIPTION = f"""{__doc__} Optuna (extra `tune`) proposes values, and sequential halving spends the steps. All
 candidates and the experiment's own values train with the same seeds, and are compared seed by seed. The same command

@@ -8,7 +8,7 @@ import pytest
 from asyncrl.config.sources import load
 from asyncrl.deploy.run_fleet import offered_files
 from asyncrl.fleet.worker.worker_spec import RunFacts
-from asyncrl.lanes.data.files.file_server import OfferedFiles
+from asyncrl.lanes.data.file_cache import OfferedFiles
 
 
 @pytest.fixture

@@ -14,11 +14,10 @@ from asyncrl.children.sandbox.inside.package_server import Evaluations, answer_o
 from asyncrl.children.sandbox.package_calls import PackageSandbox, Unjudged
 from asyncrl.environments.loading import ADAPTERS, BUILTIN
 from asyncrl.rewards import text_readers
-from asyncrl.rewards.code_templates import CODE_TEMPLATES
 from asyncrl.rewards.execution.function_call import attempt
 from asyncrl.rewards.functions import OF_PACKAGES, FunctionSpec, load
 from asyncrl.rewards.sample import RowError, Sample
-from asyncrl.rewards.templates import SCORES, TEMPLATES
+from asyncrl.rewards.templates import CODE_TEMPLATES, SCORES, TEMPLATES
 
 EVALUATING = (
     *("spiral_matrix", "string_insertion", "binary_matrix", "n_queens", "countdown", "puzzle24"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import Config
-from asyncrl.rewards.passing import pass_problems, reaches
+from asyncrl.rewards.templates import pass_problems, reaches
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from asyncrl.config.sections.model_config import WeightsConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.lanes.data import row_thread
+from asyncrl.lanes.data import row_reader
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Canary
@@ -323,7 +323,7 @@ async def test_nothing_that_grows_with_the_batch_is_computed_on_the_event_loop(
 
     for module, name in ((training, "batch_digest"), (policy_training, "train_rows")):
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
-    monkeypatch.setattr(row_thread, "INLINE_TOKENS", 0)
+    monkeypatch.setattr(row_reader, "INLINE_TOKENS", 0)
     async with serving(tmp_path, make_compute=ThreadCompute) as service:
         monkeypatch.setattr(CountingEngine, "begin", watched(CountingEngine.begin))
         await service.step(cuts(service, 0, 4, 7))

@@ -12,7 +12,7 @@ from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
 from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.rewards.sample import BAD_ROW
-from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
 from asyncrl.telemetry.screen.display import SHOWN, SHOWN_OF_ACTING
 from asyncrl.telemetry.state_clock import STATES
 

@@ -19,7 +19,7 @@ from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup, SampleText, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
-from asyncrl.rewards.passing import reaches
+from asyncrl.rewards.templates import reaches
 from asyncrl.tasks.chat_messages import TOOLS, Messages
 from asyncrl.tasks.reading.pictures import with_pictures_read
 

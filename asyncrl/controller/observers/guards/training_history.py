@@ -13,7 +13,7 @@ from asyncrl.controller.observers.alarms import failed_in
 from asyncrl.controller.observers.events import Event, GroupFinished, SampleScored, StepDone
 from asyncrl.controller.observers.step_metrics import batch_metrics, step_of
 from asyncrl.protocols.batch import BatchRef
-from asyncrl.rewards.passing import reaches
+from asyncrl.rewards.templates import reaches
 
 WINDOW = 5
 """Steps over which training is judged: a single batch may be all right or all wrong by chance."""

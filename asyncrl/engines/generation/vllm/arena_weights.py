@@ -22,9 +22,8 @@ from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.errors import PeerLost, WeightsError
 from asyncrl.lanes.weights.arena import Reader, open_reader
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec, spec_of
-from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
-from asyncrl.lanes.weights.transports.cuda.registered_arena import register_arena
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
+from asyncrl.lanes.weights.transports.cuda.device_arena import register_arena
+from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime, CupyRuntime
 from asyncrl.protocols.messages import Published
 
 NamedTensors = Iterable[tuple[str, Tensor]]

@@ -15,7 +15,7 @@ from asyncrl.engines.training.ranks.gradients import clip_gradients, sum_gradien
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import as_part_of, is_part, own_part, share_out
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.weights.parameter_roles import HEADS, INNER, MATRICES, roles_of
+from asyncrl.lanes.weights.tensor_spec import HEADS, INNER, MATRICES, roles_of
 
 FUSED = ("adam", "adamw")
 """Optimizers whose update is one pass over each tensor."""

@@ -13,10 +13,12 @@ from functools import cached_property
 import numpy as np
 
 from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.plan.index_boxes import (
+from asyncrl.lanes.weights.plan.placements import (
     Bounds,
     Box,
+    HeldBoxes,
     Ints,
+    Placement,
     as_bounds,
     as_box,
     difference,
@@ -25,7 +27,6 @@ from asyncrl.lanes.weights.plan.index_boxes import (
     overlap,
     volumes,
 )
-from asyncrl.lanes.weights.plan.placements import HeldBoxes, Placement
 
 NOBODY = -1
 """Fills rows of ranks that are shorter than others."""
@@ -190,3 +191,162 @@ def _overlaid(
         found += [(each, holders) for each in difference(cell, shared)]
         rest = [each for part in rest for each in difference(part, shared)]
     return found + [(each, ranks) for each in rest]
+
+
+# Balance: which holder sends which part, and which receivers pass it on, so that no rank sends much more than others.
+#
+# What leaves a cell is a line: its parts in order, each as often as copies of it leave the holders. A line is cut
+# into consecutive shares, one for each chosen holder. The least loaded holders are chosen and filled to one level, as
+# water does; a line shorter than a grain has one sender. Tensors with the fewest holders and the most bytes come
+# first, since they leave the least choice.
+#
+# Receivers beyond the copies get a part from other receivers, along trees:
+#
+#     positions of an audience with 2 copies:   0 1      the two heads receive from holders
+#                                              /| |\
+#                                             2 3 4 5    position i receives from position (i - 2) // 2
+#
+# Receivers that passed on the fewest bytes so far stand first in the order, so that relaying is balanced too.
+
+
+CHILDREN = 2
+"""Receivers that one receiver passes a part on to."""
+
+FULL = 1 << 50
+"""Load that stands for no holder: more bytes than any rank sends; 1,024 times as many still fit 64 bits."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Line:
+    """Measures in elements what leaves the holders of a pattern. copies: of each part (P). start: of each part, and the
+    end (P + 1). cell_start: of each cell, and the end (S + 1). row: elements that one sender sends whole (P)."""
+
+    copies: Ints
+    start: Ints
+    cell_start: Ints
+    row: Ints
+
+    def aligned(self, places: Ints, volume: Ints) -> Ints:
+        """Moves places on the line back to the next start of a row."""
+        if not len(volume):
+            return places
+        part = np.clip(np.searchsorted(self.start, places, side="right") - 1, 0, len(volume) - 1)
+        past = (places - self.start[part]) % np.maximum(volume[part], 1)
+        return np.asarray(places - past % self.row[part])
+
+    def inside_copies(self, places: Ints, volume: Ints) -> int:
+        """Returns how many of the places lie within a copy, not at its start."""
+        part = np.clip(np.searchsorted(self.start, places, side="right") - 1, 0, len(volume) - 1)
+        within = (places < self.start[-1]) & ((places - self.start[part]) % np.maximum(volume[part], 1) > 0)
+        return int(within.sum())
+
+
+def make_line(pattern: Pattern, copies: int) -> Line:
+    """Lays the parts of all cells on one line, at most `copies` times each."""
+    each = np.minimum(pattern.sizes[pattern.audience], copies)
+    start = np.concatenate([[0], np.cumsum(pattern.volume * each)])
+    cell_start = start[np.searchsorted(pattern.cell, np.arange(len(pattern.holders) + 1))]
+    return Line(each, start, cell_start, row_volumes(pattern))
+
+
+def row_volumes(pattern: Pattern) -> Ints:
+    """Returns the elements of one index of the first dimension of each part (P) that has several indices."""
+    extents = pattern.parts[..., 1] - pattern.parts[..., 0]
+    if not extents.shape[1]:
+        return np.ones(len(extents), np.int64)
+    split = np.argmax(extents > 1, axis=1)
+    return np.asarray(np.prod(extents, axis=1) // np.take_along_axis(extents, split[:, None], axis=1)[:, 0])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Route:
+    """Says who sends a tensor. senders: (S, n) ranks. cuts: (S, n + 1), where their shares of each cell's line begin
+    and end. order: (A, M) ranks of each audience by position."""
+
+    senders: Ints
+    cuts: Ints
+    order: Ints
+
+
+class Loads:
+    """Counts the bytes that each rank sends as a holder and passes on as a receiver, and chooses who sends next.
+
+    copies: that leave the holders of a part at most. grain: bytes below which a line is not cut.
+    """
+
+    def __init__(self, ranks: int, copies: int, grain: int) -> None:
+        self.sent = np.zeros(ranks + 1, np.int64)
+        self.sent[NOBODY] = FULL
+        self.relayed = np.zeros(ranks + 1, np.int64)
+        self._copies = copies
+        self._grain = grain
+
+    def route(self, pattern: Pattern, line: Line, tensors: int) -> Route:
+        """Chooses the senders and relays of a number of tensors alike, and counts their bytes."""
+        senders, cuts = self._senders(pattern, line, tensors)
+        np.add.at(self.sent, senders, np.diff(cuts, axis=1) * (pattern.item_bytes * tensors))
+        self.sent[NOBODY] = FULL
+        return Route(senders, cuts, self._order(pattern, tensors))
+
+    def _senders(self, pattern: Pattern, line: Line, tensors: int) -> tuple[Ints, Ints]:
+        if pattern.single_holders:
+            return pattern.holders, np.stack([line.cell_start[:-1], line.cell_start[1:]], axis=1)
+        loads = self.sent[pattern.holders]
+        by_load = np.argsort(loads, axis=1, kind="stable")
+        item_bytes = pattern.item_bytes * tensors
+        length = np.diff(line.cell_start) * item_bytes
+        shares = _filled(np.take_along_axis(loads, by_load, axis=1), length, self._grain)
+        width = max(1, int((shares > 0).sum(axis=1).max(initial=0)))
+        inner = line.cell_start[:-1, None] + np.cumsum(shares[:, : width - 1], axis=1) // item_bytes
+        cuts = np.empty((len(length), width + 1), np.int64)
+        cuts[:, 0], cuts[:, -1] = line.cell_start[:-1], line.cell_start[1:]
+        cuts[:, 1:-1] = np.minimum(line.aligned(inner, pattern.volume), cuts[:, -1:])
+        return np.take_along_axis(pattern.holders, by_load, axis=1)[:, :width], cuts
+
+    def _order(self, pattern: Pattern, tensors: int) -> Ints:
+        if pattern.sizes.max(initial=0) <= self._copies:
+            return pattern.audiences
+        loads = np.where(pattern.audiences == NOBODY, FULL, self.relayed[pattern.audiences])
+        order = np.take_along_axis(pattern.audiences, np.argsort(loads, axis=1, kind="stable"), axis=1)
+        passed_on = children(np.arange(order.shape[1]), pattern.sizes[:, None], self._copies)
+        np.add.at(self.relayed, order, passed_on * (pattern.audience_bytes * tensors)[:, None])
+        self.relayed[NOBODY] = 0
+        return order
+
+
+def _filled(loads: Ints, length: Ints, grain: int) -> Ints:
+    """Returns the bytes (S, H) that each holder takes of its cell's `length`. loads: (S, H), rising."""
+    count = np.arange(1, loads.shape[1] + 1)
+    below = np.cumsum(loads, axis=1)
+    allowed = count <= np.clip(-(-length // grain), 1, None)[:, None]
+    taking = allowed & (loads < FULL) & (count * loads - below < length[:, None])
+    takers = np.maximum(taking.sum(axis=1), 1)[:, None]
+    level = (length[:, None] + np.take_along_axis(below, takers - 1, axis=1)) // takers
+    shares = np.where(count <= takers, np.maximum(level - loads, 0), 0)
+    short = length - shares.sum(axis=1)  # Fewer bytes than there are takers, lost in the division.
+    shares[:, 0] += np.where(length > 0, short, 0)
+    return np.asarray(shares)
+
+
+def operations(route: Route, pattern: Pattern, line: Line, copies: int) -> int:
+    """Returns how many boxes of a tensor are sent: by holders, one for each copy and share, and by receivers."""
+    inner = np.unique(route.cuts[:, 1:-1])
+    splits = line.inside_copies(inner, pattern.volume) if len(pattern.volume) else 0
+    relays = np.maximum(pattern.sizes[pattern.audience] - copies, 0)
+    return int(((line.copies + relays) * (pattern.volume > 0)).sum()) + splits
+
+
+def children(position: Ints, size: Ints, copies: int) -> Ints:
+    """Returns how many receivers each position of an audience of `size` receivers passes a part on to."""
+    return np.where(position < size, np.clip(size - copies - CHILDREN * position, 0, CHILDREN), 0)
+
+
+def parent(position: int, copies: int) -> int | None:
+    """Returns the position that passes a part on to `position`, None if a holder sends it."""
+    return None if position < copies else (position - copies) // CHILDREN
+
+
+def depth(position: int, copies: int) -> int:
+    """Returns how often a part was passed on before it reaches a position: 0 for what holders send."""
+    above = parent(position, copies)
+    return 0 if above is None else 1 + depth(above, copies)

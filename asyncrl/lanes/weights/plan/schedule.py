@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.lanes.weights.plan.balance import CHILDREN, depth, parent
-from asyncrl.lanes.weights.plan.index_boxes import Box, as_box, box_volume
+from asyncrl.lanes.weights.plan.placements import Box, as_box, box_volume
+from asyncrl.lanes.weights.plan.routes_of_parts import CHILDREN, depth, parent
 from asyncrl.lanes.weights.plan.weight_plan import PlannedTensor, WeightPlan
 
 

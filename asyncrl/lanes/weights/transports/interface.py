@@ -9,8 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from asyncrl.lanes.weights.leases import Leases
-from asyncrl.lanes.weights.receiver_report import Fetched
+from asyncrl.lanes.weights.leases import Fetched, Leases
 from asyncrl.protocols.messages import Published
 
 

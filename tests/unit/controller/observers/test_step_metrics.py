@@ -16,8 +16,7 @@ from asyncrl.controller.observers.step_metrics import (
 )
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import Health, SampleText, StepReport, TrainedSample
-from asyncrl.telemetry.jsonl import LineFile
-from asyncrl.telemetry.metrics_file import read_metrics
+from asyncrl.telemetry.jsonl import LineFile, read_metrics
 from asyncrl.telemetry.samples_file import SampleRecord, sample_record
 
 

@@ -21,7 +21,7 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.objectives.ragged import Ragged
-from asyncrl.telemetry.metrics_file import FURTHER_METRICS, METRICS
+from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
 
 INCARNATION, VERSION = 1, 5
 CORRECTIONS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,7 @@ from asyncrl.errors import FleetFailed
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.data.files.file_cache import FileCache
-from asyncrl.lanes.data.files.file_server import PART_BYTES, FileServer, OfferedFiles
+from asyncrl.lanes.data.file_cache import PART_BYTES, FileCache, FileServer, OfferedFiles
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.join_messages import FilePart, FileTree
 from asyncrl.simulation import virtual_loop

@@ -15,8 +15,7 @@ from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.lanes.control.zmq_wire import ZmqWire
-from asyncrl.lanes.data.files.file_cache import FileCache
-from asyncrl.lanes.data.files.file_server import FileServer, OfferedFiles
+from asyncrl.lanes.data.file_cache import FileCache, FileServer, OfferedFiles
 from asyncrl.lanes.host_id import HostId
 from tests.unit.fleet.fake_workers import spec_of
 from tests.unit.fleet.launching.test_joining import FakeLauncher

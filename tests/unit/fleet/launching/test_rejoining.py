@@ -18,7 +18,7 @@ from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocListener, InprocWire, Pipe
 from asyncrl.lanes.control.server import CallerSession, Server
-from asyncrl.lanes.data.files.file_cache import FileCache
+from asyncrl.lanes.data.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import Call
 from asyncrl.simulation import virtual_loop

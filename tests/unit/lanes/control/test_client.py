@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, RemoteError, WireError
+from asyncrl.lanes.control.client import error_from, failure_from
 from asyncrl.lanes.control.pending_calls import STREAM_WINDOW
-from asyncrl.lanes.control.remote_errors import error_from, failure_from
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello, Reply
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

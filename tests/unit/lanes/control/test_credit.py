@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 
-from asyncrl.lanes.control.credit import Credit
+from asyncrl.lanes.control.client import Credit
 from asyncrl.simulation import virtual_loop
 from tests.instruction_count import counting
 

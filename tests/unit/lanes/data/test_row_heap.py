@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from asyncrl.lanes.data.row_heap import UNIT, Heap, range_bytes
+from asyncrl.lanes.data.row_store import UNIT, Heap, range_bytes
 
 
 @given(st.integers(1, 2**40))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import LostRows
-from asyncrl.lanes.data.row_prefetch import RowPrefetch
+from asyncrl.lanes.data.row_reader import RowPrefetch
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 

@@ -17,7 +17,6 @@ from structlog.testing import capture_logs
 
 from asyncrl.errors import ArenaFull, LostRows
 from asyncrl.lanes.data import row_store
-from asyncrl.lanes.data.row_heap import range_bytes
 from asyncrl.lanes.data.row_store import (
     LEAST_GROWTH,
     RowStore,
@@ -25,6 +24,7 @@ from asyncrl.lanes.data.row_store import (
     bytes_of_row,
     bytes_of_rows,
     open_rows,
+    range_bytes,
 )
 from asyncrl.lanes.shared_memory import TWO_THREAD_BYTES, Segment, segment_name
 from asyncrl.protocols.batch import Place

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.lanes.recording import record_files
-from asyncrl.lanes.recording.record_files import RecordFiles, is_whole, read_records, recorded_instances
+from asyncrl.lanes import recorder
+from asyncrl.lanes.recorder import RecordFiles, is_whole, read_records, recorded_instances
 
 FIRST = ("worker", "{}")
 
@@ -82,7 +82,7 @@ async def test_a_disk_that_refuses_ends_the_recording_and_says_why(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RecordFiles, "_write", full)
-    monkeypatch.setattr(record_files, "MOST_WAITING", 10)
+    monkeypatch.setattr(recorder, "MOST_WAITING", 10)
     with closing(RecordFiles(tmp_path, "reward0.0-0-a", 1000, FIRST)) as files:
         files.append(("call", 0, "score", []))
         await files.drained(5.0)
@@ -94,7 +94,7 @@ async def test_a_disk_that_refuses_ends_the_recording_and_says_why(
 async def test_a_disk_that_takes_nothing_is_not_waited_for_longer_than_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_files, "MOST_WAITING", 10)
+    monkeypatch.setattr(recorder, "MOST_WAITING", 10)
     released = asyncio.Event()
     loop = asyncio.get_running_loop()
 

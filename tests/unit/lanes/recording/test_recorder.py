@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.lanes.recording import record_files
-from asyncrl.lanes.recording.record_files import RecordFiles
-from asyncrl.lanes.recording.recorder import LaneRecorder
+from asyncrl.lanes import recorder
+from asyncrl.lanes.recorder import LaneRecorder, RecordFiles
 from asyncrl.protocols.messages import Call
 
 
@@ -18,7 +17,7 @@ async def test_a_call_is_answered_once_the_disk_has_room_for_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = threading.Event()
-    monkeypatch.setattr(record_files, "MOST_WAITING", 10)
+    monkeypatch.setattr(recorder, "MOST_WAITING", 10)
     monkeypatch.setattr(RecordFiles, "_write", lambda self, data: written.wait(20))
     answered = asyncio.Event()
 

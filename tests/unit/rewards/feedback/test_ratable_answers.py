@@ -1,6 +1,6 @@
 """What identifies an answer that a person may rate."""
 
-from asyncrl.rewards.feedback.ratable_answers import RatableAnswer
+from asyncrl.rewards.feedback.pairs import RatableAnswer
 
 
 def test_an_answer_is_named_by_all_that_a_person_reads() -> None:

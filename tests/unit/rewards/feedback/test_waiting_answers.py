@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.concurrency import gather
-from asyncrl.rewards.feedback.ratable_answers import Judgement, RatableAnswer
-from asyncrl.rewards.feedback.ratings_file import RatingsFile
-from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatedBefore, UnknownAnswer
+from asyncrl.rewards.feedback.pairs import Judgement, RatableAnswer
+from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatedBefore, RatingsFile, UnknownAnswer
 
 Opened = Callable[[], Awaitable[FeedbackBoard]]
 FOREVER = float("inf")
@@ -394,7 +393,7 @@ async def test_an_answer_waits_until_the_last_call_for_it_ends(opened: Opened) -
 async def test_the_newest_ratings_are_remembered_and_the_oldest_is_forgotten(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.rewards.feedback.ratings_file.REMEMBERED", 3)
+    monkeypatch.setattr("asyncrl.rewards.feedback.waiting_answers.REMEMBERED", 3)
     board = await opened()
     answers = [answer("a"), answer("b", 1), answer("b again", 1), answer("c", 2)]
     for each in answers:

@@ -11,9 +11,8 @@ import pytest
 
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.lanes.http_server import HttpServer
-from asyncrl.rewards.feedback.ratable_answers import RatableAnswer
-from asyncrl.rewards.feedback.ratings_file import RatingsFile
-from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard
+from asyncrl.rewards.feedback.pairs import RatableAnswer
+from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatingsFile
 from asyncrl.rewards.feedback.web import BODY_BYTES, FeedbackWeb
 
 KEY = "the-right-key"

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from asyncrl.rewards.judge_calls.call_limits import CallLimits
+from asyncrl.rewards.remote_judge import CallLimits
 
 
 class Time:

@@ -16,8 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.bound_socket import bound_socket
-from asyncrl.telemetry.exporters.exported_metrics import EXPORTED
-from asyncrl.telemetry.exporters.prometheus import PrometheusExporter
+from asyncrl.telemetry.exporters.prometheus import EXPORTED, PrometheusExporter
 from asyncrl.telemetry.exporters.scrape_address import read_token
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus
 

@@ -6,17 +6,24 @@ It is the arena of arena.py with its slots on the device: the handle names one l
 by each reader; a version costs one copy on the device. A version is published when its copies are done.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import structlog
 from torch import Tensor
 
-from asyncrl.errors import PeerLost, WeightsError
+from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.lanes.shared_memory import Segment
-from asyncrl.lanes.weights.arena import BEING_WRITTEN, HEADER, STAMP
-from asyncrl.lanes.weights.leases import SLOTS, Leases, slot_of
-from asyncrl.lanes.weights.receiver_report import Fetched
-from asyncrl.lanes.weights.slot_block import block_digest, block_views, check_block_digest
-from asyncrl.lanes.weights.slot_memory import checked, digested_tensor, fill, with_aliases
+from asyncrl.lanes.weights.arena import BEING_WRITTEN, HEADER, STAMP, Reader
+from asyncrl.lanes.weights.leases import SLOTS, Fetched, Leases, slot_of
+from asyncrl.lanes.weights.slot_memory import (
+    block_digest,
+    block_views,
+    check_block_digest,
+    checked,
+    digested_tensor,
+    fill,
+    with_aliases,
+)
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.cuda.runtime import HANDLE_BYTES, CudaRuntime
 from asyncrl.protocols.messages import Published
@@ -117,3 +124,51 @@ class DeviceReader:
 
 def _stride(spec: WeightsSpec) -> int:
     return -(-spec.size // HEADER) * HEADER
+
+
+# An arena in shared memory that is registered with CUDA, by a process that copies from it to a device.
+#
+#     arena ── mapped for reading ── registered once ── copies at the speed of the bus ── unregistered at close
+#
+# The driver copies from memory that is not registered in parts, through a buffer of its own.
+
+
+log = structlog.get_logger(__name__)
+
+
+def register_arena(reader: Reader, open_cuda: Callable[[], CudaRuntime]) -> None:
+    """Registers a reader's mapping until the reader is closed. Call it once for each reader. Where CuPy is missing or
+    the device refuses, it says so in one line of the log, and copies come from pageable memory."""
+    address, size = reader.mapping
+    try:
+        cuda = open_cuda()
+        cuda.register(address, size, read_only=True)
+    except (ConfigError, MemoryError) as error:
+        log.warning("new weights are copied from pageable memory", arena=reader.address, reason=str(error))
+        return
+    reader.before_close.callback(cuda.unregister, address)
+
+
+class RegisteredArena:
+    """Implements WeightReceiver for an engine that copies to a device. The arena is registered with the first version,
+    on the thread that copies, because pinning takes time."""
+
+    def __init__(self, reader: Reader, open_cuda: Callable[[], CudaRuntime]) -> None:
+        self._reader = reader
+        self._open_cuda = open_cuda
+        self._is_pageable = True
+
+    async def fetch(self, published: Published) -> Fetched:
+        return await self._reader.fetch(published)
+
+    def tensors(self, published: Published) -> dict[str, Tensor]:
+        if self._is_pageable:
+            self._is_pageable = False
+            register_arena(self._reader, self._open_cuda)
+        return self._reader.tensors(published)
+
+    def check(self, published: Published) -> None:
+        self._reader.check(published)
+
+    def close(self) -> None:
+        self._reader.close()

@@ -1,9 +1,14 @@
 """The boundary to CUDA: everything above it runs in tests without a device."""
 
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from asyncrl.errors import ConfigError, PeerLost
 
 HANDLE_BYTES = 64
 """Bytes of a cudaIpcMemHandle_t."""
@@ -36,3 +41,75 @@ class CudaRuntime(Protocol):
 
     def unregister(self, address: int) -> None:
         """Ends what `register` began. Does nothing on a device that has failed: its pins end with the process."""
+
+
+# CUDA through CuPy.
+
+
+READ_ONLY = 8
+"""cudaHostRegisterReadOnly, without which CUDA refuses memory that is mapped for reading only. Some devices lack it."""
+
+
+class CupyRuntime:
+    """Implements CudaRuntime. Raises ConfigError when CuPy is not installed."""
+
+    def __init__(self, device: str) -> None:
+        try:
+            import cupy
+        except ImportError as missing:
+            raise ConfigError(
+                "CUDA memory that processes share needs CuPy: install the extra cu12, or cu13"
+            ) from missing
+        self.device = device
+        self._cupy: Any = cupy
+        self._number = torch.device(device).index or 0
+        self._stream: torch.cuda.Stream | None = None
+
+    def allocate(self, size: int) -> int:
+        with self._here():
+            try:
+                return int(self._cupy.cuda.runtime.malloc(max(size, 1)))
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise MemoryError(f"{self.device} has no {size:,} bytes for two versions of the weights") from error
+
+    def export(self, pointer: int) -> bytes:
+        with self._here():
+            return bytes(self._cupy.cuda.runtime.ipcGetMemHandle(pointer))
+
+    def open(self, handle: bytes) -> int:
+        with self._here():
+            try:
+                return int(self._cupy.cuda.runtime.ipcOpenMemHandle(handle))
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise PeerLost(
+                    f"memory of {self.device} cannot be opened, its process may have ended: {error}"
+                ) from error
+
+    def tensor(self, pointer: int, size: int) -> Tensor:
+        memory = self._cupy.cuda.UnownedMemory(pointer, size, None, self._number)
+        array = self._cupy.ndarray(size, self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+        found: Tensor = from_dlpack(array)
+        return found
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def register(self, address: int, size: int, *, read_only: bool) -> None:
+        try:
+            with self._here():
+                self._cupy.cuda.runtime.hostRegister(address, size, READ_ONLY if read_only else 0)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{self.device} cannot pin {size:,} bytes of host memory: {error}") from error
+
+    def unregister(self, address: int) -> None:
+        with suppress(self._cupy.cuda.runtime.CUDARuntimeError), self._here():
+            self._cupy.cuda.runtime.hostUnregister(address)
+
+    def _here(self) -> Any:
+        return self._cupy.cuda.Device(self._number)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from asyncrl.errors import ConfigError, PeerLost, Refused, WireError
-from asyncrl.lanes.data.files.file_cache import FileCache, relocated
-from asyncrl.lanes.data.files.file_server import PART_BYTES, FileServer, OfferedFiles
+from asyncrl.lanes.data.file_cache import PART_BYTES, FileCache, FileServer, OfferedFiles, relocated
 from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
 
 BIG = os.urandom(6 * PART_BYTES + 17)
@@ -143,7 +142,7 @@ async def test_a_name_that_leads_out_of_its_folder_is_refused(copy: Copy, name: 
 
 async def test_a_cache_without_room_says_how_much_is_needed(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(copy.model)._replace(free=10**6)
-    monkeypatch.setattr("asyncrl.lanes.data.files.file_cache.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("asyncrl.lanes.data.file_cache.shutil.disk_usage", lambda path: usage)
     with pytest.raises(ConfigError, match=r"need 73 MB in .*/cache, where 1 MB are free. Make room .* --cache"):
         await copy.bring()
     assert not copy.asked

@@ -10,13 +10,25 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.codec.chunk import LOSSY, EncodedChunk, WireCodec, decode_chunk, digest, encode_chunk
-from asyncrl.lanes.weights.codec.fp8_blocks import error_bound
-from asyncrl.lanes.weights.codec.sparse_difference import BLOCK, PART_BYTES, encode_difference
+from asyncrl.lanes.weights.codec.chunk import (
+    DIFFERENCE_BLOCK,
+    LOSSY,
+    PART_BYTES,
+    EncodedChunk,
+    WireCodec,
+    decode_chunk,
+    digest,
+    encode_chunk,
+    encode_difference,
+    error_bound,
+)
 from asyncrl.lanes.weights.tensor_spec import DTYPES
 
 Bytes = NDArray[np.uint8]
-SIZES = st.one_of(st.integers(0, 300), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, PART_BYTES // 2 + 3]))
+SIZES = st.one_of(
+    st.integers(0, 300),
+    st.sampled_from([DIFFERENCE_BLOCK - 1, DIFFERENCE_BLOCK, DIFFERENCE_BLOCK + 1, PART_BYTES // 2 + 3]),
+)
 SPECIAL = {
     "float32": (0x80000000, 0x7F800000, 0xFF800000, 0x7FC00001, 0x7F800001, 0xFFFFFFFF, 0x00000001, 0x7F7FFFFF),
     "bfloat16": (0x8000, 0x7F80, 0xFF80, 0x7FC1, 0x7F81, 0xFFFF, 0x0001, 0x7F7F),

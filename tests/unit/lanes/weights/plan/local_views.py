@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Self
 
-from asyncrl.lanes.weights.plan.index_boxes import Box, as_box, box_volume, intersection
-from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
+from asyncrl.lanes.weights.plan.placements import Box, CheckpointTensor, Placement, as_box, box_volume, intersection
 
 
 class LocalView(NamedTuple):

@@ -5,8 +5,8 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncrl.lanes.weights.plan.index_boxes import Box
 from asyncrl.lanes.weights.plan.placements import (
+    Box,
     Boxes,
     CheckpointTensor,
     Mesh,

@@ -5,15 +5,15 @@ from fractions import Fraction
 import pytest
 
 from asyncrl.bench.transfer_speed.weight_plans import plan_transfer
-from asyncrl.lanes.weights.plan.parallel_layout import (
+from asyncrl.lanes.weights.plan.placements import CheckpointTensor
+from asyncrl.lanes.weights.plan.weight_plan import (
     DecoderSizes,
     ParallelLayout,
     generation_ranks,
+    make_plan,
     parse_layout,
     place_model,
 )
-from asyncrl.lanes.weights.plan.placements import CheckpointTensor
-from asyncrl.lanes.weights.plan.weight_plan import make_plan
 from asyncrl.protocols.rank_layout import Layout
 from tests.unit.protocols.resharding_cost import System, formula
 from tests.unit.protocols.test_rank_layout import layouts

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.lanes.weights.plan.index_boxes import as_bounds, box_volume, difference, flat_boxes, intersection, overlap
+from asyncrl.lanes.weights.plan.placements import as_bounds, box_volume, difference, flat_boxes, intersection, overlap
 from tests.unit.lanes.weights.plan.transfer_simulation import sliced
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

@@ -1,16 +1,15 @@
 import numpy as np
 import pytest
 
-from asyncrl.lanes.weights.plan.index_boxes import as_box
-from asyncrl.lanes.weights.plan.parallel_layout import (
+from asyncrl.lanes.weights.plan.placements import CheckpointTensor, as_box
+from asyncrl.lanes.weights.plan.weight_plan import (
     DecoderSizes,
     ParallelLayout,
     generation_ranks,
+    make_plan,
     parse_layout,
     place_model,
 )
-from asyncrl.lanes.weights.plan.placements import CheckpointTensor
-from asyncrl.lanes.weights.plan.weight_plan import make_plan
 
 MODEL = DecoderSizes(layers=4, heads=8, kv_heads=2, experts=4)
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.lanes.weights.plan.index_boxes import as_box
-from asyncrl.lanes.weights.plan.placements import Boxes, CheckpointTensor, Mesh, Replicate, Shard, flat_shards
+from asyncrl.lanes.weights.plan.placements import Boxes, CheckpointTensor, Mesh, Replicate, Shard, as_box, flat_shards
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4))

@@ -10,10 +10,9 @@ import pytest
 
 from asyncrl.bench.transfer_speed.weight_plans import least_moved, plan_transfer, planned_model
 from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.plan.parallel_layout import parse_layout, place_model
 from asyncrl.lanes.weights.plan.placements import Boxes, CheckpointTensor, Mesh, Placement, Replicate, Shard
 from asyncrl.lanes.weights.plan.schedule import bounded, schedule_of
-from asyncrl.lanes.weights.plan.weight_plan import ROUTES, layer, make_plan
+from asyncrl.lanes.weights.plan.weight_plan import ROUTES, layer, make_plan, parse_layout, place_model
 from tests.unit.lanes.weights.plan.transfer_simulation import all_schedules, cover
 
 LAYOUTS = [
@@ -25,7 +24,7 @@ ONE, TWO = Mesh.of(np.arange(1), Replicate()), Mesh.of(np.arange(1, 3), Shard(0)
 DIGEST = """
 import sys
 from asyncrl.bench.transfer_speed.weight_plans import plan_transfer
-from asyncrl.lanes.weights.plan.parallel_layout import parse_layout
+from asyncrl.lanes.weights.plan.weight_plan import parse_layout
 print(plan_transfer("qwen2.5-0.5b", parse_layout("dp2.fsdp3"), parse_layout("tp2.dp5"), copies=2).plan.digest)
 print("torch" in sys.modules)
 """

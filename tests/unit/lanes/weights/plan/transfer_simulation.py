@@ -5,8 +5,7 @@ from math import prod
 
 import numpy as np
 
-from asyncrl.lanes.weights.plan.index_boxes import Box, as_box, box_volume, intersection
-from asyncrl.lanes.weights.plan.placements import CheckpointTensor, Placement
+from asyncrl.lanes.weights.plan.placements import Box, CheckpointTensor, Placement, as_box, box_volume, intersection
 from asyncrl.lanes.weights.plan.schedule import Bucket, Part, RankSchedule, schedule_of
 from asyncrl.lanes.weights.plan.weight_plan import WeightPlan
 from tests.unit.lanes.weights.plan.local_views import LocalView, RankMemory

@@ -1,8 +1,8 @@
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.fleet.weight_transport import WorkerPlace, choose_transport
 from asyncrl.lanes.host_id import HostId
-from asyncrl.lanes.weights.selection.transport_choice import WorkerPlace, choose_transport
 
 A, B = HostId("a"), HostId("b")
 HERE, ELSEWHERE, GPU = WorkerPlace(A, "cpu"), WorkerPlace(B, "cpu"), WorkerPlace(A, "cuda")

@@ -2,8 +2,8 @@ import pytest
 
 from asyncrl.lanes.weights.codec.chunk import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
-from asyncrl.lanes.weights.transports.collective.part_groups import groups
+from asyncrl.lanes.weights.transports.collective.transfer import groups
+from asyncrl.lanes.weights.transports.held_version import ChunkPlan
 from tests.unit.lanes.weights.transports.sites import SHAPES
 
 SPEC = WeightsSpec.of(SHAPES, "float32", exact=["model.embed_tokens.weight"])

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
-from asyncrl.lanes.weights.transports import chunk_plan, stream_receiver
-from asyncrl.lanes.weights.transports.collective import receiver as pair_receiver
+from asyncrl.lanes.weights.transports import held_version, weight_stream
+from asyncrl.lanes.weights.transports.collective import transfer as pair_receiver
 from tests.unit.lanes.weights.transports.sites import (
     COPYING,
     PAIRS,
@@ -100,7 +100,7 @@ async def test_a_damaged_version_is_refused(transport: str, tmp_path: Path) -> N
 
 
 async def test_a_sender_that_dies_is_lost(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_receiver, "HELLO_DEADLINE", 0.5)
+    monkeypatch.setattr(weight_stream, "HELLO_DEADLINE", 0.5)
     monkeypatch.setattr(pair_receiver, "CALL_DEADLINE", 0.5)
     async with open_site(transport, tmp_path) as site:
         first = site.write(0)
@@ -118,7 +118,7 @@ async def test_a_sender_that_dies_is_lost(transport: str, tmp_path: Path, monkey
 async def test_a_sender_that_closes_in_a_transfer_is_lost(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_receiver, "HELLO_DEADLINE", 0.2)
+    monkeypatch.setattr(weight_stream, "HELLO_DEADLINE", 0.2)
     monkeypatch.setattr(pair_receiver, "CALL_DEADLINE", 0.2)
     async with open_site(transport, tmp_path) as site:
         first = site.write(0)
@@ -126,8 +126,8 @@ async def test_a_sender_that_closes_in_a_transfer_is_lost(
         before = await take(receiver, first)
         second = site.write(1)
         site.stall(second)
-        monkeypatch.setattr(chunk_plan, "START", 0.0)
-        monkeypatch.setattr(chunk_plan, "SLOWEST", 5e6)
+        monkeypatch.setattr(held_version, "START", 0.0)
+        monkeypatch.setattr(held_version, "SLOWEST", 5e6)
         fetching = asyncio.ensure_future(take(receiver, second))
         await until(lambda: site.in_transfer(second))
         site.sender.close()
@@ -162,8 +162,8 @@ async def test_a_write_that_stalls_ends_in_its_deadline(
         second = site.write(1)
         site.stall(second)
         with monkeypatch.context() as patch:
-            patch.setattr(chunk_plan, "START", 0.0)
-            patch.setattr(chunk_plan, "SLOWEST", 20e6)
+            patch.setattr(held_version, "START", 0.0)
+            patch.setattr(held_version, "SLOWEST", 20e6)
             with pytest.raises(AsyncrlError) as caught:
                 await take(receiver, second)
         assert transport not in ("tcp", *PAIRS) or isinstance(caught.value, DeadlineExceeded)

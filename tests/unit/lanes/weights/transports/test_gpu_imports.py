@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from asyncrl.errors import ConfigError, PeerLost
-from asyncrl.lanes.weights.transports.collective.nccl_libraries import CupyNccl, Nccl4py, nccl_library
-from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
-from asyncrl.lanes.weights.transports.cuda.runtime import HANDLE_BYTES
+from asyncrl.lanes.weights.transports.collective.nccl import CupyNccl, Nccl4py, nccl_library
+from asyncrl.lanes.weights.transports.cuda.runtime import HANDLE_BYTES, CupyRuntime
 
 UNIQUE_ID_BYTES = 128
 

@@ -16,11 +16,11 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.shared_memory import SHARED_SCHEME, Segment
 from asyncrl.lanes.weights.codec.chunk import WireCodec
-from asyncrl.lanes.weights.selection.transport_opening import open_receiver
-from asyncrl.lanes.weights.transports import stream_receiver
-from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
-from asyncrl.lanes.weights.transports.collective import receiver as pair_receiver
+from asyncrl.lanes.weights.transports import weight_stream
+from asyncrl.lanes.weights.transports.collective import transfer as pair_receiver
 from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
+from asyncrl.lanes.weights.transports.held_version import ChunkPlan
+from asyncrl.lanes.weights.transports.transport_opening import open_receiver
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.faults import FaultyBackend
 from tests.unit.lanes.weights.transports.killed_sender import KILLED
@@ -85,7 +85,7 @@ def trainer(tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str]", CurveKeys
 async def test_a_trainer_that_is_killed_in_a_transfer_is_lost(
     trainer: tuple["subprocess.Popen[str]", CurveKeys], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_receiver, "HELLO_DEADLINE", 0.5)
+    monkeypatch.setattr(weight_stream, "HELLO_DEADLINE", 0.5)
     monkeypatch.setattr(pair_receiver, "CALL_DEADLINE", 0.5)
     child, keys = trainer
     first = await published_by(child)

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
-from asyncrl.lanes.weights.transports import chunk_plan
-from asyncrl.lanes.weights.transports.collective.communicator import GROUP_PARTS, RECEIVER, TRAINER
+from asyncrl.lanes.weights.transports import held_version
+from asyncrl.lanes.weights.transports.collective.communicator import GROUP_PARTS, RECEIVER, TRAINER, OwnerThread
 from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
 from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
-from asyncrl.lanes.weights.transports.collective.owner_thread import OwnerThread
-from asyncrl.lanes.weights.transports.collective.receiver import CollectiveReceiver
+from asyncrl.lanes.weights.transports.collective.transfer import CollectiveReceiver
 from asyncrl.protocols.messages import Published
 from tests.unit.lanes.weights.transports.faults import TwinNccl
 from tests.unit.lanes.weights.transports.sites import LIMIT, PAIRS, Site, open_site, take, until
@@ -110,8 +109,8 @@ async def test_groups_that_each_come_in_time_must_come_in_that_of_the_version(
         receiver = site.receiver(first, "generation0")
         before = await take(receiver, first)
         second = site.write(1)
-        monkeypatch.setattr(chunk_plan, "START", 0.05)
-        monkeypatch.setattr(chunk_plan, "SLOWEST", 1e9)
+        monkeypatch.setattr(held_version, "START", 0.05)
+        monkeypatch.setattr(held_version, "SLOWEST", 1e9)
         monkeypatch.setattr(receiver, "_receive", lambda *_: asyncio.Event().wait())
         with pytest.raises(DeadlineExceeded, match=r"0 of \d parts of the weights of version 1 came"):
             await receiver.fetch(second)
@@ -277,7 +276,7 @@ async def test_a_version_that_is_gone_costs_no_pair(transport: str, tmp_path: Pa
 
 FREEING = """
 import time
-from asyncrl.lanes.weights.transports.collective.owner_thread import OwnerThread
+from asyncrl.lanes.weights.transports.collective.communicator import OwnerThread
 thread = OwnerThread("weights")
 thread.submit(lambda: (time.sleep(0.05), print("freed")))
 thread.close()

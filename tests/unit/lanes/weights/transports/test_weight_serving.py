@@ -7,8 +7,7 @@ from asyncrl.errors import Refused
 from asyncrl.lanes.weights.codec.chunk import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports import held_version
-from asyncrl.lanes.weights.transports.chunk_plan import CHUNK_BYTES, ChunkPlan
-from asyncrl.lanes.weights.transports.held_version import HeldVersion
+from asyncrl.lanes.weights.transports.held_version import CHUNK_BYTES, ChunkPlan, HeldVersion
 from tests.instruction_count import counting
 from tests.unit.lanes.weights.transports.sites import INCARNATION, weights
 from tests.unit.lanes.weights.transports.test_weight_streams import PARTS, Stream, play

@@ -13,13 +13,11 @@ from torch import Tensor
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec, encode_chunk
+from asyncrl.lanes.weights.leases import BUFFERS
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports import held_version, stream_receiver, weight_server
-from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
-from asyncrl.lanes.weights.transports.copied_versions import BUFFERS
-from asyncrl.lanes.weights.transports.held_version import HeldVersion
-from asyncrl.lanes.weights.transports.stream_receiver import StreamReceiver
-from asyncrl.lanes.weights.transports.weight_stream import StreamSender
+from asyncrl.lanes.weights.transports import held_version, weight_stream
+from asyncrl.lanes.weights.transports.held_version import ChunkPlan, HeldVersion
+from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
 from asyncrl.simulation import virtual_loop
 from tests.unit.lanes.weights.transports.sites import INCARNATION, SHAPES, hello, take, weights
 
@@ -194,7 +192,7 @@ def test_a_broken_connection_repeats_no_part(served: Counter[int]) -> None:
         (client,) = receiver._clients.values()
         client.fail("the cable was pulled")
         assert has(await taking, weights(0))
-        assert served.total() <= PARTS + stream_receiver.AT_ONCE
+        assert served.total() <= PARTS + weight_stream.AT_ONCE
         assert receiver.pulled_bytes == SPEC.size
 
     play(scene)
@@ -207,7 +205,7 @@ def test_a_connection_that_answers_nothing_is_replaced() -> None:
         call = client.call
 
         async def silent(method: str, arguments: Any, deadline: float) -> Any:
-            if method != weight_server.CHUNK:
+            if method != weight_stream.CHUNK:
                 return await call(method, arguments, deadline)
             await asyncio.sleep(deadline)
             raise DeadlineExceeded("no part came")
@@ -237,7 +235,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     sizes: list[int] = []
 
     def damaged(message: object) -> EncodedChunk:
-        chunk = weight_server.unpacked(message)
+        chunk = weight_stream.unpacked(message)
         sizes.append(len(chunk.data))
         if len(sizes) > times:
             return chunk
@@ -245,7 +243,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
         data[len(data) // 2] ^= 1
         return replace(chunk, data=data)
 
-    monkeypatch.setattr(stream_receiver, "unpacked", damaged)
+    monkeypatch.setattr(weight_stream, "unpacked", damaged)
     return sizes
 
 

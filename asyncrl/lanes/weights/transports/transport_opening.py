@@ -11,21 +11,21 @@ from asyncrl.lanes.shared_memory import SHARED_SCHEME
 from asyncrl.lanes.weights.arena import open_reader, open_writer
 from asyncrl.lanes.weights.codec.chunk import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
-from asyncrl.lanes.weights.transports.chunk_plan import ChunkPlan
 from asyncrl.lanes.weights.transports.collective.communicator import Backend
 from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
-from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend
-from asyncrl.lanes.weights.transports.collective.nccl_libraries import nccl_library
-from asyncrl.lanes.weights.transports.collective.receiver import CollectiveReceiver
-from asyncrl.lanes.weights.transports.collective.sender import CollectiveSender
-from asyncrl.lanes.weights.transports.cuda.cupy_runtime import CupyRuntime
-from asyncrl.lanes.weights.transports.cuda.device_arena import DEVICE_SCHEME, DeviceReader, DeviceWriter
-from asyncrl.lanes.weights.transports.cuda.registered_arena import RegisteredArena
-from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
+from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend, nccl_library
+from asyncrl.lanes.weights.transports.collective.transfer import CollectiveReceiver, CollectiveSender
+from asyncrl.lanes.weights.transports.cuda.device_arena import (
+    DEVICE_SCHEME,
+    DeviceReader,
+    DeviceWriter,
+    RegisteredArena,
+)
+from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime, CupyRuntime
+from asyncrl.lanes.weights.transports.held_version import ChunkPlan
 from asyncrl.lanes.weights.transports.interface import WeightReceiver, WeightSender
-from asyncrl.lanes.weights.transports.stream_receiver import StreamReceiver
 from asyncrl.lanes.weights.transports.weight_files import FILE_SCHEME, FileReceiver, FileSender
-from asyncrl.lanes.weights.transports.weight_stream import StreamSender
+from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver, StreamSender
 from asyncrl.protocols.messages import Hello, Published
 
 NETWORK = "tcp://"

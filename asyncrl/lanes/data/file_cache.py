@@ -9,19 +9,164 @@ CACHE/digests.json   digests of files that have not changed
 
 import asyncio
 import fcntl
+import json
 import os
 import shutil
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
 from typing import IO
 
 from asyncrl.concurrency import gather
-from asyncrl.errors import ConfigError, DeadlineExceeded, WireError
-from asyncrl.lanes.data.files.file_digests import FileDigests, check_names, tree_digest
-from asyncrl.lanes.data.files.file_server import PART_BYTES
+from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, WireError
 from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
+
+# The controller's end of files: lists those that workers of a service read, and sends parts of them.
+#
+# host                                   FileServer
+# trees ───────────────────────────────> digests of the files as they are now
+# part(sha256, offset) ────────────────> at most PART_BYTES, with a checksum
+
+
+PART_BYTES = 1 << 20
+"""Bytes of one part: 0.8 s at 10 Mbit/s, and a thousandth of a second on the controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedFiles:
+    """Files of one folder that workers read. use: as in FileTree. names: relative to the folder; none: all below it,
+    without those that end in one of `left_out`."""
+
+    folder: Path
+    use: str
+    names: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def present(self) -> Iterator[str]:
+        """Yields the names of those files that exist."""
+        if self.names:
+            yield from (name for name in self.names if (self.folder / name).is_file())
+            return
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_file() and not path.name.endswith(self.left_out):
+                yield path.relative_to(self.folder).as_posix()
+
+
+class FileServer:
+    """Serves the files of each service to hosts that joined for it. offered: by service."""
+
+    def __init__(self, offered: Mapping[str, Sequence[OfferedFiles]]) -> None:
+        self._offered = offered
+        self._digests = FileDigests()
+        self._paths: dict[tuple[str, str], Path] = {}
+        self._computing = asyncio.Lock()
+
+    async def trees(self, service: str) -> list[FileTree]:
+        """Returns what workers of a service read, as it is now."""
+        if not (offered := self._offered.get(service)):
+            return []
+        async with self._computing:  # Hosts that join at one time have the digests computed once.
+            return await asyncio.to_thread(self._trees, service, offered)
+
+    def _trees(self, service: str, offered: Sequence[OfferedFiles]) -> list[FileTree]:
+        trees = []
+        for each in offered:
+            files = []
+            for name in each.present():
+                path = each.folder / name
+                digest = self._digests.of(path)
+                self._paths[service, digest] = path
+                files.append(ListedFile(name, path.stat().st_size, digest))
+            if files:
+                trees.append(FileTree(str(each.folder), each.use, tuple(files)))
+        return trees
+
+    async def part(self, service: str, digest: str, offset: int) -> FilePart:
+        """Returns the bytes at an offset of a file. Raises Refused for a file that is not offered, or has changed."""
+        path = self._paths.get((service, digest))
+        if path is None or offset < 0:
+            raise Refused(f"no file {digest[:12]} is offered to {service} workers")
+        return await asyncio.to_thread(self._read, path, digest, offset)
+
+    def _read(self, path: Path, digest: str, offset: int) -> FilePart:
+        try:
+            if self._digests.of(path) != digest:
+                raise Refused(f"{path} has changed since this host asked for the list of files")
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read(PART_BYTES)
+        except OSError as error:
+            raise Refused(f"{path} cannot be read any more: {error.strerror}") from error
+        return FilePart(data, zlib.crc32(data))
+
+# Digests of files, which are computed once for each file that does not change.
+
+
+BLOCK_BYTES = 1 << 20
+"""Bytes that are read at a time."""
+
+
+class FileDigests:
+    """Computes SHA-256, and remembers those of files whose size, inode and time of change stay. remembered_in: a file
+    that keeps them for other processes; None: nothing does. bytes_read: to compute them."""
+
+    def __init__(self, remembered_in: Path | None = None) -> None:
+        self.bytes_read = 0
+        self._file = remembered_in
+        self._known: dict[str, list[str | int]] = {}
+        self.load()
+
+    def load(self) -> None:
+        """Takes up what other processes computed meanwhile."""
+        if self._file is not None and self._file.exists():
+            with suppress(OSError, ValueError):  # They are computed again.
+                self._known |= json.loads(self._file.read_text())
+
+    def of(self, path: Path) -> str:
+        """Returns the digest of a file, in hex. Raises OSError."""
+        found = path.stat()
+        mark: list[str | int] = [found.st_size, found.st_ino, found.st_mtime_ns]
+        known = self._known.get(str(path))
+        if known is not None and known[1:] == mark:
+            return str(known[0])
+        computed = sha256()
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                computed.update(block)
+                self.bytes_read += len(block)
+        digest = computed.hexdigest()
+        self._known[str(path)] = [digest, *mark]
+        return digest
+
+    def save(self) -> None:
+        """Keeps all digests for other processes, which may save theirs at the same time. Raises OSError."""
+        if self._file is not None:
+            ours = self._known
+            self.load()
+            self._known |= ours
+            written = self._file.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(self._known))
+            written.replace(self._file)
+
+
+def tree_digest(files: Iterable[ListedFile]) -> str:
+    """Returns the digest of names and contents, wherever the files are."""
+    return sha256(json.dumps([[file.name, file.size, file.sha256] for file in files]).encode()).hexdigest()
+
+
+def check_names(tree: FileTree) -> None:
+    """Raises WireError for a name that leads out of its folder, and for what no file can have."""
+    if "\0" in tree.path:
+        raise WireError(f"{tree.path!r} is no path of a folder")
+    for file in tree.files:
+        path = PurePosixPath(file.name)
+        if file.size < 0:
+            raise WireError(f"{tree.path} lists {file.name!r} with {file.size} bytes")
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in file.name:
+            raise WireError(f"{tree.path} lists a file {file.name!r}, which is not in that folder")
 
 FetchPart = Callable[[str, int], Awaitable[FilePart]]
 """Returns the bytes of a file, given its digest, at an offset."""

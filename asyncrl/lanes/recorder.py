@@ -1,21 +1,39 @@
-"""Files of records: values in the encoding of messages, appended by a thread, with a bound on their bytes.
+"""Records what crosses the lanes of one worker: calls and their answers, rows that were read, and rows that were kept.
 
-    RUN_DIR/recorded/INSTANCE.0000, INSTANCE.0001, ...: number of frames u32 | length u64 of each | frames; and so on
+    call ──> ("call", number, method, arguments)            rows read ──> ("read", names, columns, rows)
+    answer ──> ("answer", number, value, digests)            rows kept ──> ("kept", name, row)
+    error ──> ("failed", number, class, text)
 
-When the files of a worker, of all its instances, would exceed the bound, the oldest is removed; each begins with the
-same record. A file that its process did not finish ends in the midst of a record, which readers leave out.
+Each file begins with ("worker", specification as JSON).
 """
 
 import asyncio
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from io import BufferedIOBase
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncrl.errors import WireError
 from asyncrl.lanes.control.message_codec import decode, encode
+from asyncrl.lanes.control.server import Dispatch
+from asyncrl.lanes.data.row_fetcher import Cells
+from asyncrl.lanes.data.row_reader import RowReader
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, SampleName
+from asyncrl.protocols.messages import Call
+
+# Files of records: values in the encoding of messages, appended by a thread, with a bound on their bytes.
+#
+#     RUN_DIR/recorded/INSTANCE.0000, INSTANCE.0001, ...: number of frames u32 | length u64 of each | frames; and so on
+#
+# When the files of a worker, of all its instances, would exceed the bound, the oldest is removed; each begins with
+# the same record. A file that its process did not finish ends in the midst of a record, which readers leave out.
+
 
 FILES = 8
 """Files of a worker at its bound: with the oldest, an eighth of what is known is forgotten."""
@@ -137,3 +155,73 @@ def _records(file: BufferedIOBase | BinaryIO) -> Iterator[Any]:
             if len(frames[-1]) < length:
                 return
         yield decode(frames)
+
+REPLAYED: Mapping[str, tuple[str, ...]] = {
+    "training": ("prefetch", "step", "release"),
+    **dict.fromkeys(("critic", "cost_critic"), ("values", "update", "release")),
+    **dict.fromkeys(("reward", "cost"), ("score", "release")),
+    "reference": ("logprobs", "release"),
+}
+"""Service -> calls that make it what it is, and are recorded. Generation follows from the weights, which are not."""
+
+LEARNING = ("step", "update")
+"""Calls that change tensors."""
+
+DISK_DEADLINE = 60.0
+"""Seconds that a disk may take nothing; then recording ends and the run goes on."""
+
+Digests = Callable[[], Awaitable[Mapping[str, tuple[str, float]]]]
+"""Returns digest and norm of each tensor that a call may have changed."""
+
+
+@dataclass(eq=False)
+class LaneRecorder:
+    """Numbers calls, and appends records to files."""
+
+    files: RecordFiles
+    _calls: Iterator[int] = field(default_factory=count)
+
+    def read(self, refs: BatchRef, columns: Sequence[str], rows: Batch) -> None:
+        self.files.append(("read", [list(row.name) for row in refs], list(columns), rows))
+
+    def kept(self, sample: SampleName, columns: Mapping[str, Array]) -> None:
+        row = Batch({name: Column.of([values]) for name, values in columns.items()})
+        self.files.append(("kept", list(sample), row))
+
+    def around(self, dispatch: Dispatch, methods: Sequence[str], digests: Digests) -> Dispatch:
+        """Returns what runs the same calls and records those of these methods."""
+        return lambda call: self._recorded(call, dispatch, digests) if call.method in methods else dispatch(call)
+
+    async def _recorded(self, call: Call, dispatch: Dispatch, digests: Digests) -> Any:
+        number, answering = next(self._calls), dispatch(call)
+        assert isinstance(answering, Awaitable), "streams are not recorded"
+        self.files.append(("call", number, call.method, list(call.args)))
+        try:
+            answer = await answering
+        finally:
+            if isinstance(error := sys.exc_info()[1], Exception):  # Not a call that was cancelled: it has no outcome.
+                self.files.append(("failed", number, type(error).__name__, str(error)))
+        changed = await digests() if call.method in LEARNING else {}
+        found = {name: list(each) for name, each in changed.items()}
+        self.files.append(("answer", number, answer, found))
+        await self.files.drained(DISK_DEADLINE)
+        return answer
+
+
+@dataclass(eq=False)
+class RecordingReader(RowReader):
+    """Reads rows as every reader does, and records them."""
+
+    _: KW_ONLY
+    recorder: LaneRecorder
+
+    async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
+        rows = await super().read(refs, columns)
+        self.recorder.read(refs, columns, rows)
+        return rows
+
+    @asynccontextmanager
+    async def views(self, refs: BatchRef, columns: Sequence[str]) -> AsyncIterator[Cells]:
+        async with super().views(refs, columns) as cells:
+            self.recorder.read(refs, columns, Batch({name: Column.of(list(cells[name])) for name in columns}))
+            yield cells

@@ -1,1 +1,0 @@
-"""Files of the controller for workers on other hosts, by digest."""
