@@ -26,7 +26,7 @@ from asyncrl.deploy.preflight import missing_devices, scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.deploy.service_specs import acting_evaluation_spec, environment_spec, generation_spec, reward_spec
-from asyncrl.engines.acting.stepping.spaces_file import SPACES
+from asyncrl.engines.acting.stepping.spaces import SPACES
 from asyncrl.engines.models.hub_models import at_noted_commits
 from asyncrl.engines.models.model_families import family_problems
 from asyncrl.engines.models.model_folder import base_folder, exported_version, is_in_parts

@@ -23,12 +23,11 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.engines.generation.engine_interface import GenerationEngine
-from asyncrl.engines.generation.ranks.following_generation import FollowingGeneration
+from asyncrl.engines.generation.ranked_generation import FollowingGeneration
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key
 from asyncrl.engines.generation.stored_sample_engine import StoredSampleEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
-from asyncrl.engines.generation.trajectory import ROW, Trajectory
-from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
+from asyncrl.engines.generation.turn_requests import ROW, Trajectory, Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.engines.pictures.picture_rows import GroupPictures
 from asyncrl.environments.loading import answer_role

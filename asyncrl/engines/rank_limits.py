@@ -15,7 +15,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.config.sections.training.layout_config import AnyLayout
 from asyncrl.config.service_placement import layouts
-from asyncrl.engines.experts.shared_out_experts import refusal_of_sharing
+from asyncrl.engines.experts.record_shape import refusal_of_sharing
 from asyncrl.engines.model_shape import described
 from asyncrl.engines.pictures.prompt_pictures import WITH_PICTURES
 from asyncrl.engines.training.batch.packing_families import FAMILIES, can_pack

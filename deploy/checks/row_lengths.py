@@ -16,7 +16,7 @@ from asyncrl.engines.models.model_folder import chat_template_of, context_of_fol
 from asyncrl.engines.models.model_preparation import demonstrations_of, sees_pictures
 from asyncrl.engines.models.text_marks import with_clock
 from asyncrl.engines.models.warmed_model_cache import CONTEXT, MERGE, MOST_PIXELS, PATCH
-from asyncrl.engines.pictures.picture_sizes import PatchCounter
+from asyncrl.engines.pictures.processing import PatchCounter
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks import held_out_prompts, training_prompts
 from asyncrl.tasks.chat_messages import Messages

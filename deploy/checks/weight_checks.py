@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.forward.cache_size import ITEM_BYTES, blocks_within, engine_slots
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK
 from asyncrl.engines.lora.target_layers import adapted_names
 from asyncrl.engines.model_shape import FLOAT, Shape, layers_of_stage, shape_of
 from asyncrl.engines.models.model_folder import weight_files

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.engines.acting.acting_trainer import ActingStep, ActingTrainer
-from asyncrl.engines.acting.stepping.spaces_file import read_spaces
+from asyncrl.engines.acting.stepping.spaces import read_spaces
 from asyncrl.engines.acting.transitions import COLUMNS, transition_rows
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.protocols.batch import Batch, Cuts

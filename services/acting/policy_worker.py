@@ -5,13 +5,13 @@ from functools import partial
 
 from asyncrl.config.sections.environment_config import ActingConfig
 from asyncrl.engines.acting.acting_policy import NO_WEIGHTS, ActingPolicy
-from asyncrl.engines.acting.stepping.spaces_file import read_spaces
+from asyncrl.engines.acting.stepping.spaces import read_spaces
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.weights.leases import must_flip
+from asyncrl.lanes.weights.selection.transport_opening import open_receiver
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
-from asyncrl.lanes.weights.transports.transport_opening import open_receiver
 from asyncrl.protocols.messages import Published, Using
 from asyncrl.services.pooled_service import PooledService
 from asyncrl.telemetry.run_directory import RunDirectory

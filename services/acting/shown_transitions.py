@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.engines.acting.action_distributions import performed
+from asyncrl.engines.acting.networks import performed
 from asyncrl.engines.acting.stepping.spaces import Spaces
 
 SHOWN = ("observations", "actions", "logprobs", "rewards", "terminated", "truncated", "versions")

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from asyncrl.engines.generation.ranks.following_generation import FollowingGeneration
-from asyncrl.engines.generation.ranks.leading_engine import LeadingEngine
+from asyncrl.engines.generation.ranked_generation import FollowingGeneration, LeadingEngine
 from asyncrl.engines.generation.scheduling.sample_requests import Completion
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.training.ranks.announcements import Announcements

@@ -140,7 +140,7 @@ class WeightChunks(Looping):
 
     def __init__(self) -> None:
         super().__init__()
-        from asyncrl.lanes.weights.codec.chunk import WireCodec, encode_chunk
+        from asyncrl.lanes.weights.chunk_codec import WireCodec, encode_chunk
         from asyncrl.lanes.weights.transports.weight_stream import packed
 
         base = np.arange(1024, dtype=np.float32).view(np.uint8)
@@ -151,7 +151,7 @@ class WeightChunks(Looping):
         self._base = base
 
     async def once(self, data: bytes) -> None:
-        from asyncrl.lanes.weights.codec.chunk import decode_chunk
+        from asyncrl.lanes.weights.chunk_codec import decode_chunk
         from asyncrl.lanes.weights.transports.weight_stream import unpacked
 
         for frames in split(data):

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.acting.action_distributions import half_widths, performed
-from asyncrl.engines.acting.networks import Actor
+from asyncrl.engines.acting.networks import Actor, half_widths, performed
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec, spec_of
 

@@ -16,8 +16,7 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.acting.learner import ALONE, Learner
 from asyncrl.engines.acting.ppo_learner import PpoLearner
 from asyncrl.engines.acting.sac_learner import SacLearner
-from asyncrl.engines.acting.stepping.spaces import Spaces
-from asyncrl.engines.acting.stepping.spaces_file import SPACES, write_spaces
+from asyncrl.engines.acting.stepping.spaces import SPACES, Spaces, write_spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
 from asyncrl.engines.training.ranks.shards import gather_state
 from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.acting.action_distributions import ActionDistribution
 from asyncrl.engines.acting.learner import Learner
-from asyncrl.engines.acting.networks import StateValues
+from asyncrl.engines.acting.networks import ActionDistribution, StateValues
 from asyncrl.engines.acting.stepping.spaces import Spaces
 from asyncrl.engines.acting.transitions import TransitionRow, joined
 from asyncrl.objectives.surrogate_losses import clipped_loss, log_ratio

@@ -7,8 +7,7 @@ from pathlib import Path
 from asyncrl.children.containment import containment_of
 from asyncrl.concurrency import one_error
 from asyncrl.config.schema import Config
-from asyncrl.engines.acting.stepping.spaces import Spaces, unusable_space
-from asyncrl.engines.acting.stepping.spaces_file import SPACES, read_spaces, write_spaces
+from asyncrl.engines.acting.stepping.spaces import SPACES, Spaces, read_spaces, unusable_space, write_spaces
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
 from asyncrl.errors import ConfigError
 

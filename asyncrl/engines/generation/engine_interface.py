@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, Key, SampleRequest
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
 

@@ -13,9 +13,11 @@ The deterministic mode fixes every shape that a sample can see: all slots decode
 each prompt has a forward of its own. Other rows and masked positions then do not change the bits of a sample.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoTokenizer
 
 from asyncrl.config.schema import Config
@@ -30,11 +33,8 @@ from asyncrl.engines.canary_logprobs import probe_tokens
 from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.generation.forward.cache_size import cache_blocks, engine_slots
 from asyncrl.engines.generation.forward.flat_model import NOTHING, FlatModel, load_model, probe_logprobs
-from asyncrl.engines.generation.forward.layer_slices import ALONE, refuse_slices
-from asyncrl.engines.generation.forward.layer_stages import of_stage
+from asyncrl.engines.generation.forward.layer_slices import ALONE, of_stage, refuse_slices
 from asyncrl.engines.generation.forward.llama_fast_path import is_llama_like
-from asyncrl.engines.generation.sampling.token_sampling import sample
-from asyncrl.engines.generation.sampling.truncation import Truncation
 from asyncrl.engines.generation.scheduling.block_memory import BlockMemory
 from asyncrl.engines.generation.scheduling.block_pool import Ints
 from asyncrl.engines.generation.scheduling.running_batch import RunningBatch
@@ -46,9 +46,7 @@ from asyncrl.engines.generation.scheduling.sample_requests import (
     SampleRequest,
     refuse_too_long,
 )
-from asyncrl.engines.generation.scheduling.step_plan import Chunk, Prefill, plan_chunks, step_budget
-from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer, end_ids
 from asyncrl.engines.lora.low_rank import attach, fill_for_probe, published_spec
 from asyncrl.engines.model_loading import vocabulary_size
 from asyncrl.engines.model_shape import layers_of_stage
@@ -61,6 +59,158 @@ from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import ConfigError, PeerLost, WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, Role, WeightsSpec, roles_of
 from asyncrl.protocols.batch import SampleName
+
+# Plans what a step computes of sequences in prefill: chunks within a budget, so that no step is long.
+#
+# A token attends to all tokens before it, so a late token of a long prompt costs more than an early one. The budget
+# is counted in first tokens of a prompt.
+
+
+FEWEST_TOKENS = 8  # of a chunk that does not end its sequence; smaller ones cost as much
+IDLE_BUDGETS = 16  # budgets of a step without decoding sequences, in which nothing waits
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A sequence in prefill. held: first tokens whose keys and values the cache has. length: tokens of the sequence."""
+
+    row: int
+    held: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `first` up to, without, `end` of the sequence of a row. last: whether the sequence ends with them."""
+
+    row: int
+    first: int
+    end: int
+    last: bool
+
+
+def step_budget(tokens: int, decoding: int, waiting: int) -> float:
+    """Returns the budget of a step in which so many rows decode, and so many wait in prefill.
+
+    It is `tokens` beside a full batch, and rises with the share of rows that wait: one long prompt does
+    not slow down the others, and turns that begin together do not queue behind a few that decode.
+    """
+    share = waiting / max(1, decoding + waiting)
+    return tokens * (1 + (IDLE_BUDGETS - 1) * share)
+
+
+def plan_chunks(prefills: Iterable[Prefill], budget: float, position_cost: float) -> list[Chunk]:
+    """Returns the chunks of one step, in the order of `prefills`; the first is never empty.
+
+    budget: cost of all chunks together, where a token at position p costs 1 + p * position_cost.
+    """
+    chunks: list[Chunk] = []
+    for each in prefills:
+        left = each.length - each.held
+        fitting = _tokens_within(budget, each.held, position_cost)
+        if not chunks:
+            fitting = max(fitting, FEWEST_TOKENS)
+        count = min(left, fitting)
+        if count < min(left, FEWEST_TOKENS):
+            break
+        chunks.append(Chunk(each.row, each.held, each.held + count, last=count == left))
+        budget -= count * (1 + position_cost * (each.held + count / 2))
+    return chunks
+
+
+def _tokens_within(budget: float, held: int, position_cost: float) -> int:
+    """Returns the largest n with n (1 + held c) + n^2 c / 2 <= budget, where c is the cost of a position."""
+    if budget <= 0:
+        return 0
+    linear = 1 + held * position_cost
+    return int(2 * budget / (linear + math.sqrt(linear**2 + 2 * position_cost * budget)))
+
+
+# Truncates the distribution that tokens are sampled from: min-p, then top-k, then top-p, as vLLM does.
+
+
+NEVER = -torch.inf
+"""Logit of a token that cannot be sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Bounds of the tokens that may be sampled. top_p: smallest mass of the likeliest tokens (nucleus sampling, arXiv
+    1904.09751); 1: all. top_k: number of the likeliest tokens; 0: all. min_p: least probability, as a share of the
+    largest one (arXiv 2407.01082); 0: all."""
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Returns logits [rows, vocabulary] with -inf for what is cut off; at least the likeliest token stays. Each
+        bound counts in what the one before left. Of equal tokens at a bound, top-k and min-p keep all, and top-p those
+        with smaller ids."""
+        if self.min_p:
+            probabilities = logits.softmax(-1)
+            logits = logits.masked_fill(probabilities < self.min_p * probabilities.amax(-1, keepdim=True), NEVER)
+        if 0 < self.top_k < logits.shape[-1]:
+            least = logits.topk(self.top_k, -1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, NEVER)
+        return self._nucleus(logits) if self.top_p < 1 else logits
+
+    def _nucleus(self, logits: Tensor) -> Tensor:
+        """Cuts off each token before which likelier ones have the mass `top_p` already. float64 sums of float32
+        probabilities, as in sampling."""
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(-1).double()
+        before = probabilities.cumsum(-1) - probabilities
+        ordered = ordered.masked_fill(before >= self.top_p, NEVER)
+        return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+# Samples tokens, with their log-probs, from logits and one uniform number per row.
+
+
+BLOCK = 128  # tokens per block; a cumulative sum over a large vocabulary would take twice the time of the rest
+WHOLE = Truncation()  # leaves every token
+BELOW = 1 - 2.0**-50  # keeps a number that was rounded up to the sum of a block inside the block
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, uniforms: Tensor, truncation: Truncation = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """Samples by inverse CDF: takes the first token whose cumulative probability exceeds the number of the row.
+
+    logits: [rows, vocabulary]; -inf for a token that must not be sampled. temperatures: float32 [rows]; 0 takes the
+    likeliest token. uniforms: float64 [rows] in (0, 1). Returns tokens, int64 [rows], and their
+    log-softmax(truncation(logits / temperature)), float32 [rows]; temperature 0 counts as 1.
+
+    The cumulative sums are float64, over blocks and then inside one block: float32 would lose the small ones of 150,000
+    probabilities. Raises WeightsError when the logits of a row are not finite.
+    """
+    greedy = temperatures == 0
+    scaled = logits.float() / temperatures.masked_fill(greedy, 1.0)[:, None]
+    if truncation:
+        scaled = truncation(scaled)
+    peak = scaled.amax(-1, keepdim=True)
+    # pad and view: [rows, vocabulary] -> [rows, blocks, BLOCK]
+    blocks = pad((scaled - peak).exp_(), (0, -scaled.shape[-1] % BLOCK)).view(len(scaled), -1, BLOCK)
+    sums = blocks.sum(-1).double()
+    ends = sums.cumsum(-1)
+    total = ends[:, -1:].contiguous()
+    if not bool(torch.isfinite(total).all()):
+        raise WeightsError("the model's logits are not finite: its weights are damaged or its precision is too small")
+    target = uniforms[:, None] * total
+    block = torch.searchsorted(ends, target, right=True)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    # Rounding may have moved the rest outside the block; clamped, it never finds a token without mass.
+    rest = torch.minimum((target - (ends - sums).gather(1, block)).clamp(min=0), BELOW * inside[:, -1:])
+    tokens = block * BLOCK + torch.searchsorted(inside, rest, right=True)
+    if bool(greedy.any()):
+        tokens = torch.where(greedy[:, None], scaled.argmax(-1, keepdim=True), tokens)
+    logprobs = (scaled.gather(-1, tokens) - peak).double() - total.log()
+    return tokens[:, 0], logprobs[:, 0].float()
+
 
 PREFILL_TOKENS = (2048, 32)
 """Tokens of prompts that a step computes beside a full batch, on other devices and on CPUs, where so many take about as

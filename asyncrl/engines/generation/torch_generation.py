@@ -22,17 +22,16 @@ from numpy.typing import NDArray
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.generation.engine_interface import EngineLoad
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key, SampleRequest
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
 from asyncrl.engines.lora.peft_folder import read_adapters
 from asyncrl.errors import Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.weights.arena import Reader
+from asyncrl.lanes.weights.selection.transport_opening import open_receiver
 from asyncrl.lanes.weights.transports.cuda.device_arena import RegisteredArena
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
-from asyncrl.lanes.weights.transports.transport_opening import open_receiver
 from asyncrl.lanes.weights.transports.weight_files import FileReceiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published

@@ -102,6 +102,7 @@ class FileServer:
             raise Refused(f"{path} cannot be read any more: {error.strerror}") from error
         return FilePart(data, zlib.crc32(data))
 
+
 # Digests of files, which are computed once for each file that does not change.
 
 
@@ -167,6 +168,7 @@ def check_names(tree: FileTree) -> None:
             raise WireError(f"{tree.path} lists {file.name!r} with {file.size} bytes")
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in file.name:
             raise WireError(f"{tree.path} lists a file {file.name!r}, which is not in that folder")
+
 
 FetchPart = Callable[[str, int], Awaitable[FilePart]]
 """Returns the bytes of a file, given its digest, at an offset."""

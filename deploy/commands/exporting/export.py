@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asyncrl.config.sources import read
 from asyncrl.deploy.commands.command_parser import CommandParser
-from asyncrl.engines.acting.stepping.spaces_file import SPACES
+from asyncrl.engines.acting.stepping.spaces import SPACES
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, CRITICS, EXPORTED, base_folder, is_in_parts
 from asyncrl.engines.models.text_marks import write_ends
 from asyncrl.engines.models.weights_digest import refuse_other_base

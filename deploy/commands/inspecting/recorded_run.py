@@ -10,7 +10,7 @@ from asyncrl.config.install_hints import program
 from asyncrl.engines.training.batch.train_rows import TrainRow, columns_of, train_rows
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.lanes.recorder import LEARNING, REPLAYED, is_whole, read_records, recorded_instances
+from asyncrl.lanes.data.recorder import LEARNING, REPLAYED, is_whole, read_records, recorded_instances
 from asyncrl.protocols.batch import Array, Batch, BatchRef, Column, Cuts, SampleName
 from asyncrl.telemetry.run_directory import NO_RUN, RunDirectory, missing_run
 

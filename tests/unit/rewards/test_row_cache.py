@@ -12,7 +12,7 @@ from asyncrl.errors import WireError
 from asyncrl.lanes.control.message_codec import decode, encode
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow
 from asyncrl.rewards import row_cache
-from asyncrl.rewards.execution.child_pool import plain_samples, samples_of
+from asyncrl.rewards.execution.child_server import plain_samples, samples_of
 from asyncrl.rewards.row_cache import INLINE_BYTES, RowCache
 from asyncrl.rewards.sample import Sample, with_columns
 

@@ -3,8 +3,12 @@
 An observation is a vector of float32: a box is flattened, a number of a discrete space becomes a one-hot vector.
 """
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
+
+from asyncrl.errors import ConfigError
 
 Kind = Literal["discrete", "box"]
 
@@ -52,3 +56,23 @@ def unusable_space(space: ActionSpace, algorithm: str) -> str:
     if algorithm == "sac" and space.kind != "box":
         return 'SAC acts in boxes of numbers, and these actions are discrete: write acting.algorithm = "ppo"'
     return ""
+
+
+# The file with the spaces of an environment, in the folder of a policy.
+
+
+SPACES = "spaces.json"
+
+
+def write_spaces(path: Path, spaces: Spaces) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(spaces.plain()) + "\n")
+
+
+def read_spaces(folder: Path) -> Spaces:
+    """Reads the spaces of the policy in a folder; raises ConfigError where the file is damaged."""
+    path = folder / SPACES
+    try:
+        return Spaces.of(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not have the spaces of an environment: {error}; start the run anew") from error

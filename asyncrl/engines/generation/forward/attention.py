@@ -11,7 +11,8 @@ Blocks that several sequences share are read once for all of them, in a second p
 The function is registered with transformers under a name, so that models need no change.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,59 @@ from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from asyncrl.engines.generation.forward.attention_rules import LOG2_E, PLAIN, AttentionRule
 from asyncrl.engines.generation.forward.kv_cache import KVCache
-from asyncrl.engines.generation.scheduling.block_pool import Ints
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, blocks_for
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, Ints, blocks_for
 from asyncrl.errors import ConfigError
+
+# Windows, soft caps and sinks: the rules of some families for attention scores beside the causal mask.
+
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """Holds the rule of one layer. window: a token sees so many positions, itself among them; None: all before it.
+    cap: scores s become cap x tanh(s / cap) (Gemma 2, arXiv 2408.00118). sinks: [heads], a further score of each head
+    that takes a share of the attention and has no value (gpt-oss, arXiv 2508.10925)."""
+
+    window: int | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], limit: int) -> "AttentionRule":
+        """Reads what a layer of transformers gives its attention function. limit: positions of the longest sequence,
+        none of which a larger window hides."""
+        window, cap, sinks = (settings.get(name) for name in ("sliding_window", "softcap", "s_aux"))
+        if window is not None and window >= limit:
+            window = None
+        return PLAIN if window is None and cap is None and sinks is None else cls(window, cap, sinks)
+
+    def capped(self, scores: Tensor, unit: float = 1.0) -> Tensor:
+        """Applies the soft cap to scores that were multiplied with `unit`, in place."""
+        if self.cap is None:
+            return scores
+        return scores.div_(self.cap * unit).tanh_().mul_(self.cap * unit)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+        """Computes attention: query [..., heads, tokens, size], key and value [..., heads, positions, size] -> as the
+        query. mask: 0 where a token sees a position, within its window too, else -inf, [..., tokens, positions]."""
+        if self.cap is None and self.sinks is None:
+            return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scores = self.capped((query.float() * scale) @ key.float().transpose(-1, -2)) + mask
+        if self.sinks is not None:
+            heads, tokens = scores.shape[-3:-1]
+            # Heads that share keys may be one head of several times the tokens.
+            sinks = self.sinks.float().view(heads, -1, 1).expand(heads, -1, tokens * heads // len(self.sinks))
+            sink = sinks.reshape(heads, tokens, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), -1)
+        weights = scores.softmax(-1)[..., : key.shape[-2]]
+        return (weights @ value.float()).to(query.dtype)
+
+
+PLAIN = AttentionRule()
 
 NAME = "asyncrl_flat"
 SHARERS = 8  # rows that one product of a shared block computes at most; with fewer, the rest is padding

@@ -3,7 +3,7 @@
 from typing import Any
 
 from asyncrl.config.schema import Config
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, blocks_for
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, blocks_for
 from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.errors import ConfigError
 

@@ -19,11 +19,9 @@ from asyncrl.engines.experts.record_shape import RecordShape
 from asyncrl.engines.experts.router_replay import ChosenExperts
 from asyncrl.engines.generation.forward.attention import NAME, CachedBeginnings, DecodeBlocks, FlatTokens
 from asyncrl.engines.generation.forward.kv_cache import KVCache
-from asyncrl.engines.generation.forward.layer_slices import ALONE, join_of, keep_slices
-from asyncrl.engines.generation.forward.layer_stages import LayerStage, keep_layers
+from asyncrl.engines.generation.forward.layer_slices import ALONE, LayerStage, join_of, keep_layers, keep_slices
 from asyncrl.engines.generation.forward.llama_fast_path import bind_parameters, is_llama_like, llama_states
-from asyncrl.engines.generation.scheduling.block_pool import Ints
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, Ints
 from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.engines.models.model_families import DIFFERS, attention_not_computed, not_computed
 from asyncrl.engines.output_scaling import OutputScaling

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engines.experts.record_shape import RecordShape
-from asyncrl.engines.generation.scheduling.block_pool import Ints
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables, blocks_for
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, BlockTables, Ints, blocks_for
 
 
 class KVCache:

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from asyncrl.engines.generation.forward.attention import FlatTokens, attend
-from asyncrl.engines.generation.forward.attention_rules import AttentionRule
-from asyncrl.engines.generation.forward.layer_slices import Join
-from asyncrl.engines.generation.forward.layer_stages import LayerStage
+from asyncrl.engines.generation.forward.attention import AttentionRule, FlatTokens, attend
+from asyncrl.engines.generation.forward.layer_slices import Join, LayerStage
 from asyncrl.engines.lora.low_rank import LowRankLinear
 
 KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)

@@ -15,8 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.generation.scheduling.block_pool import Ints
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables, KeptBlocks, blocks_for
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, BlockTables, Ints, KeptBlocks, blocks_for
 from asyncrl.engines.generation.scheduling.running_batch import RunningBatch
 from asyncrl.engines.generation.scheduling.sample_requests import Key
 

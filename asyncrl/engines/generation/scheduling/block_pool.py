@@ -1,5 +1,7 @@
 """The KV blocks that exist, and how many tables use each of them."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,3 +49,116 @@ class BlockPool:
     def swap(self, first: Ints, second: Ints) -> None:
         """Exchanges the uses of block first[i] and second[i], whose contents were exchanged."""
         self._uses[first], self._uses[second] = self._uses[second], self._uses[first]
+
+
+# Records which KV blocks a sequence owns: a table for each slot, and tables that are kept for later.
+#
+#     blocks      0 1 2 3 4 5 6 7     slot 0 owns 0 1 3, slot 1 owns 0 1 5: 0 and 1 hold the prompt that both have
+#                                     a parked sequence keeps 2 6; block 4 is free
+#
+# Only whole blocks are shared, because a sequence writes into its last one.
+
+
+KV_BLOCK = 32  # positions; 16 doubles the partial sums that attention combines, 64 leaves more positions unused
+MAX_HOLES = 1 / 8  # blocks without a decoding sequence among those that attention reads; with more, blocks are moved
+
+
+@dataclass(slots=True, eq=False)
+class KeptBlocks:
+    """Holds the blocks of a sequence without a slot; `BlockTables` renames them when blocks are moved."""
+
+    blocks: Ints
+
+
+class BlockTables:
+    """Holds the blocks of each slot. owned: int64 [slots, most blocks of a slot]. counts: int64 [slots], how many of
+    these each slot owns.
+
+    Args:
+        most: blocks of the longest sequence.
+        blocks: of all sequences together.
+        fixed: every slot owns the same blocks for ever, so that shapes never change.
+    """
+
+    def __init__(self, slots: int, most: int, blocks: int, *, fixed: bool = False) -> None:
+        self.pool = BlockPool(blocks)
+        self.owned: Ints = np.zeros((slots, most), np.int64)
+        self.counts: Ints = np.zeros(slots, np.int64)
+        self.fixed = fixed
+        self._kept: dict[int, KeptBlocks] = {}
+        if fixed:
+            for slot in range(slots):
+                self.allocate(slot, most * KV_BLOCK)
+
+    def lacking(self, slot: int, length: int) -> int:
+        """Returns how many blocks a slot lacks for `length` positions."""
+        return max(0, blocks_for(length) - int(self.counts[slot]))
+
+    def allocate(self, slot: int, length: int) -> None:
+        """Gives a slot the blocks that it lacks for `length` positions."""
+        if more := self.lacking(slot, length):
+            first = int(self.counts[slot])
+            self.owned[slot, first : first + more] = self.pool.take(more)
+            self.counts[slot] += more
+
+    def blocks_of(self, slot: int) -> Ints:
+        return self.owned[slot, : self.counts[slot]]
+
+    def free(self, slot: int) -> None:
+        if not self.fixed:
+            self.pool.release(self.blocks_of(slot))
+            self.counts[slot] = 0
+
+    def swap(self, slot: int, other: int) -> None:
+        for table in (self.owned, self.counts):
+            table[[slot, other]] = table[[other, slot]]
+
+    def share(self, slot: int, kept: KeptBlocks, count: int) -> None:
+        """Gives a slot without blocks the first `count` kept ones, which are kept as before."""
+        assert not self.counts[slot], f"slot {slot} has blocks already"
+        self.pool.share(kept.blocks[:count])
+        self.owned[slot, :count] = kept.blocks[:count]
+        self.counts[slot] = count
+
+    def keep(self, slot: int, count: int) -> KeptBlocks:
+        """Keeps the first `count` blocks of a slot, which goes on using them."""
+        kept = KeptBlocks(self.blocks_of(slot)[:count].copy())
+        self.pool.share(kept.blocks)
+        self._kept[id(kept)] = kept
+        return kept
+
+    def drop(self, kept: KeptBlocks) -> None:
+        """Keeps these blocks no longer."""
+        del self._kept[id(kept)]
+        self.pool.release(kept.blocks)
+
+    def compact(self, slots: Ints) -> tuple[int, Ints, Ints]:
+        """Moves the blocks of these slots to the front if there are many others among them.
+
+        Returns how many leading blocks have all of theirs, and those whose contents have to be exchanged in pairs.
+        """
+        mine = self.owned[slots][np.arange(self.owned.shape[1]) < self.counts[slots, None]]
+        nothing: Ints = np.zeros(0, np.int64)
+        if self.fixed:
+            return len(self.pool), nothing, nothing
+        wanted = np.zeros(self.pool.touched, np.bool_)
+        wanted[mine] = True
+        count, end = int(np.count_nonzero(wanted)), len(wanted) - int(wanted[::-1].argmax())
+        if end - count <= MAX_HOLES * count:
+            return end, nothing, nothing
+        holes, strays = np.flatnonzero(~wanted[:count]), count + np.flatnonzero(wanted[count:])
+        self._rename(holes, strays)
+        return count, holes, strays
+
+    def _rename(self, first: Ints, second: Ints) -> None:
+        names = np.arange(len(self.pool))
+        names[first], names[second] = second, first
+        self.owned = names[self.owned]
+        for kept in self._kept.values():
+            kept.blocks = names[kept.blocks]
+        self.pool.swap(first, second)
+
+
+def blocks_for(length: int) -> int:
+    """Returns how many blocks have room for `length` positions."""
+    return -(-length // KV_BLOCK)

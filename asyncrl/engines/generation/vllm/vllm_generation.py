@@ -31,8 +31,7 @@ from asyncrl.engines.generation.scheduling.sample_requests import (
     SampleRequest,
     refuse_too_long,
 )
-from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer, end_ids
 from asyncrl.engines.generation.vllm.engine_arguments import engine_arguments
 from asyncrl.engines.generation.vllm.option_problems import set_environment, unsupported_heads
 from asyncrl.engines.model_loading import vocabulary_size

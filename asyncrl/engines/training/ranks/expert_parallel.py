@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asyncrl.engines.experts.shared_out_experts import refusal_of_sharing
+from asyncrl.engines.experts.record_shape import refusal_of_sharing
 from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.shards import own_part, refuse_shared_gpu

@@ -22,7 +22,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import Segment
-from asyncrl.lanes.weights.codec.chunk import LOSSY, EncodedChunk, WireCodec, decode_chunk
+from asyncrl.lanes.weights.chunk_codec import LOSSY, EncodedChunk, WireCodec, decode_chunk
 from asyncrl.lanes.weights.leases import BUFFERS, SLOTS, CopiedVersions, Fetched, Leases, slot_of
 from asyncrl.lanes.weights.plan.routes_of_parts import CHILDREN, parent
 from asyncrl.lanes.weights.slot_memory import check_digest, checked, digest, digested_tensor, fill, views, with_aliases

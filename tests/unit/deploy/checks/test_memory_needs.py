@@ -22,7 +22,7 @@ from asyncrl.deploy.checks.shared_memory_needs import (
     longest_token_of,
     shared_memory,
 )
-from asyncrl.engines.generation.scheduling import block_tables
+from asyncrl.engines.generation.scheduling import block_pool
 from asyncrl.engines.model_shape import PACKAGED, Shape, shape_of
 from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row, range_bytes
 from asyncrl.protocols.row_columns import reference_columns, sample_columns, token_reward_columns, value_columns
@@ -217,7 +217,7 @@ def test_the_cache_takes_what_is_used_and_on_a_device_all_of_it_at_once() -> Non
     assert need(device="cuda", cache_gb=0.1).least == weights + 10**8
     assert need(cache_gb=0.1).bytes == PROCESS_BYTES + weights + 10**8
     assert need(deterministic=True).least == weights + whole
-    assert CHUNK == block_tables.KV_BLOCK
+    assert CHUNK == block_pool.KV_BLOCK
 
 
 def test_vllm_makes_its_cache_at_the_start() -> None:

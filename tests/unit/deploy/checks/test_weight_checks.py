@@ -10,7 +10,7 @@ from asyncrl.config.problems import Problem
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.weight_checks import adapter_problems, cache_problems, layers_of
 from asyncrl.deploy.preflight import preflight
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, blocks_for
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, blocks_for
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.lora.low_rank import adapted, attach
 from asyncrl.engines.model_loading import load_pretrained

@@ -18,7 +18,7 @@ from asyncrl.deploy.commands.inspecting.replayed_service import KeptRows, differ
 from asyncrl.deploy.commands.inspecting.smallest_batch import Condition, smallest
 from asyncrl.engines.training.training_step import StepOutcome
 from asyncrl.errors import ConfigError
-from asyncrl.lanes.recorder import RecordFiles, read_records
+from asyncrl.lanes.data.recorder import RecordFiles, read_records
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
 from asyncrl.protocols.messages import Score
 

@@ -14,9 +14,9 @@ PROCESSES = {
     "controller": ("asyncrl.deploy.run_setup asyncrl.algorithms.grpo", f"{EXTRAS} {MODELS}"),
     "worker": ("asyncrl.deploy.process.worker_main", f"{EXTRAS} {MODELS} jinja2"),
     "reward worker": ("asyncrl.services.reward", f"{EXTRAS} {MODELS} jinja2"),
-    "reward child": ("asyncrl.children.guard_program asyncrl.rewards.execution.child_pool", f"{EXTRAS} {MODELS} zmq"),
+    "reward child": ("asyncrl.children.guard_program asyncrl.rewards.execution.child_server", f"{EXTRAS} {MODELS} zmq"),
     "environment worker": ("asyncrl.services.environment", f"{EXTRAS} {MODELS}"),
-    "environment child": ("asyncrl.environments.episode_pool", f"{EXTRAS} {MODELS} zmq"),
+    "environment child": ("asyncrl.environments.episode_server", f"{EXTRAS} {MODELS} zmq"),
     "torch": ("asyncrl.services.generation asyncrl.services.reference asyncrl.services.policy_training", EXTRAS),
     "critic": ("asyncrl.services.critic", EXTRAS),
 }

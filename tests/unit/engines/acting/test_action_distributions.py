@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributions import AffineTransform, Categorical, Normal, TanhTransform, TransformedDistribution
 
-from asyncrl.engines.acting.action_distributions import (
+from asyncrl.engines.acting.networks import (
     LEAST_LOG_STD,
     MOST_LOG_STD,
     CategoricalActions,

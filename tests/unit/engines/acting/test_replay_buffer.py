@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.acting.replay_buffer import ReplayBuffer, SumTree
+from asyncrl.engines.acting.sac_learner import ReplayBuffer, SumTree
 from asyncrl.engines.acting.stepping.spaces import ActionSpace, Spaces
 from asyncrl.engines.acting.transitions import TransitionRow
 

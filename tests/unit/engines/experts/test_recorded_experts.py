@@ -17,7 +17,7 @@ from asyncrl.engines.experts.router_replay import WEIGHTS
 from asyncrl.engines.generation.forward.cache_size import GB
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.generation.trajectory import Trajectory
+from asyncrl.engines.generation.turn_requests import Trajectory
 from asyncrl.errors import ConfigError
 from tests.unit.engines.generation.conftest import EPISODES, drain, engine_config, requests, small_blocks
 from tests.unit.engines.generation.test_families import CHOSEN, group, tiny_model

@@ -20,7 +20,7 @@ from transformers import (
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.forward import attention, cache_size, flat_model, kv_cache
-from asyncrl.engines.generation.scheduling import block_memory, block_tables
+from asyncrl.engines.generation.scheduling import block_memory, block_pool
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
@@ -101,7 +101,7 @@ def make_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes KV blocks of 4 positions: they are taken, given back, shared and moved all the time."""
-    for module in (block_tables, block_memory, kv_cache, attention, cache_size, flat_model):
+    for module in (block_pool, block_memory, kv_cache, attention, cache_size, flat_model):
         monkeypatch.setattr(module, "KV_BLOCK", 4)
 
 

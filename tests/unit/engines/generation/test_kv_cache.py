@@ -13,8 +13,7 @@ from asyncrl.bench.generation_speed.long_prompt import resident_bytes
 from asyncrl.engines.generation.forward import attention
 from asyncrl.engines.generation.forward.attention import DecodeBlocks, FlatTokens, attend
 from asyncrl.engines.generation.forward.kv_cache import KVCache
-from asyncrl.engines.generation.scheduling.block_pool import Ints
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, MAX_HOLES, KeptBlocks
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, MAX_HOLES, Ints, KeptBlocks
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.generation.forward.attention_rules import PLAIN, AttentionRule
+from asyncrl.engines.generation.forward.attention import PLAIN, AttentionRule
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.model_loading import load_pretrained

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.engines.generation.scheduling.block_memory import ParkedSequence, ParkedSequences
-from asyncrl.engines.generation.scheduling.block_tables import KV_BLOCK, BlockTables, blocks_for
+from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, BlockTables, blocks_for
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from tests.unit.engines.generation.conftest import EPISODES

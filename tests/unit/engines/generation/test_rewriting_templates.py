@@ -9,10 +9,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.engines.generation.scheduling.sample_requests import Completion
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.generation.trajectory import ROW, Trajectory
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
-from asyncrl.engines.generation.turn_requests import Turn, TurnRequests
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
+from asyncrl.engines.generation.turn_requests import ROW, Trajectory, Turn, TurnRequests
 from asyncrl.engines.training.batch.contexts import contexts_of
 from asyncrl.environments.transcript import context_message, transcript_column
 from asyncrl.errors import TaskError

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.engines.generation.sampling.token_sampling import BLOCK, WHOLE, sample
-from asyncrl.engines.generation.sampling.truncation import Truncation
+from asyncrl.engines.generation.torch_engine import BLOCK, WHOLE, Truncation, sample
 from asyncrl.errors import WeightsError
 from asyncrl.protocols.seeds import draws, member_seed
 

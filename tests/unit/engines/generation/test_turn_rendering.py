@@ -9,8 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.errors import TaskError
 
 EOS, IM_END = 2, 3

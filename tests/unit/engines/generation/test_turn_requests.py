@@ -10,13 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.sampling.truncation import Truncation
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.generation.torch_engine import TorchEngine
-from asyncrl.engines.generation.trajectory import Trajectory
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
-from asyncrl.engines.generation.turn_requests import TurnRequests
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
+from asyncrl.engines.generation.torch_engine import TorchEngine, Truncation
+from asyncrl.engines.generation.turn_requests import Trajectory, TurnRequests
 from asyncrl.environments.transcript import context_message
 from asyncrl.protocols.batch import Batch, Column, RowRef
 from asyncrl.protocols.messages import PromptGroup

@@ -24,8 +24,7 @@ from asyncrl.engines.models.warmed_up_picture_model import build_picture_model, 
 from asyncrl.engines.pictures import model_input
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
 from asyncrl.engines.pictures.model_input import picture_states
-from asyncrl.engines.pictures.picture_sizes import PatchCounter
-from asyncrl.engines.pictures.processing import PictureProcessor
+from asyncrl.engines.pictures.processing import PatchCounter, PictureProcessor
 from asyncrl.errors import TaskError
 from asyncrl.tasks.builtin.colours import training
 from tests.unit.deploy.checks.torch_memory import most_beside

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.engines.generation.tokenization import TokenizerWithStops
-from asyncrl.engines.generation.turn_rendering import TurnRenderer
+from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.errors import TaskError
 from asyncrl.tasks.turn_template import TurnTemplate
 

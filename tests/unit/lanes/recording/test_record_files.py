@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import WireError
-from asyncrl.lanes import recorder
-from asyncrl.lanes.recorder import RecordFiles, is_whole, read_records, recorded_instances
+from asyncrl.lanes.data import recorder
+from asyncrl.lanes.data.recorder import RecordFiles, is_whole, read_records, recorded_instances
 
 FIRST = ("worker", "{}")
 

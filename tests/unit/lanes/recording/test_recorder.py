@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.lanes import recorder
-from asyncrl.lanes.recorder import LaneRecorder, RecordFiles
+from asyncrl.lanes.data import recorder
+from asyncrl.lanes.data.recorder import LaneRecorder, RecordFiles
 from asyncrl.protocols.messages import Call
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from asyncrl.engines.acting.acting_trainer import WEIGHTS, ActingTrainer
 from asyncrl.engines.acting.stepping.one_environment import OneEnvironment
-from asyncrl.engines.acting.stepping.spaces_file import SPACES, write_spaces
+from asyncrl.engines.acting.stepping.spaces import SPACES, write_spaces
 from asyncrl.errors import ConfigError, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef, RowRef

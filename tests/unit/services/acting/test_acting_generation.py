@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.engines.acting.acting_policy import ActingPolicy
 from asyncrl.engines.acting.acting_trainer import ActingTrainer
-from asyncrl.engines.acting.stepping.spaces_file import SPACES, write_spaces
+from asyncrl.engines.acting.stepping.spaces import SPACES, write_spaces
 from asyncrl.engines.acting.transitions import COLUMNS
 from asyncrl.errors import DeadlineExceeded, EnvironmentFailed, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute

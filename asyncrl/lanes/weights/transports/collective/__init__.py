@@ -3,9 +3,7 @@
     trainer (rank 0) ── pair ── generation0 (rank 1)      Each pair has a communicator and a thread of its own at each
                     └── pair ── generation1 (rank 1)      end, so a receiver that dies or hangs disturbs no other.
 
-communicator.py    what a pair does, whatever its backend
-gloo.py, nccl.py   the two backends; nccl_libraries.py binds NCCL
-owner_thread.py    the one thread on which a communicator is used
-sender.py          the trainer's side; link_server.py answers its receivers over the encrypted control wire
-receiver.py        the engine's side
+communicator.py    what a pair does, whatever its backend, and the one thread on which it does so
+gloo.py, nccl.py   the two backends
+transfer.py        the trainer's side and the engine's, which speak over the encrypted control wire
 """

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.engines.generation.forward import attention, cache_size, flat_model, kv_cache
 from asyncrl.engines.generation.forward.layer_slices import cut_dims
-from asyncrl.engines.generation.ranks.following_generation import FollowingEngine
-from asyncrl.engines.generation.ranks.leading_engine import LeadingEngine
-from asyncrl.engines.generation.scheduling import block_memory, block_tables
+from asyncrl.engines.generation.ranked_generation import FollowingEngine, LeadingEngine
+from asyncrl.engines.generation.scheduling import block_memory, block_pool
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
@@ -43,7 +42,7 @@ Weights = Callable[[int], Mapping[str, Tensor]]
 
 def use_small_blocks() -> None:
     """Makes KV blocks of 4 positions: they are taken, given back, shared and moved all the time."""
-    for module in (block_tables, block_memory, kv_cache, attention, cache_size, flat_model):
+    for module in (block_pool, block_memory, kv_cache, attention, cache_size, flat_model):
         module.KV_BLOCK = 4  # type: ignore[attr-defined]
 
 

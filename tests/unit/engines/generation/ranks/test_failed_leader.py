@@ -12,8 +12,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from asyncrl.engines.generation.ranks.engine_calls import Call
-from asyncrl.engines.generation.ranks.leading_engine import LeadingEngine
+from asyncrl.engines.generation.ranked_generation import Call, LeadingEngine
 from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.training.ranks.rank_group import Ranks

@@ -17,8 +17,7 @@ from torch import Tensor
 from asyncrl.concurrency import gather
 from asyncrl.engines.generation import torch_engine
 from asyncrl.engines.generation.forward.flat_model import FlatModel, load_model
-from asyncrl.engines.generation.ranks.following_generation import FollowingEngine, FollowingGeneration
-from asyncrl.engines.generation.ranks.leading_engine import LeadingEngine
+from asyncrl.engines.generation.ranked_generation import FollowingEngine, FollowingGeneration, LeadingEngine
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration

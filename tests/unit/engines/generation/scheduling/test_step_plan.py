@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.generation.scheduling.step_plan import (
+from asyncrl.engines.generation.torch_engine import (
     FEWEST_TOKENS,
     IDLE_BUDGETS,
     Prefill,

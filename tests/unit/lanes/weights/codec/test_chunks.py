@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from asyncrl.errors import WeightsError
-from asyncrl.lanes.weights.codec.chunk import (
+from asyncrl.lanes.weights.chunk_codec import (
     DIFFERENCE_BLOCK,
     LOSSY,
     PART_BYTES,

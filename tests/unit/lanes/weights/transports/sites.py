@@ -16,7 +16,8 @@ from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.arena import BEING_WRITTEN, Writer
-from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.chunk_codec import WireCodec
+from asyncrl.lanes.weights.selection.transport_opening import WeightNetwork, open_receiver, open_sender
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.collective.communicator import Backend
 from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
@@ -25,7 +26,6 @@ from asyncrl.lanes.weights.transports.collective.transfer import CollectiveSende
 from asyncrl.lanes.weights.transports.cuda.device_arena import DeviceWriter
 from asyncrl.lanes.weights.transports.cuda.runtime import CudaRuntime
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
-from asyncrl.lanes.weights.transports.transport_opening import WeightNetwork, open_receiver, open_sender
 from asyncrl.lanes.weights.transports.weight_files import FileSender
 from asyncrl.lanes.weights.transports.weight_stream import StreamSender
 from asyncrl.protocols.messages import PROTOCOL, Hello, Published

@@ -1,6 +1,6 @@
 import pytest
 
-from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.collective.transfer import groups
 from asyncrl.lanes.weights.transports.held_version import ChunkPlan

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import Refused
-from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports import held_version
 from asyncrl.lanes.weights.transports.held_version import CHUNK_BYTES, ChunkPlan, HeldVersion

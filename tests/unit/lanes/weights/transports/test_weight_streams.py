@@ -12,7 +12,7 @@ from torch import Tensor
 
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.lanes.control.inproc_wire import InprocWire
-from asyncrl.lanes.weights.codec.chunk import EncodedChunk, WireCodec, encode_chunk
+from asyncrl.lanes.weights.chunk_codec import EncodedChunk, WireCodec, encode_chunk
 from asyncrl.lanes.weights.leases import BUFFERS
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports import held_version, weight_stream
@@ -233,9 +233,10 @@ def test_a_fetch_that_was_given_up_goes_on_where_it_was(served: Counter[int]) ->
 def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
     """Damages so many chunks on their way to receivers; returns the sizes of all that came."""
     sizes: list[int] = []
+    unpacked = weight_stream.unpacked
 
     def damaged(message: object) -> EncodedChunk:
-        chunk = weight_stream.unpacked(message)
+        chunk = unpacked(message)
         sizes.append(len(chunk.data))
         if len(sizes) > times:
             return chunk

@@ -156,6 +156,7 @@ def _records(file: BufferedIOBase | BinaryIO) -> Iterator[Any]:
                 return
         yield decode(frames)
 
+
 REPLAYED: Mapping[str, tuple[str, ...]] = {
     "training": ("prefetch", "step", "release"),
     **dict.fromkeys(("critic", "cost_critic"), ("values", "update", "release")),

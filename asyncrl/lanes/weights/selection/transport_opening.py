@@ -9,7 +9,7 @@ from asyncrl.lanes.bound_socket import host_of
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.shared_memory import SHARED_SCHEME
 from asyncrl.lanes.weights.arena import open_reader, open_writer
-from asyncrl.lanes.weights.codec.chunk import WireCodec
+from asyncrl.lanes.weights.chunk_codec import WireCodec
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.lanes.weights.transports.collective.communicator import Backend
 from asyncrl.lanes.weights.transports.collective.gloo import GlooBackend
