@@ -1,6 +1,6 @@
 """A hook of mkdocs: adds pages from outside docs/ to the site, and turns links between files into links of the site.
 
-README.md ──> index.md      bench/results/learning.md ──> results/learning.md      docs/X ──> X
+README.md ──> index.md      docs/X ──> X      another file of the repository ──> its path in place of a link
 """
 
 import os
@@ -17,12 +17,11 @@ ADDED = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "bench/results/learning.md": "results/learning.md",
 }
 """Page of the site by file of the repository."""
 
-LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(?:#[^)]*)?\))")
-"""The path of a relative link."""
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+"""The text, the path and the place of a relative link."""
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
@@ -33,13 +32,16 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Rewrites the relative links of a page; a link to a file that the site lacks stays and fails the build."""
+    """Rewrites the relative links of a page; a link to a file that does not exist stays and fails the build."""
     here = PurePosixPath(page.file.src_uri)
     source = next((source for source, added in ADDED.items() if added == str(here)), f"docs/{here}")
 
     def rewritten(link: re.Match[str]) -> str:
-        target = os.path.normpath(PurePosixPath(source).parent / link[1])
+        text, path, place = link[1], link[2], link[3] or ""
+        target = os.path.normpath(PurePosixPath(source).parent / path)
         on_site = ADDED.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
-        return os.path.relpath(on_site, here.parent) if on_site else link[1]
+        if on_site:
+            return f"[{text}]({os.path.relpath(on_site, here.parent)}{place})"
+        return f"{text} (`{target}`)" if (ROOT / target).exists() else link[0]
 
     return LINK.sub(rewritten, markdown)

@@ -96,7 +96,7 @@ def test_reasons_of_drops_and_states_of_workers_are_documented() -> None:
 
 
 def test_columns_of_evaluations_are_documented() -> None:
-    documented = [line.split("`")[1] for line in EVALUATIONS.splitlines() if line.startswith("| `")]
+    documented = [line.split("`")[1] for line in EVALUATIONS.splitlines() if line.startswith("- `")]
     assert documented == ["incarnation", *(field.name for field in fields(EpisodesEvaluation))]
 
 

@@ -157,12 +157,8 @@ async def test_a_port_that_is_taken_names_the_key() -> None:
 
 def test_the_page_lists_every_metric_with_kind_unit_labels_and_meaning() -> None:
     page = (ROOT / "docs/metrics.md").read_text().partition("## Prometheus")[2]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")
-    ]
-    listed = [
-        (name.strip("`"), kind, unit, re.findall(r"`(\w+)`", labels), text) for name, kind, unit, labels, text in rows
-    ]
+    rows = re.findall(r"^- `(\w+)` \((\w+)(?:, ([^;)]+))?(?:; ([^)]+))?\): (.*)$", page, re.MULTILINE)
+    listed = [(name, kind, unit, re.findall(r"`(\w+)`", labels), text) for name, kind, unit, labels, text in rows]
     assert listed == [(each.name, each.kind, each.unit, list(each.labels), each.meaning) for each in EXPORTED]
 
 
