@@ -394,7 +394,7 @@ class HeldWeights:
     tensors: dict[str, tuple[str, float]]
 
 
-PROTOCOL = 39
+PROTOCOL = 40
 _CONNECTION = (Hello, Welcome, Rejected, Call, Item, More, Reply, Failure, Cancel, Ping, Progress)
 _SERVICES = (Health, Boundary, PromptGroup, Opening, SampleText, Score, Canary, Published, Using)
 _TRAINING = (TrainedSample, StepReport, ValueReport, Checkpointed, HeldWeights)

@@ -267,12 +267,6 @@ class Critic(Contract):
         digests."""
         raise NotImplementedError
 
-    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
-    async def leave_ranks(self, incarnation: int, version: int) -> None:
-        """Keeps the state to be copied and written by this rank alone, for a checkpoint of `version`, because another
-        rank died. Raises Refused in the middle of a batch, of which an update was taken."""
-        raise NotImplementedError
-
 
 UNDONE, RUNNING, ENDED = "undone", "running", "ended"
 """Answers of a rank that is asked to undo a step."""
@@ -344,11 +338,4 @@ class Training(Contract):
     async def save_rows(self, directory: str, samples: BatchRef) -> Checkpointed:
         """Writes the rows of these samples into `directory`, fsynced, by the first rank; answers with the digest of the
         file, and with the samples in it. Rows that are gone are left out, and so is what exceeds the size of a file."""
-        raise NotImplementedError
-
-    @endpoint(ONE_TO_ALL, idempotent=Idempotent.BY_VERSION)
-    async def leave_ranks(self, incarnation: int, version: int) -> None:
-        """Keeps the state of `version`, or this rank's part of it, to be copied and written by this rank alone, because
-        another rank died; no step follows. Raises Refused where it is saved by all ranks together, or this rank no
-        longer holds that of `version`."""
         raise NotImplementedError

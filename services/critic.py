@@ -16,7 +16,7 @@ from asyncrl.engines.training.critic_trainer import CriticStep, CriticTrainer
 from asyncrl.engines.training.models_with_heads import refuse_another_tokenizer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, copy_of, tensor_digests
-from asyncrl.errors import LostRows, PeerLost, Refused
+from asyncrl.errors import LostRows, Refused
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_reader import run_for_rows
@@ -67,14 +67,13 @@ class CriticService(Service, Critic):
             self.rows = self.context.open_rows(GateConfig.of(config).row_slots, bytes_of_row(columns))
         self._engine = await self.context.compute.run(self._load, await find_meeting(self.context))
         self._engine.lane = self.context.tracer.lane
-        self._updates = self._engine.updates
         work: Mapping[str, Work] = {
             "values": self._values,
             "begin": self._begin,
             "advance": self._advance,
             "copy": self._copy_engine,
         }
-        self._ranks = LedRanks(self.context, self._engine.mesh, work, stays=not self._engine.mesh.is_parted)
+        self._ranks = LedRanks(self.context, self._engine.mesh, work)
 
     async def stop(self) -> None:
         await self._ranks.stop()
@@ -124,24 +123,12 @@ class CriticService(Service, Critic):
             await self._finish_update()
             self._refuse_earlier("save", incarnation, version)
             learnt = [list(name) for name in self._used]
-            arguments = (incarnation, version, {"version": version, "learnt": learnt})
-            await (self._copy_engine(*arguments) if self._ranks.has_left else self._ranks.run("copy", *arguments))
+            await self._ranks.run("copy", incarnation, version, {"version": version, "learnt": learnt})
 
     async def checkpoint(self, directory: str, incarnation: int, version: int) -> Checkpointed:
         await self._ranks.idle()
         held = copy_of(self._copy, incarnation, version)
         return await held.write(Path(directory), self.context.tasks, self._target.critic)
-
-    async def leave_ranks(self, incarnation: int, version: int) -> None:
-        if self._engine.mesh.is_parted:
-            raise Refused(f"{self.context.spec.instance} holds a part of the critic alone")
-        await self._ranks.leave()
-        await self._finish_update()
-        self._refuse_earlier("save", incarnation, version)
-        if self._engine.updates != self._updates:
-            raise Refused(f"{self.context.spec.instance} has learnt a part of the batch of version {self._version}")
-        self._used = {name: None for name in self._used if name not in self._learning}
-        await self.context.compute.run(self._engine.leave_ranks)
 
     async def _finish_update(self) -> None:
         """Waits for the running update; its call may have ended."""
@@ -164,7 +151,7 @@ class CriticService(Service, Critic):
         if self._is_undone:
             return self._skipped(cuts, CUT_SHORT)
         try:
-            await self._ranks.run("begin", cuts, fresh, [list(name) for name in self._used])
+            await self._ranks.run("begin", cuts, fresh)
             while not (self._is_undone and self._run.forgo_updates()):
                 if not await self._ranks.run("advance"):
                     break
@@ -174,8 +161,6 @@ class CriticService(Service, Critic):
         except LostRows as lost:
             self.context.log.warning("update skipped", reason=str(lost))
             return self._skipped(cuts, "rows lost")
-        except PeerLost:
-            return self._skipped(cuts, "ranks lost")  # The controller has ended.
         outcome = self._run.outcome
         return ValueReport(cuts.incarnation, cuts.version, outcome.updates, outcome.skipped, outcome.metrics)
 
@@ -184,17 +169,14 @@ class CriticService(Service, Critic):
     async def _values(self, samples: BatchRef) -> list[tuple[NDArray[np.float32], int]]:
         return await results_of_forward_passes(self.context, samples, self._forward, mesh=self._engine.mesh)
 
-    async def _begin(self, cuts: Cuts, fresh: BatchRef, learnt: list[list[int]]) -> None:
-        """Reads this rank's share of a batch, and starts the step on it. learnt: names of the samples in flight that
-        were. Raises LostRows."""
+    async def _begin(self, cuts: Cuts, fresh: BatchRef) -> None:
+        """Reads this rank's share of a batch, and starts the step on it. Raises LostRows."""
         self._version = max(self._version, cuts.version)
         config, mesh = self.context.config, self._engine.mesh
         share = fresh.take(balanced_parts(fresh.row_weights(), mesh.rows.size)[mesh.rows.rank])
         rows = await agreed(self.context, mesh, self.context.reader.read(share, columns_of(config)))
         self._run = await self.context.compute.run(self._step, cuts, share, rows)
         self._learning = dict.fromkeys(row.name for row in fresh)
-        if self._ranks.follows:
-            self._used = _names(learnt)
         self._used |= self._learning
 
     def _step(self, cuts: Cuts, share: BatchRef, rows: Batch) -> CriticStep:
@@ -205,7 +187,6 @@ class CriticService(Service, Critic):
         goes_on = await self.context.compute.run(self._run.advance)
         if not goes_on:
             self._learning = {}
-            self._updates = self._engine.updates
         return goes_on
 
     async def _copy_engine(self, incarnation: int, version: int, extra: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.engines.devices import refuse_unusable
 from asyncrl.engines.training.batch.train_rows import batch_digest
-from asyncrl.engines.training.ranks.rank_mesh import RankMesh, disconnect_mesh
+from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, StateCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
@@ -25,7 +25,6 @@ from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
-from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.data.row_file import READY_ROWS, write_rows
 from asyncrl.lanes.data.row_reader import RowPrefetch, run_for_rows
 from asyncrl.lanes.weights.leases import slot_of
@@ -38,7 +37,7 @@ from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
 from asyncrl.protocols.service_contracts import ENDED, RUNNING, UNDONE, Training
 from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
-from asyncrl.services.ranks.running_step import StepInProgress
+from asyncrl.services.ranks.running_step import LOSS_NOTICE, StepInProgress
 from asyncrl.services.ranks.weight_slots import no_room_for_weights, wait_for_slot
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
@@ -53,8 +52,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     publishes the weights, of which the others hold copies or shards; it also manages the leases of the readers.
     """
 
-    renews = True
-
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         self._engine: EngineOfPolicy
@@ -62,8 +59,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         self._published: Published
         self._writer: WeightSender | None = None  # stays None on every rank but the first
         self._version = 0
-        self._updates = 0  # of the engine, when it had the weights of this version
-        self._left_ranks = asyncio.Event()
         self._chain = GENESIS
         self._step: StepInProgress | None = None
         self._last_report: dict[str, StepReport] = {}  # of the step that made this version, by the digest of its batch
@@ -81,7 +76,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         await self.context.compute.run(self._load, await self.find_meeting())
         if self.context.spec.rank == 0 and self._has_readers:
             self._writer = await self._open_weights()
-        self._updates = self._engine.updates
         self._published = await self._publish(self._version)
 
     async def stop(self) -> None:
@@ -95,8 +89,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             if (report := self._last_report.get(digest)) is not None:
                 return report
             step, position = await self._running_step(), _position_text(*self._position)
-            if self._left_ranks.is_set():
-                raise Refused(f"cannot train from {position}: the trainer has lost other ranks, and keeps its state")
             if (cuts.incarnation, cuts.version) != self._position:
                 wanted = _position_text(cuts.incarnation, cuts.version)
                 raise Refused(f"cannot train from {wanted}: the trainer is at {position}")
@@ -199,34 +191,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             self.context.log.warning("rows not saved: a resume samples them again", samples=left_out)
         return Checkpointed(self._version, "", {READY_ROWS: writer.digest}, tuple(writer.saved))
 
-    async def leave_ranks(self, incarnation: int, version: int) -> None:
-        self._left_ranks.set()
-        self._permit.refuse()
-        if (step := self._step) is not None:
-            await asyncio.wait([step.work])  # Its next exchange fails, if not all were made.
-        if (incarnation, version) != self._position or self._engine.updates != self._updates:
-            wanted, position = _position_text(incarnation, version), _position_text(*self._position)
-            raise Refused(f"the state of {wanted} is not held: the trainer is at {position}, or in a step from there")
-        await self.context.compute.run(self._engine.leave_ranks)
-        if step is not None:
-            torch.set_rng_state(step.random)
-        self._step = None
-
-    async def renew(self, facts: RunFacts) -> None:
-        if not self._left_ranks.is_set() or self.context.handover is not None:
-            raise Refused(f"{self.context.spec.instance} has not left its ranks")
-        await super().renew(facts)
-        await self.context.compute.run(self._close_engine)
-        self._permit.renew()
-        self._left_ranks.clear()
-        self.start_again()
-
-    def _close_engine(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        del self._engine, self._mesh
-        disconnect_mesh()
-
     async def _running_step(self) -> StepInProgress | None:
         """Returns the step that an earlier call began; None if its rows are lost."""
         if (step := self._step) is None:
@@ -262,9 +226,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 if run.is_computed:
                     await self._wait_for_samples(cuts)
             return run.outcome
-        except PeerLost as lost:
-            await step.keep_state(lost, self._left_ranks)
-            return None
+        except PeerLost:
+            await asyncio.sleep(LOSS_NOTICE)
+            raise
         finally:
             step.rows_checked.set()
 
@@ -277,8 +241,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             await context.handover.put_away()
 
     async def _complete(self, step: StepInProgress) -> StepReport:
-        """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows, and
-        PeerLost if a rank is gone, and this one has left the others."""
+        """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows."""
         outcome = await asyncio.shield(step.work)
         if outcome is None:
             assert step.lost is not None
@@ -296,7 +259,6 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
                 await wait_for_slot(self._writer.leases, version, self._leases_changed, deadline)
         self._published = await self._publish(version)
         self._version = version
-        self._updates = self._engine.updates
         self._chain = chain(self._chain, outcome.trained)
         report = self._report(outcome)
         self.add_to_counters(samples=len(report.samples), tokens=sum(sample.trained for sample in report.samples))

@@ -265,11 +265,11 @@ class Supervisor:
         """Returns the workers that learn, which are not restarted one by one, or all others."""
         return [slot for slot in self._slots if slot.restart != learning]
 
-    async def end_learners(self, kept: Collection[str] = ()) -> None:
-        """Kills all workers that learn, but those with these names; returns once their processes are gone and they wait
+    async def end_learners(self) -> None:
+        """Kills all workers that learn; returns once their processes are gone and they wait
         for the next start."""
         assert self.learners is not None, "the run goes back to a checkpoint"
-        slots = [slot for slot in self.slots(learning=True) if slot.worker.name not in kept]
+        slots = self.slots(learning=True)
         while any(slot.worker.name not in self.learners.waiting for slot in slots):
             for slot in slots:  # One may be started only now.
                 if (running := self.instances.get(slot.worker.name)) is not None:

@@ -18,49 +18,35 @@ from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.services.ranks.running_step import KEPT_STATE
 
 Work: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 class LedRanks:
     """The end of one rank. work: what all ranks can be asked for, by name, with plain values or messages. A worker ends
-    when an exchange fails, because the ranks have no common position any more; where it `stays`, only if it is not
-    asked to leave the others in KEPT_STATE.
-    """
+    when an exchange fails, because the ranks have no common position any more."""
 
-    def __init__(
-        self, context: WorkerContext, mesh: RankMesh, work: Mapping[str, Work], *, stays: bool = False
-    ) -> None:
+    def __init__(self, context: WorkerContext, mesh: RankMesh, work: Mapping[str, Work]) -> None:
         self._context = context
         self._mesh = mesh
         self._work = work
         self._running = asyncio.Lock()
-        self._stays = stays
-        self._left = asyncio.Event()
         if mesh.announcements is not None and mesh.rank > 0:
             start_task(context.tasks, self._follow(mesh.announcements), "work of rank 0")
 
     @property
     def follows(self) -> bool:
         """Returns whether this rank acts on nothing but what rank 0 announces."""
-        return self._mesh.rank > 0 and not self.has_left
-
-    @property
-    def has_left(self) -> bool:
-        """Returns whether this rank has left the others, and takes part in no work any more."""
-        return self._left.is_set()
+        return self._mesh.rank > 0
 
     async def run(self, name: str, *args: Any) -> Any:
         """Returns what this work gives at rank 0. Work that has begun goes on when its caller ends, because other ranks
-        wait for this one. Raises LostRows of any rank, and PeerLost once this one has left the others."""
+        wait for this one. Raises LostRows of any rank."""
         if self._mesh.announcements is None:
             return await self._work[name](*args)
-        if self.has_left:
-            raise PeerLost(f"rank {self._mesh.rank} has left the others, and begins no {name}")
         task = start_task(self._context.tasks, self._lead(self._mesh.announcements, name, args), name)
         found = await asyncio.shield(task)
-        if isinstance(found, LostRows | PeerLost):
+        if isinstance(found, LostRows):
             raise found
         return found
 
@@ -68,11 +54,6 @@ class LedRanks:
         """Waits for the work that this rank has begun."""
         async with self._running:
             pass
-
-    async def leave(self) -> None:
-        """Begins no work of all ranks any more; what runs ends at its next exchange."""
-        self._left.set()
-        await self.idle()
 
     async def stop(self) -> None:
         """Ends the waits for announcements."""
@@ -82,37 +63,25 @@ class LedRanks:
 
     async def _lead(self, announcements: Announcements, name: str, args: tuple[Any, ...]) -> Any:
         async with self._running:
-            if self.has_left:
-                return PeerLost(f"rank {self._mesh.rank} has left the others, and begins no {name}")
             try:
                 await self._context.compute.run(announcements.tell, (name, args))
                 return await self._work[name](*args)
             except LostRows as lost:
                 return lost
-            except PeerLost as lost:
-                await self._stay(lost)
-                return lost
+            except PeerLost:
+                await asyncio.sleep(DEATH_NOTICE)  # The death of the other rank is reported first.
+                raise
 
     async def _follow(self, announcements: Announcements) -> None:
         try:
             while (announced := await next_announced(announcements)) is not None:
                 name, args = announced
                 async with self._running:
-                    if self.has_left:
-                        return
                     with suppress(LostRows):  # Rank 0 says so.
                         await self._work[name](*args)
-        except PeerLost as lost:
-            await self._stay(lost)
-
-    async def _stay(self, lost: PeerLost) -> None:
-        """Returns once this rank has left the others. Raises the loss where it does not, after the death of the other
-        rank was reported."""
-        try:
-            async with asyncio.timeout(KEPT_STATE if self._stays else DEATH_NOTICE):
-                await self._left.wait()
-        except TimeoutError:
-            raise lost from None
+        except PeerLost:
+            await asyncio.sleep(DEATH_NOTICE)
+            raise
 
 
 async def next_announced(announcements: Announcements) -> Any:

@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,8 @@ from asyncrl.engines.models.tensor_parts import gather_model
 from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.critic_trainer import CriticTrainer
 from asyncrl.engines.training.training_step import run_step
-from asyncrl.errors import FleetFailed, LostRows, PeerLost
+from asyncrl.errors import FleetFailed, LostRows
 from asyncrl.fleet.fleet import RunningFleet, running_fleet
-from asyncrl.fleet.supervisor import Learners
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.data.row_reader import RowReader
@@ -152,45 +151,6 @@ def test_ranks_of_a_critic_do_what_one_does(
     last = config(second).critic.layout.size - 1
     with pytest.raises(FleetFailed, match=rf"^critic0\.{last} died: killed by SIGKILL\. Resume with: asyncrl run x$"):
         asyncio.run(after())
-
-
-async def lost_in(call: Awaitable[Any]) -> bool:
-    """Returns whether a call finds that another rank is gone."""
-    try:
-        await call
-    except PeerLost:
-        return True
-    return False
-
-
-@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_living_copy_of_a_critic_saves_what_was_learnt(
-    dead: int, model: Path, store: RowStore, tmp_path: Path
-) -> None:
-    one, saved, batch = OneRank(CriticTrainer(config({}), model)), tmp_path / "checkpoint", rows_of(2)
-
-    async def main() -> None:
-        async with asyncio.timeout(PATIENCE), critics(config({"dp": 2}), model, tmp_path) as (running, critic):
-            running.supervisor.learners = learners = Learners()
-            await learns(critic, one, range(2), store)
-            refs = BatchRef(tuple(reference(each, store) for each in batch))
-            await critic.update(Cuts(0, 2, await critic.values(refs), sum(ref.tokens for ref in refs), len(refs)))
-            one.learn(batch, 2)
-            ranks = [slot.worker for slot in running.supervisor.slots_of("critic")]
-            os.kill(running.supervisor.instances[ranks[dead].name].launched.labels["pid"], signal.SIGKILL)
-            assert await asyncio.shield(learners.lost) == f"critic0.{dead} died: killed by SIGKILL"
-            living, calls = ranks[1 - dead], Critic.endpoints
-            async with asyncio.TaskGroup() as tasks:
-                valuing = tasks.create_task(lost_in(living.call(calls["values"], (refs,), PATIENCE)), name="values")
-                for name, args in (("leave_ranks", ()), ("copy_state", ()), ("checkpoint", (str(saved),))):
-                    await living.call(calls[name], (*args, 0, 3), PATIENCE)
-            assert valuing.result() or dead == 0, "it was begun beside a dead rank"
-
-    asyncio.run(main())
-    resumed, extra = CriticTrainer.resume(config({}), saved / "critic")
-    assert extra == {"version": 3, "learnt": [list(each.key) for each in batch]}
-    for own, expected in zip(OneRank(resumed).values(rows_of(3)), one.values(rows_of(3)), strict=True):
-        np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
 async def loses_rows(critic: Critic, store: RowStore) -> None:

@@ -45,9 +45,8 @@ class FleetConfig(Section):
     """Number of times that the command restarts itself after trainer or controller died."""
     trainer_restarts: Annotated[int, Field(ge=0)] = 3
     """Number of times that trainer and critics start again from one checkpoint, while the other workers stay, after one
-    of them died. The next death without a newer checkpoint ends the run with exit status 75; living ranks of the
-    trainer with copies of all its weights make one. Always 0 where the trainer or a critic joins, or generation is in
-    the processes of the trainer."""
+    of them died. The next death without a newer checkpoint ends the run with exit status 75. Always 0 where the trainer
+    or a critic joins, or generation is in the processes of the trainer."""
     threads: Positive = 1
     """Number of torch threads of each worker."""
     start: Literal["fork", "spawn"] = "fork"

@@ -1,34 +1,26 @@
 """Takes a run back to its newest checkpoint when a worker that learns dies, while the other workers stay.
 
-    trainer or critic dies ──> the controller ends ──> living workers that hold its state write a checkpoint
-         ^                                                                        │
-         │                                       all that learn are killed, the journal is resumed
-         │                                                                        v
-         └──── the next controller <── trainer and critics load <── other workers are renewed
+    trainer or critic dies ──> the controller ends ──> all that learn are killed ──> the journal is resumed
+         ^                                                                                    │
+         └──── the next controller <── trainer and critics load the checkpoint <── other workers are renewed
 
 The journal, the gate and the workers see what they see when the command is run again after exit status 75: another
 incarnation that goes on from the checkpoint.
 """
 
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from asyncrl.concurrency import running_beside
-from asyncrl.controller.journal.checkpoints import ResumePlan, commit, versions
-from asyncrl.controller.journal.journal import Journal
+from asyncrl.controller.journal.checkpoints import ResumePlan, versions
 from asyncrl.controller.journal.run_storage import Folders
-from asyncrl.errors import AsyncrlError, FleetFailed, JournalError, PeerLost
-from asyncrl.fleet.changes.living_state import LivingState, living_state
+from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.changes.renewal import begin_incarnation, end_learners
 from asyncrl.fleet.fleet import FAILURE_NOTICE, RunningFleet
 from asyncrl.fleet.supervisor import Learners
-
-ALL = sys.maxsize
-"""Number of checkpoints that stay: the next one of the run removes what is too old."""
 
 
 class Incarnation(Protocol):
@@ -36,9 +28,6 @@ class Incarnation(Protocol):
 
     @property
     def plan(self) -> ResumePlan | None: ...
-
-    @property
-    def journal(self) -> Journal: ...
 
     @property
     def incarnation(self) -> int: ...
@@ -81,18 +70,16 @@ async def train_with_returns(
             learners, lost = supervisor.learners, await why_lost(running)
             if learners is None or lost is None:
                 raise
-            living = await save_living_state(running, state.journal, say) if may_return() else None
             made = versions(store)
             if not made or returns[made[-1]] == most or not may_return():
                 learners.give_up()
                 raise
-        await end_learners(running, kept := () if living is None else living.left)
+        await end_learners(running)
         state = await resumed(state)
         assert state.plan is not None, "it has checkpoints"
         returns[state.plan.version] += 1
-        source = "its checkpoint of" if living is None else "what living workers hold of"
-        say(f"{lost}; the run goes on from {source} step {state.plan.version}, and its other workers stay")
-        await begin_incarnation(running, running.facts.renewed(state.incarnation, Path(state.plan.directory)), kept)
+        say(f"{lost}; the run goes on from its checkpoint of step {state.plan.version}, and its other workers stay")
+        await begin_incarnation(running, running.facts.renewed(state.incarnation, Path(state.plan.directory)))
 
 
 async def _train(running: RunningFleet, state: State, train: Callable[[State], Awaitable[None]]) -> None:
@@ -112,22 +99,3 @@ async def why_lost(running: RunningFleet) -> str | None:
         return None
     await asyncio.wait([learners.lost], timeout=FAILURE_NOTICE)
     return learners.lost.result() if learners.lost.done() else None
-
-
-async def save_living_state(running: RunningFleet, journal: Journal, say: Callable[[str], None]) -> LivingState | None:
-    """Makes a checkpoint of the journal's version, if the newest one is older and living workers hold the state: then
-    no step is trained again. Returns who holds it, None where nobody does. The controller has ended.
-
-    Raises JournalError when a trainer of this version has trained other samples than the journal says.
-    """
-    version = journal.ledger.version
-    try:
-        state = await living_state(running, journal.ledger.incarnation, version)
-        if state is not None and version not in versions(journal.store):
-            await commit(journal, state.write, keep=ALL)
-    except (AsyncrlError, OSError) as error:
-        if isinstance(error, JournalError):
-            raise
-        say(f"what living workers hold of step {version} could not be saved: {error}")
-        return None
-    return state

@@ -100,9 +100,6 @@ class ActingTrainer:
     def updates(self) -> int:
         return self.learner.optimizer.updates
 
-    def leave_ranks(self) -> None:
-        """Does nothing: it is one rank alone."""
-
     @property
     def trained_weights(self) -> TrainedWeights:
         return TrainedWeights(self.learner.actor, lambda: None)

@@ -184,11 +184,6 @@ class PolicyTrainer(Trainer):
         with torch.cuda.stream(stream):  # In the stream of all threads the copy would wait for the pass.
             return self.copy_state(extra)
 
-    def leave_ranks(self) -> None:
-        super().leave_ranks()
-        if self._adapted is not None:
-            self._adapted = self._adapted._replace(digest=weights_digest(self._folder))
-
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> "PolicyStep":
         return PolicyStep(self, rows, incarnation, version)
 

@@ -4,7 +4,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -22,7 +22,6 @@ from asyncrl.engines.training.ranks.rank_group import Ranks
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.weight_gathering import TrainedWeights
 from asyncrl.engines.training.trainer_checkpoint import StateCopy
-from asyncrl.errors import Refused
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import CUT_SHORT, LEFT_OUT, Canary, TrainedSample
@@ -90,8 +89,6 @@ class TrainedPolicy(Protocol):
 
     def publish_parts(self) -> None: ...
 
-    def leave_ranks(self) -> None: ...
-
     @property
     def trained_weights(self) -> TrainedWeights: ...
 
@@ -146,16 +143,6 @@ class Trainer(ABC):
     @property
     def trained_weights(self) -> TrainedWeights:
         return TrainedWeights(self._held.whole, self.optimizer.parts_moved)
-
-    def leave_ranks(self) -> None:
-        """Drops gradients, and exchanges nothing from now on. Where ranks have copies of the whole state this one goes
-        on as a trainer of one rank; where they share it out, it saves its part. Raises Refused where parts are saved
-        by all ranks together: moments that DeepSpeed cuts, and adapters."""
-        if self.mesh.zero or (self.mesh.is_parted and self.config.model.lora is not None):
-            raise Refused(f"rank {self.mesh.rank} of {self.mesh.key} holds a part of the state alone")
-        self.optimizer.discard()
-        self.mesh = self.mesh.without_others()
-        self._held = replace(self._held, mesh=self.mesh)
 
     @property
     @abstractmethod

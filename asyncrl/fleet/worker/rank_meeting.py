@@ -120,11 +120,6 @@ class RankMeeting:
         if self._place is not None and self._place.listener is not None:
             self._place.listener.close()
 
-    def forget(self) -> None:
-        """Forgets the place, so that the controller may name another one."""
-        self.close()
-        self._place = None
-
     def _listening(self) -> MeetingPlace:
         listener = bound_socket(self.own_host, 0, "the meeting of ranks")
         listener.listen(socket.SOMAXCONN)

@@ -114,17 +114,6 @@ class Service:
             if handover is not None and not is_guest:
                 handover.trainer_began.set()
 
-    def start_again(self) -> None:
-        """Calls `start` once more, beside the caller; calls wait for it. Ranks meet at another place then. An error in
-        it ends the worker."""
-        self.context.rank_meeting.forget()
-        self.__dict__.pop("ready", None)  # A cached property: the next start resolves another future.
-        self.context.tasks.create_task(self._begin_again(), name="start")
-
-    async def _begin_again(self) -> None:
-        await self.begin()
-        await self.started()
-
     async def start(self) -> None:
         """Loads what calls need; calls wait for it. Its errors are raised where the fleet is started."""
 

@@ -3,8 +3,6 @@
 import asyncio
 from contextlib import suppress
 
-from asyncrl.errors import PeerLost
-
 PERIOD = 1.0
 """Seconds after which a wait counts as progress: fewer than the deadline of any call."""
 
@@ -16,27 +14,15 @@ class UpdatePermit:
     def __init__(self) -> None:
         self.periods = 0
         self._allowed = (-1, -1)
-        self._is_refused = False
         self._changed = asyncio.Event()
 
     def allow(self, incarnation: int, version: int) -> None:
         self._allowed = (incarnation, version)
         self._changed.set()
 
-    def refuse(self) -> None:
-        """Ends the wait: another rank is lost."""
-        self._is_refused = True
-        self._changed.set()
-
-    def renew(self) -> None:
-        """Lets steps among other ranks wait again."""
-        self._is_refused = False
-
     async def wait(self, incarnation: int, version: int) -> None:
-        """Waits until a step from this version may change the weights, once. Raises PeerLost when that is refused."""
+        """Waits until a step from this version may change the weights, once."""
         while self._allowed != (incarnation, version):
-            if self._is_refused:
-                raise PeerLost("the step waited for samples when another rank was lost")
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(PERIOD):

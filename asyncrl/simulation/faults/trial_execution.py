@@ -26,6 +26,7 @@ from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import CREDIT
 from asyncrl.lanes.host_id import HostId
+from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Environment, Generation, Lane, Reference, Training
 from asyncrl.simulation import virtual_loop
 from asyncrl.simulation.faults.fault_injection import AGE_LIMIT, CHECK_PERIOD, FLEET, FaultInjection
@@ -283,7 +284,7 @@ class ControllerLife(ResumableRun):
         training: Implementation = partial(TrialTraining, truth, self.disk)
         if trial.ranks > 1:
             training = partial(TrialTrainingRank, truth, self.disk, RankExchanges(trial))
-        yield ServiceSpec("training", Training, training, layout=trial.layout)
+        yield ServiceSpec("training", Training, training, layout=Layout(dp=trial.ranks))
         if trial.turns:
             yield ServiceSpec("environment", Environment, partial(TrialEnvironment, truth))
         if trial.reference:

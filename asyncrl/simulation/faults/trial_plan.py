@@ -4,7 +4,6 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from asyncrl.protocols.rank_layout import Layout
 from asyncrl.simulation.fakes.generation import Lengths, constant, lognormal, stragglers
 from asyncrl.simulation.resumable_run import RunShape
 
@@ -78,7 +77,7 @@ class Trial(RunShape):
     how often the first host is lost, once a minute. turns: most turns of an episode; 0: samples are single answers.
     joined: generators and scorers run on machines that join, one of each service on each of `hosts`; the others are
     spares. returns: to one checkpoint, after deaths of the trainer, while the other workers stay. ranks: of the
-    trainer. parts: ranks that share out the weights of one copy.
+    trainer.
     """
 
     generators: int = 1
@@ -102,12 +101,6 @@ class Trial(RunShape):
     joined: bool = False
     returns: int = 0
     ranks: int = 1
-    parts: int = 1
-
-    @property
-    def layout(self) -> Layout:
-        """Returns the layout of the trainer."""
-        return Layout(dp=self.ranks // self.parts, shard=self.parts)
 
     @property
     def joining(self) -> tuple[str, ...]:
@@ -222,17 +215,6 @@ def draw_ranks(seed: int) -> Trial:
         checkpoint_every=chance.choice((1, 3, 100)),
         faults=(*others, *deaths),
     )
-
-
-def draw_parts(seed: int) -> Trial:
-    """Draws a trial of `draw_ranks` whose ranks share out the weights of two or three copies. The start of more ranks
-    takes more messages."""
-    chance, trial = random.Random(f"parts {seed}"), draw_ranks(seed)
-    parts = chance.randint(2, 3)
-    ranks = parts * chance.randint(2, 3)
-    later = ranks // 2
-    faults = tuple(replace(each, at=later * each.at) if each.target == "training" else each for each in trial.faults)
-    return replace(trial, parts=parts, ranks=ranks, faults=faults)
 
 
 MEMBERSHIP: tuple[Kind, ...] = ("partition", "one-way", "leave", "join", "spot", "scale", "host")

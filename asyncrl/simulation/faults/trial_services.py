@@ -343,18 +343,13 @@ class TrialTraining(TrialService, FakeTraining):
         """Returns the version of the weights, whatever calls are told."""
         return self.version
 
-    @property
-    def state_file(self) -> str:
-        """Returns the name of the file that it writes into a checkpoint."""
-        return STATE
-
     def state_copy(self) -> WriteCopy:
-        state, file = f"{self.held_version} {self.chain.hex()}".encode(), self.state_file
+        state = f"{self.held_version} {self.chain.hex()}".encode()
 
         def write(directory: str) -> dict[str, str]:
             self._disk.block()
-            self._disk.put(directory, file, state)
-            return {file: sha256(state).hexdigest()}
+            self._disk.put(directory, STATE, state)
+            return {STATE: sha256(state).hexdigest()}
 
         return write
 

@@ -43,6 +43,7 @@ DIGESTS = {
     37: "070d0d653e40d22f",
     38: "dbf9e523d619456a",
     39: "11b1c12b0d0dc0ee",
+    40: "0ab32922a8b1c118",
 }
 """Of what the messages and the calls of each protocol are made of."""
 

@@ -92,9 +92,6 @@ class CountingEngine:
         self.mesh, self.weight, self.updates = mesh, weight, 0
         self.trained_weights = TrainedWeights(torch.nn.Module(), lambda: None)
 
-    def leave_ranks(self) -> None:
-        self.mesh = RankMesh()
-
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> CountingRun:
         return CountingRun(self, rows)
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.critic_trainer import CriticStep
-from asyncrl.errors import ConfigError, PeerLost, Refused
+from asyncrl.errors import ConfigError, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
@@ -297,35 +297,6 @@ async def test_a_folder_with_another_tokenizer_is_refused(serving: Serving, fold
     with pytest.RaisesGroup(pytest.RaisesExc(ConfigError, match=r"^critic\.model: its tokenizer is not that")):
         async with serving(options={"model": str(tmp_path / "other")}):
             pass
-
-
-@pytest.mark.parametrize("passes", [0, 1])
-async def test_after_the_death_of_another_rank_a_critic_gives_its_state_if_no_update_of_a_batch_was_taken(
-    passes: int, serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, advance = config(training={"updates": 2}), CriticStep.advance
-
-    def advance_or_lose(step: CriticStep) -> bool:
-        if step._trainer.updates == passes:
-            raise PeerLost("the 2 critic ranks could not exchange")
-        return advance(step)
-
-    async with serving(settings) as service:
-        refs = sampled(service)
-        with monkeypatch.context() as patch:
-            patch.setattr(CriticStep, "advance", advance_or_lose)
-            cuts = batch(service, refs, zeros(refs))
-            assert (await service.update(cuts)).skipped == "ranks lost"
-        if passes:
-            with pytest.raises(Refused, match="has learnt a part of the batch of version 0"):
-                await service.leave_ranks(INCARNATION, 0)
-            return
-        await service.leave_ranks(INCARNATION, 0)
-        await saved(service, tmp_path, 0)
-    async with serving(settings, checkpoint_dir=tmp_path) as resumed:
-        refs = sampled(resumed)
-        report = await resumed.update(batch(resumed, refs, zeros(refs)))
-        assert (report.updates, report.skipped) == (2, ""), "it was not learnt before"
 
 
 @pytest.mark.parametrize(("taken", "skipped"), [(0, CUT_SHORT), (1, "")])

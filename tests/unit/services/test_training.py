@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.sections.model_config import WeightsConfig
-from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, Refused
+from asyncrl.errors import ConfigError, DeadlineExceeded, LostRows, PeerLost, Refused
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data import row_reader
@@ -27,6 +27,7 @@ from tests.unit.services.counting import (
     INCARNATION,
     CountedCopy,
     CountingEngine,
+    CountingRun,
     CountingService,
     config,
     cuts,
@@ -179,6 +180,19 @@ async def test_lost_rows_change_nothing(tmp_path: Path, serving: Serving) -> Non
         with pytest.raises(LostRows):
             await service.step(batch)
         assert (await service.step(cuts(service, 0, 2))).version == 1
+
+
+async def test_a_rank_that_lost_another_one_ends(
+    tmp_path: Path, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_rank(run: CountingRun) -> bool:
+        raise PeerLost("the 2 training ranks could not exchange")
+
+    monkeypatch.setattr(training, "LOSS_NOTICE", 0.0)
+    with pytest.RaisesGroup(pytest.RaisesExc(PeerLost, match="could not exchange")):
+        async with serving(tmp_path) as service:
+            monkeypatch.setattr(CountingRun, "advance", lose_rank)
+            await service.step(cuts(service, 0, 1))
 
 
 @pytest.mark.trap("not_finite")

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.engines.training.ranks.announcements import Announcements
 from asyncrl.engines.training.ranks.rank_group import DistributedRanks, Exchange, FormerRanks, Ranks
-from asyncrl.errors import PeerLost, Refused
+from asyncrl.errors import PeerLost
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.protocols.rank_layout import AXES, AXES_OF_EXPERTS, Axis, Layout
 
@@ -120,25 +120,6 @@ class RankMesh:
     def of_data(cls, ranks: Ranks) -> "RankMesh":
         """Returns a mesh of data ranks that hold whole weights."""
         return cls(ranks, ranks, ranks)
-
-    def without_others(self) -> "RankMesh":
-        """Returns the mesh of this rank once it has left the others. It keeps its place among those that hold one copy
-        of the model with it, so that it saves its part, and exchanges nothing."""
-        experts = FormerRanks(self.experts.rank, self.experts.size)
-        return RankMesh(
-            everyone=FormerRanks(self.part, self.parts),
-            copies=experts,  # Of weights outside of experts.
-            shards=FormerRanks(self.shards.rank, self.shards.size),
-            experts=experts,
-            tensor=FormerRanks(self.tensor.rank, self.tensor.size),
-            stages=FormerRanks(self.stages.rank, self.stages.size),
-            sharding=self.sharding,
-            splitting=self.splitting,
-            routing=self.routing,
-            service=self.service,
-            part=self.part,
-            parts=self.parts,
-        )
 
     def without_exchange(self) -> "RankMesh":
         """Returns the mesh of this rank, in its place among the others, where it exchanges nothing with them."""
@@ -249,16 +230,6 @@ def _beside(ranks: list[int], place: RankPlace) -> dist.ProcessGroup | None:
     if len(ranks) > 1:
         made = dist.new_group(ranks, timedelta(seconds=place.exchange), use_local_synchronization=True)
     return made
-
-
-def disconnect_mesh() -> None:
-    """Ends all connections of this process to other ranks, if there are any; a new mesh may follow. Raises Refused with
-    NCCL, whose communicator may wait for a rank that is gone."""
-    if not dist.is_initialized():
-        return
-    if dist.get_backend() != "gloo":
-        raise Refused(f"connections by {dist.get_backend()} end with the process")
-    dist.destroy_process_group()
 
 
 def _announcements(meeting: MeetingPlace, place: RankPlace, store: Store) -> Announcements:
