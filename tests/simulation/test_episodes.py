@@ -11,9 +11,9 @@ from asyncrl.fleet.service_calls import Handle
 from asyncrl.simulation.faults.simulate_command import outcome_of
 from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_episodes
-from tests.named_seed import named_seed
+from tests.named_seed import named_seed, starts
 
-SEEDS, PART, RESUMED = 150, 50, 25
+CORE, SEEDS, PART, RESUMED = 50, 150, 50, 25
 
 
 def resumed_episodes(seed: int) -> Trial:
@@ -31,7 +31,7 @@ def resumed_episodes(seed: int) -> Trial:
     return replace(trial, checkpoint_every=1, faults=(*trial.faults[:2], *deaths), **sizes)
 
 
-@pytest.mark.parametrize("start", range(0, SEEDS, PART))
+@pytest.mark.parametrize("start", starts(CORE, SEEDS, PART))
 def test_nothing_of_an_episode_is_lost_or_trained_twice(start: int) -> None:
     seen = Counter[str]()
     for seed in range(start, start + PART):

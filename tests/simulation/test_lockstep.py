@@ -7,13 +7,13 @@ import pytest
 from asyncrl.simulation.fakes.training import FakeTraining
 from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_lockstep
-from tests.named_seed import named_seed
+from tests.named_seed import named_seed, starts
 
-SEEDS, PART = 40, 20
+CORE, SEEDS, PART = 20, 40, 20
 HUNG = Trial(seed=1, admission="lockstep", limit=1, steps=6, faults=(Fault("hang", 200, "reward"),))
 
 
-@pytest.mark.parametrize("start", range(0, SEEDS, PART))
+@pytest.mark.parametrize("start", starts(CORE, SEEDS, PART))
 def test_random_faults_in_lockstep_hold_every_invariant(start: int) -> None:
     seen = Counter[str]()
     for seed in range(start, start + PART):

@@ -11,14 +11,14 @@ from asyncrl.simulation.faults.simulate_command import outcome_of
 from asyncrl.simulation.faults.trial_execution import ControllerLife, run_trial
 from asyncrl.simulation.faults.trial_plan import draw_ranks
 from asyncrl.simulation.faults.trial_ranks import TrialTrainingRank
-from tests.named_seed import named_seed
+from tests.named_seed import named_seed, starts
 
-SEEDS, PART = 40, 10
+CORE, SEEDS, PART = 20, 40, 10
 MUTANT_SEEDS = 60
 Patch = pytest.MonkeyPatch
 
 
-@pytest.mark.parametrize("start", range(0, SEEDS, PART))
+@pytest.mark.parametrize("start", starts(CORE, SEEDS, PART))
 def test_random_deaths_of_ranks_hold_every_invariant(start: int) -> None:
     returned, seen = 0, Counter[str]()
     for seed in range(start, start + PART):
