@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from watching import PATIENCE, wait_until
 
-MISSING = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in ("botocore", "moto") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.fleet,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
@@ -25,7 +25,7 @@ ADDRESS = "s3://bucket-of-runs/quickstart/a"
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import s3fs
+    from botocore.session import get_session
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -34,7 +34,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = {"ACCESS_KEY_ID": "keyofthistest", "SECRET_ACCESS_KEY": "secretofthistest", "DEFAULT_REGION": "us-east-1"}
     for name, value in {**names, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    s3fs.S3FileSystem(skip_instance_cache=True).call_s3("create_bucket", Bucket="bucket-of-runs")
+    get_session().create_client("s3").create_bucket(Bucket="bucket-of-runs")
     yield
     server.stop()
 

@@ -16,9 +16,10 @@ class OtherWriter(ConfigError):
 
 class Objects(Protocol):
     """Every method waits for the store for a bounded time, and raises OSError when it cannot be reached. Several
-    threads may call them at a time."""
+    threads may call them at a time. blocks: grows while bytes of a put move, however long the whole of it takes."""
 
     address: str
+    blocks: int
 
     def put(self, name: str, data: bytes) -> None: ...
 
@@ -50,6 +51,7 @@ class MemoryObjects:
     objects: dict[str, bytes] = field(default_factory=dict)
     head: bytes | None = None
     failing: set[str] = field(default_factory=set)
+    blocks: int = 0
 
     def put(self, name: str, data: bytes) -> None:
         if name in self.failing:

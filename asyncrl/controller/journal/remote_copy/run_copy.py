@@ -1,7 +1,7 @@
 """A copy of a run in a store of objects: parts of files by their SHA-256, and a head that names them.
 
     upload: parts that the store lacks, WAYS at a time ──> head, if it is still that one: the commit
-    download: head ──> parts, each compared with its digest ──> a folder, renamed when it is whole
+    download: head ──> parts that the folder lacks, each compared with its digest ──> the folder, renamed when whole
 
 What the head does not name does not exist: a machine that dies between parts and head leaves
 the run of the head before, and parts that the next upload takes as sent, or removes.
@@ -12,19 +12,16 @@ import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from asyncrl.controller.journal.remote_copy.objects import PARTS, Objects, OtherWriter
 from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, JournalError
-
-Item = TypeVar("Item")
-Made = TypeVar("Made")
 
 FORMAT = 1
 PART_BYTES = 4 << 20
@@ -171,9 +168,11 @@ def upload(
         return digest
 
     files = list(snapshot.files())
-    digests = _in_parallel(send, (part for _, path, size in files for part in _parts(path, size)))
-    copied = {name: CopiedFile(size, tuple(next(digests) for _ in _parts(path, size))) for name, path, size in files}
-    assert next(digests, None) is None, "every part is of a file"
+    with ThreadPoolExecutor(WAYS, "parts of a copy") as threads:
+        digests = threads.map(send, [part for _, path, size in files for part in _parts(path, size)])
+        copied = {
+            name: CopiedFile(size, tuple(next(digests) for _ in _parts(path, size))) for name, path, size in files
+        }
     head = Head(snapshot.version, writer, copied)
     return head, objects.write_head(head.encode(), tag)
 
@@ -195,45 +194,35 @@ def remove_unnamed(objects: Objects, before: Head | None, head: Head) -> int:
     return lost
 
 
-def _parts(path: Path, size: int) -> Iterator[_FilePart]:
-    for start in range(0, size, PART_BYTES):
-        yield _FilePart(path, start, min(PART_BYTES, size - start))
-
-
-def _in_parallel(work: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yields what `work` makes of each item, in order, WAYS at a time and no further ahead. Raises its first error,
-    once nothing runs any more."""
-    running: deque[Future[Made]] = deque()
-    with ThreadPoolExecutor(WAYS, "parts of a copy") as threads:
-        try:
-            for item in items:
-                if len(running) == WAYS:
-                    yield running.popleft().result()
-                running.append(threads.submit(work, item))
-            while running:
-                yield running.popleft().result()
-        finally:
-            for each in running:
-                each.cancel()
+def _parts(path: Path, size: int) -> list[_FilePart]:
+    return [_FilePart(path, start, min(PART_BYTES, size - start)) for start in range(0, size, PART_BYTES)]
 
 
 def download(objects: Objects, head: Head, target: Path) -> None:
     """Writes the run that a head names into a folder that does not exist. Raises JournalError for a part that is gone
-    or damaged, and OSError when the store cannot be reached; then there is no folder."""
-    unfinished = target.with_name(f"{target.name}.part")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(0o700, parents=True)
-    named = ((digest, name) for name, copied in head.files.items() for digest in copied.parts)
-    parts = _in_parallel(lambda each: _checked(objects, *each), named)
-    for name, copied in head.files.items():
+    or damaged, and OSError when the store cannot be reached; then there is no folder, and the next try goes on."""
+    unfinished = target.with_name(f"{target.name}.{sha256(head.encode()).hexdigest()[:16]}.part")
+    for other in {*target.parent.glob("*.part")} - {unfinished}:
+        if other.name.startswith(f"{target.name}."):
+            shutil.rmtree(other, ignore_errors=True)
+    unfinished.mkdir(0o700, parents=True, exist_ok=True)
+    for name in head.files:
         (path := unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            for _ in copied.parts:
-                file.write(next(parts))
-        if path.stat().st_size != copied.size:
-            raise JournalError(
-                f"{objects.address}: {name} has {path.stat().st_size} bytes, and its head says {copied.size}"
-            )
+        path.touch()
+
+    def fetch(name: str, number: int, digest: str) -> None:
+        with (unfinished / name).open("r+b") as file:
+            file.seek(number * PART_BYTES)
+            if sha256(file.read(PART_BYTES)).hexdigest() != digest:
+                file.seek(number * PART_BYTES)
+                file.write(_checked(objects, digest, name))
+
+    named = [(name, *part) for name, copied in head.files.items() for part in enumerate(copied.parts)]
+    with ThreadPoolExecutor(WAYS, "parts of a copy") as threads:
+        deque(threads.map(lambda part: fetch(*part), named), maxlen=0)
+    for name, copied in head.files.items():
+        if (size := (unfinished / name).stat().st_size) != copied.size:
+            raise JournalError(f"{objects.address}: {name} has {size} bytes, and its head says {copied.size}")
     write_mark(unfinished, [head.writer])
     unfinished.rename(target)
 

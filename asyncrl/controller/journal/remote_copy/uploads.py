@@ -20,8 +20,8 @@ from asyncrl.controller.journal.remote_copy.run_copy import (
 from asyncrl.errors import FleetFailed
 
 LAST_UPLOAD = 300.0
-"""Seconds without a part that was sent or found there, after which the end of a run no longer waits for its last copy.
-All tries of one request take less."""
+"""Seconds without a block that was sent, or a part that was found there, after which the end of a run no longer waits
+for its last copy. All tries of one request take less."""
 
 
 class Uploads:
@@ -111,7 +111,7 @@ class Uploads:
             self._known = head
 
     async def finish(self, version: int) -> None:
-        """Copies the end of the run, with all that it wrote, for as long as parts move. Raises FleetFailed when
+        """Copies the end of the run, with all that it wrote, for as long as bytes move. Raises FleetFailed when
         none did for LAST_UPLOAD, or the store refuses the copy."""
         before = self._made
         if await self._becomes_idle():
@@ -125,13 +125,13 @@ class Uploads:
             )
 
     async def _becomes_idle(self) -> bool:
-        """Returns whether nothing is to be copied any more; False once no part has moved for LAST_UPLOAD."""
+        """Returns whether nothing is to be copied any more; False once nothing has moved for LAST_UPLOAD."""
         while not self._is_idle.is_set():
-            moved = self._moved
+            moved = self._moved, self._objects.blocks
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_UPLOAD):
                     await self._is_idle.wait()
-            if self._moved == moved:
+            if moved == (self._moved, self._objects.blocks):
                 break
         return self._is_idle.is_set()
 

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -368,6 +369,107 @@ def test_parts_go_up_and_come_back_at_once_and_no_more_than_memory_allows(
     assert (tmp_path / "elsewhere/checkpoints/0/trainer.pt").read_text() == numbers
 
 
+class Rounds(MemoryObjects):
+    """Answers all requests under way at once, when no further one can come: counts these rounds, and requests."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self.at_once, self.expected, self.requests, self.rounds = at_once, 0, 0, 0
+        self._changed, self._waiting = threading.Condition(), 0
+
+    def answer(self, parts: int) -> None:
+        self.expected, self.requests, self.rounds = parts, 0, 0
+
+    def put(self, name: str, data: bytes) -> None:
+        self._round_trip(name)
+        super().put(name, data)
+
+    def get(self, name: str) -> bytes:
+        self._round_trip(name)
+        return super().get(name)
+
+    def _round_trip(self, name: str) -> None:
+        with self._changed:
+            self.requests += 1
+            self._waiting += 1
+            mine = self.rounds
+            if name == "head" or self._waiting == self.at_once or self.requests == self.expected:
+                self.rounds += 1
+                self._waiting = 0
+                self._changed.notify_all()
+            else:
+                assert self._changed.wait_for(lambda: self.rounds > mine, timeout=60)
+
+
+@pytest.mark.parametrize("count", [64, 320, 500])
+def test_a_copy_takes_a_tenth_of_the_round_trips_of_one_part_after_the_other(
+    run_dir: Path, tmp_path: Path, count: int
+) -> None:
+    for name in ("config.toml", "run.id", "metrics.jsonl", "model/config.json", "journal"):
+        (run_dir / name).unlink()
+    numbers = "".join(f"{number:010}" for number in range(count))
+    (run_dir / "checkpoints/0/trainer.pt").write_text(numbers)
+    objects = Rounds(run_copy.WAYS)
+    objects.answer(count)
+    head, _ = upload(objects, Snapshot.take(run_dir, 0), None, "", "one")
+    assert objects.requests == count + 1, "the head"
+    assert objects.rounds * 10 <= objects.requests or objects.rounds == 3
+    objects.answer(count)
+    download(objects, head, tmp_path / "elsewhere")
+    assert objects.requests == count
+    assert objects.rounds == -(-count // run_copy.WAYS)
+    assert (tmp_path / "elsewhere/checkpoints/0/trainer.pt").read_text() == numbers
+
+
+def test_a_download_that_was_cut_off_fetches_what_is_not_there(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "checkpoints/0/trainer.pt").write_text("".join(f"{number:010}" for number in range(100)))
+
+    class Unplugged(MemoryObjects):
+        left = 60
+
+        def get(self, name: str) -> bytes:
+            if self.left == 0:
+                raise OSError("unplugged")
+            self.left -= 1
+            return super().get(name)
+
+    objects = Unplugged()
+    copied(objects, run_dir, 0)
+    target = tmp_path / "elsewhere"
+    with pytest.raises(OSError, match="unplugged"):
+        brought(objects, target)
+    assert not target.exists()
+    head = head_of_store(objects)
+    total = sum(len(copied.parts) for copied in head.files.values())
+    objects.left = total
+    brought(objects, target)
+    assert objects.left == 60, "as many as came before are not fetched again"
+    assert contents(target).keys() >= {"checkpoints/0/trainer.pt", "journal"}
+    assert (target / "checkpoints/0/trainer.pt").read_bytes() == (run_dir / "checkpoints/0/trainer.pt").read_bytes()
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_was_fetched_of_another_head_is_no_file_of_this_one(run_dir: Path, tmp_path: Path) -> None:
+    objects = MemoryObjects()
+    copied(objects, run_dir, 0)
+    lost = objects.objects.pop(next(name for name, data in objects.objects.items() if data == b"seed = 1"))
+    target = tmp_path / "elsewhere"
+    with pytest.raises(JournalError, match="is gone"):
+        brought(objects, target)
+    checkpoint(run_dir, 1)
+    shutil.rmtree(run_dir / "checkpoints/0")
+    objects.objects[f"objects/{sha256(lost).hexdigest()}"] = lost
+    copied(objects, run_dir, 1)
+    brought(objects, target)
+    assert [path.name for path in (target / "checkpoints").iterdir()] == ["1"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def head_of_store(objects: MemoryObjects) -> Head:
+    assert objects.head is not None
+    return Head.decode(objects.head, objects.address)
+
+
 class CutOff(MemoryObjects):
     """Takes so many puts, and then none until it is mended."""
 
@@ -491,6 +593,20 @@ def test_the_end_of_a_run_gives_up_once_no_part_moves(run_dir: Path, moves: tupl
         return await uploads._becomes_idle()
 
     assert virtual_loop.run(main()) is False
+
+
+def test_the_end_of_a_run_waits_while_a_part_is_under_way(run_dir: Path) -> None:
+    async def main() -> tuple[bool, float]:
+        objects = MemoryObjects()
+        uploads = Uploads(objects, run_dir, None, "", print)
+        uploads._is_idle.clear()
+        loop = asyncio.get_running_loop()
+        for number in range(1, 40):
+            loop.call_later(200.0 * number, setattr, objects, "blocks", number)
+        loop.call_later(8000.0, uploads._is_idle.set)
+        return await uploads._becomes_idle(), loop.time()
+
+    assert virtual_loop.run(main()) == (True, 8000.0)
 
 
 def test_a_run_that_is_abandoned_does_not_wait_for_its_copy(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Objects in a bucket, against a server that speaks the protocol of S3 (moto)."""
 
 import importlib.util
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from asyncrl.controller.journal.remote_copy.objects import OtherWriter
 from asyncrl.controller.journal.remote_copy.s3_objects import S3Objects
 from asyncrl.errors import ConfigError
 
-MISSING = [name for name in ("s3fs", "moto") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in ("botocore", "moto") if importlib.util.find_spec(name) is None]
 with_server = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 ADDRESS = "s3://bucket-of-runs/runs/a"
 
@@ -42,15 +43,17 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import s3fs
+    from botocore.session import get_session
 
     names = {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
     for name, value in {**names, "ENDPOINT_URL": server}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    files = s3fs.S3FileSystem(skip_instance_cache=True)
-    files.call_s3("create_bucket", Bucket="bucket-of-runs")
+    client = get_session().create_client("s3")
+    client.create_bucket(Bucket="bucket-of-runs")
     yield
-    files.rm("bucket-of-runs", recursive=True)
+    for each in client.list_objects_v2(Bucket="bucket-of-runs").get("Contents", ()):
+        client.delete_object(Bucket="bucket-of-runs", Key=each["Key"])
+    client.delete_bucket(Bucket="bucket-of-runs")
 
 
 @with_server
@@ -75,24 +78,48 @@ def test_objects_are_listed_and_removed_by_the_thousand_and_read_in_one_request(
     objects.put("objects/b", b"two")
     objects.write_head(b"head", "")
     assert objects.names() == {"objects/a", "objects/b"}, "the head is no part"
-    files, call = objects._files, objects._files._call_s3
-
-    async def counted(method: str, *args: Any, **more: Any) -> Any:
-        made.append(method)
-        return await call(method, *args, **more)
-
-    monkeypatch.setattr(files, "_call_s3", counted)
+    objects._client.meta.events.register("before-send.s3", lambda request, **_: made.append(request.method))
     assert objects.get("objects/a") == b"one"
-    assert made == ["get_object"]
+    assert objects.read_head() is not None
+    assert made == ["GET", "GET"], "a head and its tag come in one reply"
 
-    def refuse_the_last(method: str, **more: Any) -> dict[str, Any]:
-        made.append(method)
+    def refuse_the_last(**more: Any) -> dict[str, Any]:
+        made.append("DELETE")
         return {"Errors": [{"Message": "Access Denied"}]} if len(more["Delete"]["Objects"]) < 1000 else {}
 
-    monkeypatch.setattr(files, "call_s3", refuse_the_last)
+    monkeypatch.setattr(objects._client, "delete_objects", refuse_the_last)
     with pytest.raises(OSError, match="did not remove 1 objects: Access Denied"):
         objects.remove([f"objects/{number}" for number in range(2001)])
-    assert made[1:] == ["delete_objects"] * 3
+    assert made[2:] == ["DELETE"] * 3
+
+
+class Broken:
+    """The bytes of a reply that breaks off so many times."""
+
+    left = 2
+
+    def __init__(self, body: Any) -> None:
+        self.body = body
+
+    def read(self) -> bytes:
+        from botocore.exceptions import IncompleteReadError
+
+        if Broken.left:
+            Broken.left -= 1
+            raise IncompleteReadError(actual_bytes=1, expected_bytes=3)
+        return self.body.read()
+
+
+@with_server
+def test_a_reply_that_breaks_off_is_fetched_again(bucket: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = S3Objects(ADDRESS)
+    objects.put("objects/a", b"one")
+    get = objects._client.get_object
+    monkeypatch.setattr(objects._client, "get_object", lambda **more: (a := get(**more)) | {"Body": Broken(a["Body"])})
+    assert objects.get("objects/a") == b"one"
+    Broken.left = 3
+    with pytest.raises(OSError, match="1 read, but total bytes expected is 3"):
+        objects.get("objects/a")
 
 
 @with_server
@@ -122,13 +149,12 @@ def test_a_head_is_exchanged_by_one_writer_only(bucket: None) -> None:
 @with_server
 def test_a_store_that_keeps_no_conditions_is_refused(bucket: None, monkeypatch: pytest.MonkeyPatch) -> None:
     objects = S3Objects(ADDRESS)
-    request = objects._request
+    put = objects._client.put_object
 
-    def careless(method: str, name: str, **more: Any) -> Any:
-        more.pop("IfNoneMatch", None)
-        return request(method, name, **more)
+    def careless(IfNoneMatch: str = "", **more: Any) -> Any:
+        return put(**more)
 
-    monkeypatch.setattr(objects, "_request", careless)
+    monkeypatch.setattr(objects._client, "put_object", careless)
     with pytest.raises(ConfigError, match="overwrites an object that a put with If-None-Match must not"):
         objects.check()
 
@@ -156,6 +182,52 @@ def test_a_server_that_is_not_there_is_no_longer_waited_for_than_a_moment(
     thread.start()
     thread.join(30)
     assert "Could not connect" in str(found[0])
+
+
+class Accepted(threading.Thread):
+    """A server that reads a put piece by piece, as told, and answers when it is whole."""
+
+    def __init__(self, whole: int) -> None:
+        super().__init__(daemon=True)
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        self.may_read = threading.Semaphore(0)
+        self.has_read = threading.Semaphore(0)
+        self.head = b""
+        self._whole = whole
+
+    def run(self) -> None:
+        connection, _ = self.listening.accept()
+        with connection, connection.makefile("rb") as file:
+            while (line := file.readline()) != b"\r\n":
+                self.head += line
+            for _ in range(2):
+                assert self.may_read.acquire(timeout=60)
+                assert len(file.read(self._whole // 2)) == self._whole // 2
+                self.has_read.release()
+            connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 0\r\n\r\n')
+
+
+def test_bytes_of_a_part_move_before_the_whole_of_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("botocore")
+    server = Accepted(64 << 20)
+    server.start()
+    for name, value in {"ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.listening.getsockname()[1]}")
+    objects = S3Objects(ADDRESS)
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(objects.put, "objects/a", bytes(64 << 20))
+        server.may_read.release()
+        assert server.has_read.acquire(timeout=60)
+        half, done = objects.blocks, sent.done()
+        server.may_read.release()
+        sent.result(60)
+    server.listening.close()
+    assert not done
+    assert half > 100, "and 64 of them are for the signature"
+    assert objects.blocks > half + 100
+    assert b"Expect" not in server.head, "no round trip before the bytes"
 
 
 @pytest.mark.parametrize("wrong", ["s3://bucket", "s3://Bucket/run", "s3://b/run", "s3:///run", "s3://bucket/"])
