@@ -21,7 +21,8 @@ from asyncrl.config.install_hints import program
 from asyncrl.config.named_files import source_files
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
-from asyncrl.config.sections.secret import keep_secrets
+from asyncrl.config.secret_places import note_places
+from asyncrl.config.sections.secret import keep_secrets, secret_paths
 from asyncrl.config.sources import read
 from asyncrl.config.sources.resume import check_resume
 from asyncrl.config.toml_writer import dump
@@ -381,6 +382,7 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
         directory.hub.unlink(missing_ok=True)
     keep_secrets(config, directory.path)
     replace_text(directory.config, dump(config))
+    note_places([directory.path, *secret_paths(config)])
     keep(directory.sources, files)
     return restored
 

@@ -6,9 +6,6 @@ from typing import Generic, Protocol, TypeVar
 from asyncrl.children.containment import Containment, containment_of
 from asyncrl.fleet.worker.service import Service
 
-KEPT = ("commands.json", "feedback.json", "secrets.json", "join_keys")
-"""Files and folders of a run with keys; those of the runs beside this one are hidden too."""
-
 
 class Pool(Protocol):
     """Runs the user's code. queued: calls that wait. finished: results so far."""
@@ -37,9 +34,8 @@ class PooledService(Service, Generic[PoolOfCode]):
         and commands of that code, whose files the children see."""
         facts = self.context.facts
         sockets = self.context.spec.addresses.control.removeprefix("ipc://").rpartition("/")[0]
-        others = [each for name in KEPT for each in facts.run_dir.parent.glob(f"*/{name}")]
-        hidden = [facts.run_dir, *facts.secret_paths, *others, *([sockets] if sockets.startswith("/") else [])]
-        return containment_of(self.context.config, named, map(str, hidden))
+        hidden = [*facts.secret_paths, *([sockets] if sockets.startswith("/") else [])]
+        return containment_of(self.context.config, named, hidden, facts.run_dir)
 
     async def start(self) -> None:
         await self._pool.start()

@@ -3,26 +3,29 @@
     /                        read-only; /proc has the child's own processes
     /tmp, /var/tmp, /run, /dev/shm     empty and its own, but for the folders of its code
     the run, the sockets     empty
+    folders of runs          as they were when the child began, without keys: what begins there later is not seen
     secrets                  the paths that the config names as secret, and where programs keep tokens: empty
     children.writable        as outside
 
 The child is the same user outside, whose files it may need: packages, models, data. Where that is root, /proc is
-read-only: the settings of the kernel belong to root, with or without its rights. That keeps the child from starting
-sandboxes of its own, which other users can.
+read-only and without facts about the machine: the settings of the kernel belong to root, with or without its rights.
+That keeps the child from starting sandboxes of its own, which other users can.
 """
 
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from asyncrl.children.guard_program import SIGNAL_STATUS
-from asyncrl.children.sandbox.bubblewrap import bubblewrap_path, run_trial
+from asyncrl.children.sandbox.bubblewrap import PROC, bubblewrap_path, run_trial
+from asyncrl.config.secret_places import secrets_of_runs
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config  # not at run time: children do without pydantic
@@ -61,12 +64,17 @@ OF_SECRETS = re.compile(r"(?i)(^|_)(api)?(key|token|secret|pass(word|wd|phrase|f
 """In names of variables that hold a secret, or the path of one."""
 UNCONTAINED = 'write sandbox = "none" in the section [children], which contains nothing'
 
-View = Literal["own", "hidden", "readable", "writable"]
+RUNS_BY_DEFAULT = "runs/any"
+MOST_ENTRIES = 2000
+"""Entries of a folder that bubblewrap can be told one by one."""
+
+View = Literal["own", "hidden", "readable", "writable", "frozen"]
 AS_WANTED: Mapping[View, tuple[View | None, ...]] = {
     "own": (),
     "hidden": ("own", "hidden"),
     "readable": (None, "readable", "writable"),
     "writable": ("writable",),
+    "frozen": ("own", "hidden"),
 }
 """Views of the folder around a path with which the path is seen as it should be; None: nothing was changed there."""
 
@@ -86,12 +94,15 @@ class Containment:
     hidden: folders that it finds empty, and files that it cannot open, beside those with tokens of other programs.
     visible: files and folders of its code, which it sees wherever they lie.
     writable: folders outside that it may write. network: whether it has the network.
+    runs: run directories that it does not see. It sees the folders around them and around other runs that are known
+    as they were when it began, without keys, and none of the runs that begin there later.
     """
 
     hidden: tuple[str, ...] = ()
     visible: tuple[str, ...] = ()
     writable: tuple[str, ...] = ()
     network: bool = True
+    runs: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """Returns the words before the command that runs inside; raises SandboxError where bubblewrap is missing."""
@@ -99,18 +110,22 @@ class Containment:
             *(bubblewrap_path(WHAT, UNCONTAINED), "--unshare-user", "--unshare-pid", "--unshare-ipc"),
             *([] if self.network else ["--unshare-net"]),
             *("--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/", "/"),
-            *("--proc", "/proc", *(["--remount-ro", "/proc"] if os.geteuid() == 0 else []), "--dev", "/dev", *_gpus()),
-            *_mounts(self._views()),
+            *(*(PROC if os.geteuid() == 0 else PROC[:2]), "--dev", "/dev", *_gpus()),
+            *_mounts(*self._views()),
             "--",
         ]
 
-    def _views(self) -> dict[str, View]:
-        """Returns what the child sees at each path that is not as outside; a later line outdoes one before."""
+    def _views(self) -> tuple[dict[str, View], set[str]]:
+        """Returns what the child sees at each path that is not as outside, where a later line outdoes one before, and
+        the folders of runs."""
+        secret, folders = secrets_of_runs(map(Path, self.runs))
         views: dict[str, View] = {}
         views |= {path: "readable" for path in _with_real_paths([*_own_code(), *self.visible])}
         views |= {path: "writable" for path in _with_real_paths(self.writable)}
         views |= {path: "own" for path in _shared_folders()}
-        return views | {os.path.realpath(path): "hidden" for path in (*self.hidden, *token_paths(os.environ))}
+        hidden = (*self.hidden, *self.runs, *secret, *token_paths(os.environ))
+        frozen = {folder for folder in map(os.path.realpath, folders) if _can_freeze(folder)}
+        return views | {os.path.realpath(path): "hidden" for path in hidden}, frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +138,49 @@ class WithoutNetwork:
         return [bubblewrap_path(WHAT, UNCONTAINED), *options]
 
 
-def _mounts(views: Mapping[str, View]) -> list[str]:
+def _mounts(views: Mapping[str, View], frozen: Collection[str]) -> list[str]:
     """Returns the options for these paths: outer folders first, and none for a path that is to be read as it is."""
     words: list[str] = []
+    sealed: list[str] = []  # Folders in memory: at the end, once what is seen inside has its place.
     made: dict[str, View] = {}
-    for path in sorted(views, key=lambda each: len(Path(each).parts)):
-        view, around = views[path], next((made[str(each)] for each in Path(path).parents if str(each) in made), None)
-        if not os.path.exists(path) or around in AS_WANTED[view]:
+    for path in sorted({*views, *frozen}, key=lambda each: len(Path(each).parts)):
+        around = next((made[str(each)] for each in Path(path).parents if str(each) in made), None)
+        is_seen = path in views or around not in AS_WANTED["frozen"]
+        view: View = "frozen" if views.get(path, "readable") == "readable" and path in frozen else views[path]
+        if not os.path.exists(path) or (not is_seen if view == "frozen" else around in AS_WANTED[view]):
             continue
         made[path] = view
         match view:
             case "own":
                 words += _own_folder(path)
+            case "frozen":
+                words += _entries(path)
+                sealed += [path]
             case "hidden" if os.path.isdir(path):
-                words += ["--tmpfs", path, "--remount-ro", path]
+                words += ["--tmpfs", path]
+                sealed += [path]
             case "hidden":  # A device that cannot be opened, because mounts of bubblewrap have none.
                 words += ["--ro-bind", os.devnull, path]
             case "readable" | "writable":
                 words += ["--bind" if view == "writable" else "--ro-bind", os.path.realpath(path), path]
+    return [*words, *(word for path in sealed for word in ("--remount-ro", path))]
+
+
+def _entries(folder: str) -> list[str]:
+    """Returns the options for a folder with the entries that it has now."""
+    words = ["--tmpfs", folder]
+    for entry in os.scandir(folder):
+        kind = ("--symlink", os.readlink(entry)) if entry.is_symlink() else ("--ro-bind-try", entry.path)
+        words += [*kind, entry.path]
     return words
+
+
+def _can_freeze(folder: str) -> bool:
+    """Returns whether the entries of a folder can be named one by one; those of the root have mounts of their own."""
+    try:
+        return folder != "/" and sum(1 for _ in islice(os.scandir(folder), MOST_ENTRIES + 1)) <= MOST_ENTRIES
+    except OSError:
+        return False
 
 
 def _own_folder(path: str) -> list[str]:
@@ -196,9 +235,11 @@ def try_containment(*layers: Surroundings) -> None:
     )
 
 
-def containment_of(config: "Config", named: Sequence[str], hidden: Iterable[str]) -> Containment | None:
+def containment_of(
+    config: "Config", named: Sequence[str], hidden: Sequence[str] = (), run_dir: Path | None = None
+) -> Containment | None:
     """Returns what children with the user's code do without; None where the config contains nothing. named: names and
-    commands of that code, whose files the children see. hidden: folders of the run, beside the paths of secrets."""
+    commands of that code, whose files the children see. hidden: further paths, beside the run and those of secrets."""
     from asyncrl.config.sections.secret import secret_paths  # not where children import this: they do without pydantic
 
     section = config.children
@@ -206,7 +247,8 @@ def containment_of(config: "Config", named: Sequence[str], hidden: Iterable[str]
         return None
     secret = [os.path.abspath(os.path.expanduser(path)) for path in secret_paths(config)]
     found = dict.fromkeys((*hidden, *secret, *token_paths(os.environ)))
-    return Containment(tuple(found), files_named(named), section.writable, section.network)
+    runs = tuple(os.path.abspath(path) for path in (run_dir, RUNS_BY_DEFAULT) if path is not None)
+    return Containment(tuple(found), files_named(named), section.writable, section.network, runs)
 
 
 def files_named(texts: Sequence[str]) -> tuple[str, ...]:

@@ -122,6 +122,7 @@ class HttpServer:
             uvicorn.Config(
                 _with_bounds(app),
                 log_config=None,
+                log_level="error",  # Whoever connects says no lines on the terminal of the run.
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

@@ -184,7 +184,7 @@ async def _started(
     """Starts the functions until the stack ends; None where they cannot start, which the run itself says better."""
     if not specs:
         return None
-    kept = containment_of(config, [spec.use for spec in specs if spec.is_users], ())
+    kept = containment_of(config, [spec.use for spec in specs if spec.is_users])
     scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-trial-"))
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
 

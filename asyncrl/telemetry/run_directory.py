@@ -5,7 +5,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -115,13 +114,6 @@ def open_run_directory(path: Path) -> RunDirectory:
                 f"cp -r it and name the copy with --run-dir"
             )
     return directory
-
-
-def default_cache() -> Path:
-    """Returns where this user's programs keep what they can get again."""
-    with suppress(RuntimeError):  # A user without a home folder.
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "asyncrl"
-    return Path(tempfile.gettempdir(), f"asyncrl-{os.getuid()}")
 
 
 def is_in_store(text: str) -> bool:

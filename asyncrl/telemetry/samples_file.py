@@ -195,7 +195,10 @@ def _sample_record(**fields: Any) -> SampleRecord:
     """Makes the record of one line; older versions of asyncrl called the field `incarnation` `epoch`."""
     if "epoch" in fields:
         fields["incarnation"] = fields.pop("epoch")
-    return SampleRecord(**fields)
+    record = SampleRecord(**fields)
+    if not (isinstance(record.step, int) and isinstance(record.incarnation, int)):  # By which records are ordered.
+        raise TypeError("step and incarnation are no integers")
+    return record
 
 
 def select_samples(

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.config.secret_places import default_cache
 from asyncrl.deploy.commands.command_parser import CommandParser
-from asyncrl.telemetry.run_directory import default_cache
 
 if TYPE_CHECKING:
     from asyncrl.deploy.process.fork_client import Forks

@@ -7,8 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.config.secret_places import default_cache
 from asyncrl.errors import ConfigError
-from asyncrl.telemetry.run_directory import default_cache, is_in_store
+from asyncrl.telemetry.run_directory import is_in_store
 
 if TYPE_CHECKING:
     from asyncrl.controller.journal.remote_copy.s3_objects import S3Objects

@@ -25,11 +25,30 @@ UNCONFINED = 'use SandboxPool(kind="none"), which contains nothing'
 PLAIN = ("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup")
 DEVICES = ("zero", "null", "random", "urandom")
 """The first one, shared, is memory that no process has: it is there where the kernel limits all memory."""
+OF_MACHINE = (
+    "cmdline",
+    "keys",
+    "key-users",
+    "locks",
+    "modules",
+    "partitions",
+    "diskstats",
+    "sys/kernel/random/boot_id",
+)
+"""Files of /proc about the machine: how it was started, what it is, who holds what there. They cannot be opened."""
+PROC = (
+    *("--proc", "/proc", "--remount-ro", "/proc"),
+    *(
+        word
+        for name in OF_MACHINE
+        if os.path.exists(f"/proc/{name}")
+        for word in ("--ro-bind", os.devnull, f"/proc/{name}")
+    ),
+)
 STREAMS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 SYSTEM = (
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/sbin", "/sbin"),
-    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--remount-ro", "/proc"),
-    *("--tmpfs", "/dev"),
+    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", *PROC, "--tmpfs", "/dev"),
     *(word for name in STREAMS for word in ("--symlink", f"/proc/self/fd{STREAMS[name]}", f"/dev/{name}")),
     *("--ro-bind-try", "/etc/alternatives", "/etc/alternatives"),
 )

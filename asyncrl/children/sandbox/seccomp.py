@@ -1,7 +1,7 @@
 """Builds the filter of system calls that bubblewrap installs: a classic BPF program in bytes (seccomp(2), bpf(4)).
 
 load architecture ── another ──> kill
-load number ── forbidden ──> kill     ── unwanted ──> refuse with an error     ── clone, socket, ioctl ──> look at flags
+load number ── forbidden ──> kill     ── unwanted ──> refuse with an error     ── clone, socket, ... ──> look at flags
             └─ anything else ──> allow
 """
 
@@ -17,7 +17,7 @@ LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 
 NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 24, 40
 """Offsets in `struct seccomp_data`. Both machines are little-endian: the low half of an argument comes first."""
 KILL, ERROR, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-EPERM, ENOMEM, ENOSYS, EAFNOSUPPORT = 1, 12, 38, 97
+EPERM, ENOMEM, ENOLCK, ENOSYS, EAFNOSUPPORT = 1, 12, 37, 38, 97
 NO_FAMILY = ERROR | EAFNOSUPPORT
 X32 = 0x40000000
 """Numbers from here on are calls of the x32 ABI on x86_64, which would pass by the list."""
@@ -28,6 +28,8 @@ LOCAL_FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6 stay inside the network namespace. Others do not: AF_VSOCK reaches the hypervisor."""
 TERMINAL_INJECTION = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX put characters into a terminal."""
+LEASES_AND_NOTES = (1024, 1026)
+"""F_SETLEASE holds others back who open a file of the machine, F_NOTIFY tells of what they do in a folder."""
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
 
 
@@ -53,6 +55,8 @@ class Machine:
     asynchronous I/O, news of what others open in /usr."""
 
     audit: int
+    flock: int  # which needs no right to write: it would hold locks on files of the machine.
+    fcntl: int
     forbidden: Mapping[str, int]
     refused: Mapping[str, int]
     absent: Mapping[str, int]
@@ -65,6 +69,8 @@ class Machine:
 MACHINES = {
     "x86_64": Machine(
         0xC000003E,
+        73,
+        72,
         _numbers(
             "ptrace 101, process_vm_readv 310, process_vm_writev 311, kcmp 312, move_pages 279, mount 165, "
             "umount2 166, pivot_root 155, chroot 161, unshare 272, setns 308, add_key 248, request_key 249, "
@@ -86,6 +92,8 @@ MACHINES = {
     ),
     "aarch64": Machine(
         0xC00000B7,
+        32,
+        25,
         _numbers(
             "ptrace 117, process_vm_readv 270, process_vm_writev 271, kcmp 272, move_pages 239, mount 40, "
             "umount2 39, pivot_root 41, chroot 51, unshare 97, setns 268, add_key 217, request_key 218, "
@@ -125,6 +133,8 @@ def seccomp_filter(machine: str = "", *, is_limited: bool = True) -> bytes:
             *_answers([*numbers.forbidden.values(), *NEW_FORBIDDEN.values()], KILL),
             *_answers(numbers.refused.values(), ERROR | EPERM),
             *_answers([*numbers.absent.values(), *NEW_ABSENT.values()], ERROR | ENOSYS),
+            *_answers([numbers.flock], ERROR | ENOLCK),
+            *_for_call(numbers.fcntl, SECOND_ARGUMENT, list(_answers(LEASES_AND_NOTES, ERROR | EPERM))),
             *_for_call(numbers.clone, FIRST_ARGUMENT, [_instruction(JUMP_ANY_BIT, NAMESPACES, 0, 1), _return(KILL)]),
             *_for_call(numbers.socket, FIRST_ARGUMENT, _only(LOCAL_FAMILIES[: 3 if is_limited else 1], NO_FAMILY)),
             *([] if is_limited else _for_call(numbers.mmap, FOURTH_ARGUMENT, WITHOUT_SHARED)),

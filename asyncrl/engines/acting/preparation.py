@@ -37,7 +37,7 @@ async def _looked_at(config: Config, target: Path) -> Spaces:
                 seed=config.seed,
                 start_deadline=config.fleet.start_deadline,
                 printed=run_dir / "logs" / "spaces.printed",
-                containment=containment_of(config, [config.acting.env], [str(run_dir)]),
+                containment=containment_of(config, [config.acting.env], run_dir=run_dir),
                 variables=config.children.variables,
             )
             await environments.start()

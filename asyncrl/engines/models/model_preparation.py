@@ -24,6 +24,7 @@ from pathlib import Path
 from asyncrl.config.install_hints import PACKAGED, missing_model_packages
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
+from asyncrl.config.secret_places import default_cache
 from asyncrl.config.user_code import resolve, suggestion
 from asyncrl.engines.models.hub_models import NOTED, hub_folder
 from asyncrl.engines.models.lean_imports import import_less
@@ -40,7 +41,6 @@ from asyncrl.engines.models.warmed_model_cache import (
 )
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, TaskError, errno_in
 from asyncrl.tasks.builtin.words import Demonstrations
-from asyncrl.telemetry.run_directory import default_cache
 
 Show = Callable[[str], None]
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)

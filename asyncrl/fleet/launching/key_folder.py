@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
+from asyncrl.config.secret_places import note_places
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import CurveKeys
 
@@ -171,6 +172,7 @@ def _proof(secret: str) -> str:
 
 
 def _read(path: Path) -> dict[str, str]:
+    note_places([path])
     try:
         return _parsed(path.read_text(), str(path))
     except OSError as error:
@@ -190,6 +192,7 @@ def _parsed(text: str, source: str) -> dict[str, str]:
 
 def _write(path: Path, fields: Mapping[str, str]) -> None:
     """Writes a file that only this user reads, and none that exists."""
+    note_places([path])
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         json.dump(fields, file, indent=1)

@@ -29,6 +29,7 @@ from asyncrl.children.guarded_process import environment_of_child
 from asyncrl.children.sandbox import SandboxError
 from asyncrl.concurrency import one_error
 from asyncrl.config.schema import Config
+from asyncrl.config.secret_places import note_places, secrets_of_runs
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.functions import FunctionSpec
@@ -103,6 +104,16 @@ ATTACKS = {
     "kill the group of the worker": ("os.killpg(WORKER, signal.SIGKILL)", NO_PROCESS),
     "settings of the kernel": ("open('/proc/sys/kernel/core_pattern', 'r+')", UNWRITABLE),
     "write /proc": ("open('/proc/sys/vm/overcommit_memory', 'r+')", UNWRITABLE),
+    "keys of a run beside this one": ("open('RUNS/other/commands.json').read()", DENIED_FILE),
+    "key folder of a run beside this one": ("open('RUNS/other/join_keys/reward.key').read()", GONE),
+    "run that began beside this one later": ("open('RUNS/later/commands.json').read()", GONE),
+    "find a run that began later": ("assert 'later' in os.listdir('RUNS'), 'unseen'", "unseen"),
+    "later run by the root of another process": ("open('/proc/1/root/RUNS/later/commands.json').read()", GONE),
+    "leave a run beside this one": ("os.mkdir('RUNS/false')", READ_ONLY),
+    "keys of a run elsewhere": ("open('ELSEWHERE/sweep/trial/secrets.json').read()", DENIED_FILE),
+    "run that began elsewhere later": ("open('ELSEWHERE/sweep/later/secrets.json').read()", GONE),
+    "key of another host here": ("open('ELSEWHERE/generation.key').read()", DENIED_FILE),
+    "uncover runs beside this one": ("checked(libc.umount2(b'RUNS', 2))", DENIED),
     "uncover the run directory": ("checked(libc.umount2(b'RUN', 2))", DENIED),
     "mount": ("checked(libc.mount(b'none', b'/tmp', b'tmpfs', 0, None))", DENIED),
     "make the root writable": ("checked(libc.mount(None, b'/', None, 0x1020, None))", DENIED),
@@ -132,6 +143,17 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     run.mkdir(parents=True)
     sockets.mkdir()
     (run / "keys").write_text("secret")
+    elsewhere = tmp_path / "elsewhere"
+    for path in ("runs/other/commands.json", "runs/other/join_keys/reward.key", "runs/other/metrics.jsonl"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("secret")
+    (elsewhere / "sweep" / "trial").mkdir(parents=True)
+    for path in ("sweep/trial/config.toml", "sweep/trial/secrets.json", "generation.key"):
+        (elsewhere / path).write_text("secret")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.tempdir", str(sockets))
+        note_places([elsewhere / "sweep" / "trial", elsewhere / "generation.key", tmp_path / "is gone"])
     (tmp_path / "beside.py").write_text("")
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     monkeypatch.setenv("ASYNCRL_TELEMETRY__PASSWORD", "secret")
@@ -160,9 +182,16 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
         scope.callback(segment.close)
         words = {"RUN": str(run), "SOCKETS": str(sockets), "SEGMENT": segment.name, "ABSTRACT": abstract}
         words |= {"PORT": str(port.getsockname()[1]), "WORKER": str(os.getpid()), "IPC": "4711"}
+        words |= {"RUNS": str(run.parent), "ELSEWHERE": str(elsewhere)}
         words |= {"JOINERS": f"{tmp_path}/keys", "SCRAPE": f"{tmp_path}/scrape", "MYOWN": f"{tmp_path}/joined.key"}
         words |= {"HOME": str(home), "HUB": f"{tmp_path}/hub", "SERVICE": f"{tmp_path}/service.json"}
         yield words | {"PACKAGE": repr(str(containment.PACKAGE / "asyncrl"))}
+
+
+def write_secrets(*paths: str, content: str = "secret") -> None:
+    for path in map(Path, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
 
 
 MakePool = Callable[..., Any]
@@ -182,7 +211,8 @@ def pool(tmp_path: Path, outside: dict[str, str]) -> MakePool:
                 "children": {"network": False},
             }
         )
-        contained = containment_of(config, [spec.use], [outside[name] for name in ("RUN", "SOCKETS", "MYOWN")])
+        hidden = [outside[name] for name in ("SOCKETS", "MYOWN")]
+        contained = containment_of(config, [spec.use], hidden, Path(outside["RUN"]))
         assert contained is not None
         limits: dict[str, Any] = {"workers": workers, "deadline": 20.0, "start_deadline": 60.0}
         limits["printed"] = tmp_path / "printed"
@@ -196,13 +226,62 @@ def pool(tmp_path: Path, outside: dict[str, str]) -> MakePool:
 
 async def test_nothing_of_the_fleet_is_in_reach_and_scoring_goes_on(pool: MakePool, outside: dict[str, str]) -> None:
     async with pool() as made:
+        write_secrets(f"{outside['RUNS']}/later/commands.json", f"{outside['ELSEWHERE']}/sweep/later/secrets.json")
         for name, (attack, error) in ATTACKS.items():
-            for word, text in outside.items():
+            for word, text in sorted(outside.items(), reverse=True):
                 attack = attack.replace(word, text)
             (result,) = await made.run(0, [sample(attack)])
             assert re.search(error, result.reason), (name, result)
         assert await made.run(0, [sample("pass")]) == [FunctionResult(1.0)]
     assert sorted(os.listdir(outside["RUN"])) == ["control", "keys"]
+
+
+async def test_a_child_that_starts_again_reads_no_keys_of_runs_that_began_meanwhile(
+    pool: MakePool, outside: dict[str, str]
+) -> None:
+    async with pool() as made:
+        later = f"{outside['RUNS']}/later/join_keys/reward.key"
+        write_secrets(later)
+        assert "status 7" in (await made.run(0, [sample("os._exit(7)")]))[0].reason
+        (result,) = await made.run(0, [sample(f"open({later!r}).read()")])
+        assert GONE in result.reason
+        assert await made.run(0, [sample(f"open('{outside['RUNS']}/other/metrics.jsonl').read()")]) == [
+            FunctionResult(1.0)
+        ]
+
+
+@pytest.mark.parametrize("file", ["functions.py", "mine/code/functions.py"])
+async def test_code_beside_runs_and_in_a_run_directory_is_seen(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs lie in the folder of the code, which is the current one; one run has code in its directory."""
+    monkeypatch.chdir(tmp_path)
+    write_secrets(f"{tmp_path}/{file}", f"{tmp_path}/data.txt", content=FUNCTIONS.replace("import beside", "#"))
+    spec = FunctionSpec(f"{tmp_path}/{file}:tries", "tries")
+    seen = Containment(visible=files_named([spec.use]), runs=(str(tmp_path / "mine"),))
+    limits: dict[str, Any] = {"workers": 1, "deadline": 20.0, "start_deadline": 60.0, "containment": seen}
+    async with running(lambda tasks: ChildPool([spec], tasks, printed=tmp_path / "printed", **limits)) as made:
+        write_secrets(f"{tmp_path}/later/commands.json")
+        (result,) = await made.run(0, [sample(f"open('{tmp_path}/data.txt').read(); os.listdir('{tmp_path}/later')")])
+        assert GONE in result.reason
+        assert f"{tmp_path}/later" in result.reason
+
+
+def test_notes_of_what_is_gone_go_and_temporary_files_need_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    (keys / "reward.key").write_text("secret")
+    note_places([keys])
+    assert secrets_of_runs([]) == (set(), set())
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "cache"))
+    note_places([keys, tmp_path / "never was"])
+    assert secrets_of_runs([]) == ({str(keys / "reward.key")}, set())
+    (keys / "reward.key").unlink()
+    assert secrets_of_runs([]) == (set(), set())
+    assert list((tmp_path / "cache").rglob("secret_places/*")) == []
 
 
 @pytest.mark.parametrize("attack", ["os.kill(os.getppid(), signal.SIGKILL)", "os.kill(1, signal.SIGSTOP)"])

@@ -102,6 +102,15 @@ async def test_heads_are_bounded_also_those_that_come_at_once(request_: bytes, s
         assert answer.split()[1] == status if answer else status == b"431", "h11 may end one that came in pieces"
 
 
+@pytest.mark.parametrize("start", [b"\xff\x00\x7f\r\n\r\n", b"\r\n" * 50, b"GET / HTTP/1.1\r\nUpgrade: h2c\r\n\r\n"])
+async def test_what_strangers_send_is_said_nowhere(start: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(connections=2) as port:
+        for _ in range(5):
+            await said(port, start)
+        assert await said(port, GOOD) == b"HTTP/1.1 200 OK"
+    assert [each for each in caplog.records if each.levelname != "DEBUG"] == []
+
+
 async def test_requests_are_answered_from_listen_to_stop() -> None:
     server = made()
     url = f"http://127.0.0.1:{server.listen('feedback.port')}"

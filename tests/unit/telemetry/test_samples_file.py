@@ -86,6 +86,15 @@ def test_steps_done_again_after_a_resume_count_once(tmp_path: Path) -> None:
     assert kept == [(1, 0), (1, 0), (2, 1), (2, 1)]
 
 
+@pytest.mark.parametrize("of_another_type", [[], {}, None, "2", 1.5])
+@pytest.mark.parametrize("name", ["step", "incarnation"])
+def test_a_line_whose_place_in_history_is_no_number_is_left_out(
+    tmp_path: Path, name: str, of_another_type: Any
+) -> None:
+    write(tmp_path / "samples.jsonl", [RECORD, replace(RECORD, **{name: of_another_type}), replace(RECORD, step=9)])
+    assert [record.step for record in read_samples(tmp_path / "samples.jsonl")] == [RECORD.step, 9]
+
+
 def test_a_try_that_trained_nothing_gives_way_to_the_next_one(tmp_path: Path) -> None:
     history = [(1, ""), (2, "not finite"), (2, "not finite"), (2, ""), (2, ""), (3, "stale")]
     write(tmp_path / "samples.jsonl", [replace(RECORD, step=step, skipped=skipped) for step, skipped in history])

@@ -254,6 +254,29 @@ ESCAPES = {
     "settings of the kernel": Attack(
         "open('/proc/sys/kernel/core_pattern', 'w').write('|/tmp/x')", "error", "Read-only"
     ),
+    "how the machine was started": Attack("print(open('/proc/cmdline').read())", "error", "Permission"),
+    "name of the machine": Attack("print(open('/proc/sys/kernel/random/boot_id').read())", "error", "Permission"),
+    "locks of others": Attack("print(open('/proc/locks').read())", "error", "Permission"),
+    "lock on a file of the machine": Attack(
+        "import fcntl\nfcntl.flock(open('/usr/bin/env', 'rb'), fcntl.LOCK_EX)", "error", "No locks available"
+    ),
+    "shared lock on a file of the machine": Attack(
+        "import fcntl\nfcntl.flock(open('/usr/bin/env', 'rb'), fcntl.LOCK_SH | fcntl.LOCK_NB)", "error", "No locks"
+    ),
+    "lock on a folder of the machine": Attack(
+        "import fcntl, os\nfcntl.flock(os.open('/usr/lib', os.O_RDONLY), fcntl.LOCK_EX)", "error", "No locks"
+    ),
+    "lease of a file of the machine": Attack(
+        "import fcntl\nfcntl.fcntl(open('/usr/bin/env', 'rb'), 1024, fcntl.F_RDLCK)", "error", "not permitted"
+    ),
+    "news of a folder of the machine": Attack(
+        "import fcntl, os\nfcntl.fcntl(os.open('/usr/bin', os.O_RDONLY), 1026, 1)", "error", "not permitted"
+    ),
+    "lock of a database of its own": Attack(
+        "import sqlite3\nd = sqlite3.connect('/tmp/d')\nd.execute('create table t (a)')\nd.commit()\nprint('made')",
+        "passed",
+        printed="made",
+    ),
     "requests to the kernel": Attack("open('/proc/sysrq-trigger', 'w').write('b')", "error", "No such file"),
     "file by its handle": Attack(syscall("open_by_handle_at(3, 0, 0)"), "forbidden"),
     "kernel module": Attack(syscall("syscall(313, 0, b'', 0)"), "forbidden"),
