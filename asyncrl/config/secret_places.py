@@ -1,5 +1,5 @@
-"""Where this user's runs, keys and tokens of asyncrl lie: noted when one is made or read, so that contained code of any
-run sees the secrets of none.
+"""Notes of the places at which runs, keys and tokens of this user's asyncrl lie, made when one is made or read, so that
+contained code of any run sees the secrets of none.
 
 DEFAULT_CACHE/secret_places/DIGEST     the path of a run directory, or of a file with a key or token
 """

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from asyncrl.config.sections.fleet_config import FleetConfig
+from asyncrl.deploy.commands.serve import DRAIN
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -74,6 +75,13 @@ def test_docker_waits_for_the_grace_and_a_checkpoint_before_it_kills(service: st
     (compose,) = loaded("../docker-compose.yml")
     waits = float(compose["services"][service]["stop_grace_period"].removesuffix("s"))
     assert waits >= FleetConfig().grace + SAVING
+
+
+def test_kubernetes_waits_for_the_grace_and_a_checkpoint_before_it_kills() -> None:
+    spec = loaded("kuberay.yaml")[0]["spec"]
+    head, workers = (each["template"]["spec"] for each in (spec["headGroupSpec"], spec["workerGroupSpecs"][0]))
+    assert head["terminationGracePeriodSeconds"] >= FleetConfig().grace + SAVING
+    assert workers["terminationGracePeriodSeconds"] >= DRAIN + SAVING
 
 
 @pytest.mark.skipif(not SHELLCHECK.exists(), reason="shellcheck is not installed; scripts/test ray installs it")
