@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 INTRODUCTION = """\
 # Config reference
 
-All keys of an experiment's TOML file, from `asyncrl keys --markdown`; brackets have the type and the default. A
-key is set in the file, by a flag `--section.key value`, by an environment variable `ASYNCRL_SECTION__KEY`, or in Python
-by `asyncrl.train(section={"key": value})`. `extends = "base.toml"` at the top of a file (or a list, or the name of an
-experiment) takes over the keys of another one, which the file then replaces.
+All keys of an experiment's TOML file, from `asyncrl keys --markdown`; brackets have choices and the default, and
+`asyncrl keys NAME` types and bounds. A key is set in the file, by a flag `--section.key value`, by an environment
+variable `ASYNCRL_SECTION__KEY`, or in Python by `asyncrl.train(section={"key": value})`. `extends = "base.toml"` at the
+top of a file (or a list, or the name of an experiment) takes over the keys of another one, which the file replaces.
 """
 REPEATED = 4
 """Keys in common with an earlier table from which on the page names them instead of repeating them."""
@@ -95,10 +95,16 @@ def _rows(keys: "list[Key]") -> set[str]:
 
 
 def _row(key: "Key") -> str:
-    has_own_table = isinstance(key.default, dict) and key.default
-    kind = "bool" if key.type == "true | false" else key.type
-    value = kind if has_own_table else f"{kind}; {_default(key).removeprefix('default ')}"
-    return f"- `{_short(key)}` ({_on_one_line(value)}): {_on_one_line(key.doc)}"
+    return f"- `{_short(key)}`{_shown_values(key)}: {_on_one_line(key.doc)}"
+
+
+def _shown_values(key: "Key") -> str:
+    """Returns in brackets the choices, where there are several, and the default, where it is more than an empty one."""
+    has_choices = " | " in key.type.removesuffix(" | none") and key.type != "true | false"
+    has_default = key.default not in (None, "", [], {}) and not isinstance(key.default, dict)
+    parts = [_on_one_line(key.type)] if has_choices else []
+    parts += [_default(key).removeprefix("default ")] if has_default or key.required else []
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _short(key: "Key") -> str:
