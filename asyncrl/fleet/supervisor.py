@@ -127,6 +127,11 @@ class WorkerSlot:
     def __post_init__(self) -> None:
         self.wanted.set()
 
+    def end_wait(self) -> None:
+        """Ends the wait for a launcher: the instance is not wanted, or another one."""
+        if self.spawning is not None and not self.spawning.expired():
+            self.spawning.reschedule(asyncio.get_running_loop().time())
+
     @property
     def is_idle(self) -> bool:
         """Returns whether its instance holds nothing that a group needs."""
@@ -240,12 +245,16 @@ class Supervisor:
             return False  # A full disk is full for the next trainer, too.
         running = self.instances.get(worker.name)
         if running is not None and running.spec.instance == call.instance and not running.failure:
-            running.failure = str(error)
             worker.raised = Raised.of(call.method, error, worker.host.name, call.groups).after(worker.raised)
-            self._mark_lost(running, running.failure)
-            running.connection.fail(running.failure)
-            self.kill(call.instance)
+            self.replace(running, str(error))
         return True
+
+    def replace(self, running: RunningInstance, reason: str) -> None:
+        """Ends an instance as if it had died: its calls fail now, and its worker is started again."""
+        running.failure = reason
+        self._mark_lost(running, reason)
+        running.connection.fail(reason)
+        self.kill(running.spec.instance)
 
     def retire(self, instance: str, seconds: float) -> bool:
         """Ends an instance once it holds nothing that a group needs, or after so many seconds, which is no death.
@@ -289,8 +298,7 @@ class Supervisor:
     def park(self, slot: WorkerSlot, seconds: float) -> None:
         """Ends the instance of a worker as `retire` does, and starts no other one until it is wanted."""
         slot.wanted.clear()
-        if slot.spawning is not None:
-            slot.spawning.reschedule(asyncio.get_running_loop().time())
+        slot.end_wait()
         if (running := self.instances.get(slot.worker.name)) is not None:
             self.retire(running.spec.instance, seconds)
 
@@ -352,12 +360,13 @@ class Supervisor:
         """Has the next instance started; returns why it could not be, and None when it is not wanted any more, or
         another one has to be."""
         try:
-            async with asyncio.timeout(None) as slot.spawning:
+            async with asyncio.timeout(None) as wait:
+                slot.spawning = wait
                 return await slot.launcher.spawn(slot.make_spec())
         except PeerLost:
             return None  # The launcher said why.
         except OSError as error:  # Of the launcher, or the end of the wait for it.
-            if not slot.wanted.is_set():
+            if wait.expired() or not slot.wanted.is_set():
                 return None
             if what_ends(self._who(slot), self._start) is Ends.RUN:
                 raise

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+from subprocess import SubprocessError
 
 from tests.chaos.faults import KINDS
 from tests.chaos.fleet_on_hosts import RunEnded, fleet_on_hosts
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
             asyncio.run(trial.run())
         except RunEnded as error:
             ended = f"the run did not go on: {error}"
+        except (AssertionError, OSError, SubprocessError, KeyboardInterrupt) as error:
+            ended = f"the trial ended before its time, by no fault of the product: {error!r}"
     if not trial.faults:
         print(f"{ended}\nall is kept in {folder}", file=sys.stderr)
         return 1

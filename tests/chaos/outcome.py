@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -40,6 +41,11 @@ class Cost:
     replaced: float | None
 
     @property
+    def took(self) -> bool:
+        """Returns whether it took a worker."""
+        return self.replaced != 0
+
+    @property
     def recovered(self) -> float | None:
         if self.next_step is None or self.replaced is None:
             return None
@@ -64,7 +70,7 @@ class Outcome:
         self.report = audit(self.run_dir)
         self.metrics = read_metrics(self.run_dir / "metrics.jsonl")
         self.staleness = max(line.get("staleness/max", 0.0) for line in self.metrics)
-        self.reward = fmean(line["reward/mean"] for line in self.metrics[-LAST:])
+        self.reward = fmean([line["reward/mean"] for line in self.metrics[-LAST:]] or [0.0])
         self.blamed = len(re.findall("given up as poison", self.shown))
         self._judge()
 
@@ -82,7 +88,8 @@ class Outcome:
 
     @property
     def recoveries(self) -> list[float]:
-        return [cost.recovered for cost in self.costs if cost.recovered is not None]
+        """Returns the seconds of each fault, without an end where the run has not recovered from it."""
+        return [inf if cost.recovered is None else cost.recovered for cost in self.costs]
 
     def rows(self) -> list[tuple[str, int, str, str]]:
         """Returns kind, number of faults, and median and worst of both times, in the order of kinds."""
@@ -110,7 +117,7 @@ class Outcome:
             "faults": len(self.costs),
             "passed_over": self.trial.passed_over,
             "steps": len(self.trial.fleet.watch.steps),
-            "last_step": self.metrics[-1]["step"],
+            "last_step": self.metrics[-1]["step"] if self.metrics else 0,
             "audit": self.report.ok,
             "staleness_max": self.staleness,
             "reward": round(self.reward, 4),
@@ -119,16 +126,19 @@ class Outcome:
             "controllers": self.trial.fleet.controllers,
             "longest_stay_at_the_end_of_a_controller_s": round(self.trial.fleet.stay),
             "load": [round(load, 1) for load in os.getloadavg()],
-            "median_recovery_s": round(median(self.recoveries), 3) if self.recoveries else None,
-            "worst_recovery_s": round(max(self.recoveries), 3) if self.recoveries else None,
+            "median_next_step_s": _middle([inf if c.next_step is None else c.next_step for c in self.costs]),
+            "took_workers": len(losses := [inf if c.replaced is None else c.replaced for c in self.costs if c.took]),
+            "median_replaced_s": _middle(losses),
+            "median_recovery_s": _middle(self.recoveries),
+            "worst_recovery_s": _middle([max(self.recoveries)]) if self.recoveries else None,
             "worst_recovery_of": self._worst(),
             "exits": exits,
             "problems": self.problems,
         }
 
     def _worst(self) -> str:
-        known = [cost for cost in self.costs if cost.recovered is not None]
-        return str(max(known, key=lambda cost: cost.recovered or 0.0).done.fault) if known else ""
+        worst = max(zip(self.recoveries, self.costs, strict=True), key=lambda each: each[0])[1]
+        return f"{worst.done.fault}, {worst.done.began - self.trial.began:.0f} s after the first"
 
     def details(self) -> list[dict[str, Any]]:
         return [
@@ -165,6 +175,13 @@ def _fits(done: Injected, loss: Loss) -> bool:
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 2)
+
+
+def _middle(times: list[float]) -> float | str | None:
+    if not times:
+        return None
+    middle = median(times)
+    return "never" if middle == inf else round(middle, 3)
 
 
 def _spread(times: list[float | None]) -> str:

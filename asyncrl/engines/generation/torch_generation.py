@@ -33,6 +33,7 @@ from asyncrl.lanes.weights.selection.transport_opening import open_receiver
 from asyncrl.lanes.weights.transports.cuda.device_arena import RegisteredArena
 from asyncrl.lanes.weights.transports.interface import WeightReceiver
 from asyncrl.lanes.weights.transports.weight_files import FileReceiver
+from asyncrl.lanes.weights.transports.weight_stream import StreamReceiver
 from asyncrl.protocols.batch import SampleName
 from asyncrl.protocols.messages import Published
 
@@ -146,9 +147,8 @@ class TorchGeneration(RunsTorchEngine):
 
     async def begin_again(self) -> None:
         """Forgets all requests and the weights, whose next version comes from another trainer. Raises Refused where
-        weights come neither through memory of this host nor through files: what such a receiver has open ends with its
-        process."""
-        if not isinstance(self._receiver, Reader | RegisteredArena | FileReceiver | None):
+        weights come through a group of ranks: what such a receiver has open ends with its process."""
+        if not isinstance(self._receiver, Reader | RegisteredArena | FileReceiver | StreamReceiver | None):
             raise Refused(f"{self._worker.spec.instance} receives weights from one trainer only")
         self._aborted = []
         self._released = []

@@ -1,13 +1,13 @@
 """Takes the workers of a fleet into the next incarnation of the run, after one that learns died.
 
-trainer and critics     are killed, and start again from the checkpoint once all others are ready
+trainer and critics     are killed, and start again from the checkpoint once those of the others that answer are ready
 others that `renew`     forget the samples of the incarnation before; processes, models and engines stay
 others that refuse      or do not answer in time, are killed and started again
+others without a host   start when one joins: the run goes on with one replica of each service
 """
 
 import asyncio
 
-from asyncrl.concurrency import gather
 from asyncrl.errors import AsyncrlError
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.supervisor import DRAIN_CHECK, RunningInstance
@@ -17,6 +17,9 @@ from asyncrl.lanes.shared_memory import unlink_segment
 from asyncrl.protocols.service_contracts import Contract, Lane
 
 HEALTH = Contract.endpoints["health"]
+PROMPT = 4.0
+"""Seconds after which one of several replicas is given up that shows no sign of life, when another one has come along:
+it may be stopped, or its host cut off."""
 RENEWAL_DEADLINE = 10.0
 """Seconds for a worker to end the calls of an incarnation, which were cancelled, and to forget its samples."""
 
@@ -40,40 +43,72 @@ async def begin_incarnation(running: RunningFleet, facts: RunFacts) -> None:
     learners = running.supervisor.learners
     assert learners is not None, "the run goes back to a checkpoint"
     learners.start_again()
-    awaited = [slot for learning in (True, False) for slot in running.supervisor.slots(learning=learning)]
     # Each start has its deadline, after which the worker counts as dead.
     while not learners.lost.done():
-        if all(slot.worker.alive for slot in awaited if slot.is_awaited and slot.wanted.is_set()):
+        if _is_complete(running):
             return
         await asyncio.sleep(DRAIN_CHECK)
+
+
+def _is_complete(running: RunningFleet) -> bool:
+    """Returns whether all workers take calls that learn, and of the other services at least one replica each."""
+    learning, others = (running.supervisor.slots(learning=each) for each in (True, False))
+    wanted = {slot.worker.service for slot in others if slot.is_awaited and slot.wanted.is_set()}
+    return all(slot.worker.alive for slot in learning) and all(
+        any(replica.alive for replica in running.workers[each].replicas) for each in wanted
+    )
 
 
 async def _renew_others(running: RunningFleet) -> None:
-    """Returns once every worker that does not learn is of the present incarnation, or will be when it is started."""
-    renewed: set[str] = set()
+    """Returns once every worker that does not learn is of the present incarnation, or will be when it is started. The
+    end of one on another host, which may be cut off, is not waited for, nor another host that joins."""
+    done: set[str] = set()
     slots = running.supervisor.slots(learning=False)
+    for slot in slots:
+        if slot.is_joined:
+            slot.end_wait()  # For a host that starts an instance of the incarnation before.
     while True:
         present = [found for slot in slots if (found := running.supervisor.instances.get(slot.worker.name)) is not None]
-        old = [each for each in present if each.spec.facts is not running.facts and each.spec.instance not in renewed]
-        if not old and all(slot.spawning is None for slot in slots):
+        old = [each for each in present if each.spec.facts is not running.facts and each.spec.instance not in done]
+        if not old and all(slot.spawning is None or slot.is_joined for slot in slots):
             return
-        for each, goes_on in zip(old, await gather(*(_renew(running, each) for each in old)), strict=True):
-            if goes_on:
-                renewed.add(each.spec.instance)
-            else:
-                each.launched.kill()
+        for each, problem in await _renew_all(running, old):
+            if problem:
+                running.supervisor.replace(each, f"the run went back to a checkpoint, and it did not: {problem}")
+            if not problem or each.slot.is_joined:
+                done.add(each.spec.instance)
         await asyncio.sleep(DRAIN_CHECK)
 
 
-async def _renew(running: RunningFleet, instance: RunningInstance) -> bool:
-    """Returns whether an instance goes on in the present incarnation."""
+async def _renew_all(running: RunningFleet, old: list[RunningInstance]) -> list[tuple[RunningInstance, str]]:
+    """Returns each instance with what kept it from going on, "" for nothing. One of several replicas that shows no sign
+    of life is waited for until another one has come along, and for PROMPT seconds."""
+    if not old:
+        return []
+    began = asyncio.get_running_loop().time()
+    async with asyncio.TaskGroup() as tasks:
+        work = {tasks.create_task(_problem_of_renewal(running, each), name="renewal"): each for each in old}
+        _, late = await asyncio.wait(work, timeout=PROMPT)
+        while late:
+            ended = [task for task in work if task.done() and not task.cancelled()]
+            served = {work[task].spec.service for task in ended if not task.result()}
+            for task in late:
+                if work[task].spec.service in served and work[task].slot.worker.last_answer_at < began:
+                    task.cancel()
+            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+    silent = f"no sign of life within {PROMPT:g} s"
+    return [(each, silent if task.cancelled() else task.result()) for task, each in work.items()]
+
+
+async def _problem_of_renewal(running: RunningFleet, instance: RunningInstance) -> str:
+    """Has an instance go on in the present incarnation; returns what keeps it from that."""
     worker, facts = instance.slot.worker, running.facts
     if not worker.alive or worker.instance != instance.spec.instance:
-        return False  # It is being started, or dead.
+        return "it takes no calls now"  # It is being started, or dead.
     try:
         await worker.call(HEALTH, (), RENEWAL_DEADLINE)  # Behind all calls of the control lane.
         checkpoint = str(facts.checkpoint_dir)
         await instance.connection.channels[Lane.WORK].call(RENEW, (facts.incarnation, checkpoint), RENEWAL_DEADLINE)
-    except AsyncrlError:
-        return False
-    return True
+    except AsyncrlError as error:
+        return str(error)
+    return ""

@@ -8,7 +8,6 @@ Introductions: a worker that takes calls, or is gone ──> "admit" with what h
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,9 +22,15 @@ gone."""
 AT_ONCE = 64
 """Workers that are told at one time, which bounds the memory of their calls."""
 
+PROMPT = 2.0
+"""Seconds that all wait for a worker to take changes of its callers: it may be stopped, or cut off. One that is late is
+refused by no other and refuses new ones, until it takes the changes or counts as dead. Nobody waits for it again."""
+
 ADMIT_DEADLINE = 10.0
-"""Seconds for a worker to take changes of its callers. One that does not is refused by no other and refuses new ones,
-until it takes them later or counts as dead."""
+"""Seconds for a newcomer to take its first callers, and for each further try to tell one that is late."""
+
+RETRY = 1.0
+"""Seconds between two tries to tell a worker that is late."""
 
 SAMPLED = ("generation", "evaluation", "environment")
 """Services that make the rows of samples."""
@@ -61,12 +66,15 @@ class ControlLane(Protocol):
 
 @dataclass(slots=True)
 class _Member:
-    """seen: how many changes of the fleet it was told of; None: it is new, and knows nobody."""
+    """seen: how many changes of the fleet it was told of; None: it is new, and knows nobody. is_late: it did not take
+    the newest ones. is_told_alone: a task tells it what it lacks, which others need not do."""
 
     role: str
     public: str
     control: ControlLane
     seen: int | None = None
+    is_late: bool = False
+    is_told_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,49 +95,71 @@ class Introductions:
     _changes: list[_Change] = field(default_factory=list)
     _forgotten: int = 0
     _telling: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _removed: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def add(self, spec: WorkerSpec, control: ControlLane) -> None:
-        """Returns when every worker that this one may call, or that may call it, knows of it."""
+        """Returns when every worker that this one may call, or that may call it, knows of it or is late."""
         if spec.curve is None:
             return
-        self._members[spec.instance] = _Member(spec.service, spec.curve[0], control)
+        member = self._members[spec.instance] = _Member(spec.service, spec.curve[0], control, is_told_alone=True)
         self._changes.append(_Change(spec.service, spec.curve[0], came=True))
         await self.tell()
+        if member.is_late:
+            await self._tell_alone(member)
+        member.is_told_alone = False
 
     def remove(self, instance: str) -> None:
         """Forgets a worker; `keep_current` tells the others."""
         if (member := self._members.pop(instance, None)) is not None:
             self._changes.append(_Change(member.role, member.public, came=False))
-            self._removed.set()
+            self._changed.set()
 
     async def keep_current(self) -> None:
-        """Has workers refuse those that are gone, until cancelled."""
-        while True:
-            await self._removed.wait()
-            self._removed.clear()
-            await self.tell()
+        """Has workers refuse those that are gone, and tells those that are late, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                await self.tell()
+                for instance, member in self._members.items():
+                    if member.is_late and not member.is_told_alone:
+                        member.is_told_alone = True
+                        tasks.create_task(self._catch_up(member, instance), name=f"callers of {instance}")
+
+    async def _catch_up(self, member: _Member, instance: str) -> None:
+        """Tells a worker until it has taken all changes, or is gone."""
+        await self._tell_alone(member)
+        while member.is_late and instance in self._members:
+            await asyncio.sleep(RETRY)
+            await self._tell_alone(member)
+        member.is_told_alone = False
+        self._changed.set()  # What has changed since.
 
     async def tell(self) -> None:
-        """Tells each worker which callers came and went since it was told last."""
+        """Tells each worker that is not late which callers came and went since it was told last."""
         async with self._telling:
             now = self._forgotten + len(self._changes)
-            behind = [each for each in self._members.values() if each.seen != now]
+            behind = [each for each in self._members.values() if each.seen != now and not each.is_late]
             news = {(each.role, each.seen): self._news(each.role, each.seen) for each in behind}
             for first in range(0, len(behind), AT_ONCE):
                 some = behind[first : first + AT_ONCE]
-                await gather(*(self._tell(each, news[each.role, each.seen], now) for each in some))
+                await gather(*(self._tell(each, news[each.role, each.seen], now, PROMPT) for each in some))
             oldest = min((each.seen or 0 for each in self._members.values()), default=now)
             del self._changes[: max(0, oldest - self._forgotten)]
             self._forgotten = max(self._forgotten, oldest)
 
-    async def _tell(self, member: _Member, news: Mapping[str, Sequence[Sequence[str]]], now: int) -> None:
-        if not any(came or gone for came, gone in news.values()):
-            member.seen = now
-            return
-        with suppress(AsyncrlError):  # Whoever does not answer is found by its supervisor.
-            await member.control.call(ADMIT, (news,), ADMIT_DEADLINE)
-            member.seen = now
+    async def _tell_alone(self, member: _Member) -> None:
+        now = self._forgotten + len(self._changes)
+        await self._tell(member, self._news(member.role, member.seen), now, ADMIT_DEADLINE)
+
+    async def _tell(self, member: _Member, news: Mapping[str, Sequence[Sequence[str]]], now: int, most: float) -> None:
+        try:
+            if any(came or gone for came, gone in news.values()):
+                await member.control.call(ADMIT, (news,), most)
+            member.seen, member.is_late = now, False
+        except AsyncrlError:  # Whoever does not answer is found by its supervisor.
+            member.is_late = True
+            self._changed.set()
 
     def _news(self, owner: str, seen: int | None) -> dict[str, tuple[list[str], list[str]]]:
         """Returns the keys that came and went, by lane, since an owner of this role was told."""

@@ -31,6 +31,7 @@ from asyncrl.fleet.supervisor import Learners
 from asyncrl.fleet.worker.service import Service
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL
+from asyncrl.protocols.messages import Health
 from asyncrl.protocols.rank_layout import Layout
 from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, Training, endpoint
 
@@ -62,10 +63,12 @@ class Learner(Training):
 
 
 class Stage:
-    """A fleet that runs. errors: what the next calls of a worker raise, by its name ("twin1.0") and the call."""
+    """A fleet that runs. errors: what the next calls of a worker raise, by its name ("twin1.0") and the call. stopped:
+    names of workers that do not even answer for their health."""
 
     def __init__(self) -> None:
         self.errors: dict[tuple[str, str], list[BaseException]] = {}
+        self.stopped: set[str] = set()
         self.running: RunningFleet
         self.lost: list[str] = []
         self.said: list[str] = []
@@ -103,12 +106,19 @@ class Stage:
         stage = self
 
         class TwinService(Service, Twin):
+            renews = True
+
             @property
             def name(self) -> str:
                 return self.context.spec.instance.partition("-")[0]
 
             async def start(self) -> None:
                 stage.attempt(self.name, "start")
+
+            async def health(self) -> list[Health]:
+                if self.name in stage.stopped:
+                    await asyncio.Event().wait()
+                return await super().health()
 
             async def ask(self, group: int = -1) -> str:
                 stage.attempt(self.name, "ask")

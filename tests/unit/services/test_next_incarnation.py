@@ -1,6 +1,7 @@
 """The generation service, when another trainer takes over from a checkpoint while it stays."""
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -10,7 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import Refused
+from asyncrl.lanes.bound_socket import on_tcp
+from asyncrl.lanes.control.auth import CurveKeys
+from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.arena import open_writer
+from asyncrl.lanes.weights.selection.transport_opening import WeightNetwork
 from asyncrl.lanes.weights.tensor_spec import spec_of
 from asyncrl.protocols.batch import BatchRef
 from tests.unit.services import test_generation
@@ -52,3 +57,27 @@ async def test_in_the_next_incarnation_only_the_engine_is_the_same(start: Start,
     async with start(own_version=5) as fresh:
         assert responses(fresh, await collect(fresh, group(1))) == sampled
     successor.close()
+
+
+async def test_weights_that_came_over_a_network_come_from_the_next_trainer(start: Start, folder: Path) -> None:
+    """The trainers publish the same version of other weights: what is sampled is by the second one's."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    spec = spec_of(model, "float32")
+    async with start(own_version=5) as fresh:
+        expected = responses(fresh, await collect(fresh, group(1)))
+    with closing(ZmqWire(CurveKeys.fresh())) as wire:
+        async with start() as service, asyncio.TaskGroup() as tasks:
+            service.context.reader.wire = wire
+            network = WeightNetwork(wire, on_tcp("127.0.0.1", "*"), service.context.spec.hello, tasks)
+            first, second = network.sender(spec), network.sender(spec)
+            with torch.no_grad():
+                moved = {name: value + 0.1 for name, value in weights.items()}
+            await service.use_weights(await asyncio.to_thread(first.write, INCARNATION, 5, moved))
+            assert responses(service, await collect(service, group(1))) != expected
+            await service.renew(service.context.facts.renewed(INCARNATION + 1, folder))
+            first.close()
+            await service.use_weights(await asyncio.to_thread(second.write, INCARNATION + 1, 5, weights))
+            again = await collect(service, group(1, incarnation=INCARNATION + 1))
+            assert responses(service, again) == expected
+            second.close()

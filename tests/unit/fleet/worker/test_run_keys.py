@@ -12,13 +12,14 @@ import pytest
 from asyncrl.concurrency import running_beside
 from asyncrl.config.sources import load
 from asyncrl.errors import DeadlineExceeded, PeerLost
-from asyncrl.fleet.worker.lane_access import ADMIT, Introductions
+from asyncrl.fleet.worker.lane_access import ADMIT, PROMPT, RETRY, Introductions
 from asyncrl.fleet.worker.run_keys import admit_on, controller_keys, pair_of_instance, weights_address, worker_keys
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys, split_key, with_key
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.zmq_wire import ZmqWire
+from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FACTS, spec_of
 
 MAKE_ROWS = ("generation", "evaluation", "environment", "reference", "critic", "cost_critic", "reward", "cost")
@@ -246,13 +247,67 @@ async def test_workers_that_come_together_are_told_of_each_other_in_a_few_calls(
     assert told[-1].keys["data"] == {spec.curve[0] for spec in specs[count // 2 :] if spec.curve}
 
 
-async def test_a_worker_that_missed_a_call_is_told_all_of_it_later() -> None:
-    introductions, late, other = Introductions(), Told(), Told()
-    await introductions.add(member("training", 0), late)
-    late.fails = 2
-    for number in range(3):
-        await introductions.add(member("generation", number), other)
-        introductions.remove(member("generation", 1).instance)
-    assert late.keys["weights"] == {"generation 0", "generation 2"}
-    await introductions.add(member("reward", 0), Told())
-    assert other.keys["data"] >= {"training 0", "generation 0", "generation 2", "reward 0"}
+def test_a_worker_that_missed_a_call_is_told_all_of_it_later() -> None:
+    async def play() -> None:
+        introductions, late, other = Introductions(), Told(), Told()
+        async with running_beside({"callers": introductions.keep_current()}):
+            await introductions.add(member("training", 0), late)
+            late.fails = 2
+            for number in range(3):
+                await introductions.add(member("generation", number), other)
+                introductions.remove(member("generation", 1).instance)
+            await asyncio.sleep(3 * RETRY)
+            assert late.keys["weights"] == {"generation 0", "generation 2"}
+            await introductions.add(member("reward", 0), Told())
+        assert other.keys["data"] >= {"training 0", "generation 0", "generation 2", "reward 0"}
+
+    virtual_loop.run(play())
+
+
+@dataclass
+class Stopped(Told):
+    """The control lane of a worker that stands still until it goes on. began: set once a call came."""
+
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def call(self, method: str, args: tuple[Any, ...], deadline: float) -> None:
+        self.began.set()
+        try:
+            async with asyncio.timeout(deadline):
+                await self.goes_on.wait()
+        except TimeoutError:
+            raise DeadlineExceeded("no answer") from None
+        await super().call(method, args, deadline)
+
+
+def test_nobody_waits_for_a_worker_that_stands_still_and_it_is_told_all_when_it_goes_on() -> None:
+    """On the virtual clock: newcomers start at most two seconds later, the second of them at once."""
+
+    async def play() -> None:
+        clock, introductions, lanes = asyncio.get_running_loop().time, Introductions(), [Told() for _ in range(4)]
+        stopped = Stopped()
+        stopped.goes_on.set()
+        async with running_beside({"callers": introductions.keep_current()}):
+            await introductions.add(member("generation", 0), stopped)
+            stopped.goes_on.clear()
+            waits = []
+            for number, lane in enumerate(lanes):
+                began = clock()
+                await introductions.add(member("generation", 1 + number), lane)
+                waits.append(clock() - began)
+            assert waits[0] <= PROMPT
+            assert waits[1:] == [0, 0, 0], "others know by then that it is late"
+            introductions.remove(member("generation", 2).instance)
+            await asyncio.sleep(100)
+            assert [lane.keys["weights"] for lane in lanes[2:]] == [{f"generation {n}" for n in (0, 1, 3, 4)}] * 2
+            stopped.goes_on.set()
+            await asyncio.sleep(2 * RETRY)
+            assert stopped.keys["weights"] == {f"generation {n}" for n in (0, 1, 3, 4)}
+            stopped.goes_on.clear()
+            stopped.began.clear()
+            introductions.remove(member("generation", 0).instance)
+            await asyncio.sleep(100)
+            assert not stopped.began.is_set(), "one that is gone is told nothing"
+
+    virtual_loop.run(play())
