@@ -96,11 +96,11 @@ class RewardConfig(Section):
     functions: tuple[RewardFunction, ...] = ()
     """Reward functions: names such as "exact_match" or "FILE.py:function", or tables."""
     model: str = ""
-    """Folder of a reward model, a sequence classifier with one label and the tokenizer of model.name (unless it reads
-    text). Its score is the reward term `model`."""
+    """Folder of a reward model, a sequence classifier with one label and the policy's tokenizer, unless it reads text.
+    Its score is the reward term `model`."""
     reads: Literal["tokens", "text"] = "tokens"
-    """Form in which the model reads samples: tokens of the policy, or text, which its own chat template and tokenizer
-    turn into tokens; `model` may then be a name on the hub."""
+    """Form in which the model reads samples: tokens of the policy, or text for a tokenizer of its own; `model` may then
+    be a name on the hub."""
     weight: float = 1.0
     """Factor of the model's score in the sum."""
     device: str = "cpu"
@@ -116,8 +116,8 @@ class RewardConfig(Section):
     deadline: PositiveFloat = 10.0
     """Seconds of one call of a function."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
-    """Effect of a function that fails: `fail` ends the run, `zero` counts 0 for it, `ignore` leaves the sample out of
-    baseline and loss."""
+    """Effect of a function that fails: the run ends (fail), it counts 0 (zero), or the sample leaves baseline and loss
+    (ignore)."""
 
     @property
     def terms(self) -> list[str]:
@@ -185,13 +185,13 @@ class StalenessConfig(Section):
     training."""
     policy: Literal["mask", "drop", "block", "admit"] = "mask"
     """Treatment of older tokens: they leave the loss (mask), their samples are dropped (drop), the fleet waits so that
-    there are none (block), or they train, without a bound, for comparison (admit)."""
+    there are none (block), or they train without a bound, for comparison (admit)."""
     cut_at: Annotated[int, Field(gt=0)] | Literal["never"] | None = None
     """Number of members of a group with a reward from which a part of it may train, with `policy = "mask"`; default:
     max(2, samples_per_prompt // 2)."""
     admission: Literal["adaptive", "full", "lockstep"] = "full"
     """Number of samples drawn ahead of the trainer: as many as keep it busy (adaptive), as the limit allows (full), or
-    one batch, drawn when a step begins and sampled by one version, which the next trains (lockstep; limit = 1)."""
+    one batch, which one version samples and the next trains (lockstep; limit = 1)."""
     publish_deadline: PositiveFloat = 10.0
     """Seconds in which generation workers take over new weights; a slower one is killed and started again."""
 
@@ -223,11 +223,11 @@ class GuardsConfig(Section):
     no_signal: Reaction = "warn"
     """Reaction to 128 groups in a row (or four batches) that dynamic sampling drops for equal rewards."""
     no_variance: Reaction = "warn"
-    """Reaction to a start of 5 steps or more with one reward for all samples (64 or more) or a gradient of 0 (512 or
-    more), and to 10 steps with equal rewards in over 80 % of the groups, unless the reward rose before."""
+    """Reaction to a start of 5 steps or more with one reward for all samples or a gradient of 0, and to 10 steps with
+    equal rewards in over 80 % of the groups, unless the reward rose before."""
     no_movement: Reaction = "warn"
     """Reaction to a learning rate that moves the log-prob of a token by less than 0.1 nats in the whole run, by
-    `mismatch/kl` of 10 steps with stale samples: silent at staleness 0 and where the rounding of bfloat16 is larger."""
+    `mismatch/kl` of 10 steps with stale samples."""
     reward_errors: Reaction = "warn"
     """Reaction to a failed reward on each of the last samples, twice as many as can be in flight, with `on_error =
     "zero"`."""

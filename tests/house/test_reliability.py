@@ -9,9 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TEXT = Path(__file__).with_name("complaints.md").read_text()
 NAMED = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)
-ROWS = [
-    line for line in TEXT.splitlines() if line.startswith("|") and not line.startswith(("| complaint", "|---"))
-]
+ROWS = [line for line in TEXT.splitlines() if line.startswith("|") and not line.startswith(("| complaint", "|---"))]
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))

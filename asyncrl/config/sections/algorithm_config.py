@@ -64,18 +64,16 @@ class AlgorithmConfig(Section):
     custom: str = ""
     """Your own algorithm: `FILE.py:NAME`, `module:NAME`, or a file or module with the functions roll_out and train."""
     advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch", "greedy", "gae"] = "group_mean"
-    """Baseline of a reward: the mean of its group, that of the others of its group (leave_one_out), mean and deviation
-    of the batch, those after the mean of the group (group_batch), the reward of a greedy answer, or the values of a
-    critic (gae)."""
+    """Baseline of a reward: the mean of its group, that of its others (leave_one_out), mean and deviation of the batch,
+    those after the group's mean (group_batch), a greedy answer's reward, or the values of a critic (gae)."""
     normalize_std: bool | None = None
-    """Divides advantages by a standard deviation: of the group with `group_mean` (ddof 1, eps 1e-4), of all response
-    tokens of the batch with `gae`; default: true for both, the only readers."""
+    """Divides advantages by a standard deviation: of the group with `group_mean` (ddof 1, eps 1e-4), of the batch's
+    response tokens with `gae`; default: true for both."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """Discount per token, with `advantage = "gae"`."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
     """Compares the rewards from each turn on with those of the same turn of the group's other samples, each turn
-    discounted by this factor (`group_mean`, `leave_one_out`); with gae each turn's reward comes at its end. Default:
-    every token has the whole reward."""
+    discounted by this factor (`group_mean`, `leave_one_out`); with gae each turn's reward comes at its end."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """Lambda of generalized advantage estimation: 1 compares rewards with values and has no bias, 0 each value with the
     next one."""
@@ -102,8 +100,8 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"] = (
         "sequence_mean_token_mean"
     )
-    """Average of the loss: over all response tokens of the batch (token_mean), over samples of the sum or mean of their
-    tokens (sequence_mean_...), or the sum over samples x divisor (constant)."""
+    """Average of the loss: over all response tokens (token_mean), over samples of the sum or mean of their tokens, or
+    the sum over samples x divisor (constant)."""
     divisor: Positive | None = None
     """Divisor of `aggregation = "constant"` in tokens; default: generation.max_new_tokens, in episodes
     environment.max_tokens."""
@@ -139,7 +137,7 @@ class AlgorithmConfig(Section):
     """Largest geometric mean, e.g. 1.001, or largest KL estimate, e.g. 0.01."""
     mask_truncated: bool = False
     """Leaves samples that generation.max_new_tokens or generation.deadline cut off out of the loss and its
-    denominators, not out of the baseline. Limits of an episode cut off no answer."""
+    denominators, not out of the baseline."""
     overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of generation.max_new_tokens (in episodes of environment.max_tokens, observations included) beyond which an
     additional reward falls from 0 to -1; 0: none."""

@@ -27,7 +27,7 @@ class ChildrenConfig(Section):
     """Lets these processes use the network, as a remote judge needs."""
     variables: tuple[VariableName, ...] = ()
     """Names of environment variables that these processes get, such as the key of an API, beside harmless ones (PATH,
-    HOME, languages, proxies, caches). None begins with ASYNCRL_."""
+    HOME, languages, proxies, caches)."""
     writable: tuple[str, ...] = ()
     """Folders that these processes may write, such as a cache, beside a /tmp, /var/tmp, /run and /dev/shm of their own,
     which are empty at first."""

@@ -31,13 +31,12 @@ class EnvironmentConfig(Section):
     deadline: PositiveFloat = 10.0
     """Seconds of one call of `reset` or `step`."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
-    """Effect of an environment that raises, hangs or dies: `fail` ends the run, `zero` ends the episode with 0 for that
-    turn, `ignore` leaves the sample out of baseline and loss. With the last two a group whose `reset` fails is
-    dropped."""
+    """Effect of an environment that raises, hangs or dies: the run ends (fail), the episode ends with 0 for that turn
+    (zero), or the sample leaves baseline and loss (ignore)."""
     thoughts: Literal["keep", "template"] = "keep"
-    """Treatment of earlier answers whose thoughts the chat template drops: `keep` leaves all that was sampled in the
-    context, `template` renders the conversation anew for each turn. Where that changes what the policy saw, a new
-    context begins in the sample, and each counts towards max_tokens: tokens grow with the square of the turns."""
+    """Treatment of earlier answers whose thoughts the chat template drops: they stay in the context (keep), or the
+    conversation is rendered anew for each turn (template), where a new context may begin and count towards
+    max_tokens."""
     replicas: Positive = 1
     """Number of environment workers, each with child processes of its own."""
     pool: str = ""
@@ -68,8 +67,8 @@ class ActingConfig(Section):
     children: Positive = 1
     """Number of child processes of each acting worker."""
     feedback: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Order of steps: in all environments of a worker when all have answered (synchronous), or in those that have
-    answered while others still step, each in a thread (asynchronous)."""
+    """Order of steps: in all environments of a worker once all have answered, or in those that have answered while
+    others still step (asynchronous)."""
     deadline: PositiveFloat = 10.0
     """Seconds of `reset` or `step`. An environment that takes longer, raises or dies loses its episode."""
     failures: Positive = 100

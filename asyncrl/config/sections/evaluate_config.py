@@ -97,8 +97,7 @@ class EvaluateConfig(Section):
     """Further sets by name, with metrics eval/NAME/...: { math = { prompts = "math.jsonl", functions = ["numeric"],
     every = 50 } }."""
     pass_reward: float = 1.0
-    """Smallest reward, or value of `pass_term`, of an answer that passes; with several samples, pass@k is the chance
-    that one of k passes."""
+    """Smallest reward, or value of `pass_term`, of an answer that passes."""
     pass_term: str = ""
     """Reward term by which an answer passes, such as exact_match; default: passes_tests where programs are scored, else
     the weighted sum."""

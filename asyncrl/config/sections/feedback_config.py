@@ -31,8 +31,8 @@ class FeedbackConfig(Section):
     """Live feedback: a person rates answers on a web page while the run trains."""
 
     ask: Literal["off", "rate", "pick"] = "off"
-    """Question to a person: how good an answer is (rate), or which of two answers to one prompt is better (pick). The
-    value is the reward term `person`, from 0 to 1."""
+    """Question to a person: how good an answer is (rate), or which of two is better (pick). The value is the reward
+    term `person`, from 0 to 1."""
     scale: Annotated[int, Field(ge=2, le=10)] = 5
     """Largest rating. 1 counts as 0, the largest as 1; with 2 the page shows thumbs."""
     weight: PositiveFloat = 1.0
@@ -40,12 +40,12 @@ class FeedbackConfig(Section):
     deadline: PositiveFloat = 300.0
     """Seconds that a sample waits for a person."""
     otherwise: Literal["ignore", "constant", "model"] = "ignore"
-    """Value of a sample without a rating in time, and of held-out ones: left out (ignore), `feedback.constant`, or the
-    sigmoid of reward.model's score."""
+    """Value of a sample without a rating in time: none (ignore), `feedback.constant`, or the sigmoid of reward.model's
+    score."""
     constant: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Value of an unrated sample with `otherwise = "constant"`."""
     host: Annotated[str, AfterValidator(_checked_host)] = "127.0.0.1"
-    """IP address of this machine, or localhost, of the page. Answers and key are sent unencrypted, so use loopback."""
+    """IP address of the page, or localhost. Answers and key are sent unencrypted, so use loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the page; 0 chooses a free one."""
     key: Annotated[Secret, AfterValidator(_checked_key)] = Secret("")

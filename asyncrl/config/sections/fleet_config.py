@@ -12,8 +12,8 @@ class FleetConfig(Section):
     """Processes, their connections and deadlines."""
 
     wire: Literal["ipc", "tcp", "inproc"] = "ipc"
-    """Connection of the workers: ipc is a process for each and rows in shared memory; tcp sends rows as frames, over
-    loopback or where `listen` is; inproc is everything in one process, for tests."""
+    """Connection of the workers: processes with rows in shared memory (ipc), rows as frames over loopback or where
+    `listen` is (tcp), or everything in one process, for tests (inproc)."""
     listen: str = ""
     """Address tcp://HOST:PORT at which workers of other hosts join, HOST being this one as they reach it. Empty: all
     workers start here."""
@@ -27,15 +27,13 @@ class FleetConfig(Section):
     """Folder with the keys that may join (`asyncrl admit`). Empty: `join_keys` in the run directory, made where the run
     listens on loopback."""
     ray_resources: dict[str, dict[str, PositiveFloat]] = Field(default={})
-    """Resources that a worker of a service asks of Ray with `asyncrl run NAME --on ray`: {generation = {CPU = 4, GPU =
-    1, rented = 1}}. Default: one CPU, and one GPU where the service's device is cuda."""
+    """Resources that a worker of a service asks of Ray: {generation = {CPU = 4, GPU = 1, rented = 1}}. Default: one
+    CPU, and one GPU where the service's device is cuda."""
     call_deadline: PositiveFloat = 600.0
-    """Seconds without answer or progress of a worker after which its calls are given up and it is started again. Calls
-    that wait for their turn at a worker that makes progress are not late."""
+    """Seconds without answer or progress of a worker after which its calls are given up and it is started again."""
     grace: PositiveFloat = 20.0
-    """Seconds from the signal that ends a run until its last checkpoint is begun. A step that does not end within a
-    third of them is undone. Writing the checkpoint and up to ten seconds to stop workers come on top: leave room for
-    both in Slurm, Docker or Kubernetes."""
+    """Seconds from the signal that ends a run until its last checkpoint is begun; a step that takes over a third of
+    them is undone. Leave room beyond it to write the checkpoint and, with ten seconds, to stop workers."""
     start_deadline: PositiveFloat = 120.0
     """Seconds in which a worker has to start and load its model."""
     watchdog: PositiveFloat = 120.0
@@ -50,6 +48,5 @@ class FleetConfig(Section):
     threads: Positive = 1
     """Number of torch threads of each worker."""
     start: Literal["fork", "spawn"] = "fork"
-    """Start of worker processes. `fork` copies them from a process that has imported torch and transformers, within a
-    tenth of a second and with shared memory. `spawn` imports everything anew; workers that cannot be forked are spawned
-    anyway."""
+    """Start of worker processes: copies of one that has imported torch and transformers, within a tenth of a second and
+    with shared memory (fork), or new ones (spawn), as for all that cannot be forked."""

@@ -36,8 +36,7 @@ class ModelConfig(Section):
     """Computes the output layer in float32 in engine, trainer and reference: rounded logits cause much of their
     difference (arXiv 2506.13585)."""
     lora: LoraConfig | None = None
-    """Trains low-rank adapters instead of the model, by the table [model.lora]; {} takes its defaults. Checkpoints and
-    generation get the adapters only."""
+    """Trains low-rank adapters instead of the model, by the table [model.lora]; {} takes its defaults."""
 
 
 class WeightsConfig(Section):

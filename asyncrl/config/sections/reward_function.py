@@ -12,9 +12,8 @@ class RewardFunction(Section):
     """One reward or cost function."""
 
     use: str
-    """`exact_match`, `regex_format`, `numeric`, `math_verify`, `length`, `repetition`, `reasoning_gym`, `judge`,
-    `compiles`, `passes_tests`, `lint`, `FILE.py:function` or `module:function`; `trl:` or `verl:` before one of the
-    last two adapts theirs."""
+    """Template (`exact_match`, `numeric`, ...), `FILE.py:function` or `module:function`; `trl:` or `verl:` before a
+    function adapts theirs."""
     name: str = ""
     """Name of the function in metrics and samples; default: the last part of `use`."""
     weight: float = 1.0

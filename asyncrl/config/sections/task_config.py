@@ -28,8 +28,8 @@ class MixedSource(Section):
     use: str
     """Source of rows, in a form of task.prompts that is no list."""
     weight: Annotated[float, Field(ge=0)] = 0.0
-    """Share of the groups with a prompt of this source, relative to the other weights; without any, each row of all
-    sources is drawn equally often."""
+    """Share of the groups with a prompt of this source, relative to the other weights; without any, all rows are drawn
+    equally often."""
     columns: dict[str, str] = Field(default={})
     """Columns of this source, beside those of task.columns."""
     options: Options = Field(default={})
@@ -81,8 +81,8 @@ class TaskConfig(Section):
     FOLDER#SPLIT), `hub:NAME[:CONFIG][#SPLIT]`, `reasoning_gym:NAME`, `FILE.py:function` or `module:function`; or a list
     of sources, each also as a table."""
     columns: dict[str, str] = Field(default={})
-    """Columns of the source by the names that asyncrl and rewards give them: { prompt = "question" }. A dot leads into
-    nested columns; "" leaves a column out. The column `tools` goes to the chat template."""
+    """Columns of the source by the names that rewards give them: { prompt = "question" }. A dot leads into nested
+    columns; "" leaves a column out."""
     options: Options = Field(default={})
     """Keyword arguments of a procedural source, such as { max_terms = 3 }, or of datasets.load_dataset."""
     epochs: Positive | None = None
@@ -90,8 +90,7 @@ class TaskConfig(Section):
     shuffle: bool = True
     """Draws the rows of each epoch in another order."""
     curriculum: str = ""
-    """Function FILE.py:NAME or module:NAME that gets a step, from 0, and returns the weights of the sources of
-    task.prompts in its batch."""
+    """Function FILE.py:NAME or module:NAME that gets a step, from 0, and returns the weights of the sources."""
     prompts_per_step: Positive = 8
     """Number of prompts, and so of groups, in one training step (B)."""
     samples_per_prompt: Positive = 8
@@ -99,13 +98,12 @@ class TaskConfig(Section):
     system: str = ""
     """System message before every prompt; prompts that are text become chat messages."""
     text_prompts: Literal["raw", "chat"] = "raw"
-    """Treatment of prompts that are text where the model has a chat template: `raw` gives them as they are, `chat` as a
-    message of the user."""
+    """Treatment of prompts that are text where the model has a chat template: as they are (raw), or as a message of the
+    user (chat)."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_own_arguments)] = Field(default={})
     """Further arguments of the chat template, such as { enable_thinking = false }."""
     date: Annotated[str, AfterValidator(_date)] = ""
-    """Date for chat templates that ask for today's, such as "2026-11-28"; default: that of the run's first start, also
-    after a resume."""
+    """Date for chat templates that ask for today's, such as "2026-11-28"; default: that of the run's first start."""
     size: Positive = 1000
     """Number of rows that a procedural source makes, or that are read of a stream."""
     max_prompt_tokens: Positive = 512
@@ -113,11 +111,11 @@ class TaskConfig(Section):
     max_picture_pixels: Positive = 1280 * 28 * 28
     """Largest number of pixels of a picture in a prompt; a larger one ends the run before it is decoded."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """Treatment of longer prompts: `error` ends the run before it samples, `skip` leaves them out, `truncate` cuts off
-    the beginning of their longest message."""
+    """Treatment of longer prompts: an error before the run samples, `skip`, or `truncate` the beginning of their
+    longest message."""
     pretrain: str = ""
-    """Texts for algorithm.pretrain_coefficient, from one source as in `prompts`: rows of `text`, or of `prompt` and
-    `answer` to learn. `system` and `text_prompts` apply, `columns` and `options` do not."""
+    """Texts for algorithm.pretrain_coefficient: rows of `text`, or of `prompt` and `answer` to learn, from a source as
+    in `prompts`. `columns` and `options` do not apply."""
     pretrain_per_step: Positive = 32
     """Number of these texts in one step."""
 

@@ -52,19 +52,19 @@ class TrainingConfig(Section):
     gradient_checkpointing: bool = False
     """Computes activations again in the backward pass, which saves memory and costs time."""
     router_replay: bool = False
-    """Trains a model of experts with those that generation chose for each token, which the torch engine records."""
+    """Trains a model of experts with those that generation chose for each token (torch engine)."""
     logits_chunk: Positive = 1024
     """Number of tokens whose logits exist at the same time."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 20
     """Number of steps between checkpoints; 0 writes only the first and the last one."""
     background_checkpoints: bool = True
     """Writes checkpoints while training goes on, from a copy in the memory of the host (3 numbers a parameter with
-    AdamW). False: training waits."""
+    AdamW)."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints that are kept."""
     keep_best: str = ""
-    """Metric of which the best checkpoint is kept besides, such as eval/reward/mean, or -eval/cost/mean for the lowest.
-    Evaluated versions then get a checkpoint."""
+    """Metric of which the best checkpoint is kept besides, such as eval/reward/mean, or -eval/cost/mean for the
+    lowest."""
     device: str = "cpu"
     """Device of the trainer; `cuda` gives each of several ranks the GPU of its number."""
     pool: str = ""
