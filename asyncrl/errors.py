@@ -13,7 +13,11 @@ from collections.abc import Iterable
 
 
 class AsyncrlError(Exception):
-    """Root of all errors of asyncrl."""
+    """Root of all errors of asyncrl. exit_code: of a command that ends with it; 75: the same command resumes the run.
+    is_refusal: it came before the workers of a run were started, so that it is no end of the run."""
+
+    exit_code = 1
+    is_refusal = False
 
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that a notebook shows in place of a traceback, as a command prints them."""
@@ -23,9 +27,13 @@ class AsyncrlError(Exception):
 class ConfigError(AsyncrlError, ValueError):
     """Reports a mistake of the user; the message says where it is and what to write instead."""
 
+    exit_code = 2
+
 
 class TaskError(AsyncrlError, ValueError):
     """Reports prompts that cannot be read; the message names the columns found and the closest one."""
+
+    exit_code = 2
 
 
 class EnvironmentFailed(TaskError):
@@ -35,9 +43,13 @@ class EnvironmentFailed(TaskError):
 class RewardError(AsyncrlError):
     """Reports a failed reward function; the message names function and sample."""
 
+    exit_code = 2
+
 
 class AlgorithmError(AsyncrlError):
     """Reports a failed custom algorithm; the message names the function and the line."""
+
+    exit_code = 2
 
 
 class UnknownEndpoint(AsyncrlError, AttributeError):
@@ -119,6 +131,8 @@ class TrainedTwice(JournalError):
 class Interrupted(AsyncrlError):
     """Reports a run that a signal ended before a checkpoint of its last step; the message names the newest one."""
 
+    exit_code = 130
+
 
 class PolicyMismatch(AsyncrlError):
     """Reports a crossed bound of the section `[mismatch]`; the message names metric, value and bound."""
@@ -137,11 +151,9 @@ class OnlyTruncated(AsyncrlError):
 
 
 class FleetFailed(AsyncrlError):
-    """Reports that the fleet cannot go on. exit_code: of the command; 75: the same command resumes the run."""
+    """Reports that the fleet cannot go on."""
 
-    def __init__(self, message: str, exit_code: int = 75) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = 75
 
 
 def errno_in(text: str) -> int | None:

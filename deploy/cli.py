@@ -10,7 +10,7 @@ from pathlib import Path
 import asyncrl
 from asyncrl import __version__
 from asyncrl.config.install_hints import program
-from asyncrl.errors import AlgorithmError, AsyncrlError, ConfigError, FleetFailed, Interrupted, RewardError, TaskError
+from asyncrl.errors import AsyncrlError
 from asyncrl.telemetry.clean_text import clean_streams
 
 COMMANDS = {
@@ -74,9 +74,9 @@ EXPERIMENTS = Path(asyncrl.__file__).parent / "experiments"
 
 EXIT_CODES = {
     0: "The command succeeded; so did a run that the first Ctrl-C (or SIGTERM) ended with a checkpoint.",
-    1: "The audit found a failure, the doctor found something to repair, or the run itself or asyncrl failed.",
-    2: "A command, flag, config, prompt or reward function has a mistake; the message says how to correct it.",
-    75: "The fleet could not go on; the same command resumes the run.",
+    1: "The audit found a failure, the doctor found something to repair, or asyncrl failed.",
+    2: "A mistake in command, config, prompts or code, found before a run starts; the message says how to correct it.",
+    75: "A run ended for any other reason, a mistake that showed as it trained included; the same command resumes it.",
     130: "The run was interrupted before its last checkpoint; the message names the newest one.",
 }
 
@@ -145,14 +145,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
         code: int = import_module(f"asyncrl.deploy.commands.{module}").main(arguments)
         sys.stdout.flush()
         return code
-    except (ConfigError, TaskError, RewardError, AlgorithmError) as error:
-        return _fail(str(error), MISTAKE)
-    except Interrupted as error:
-        return _fail(str(error), INTERRUPTED)
-    except FleetFailed as error:
-        return _fail(str(error), error.exit_code)
     except AsyncrlError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), error.exit_code)
     except BrokenPipeError:
         # Whoever read our output has gone (`asyncrl keys | head`); Python must not try to flush it once more.
         sys.stdout = None

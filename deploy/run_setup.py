@@ -7,6 +7,7 @@ import asyncio
 import errno
 import shlex
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -78,14 +79,18 @@ from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.tasks.reward_trial import try_rewards
 from asyncrl.telemetry.jsonl import read_lines, read_metrics
 from asyncrl.telemetry.logs import open_log
-from asyncrl.telemetry.run_directory import DirectoryRollback, RunDirectory, open_run_directory, replace_text
+from asyncrl.telemetry.run_directory import (
+    CONTROLLER_LOG,
+    DirectoryRollback,
+    RunDirectory,
+    open_run_directory,
+    replace_text,
+)
 from asyncrl.telemetry.screen.display import Display, LoggedDisplay
 from asyncrl.telemetry.screen.warning_recap import repeated
 from asyncrl.telemetry.source_copies import INDEX, SourceFile, changed, keep, kept, look_at, moved
 from asyncrl.telemetry.trace import merge_traces
 
-CONTROLLER_LOG = "controller.jsonl"
-"""File in the run's logs with starts, losses and restarts of workers, and all that was said."""
 CAUSES = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -95,16 +100,12 @@ CAUSES = {
     errno.ENOMEM: "there is not enough memory",
 }
 """Resources that run out, by error number."""
-DEADLINE = 60.0
-"""Seconds for the report, which takes about two."""
+DEADLINE, HURRIED = 20.0, 5.0
+"""Seconds for the report, which takes about two; after a signal, whose sender waits for the end, the fewer."""
 WRITE = ("-m", "asyncrl.deploy.cli", "report")
 
-RESUMABLE = 75
-"""Exit status of a run that has a checkpoint and ended for any other reason than these."""
-NOT_RESUMED = (ConfigError, Interrupted, JournalError, BrokenPipeError)
-"""Errors after which the same command does not go on, or which name the command themselves."""
-TO_CORRECT = (*MISTAKES, PolicyMismatch, TrainingStopped, NonFiniteLoss, OnlyTruncated)
-"""Errors after which the same command goes on, once a person has corrected what they name: `--restarts` does not."""
+TO_CORRECT = (*MISTAKES, ConfigError, PolicyMismatch, TrainingStopped, NonFiniteLoss, OnlyTruncated, JournalError)
+"""Errors after which the same command goes on, once a person has corrected what they name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +135,9 @@ class RunRequest:
 async def run(request: RunRequest) -> RunDirectory:
     """Trains as requested; the same request with the same directory resumes the run.
 
-    Raises ConfigError or TaskError for a mistake of the user, if possible before anything is started. The same request
-    resumes after FleetFailed (the trainer or a critic died), RewardError, AlgorithmError and Interrupted (by a signal).
+    Raises ConfigError or TaskError for a mistake of the user, if possible before anything is started. Once there is a
+    checkpoint, the same request resumes after each error of what was started, whose exit status is 75; an error that is
+    none of asyncrl's own arrives as FleetFailed.
     """
     config = await asyncio.to_thread(with_steps_of_epochs, request.config, request.prompts)
     request = replace(request, config=_with_date(config, RunDirectory(request.run_dir)))
@@ -154,15 +156,18 @@ async def run(request: RunRequest) -> RunDirectory:
         ):
             for warning in warnings:
                 request.display.say(f"warning: {warning}")
-            await _prepare_again(request, directory, store)
-            plan = await asyncio.to_thread(plan_resume, store)
+            with _refusing_to_start():
+                await _prepare_again(request, directory, store)
+                plan = await asyncio.to_thread(plan_resume, store)
+                is_done = nothing_left(request, directory, plan)
             async with copies_of(request.store, directory.path, store, request.display.say) as on_commit:
-                if not nothing_left(request, directory, plan):
+                if not is_done:
                     async with progress_shown(request.display.progress) as progress:
                         await _train(request, directory, store, plan, rollback, signals, progress, on_commit)
                 request.display.settle()
                 if request.config.telemetry.report and directory.metrics.exists():
-                    await report_run(directory.path, request.display.say)
+                    deadline = HURRIED if signals.is_ending else DEADLINE
+                    await report_run(directory.path, request.display.say, deadline)
             for line in await asyncio.to_thread(_closing_lines, request, directory):
                 request.display.say(line)
         if request.config.telemetry.trace:
@@ -230,8 +235,19 @@ def _check_model(config: Config, model: Path, display: Display, *, was_checked: 
 
 
 @contextmanager
+def _refusing_to_start() -> Iterator[None]:
+    """Lets mistakes that are found before workers start keep their exit status: they refuse a start, and end no run."""
+    try:
+        yield
+    except AsyncrlError as refused:
+        refused.is_refusal = True
+        raise
+
+
+@contextmanager
 def _resume_advice(request: RunRequest, store: FileStore, signals: StopSignals) -> Iterator[None]:
-    """Adds the command that resumes to errors after which the same request can go on."""
+    """Adds the command that resumes to errors after which the same request can go on. The end of a run that has a
+    checkpoint has exit status 75, whatever ended it."""
     try:
         yield
     except asyncio.CancelledError:
@@ -241,16 +257,26 @@ def _resume_advice(request: RunRequest, store: FileStore, signals: StopSignals) 
         if made := versions(store):
             newest = f"the newest checkpoint is of step {made[-1]} ({request.run_dir / 'checkpoints' / str(made[-1])})"
         raise Interrupted(f"{signals.abandoned}; {newest}. Go on with: {request.command}") from None
-    except (AsyncrlError, OSError) as failed:
+    except (Interrupted, BrokenPipeError):
+        raise
+    except Exception as failed:  # Code of the user runs in this process too, and whatever ends a run, it is an end.
+        is_known, is_refusal = isinstance(failed, AsyncrlError | OSError), getattr(failed, "is_refusal", False)
         # The supervisor's errors have the command already, and what a full disk says is explained further up.
-        if request.command in str(failed) or exhausted(failed) is not None or isinstance(failed, NOT_RESUMED):
+        if request.command in str(failed) or (is_known and exhausted(failed) is not None):
             raise
-        if not isinstance(failed, FleetFailed | RewardError | AlgorithmError) and not versions(store):
+        if is_refusal and isinstance(failed, ConfigError | JournalError):
+            raise  # The same command does not go on.
+        has_checkpoint = bool(versions(store))
+        if not (has_checkpoint or isinstance(failed, FleetFailed | RewardError | AlgorithmError)):
             raise
-        advice = f"{str(failed).removesuffix('.')}. Resume with: {request.command}"
-        if isinstance(failed, TO_CORRECT):
-            raise type(failed)(advice) from failed
-        raise FleetFailed(advice, failed.exit_code if isinstance(failed, FleetFailed) else RESUMABLE) from failed
+        if not is_known:
+            traceback.print_exception(failed)
+        text = str(failed) if is_known else f"{type(failed).__name__}: {failed}"
+        advice = f"{text.removesuffix('.')}. Resume with: {request.command}"
+        ended = (type(failed) if isinstance(failed, TO_CORRECT) else FleetFailed)(advice)
+        if has_checkpoint and not is_refusal:
+            ended.exit_code = FleetFailed.exit_code
+        raise ended from failed
 
 
 async def _train(
@@ -266,10 +292,11 @@ async def _train(
     config, display = request.config, request.display
     progress.begin("reading the prompts and the model")
     with forks_of(config, request.forks, display.say) as forks:
-        restored = await asyncio.to_thread(settle_config, request, directory, plan)
-        model, questions = await _read_texts_and_model(request, directory, progress, is_new=plan is None)
-        scorers = await asyncio.to_thread(scoring_folders, config, model, directory.hub)
-        state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
+        with _refusing_to_start():
+            restored = await asyncio.to_thread(settle_config, request, directory, plan)
+            model, questions = await _read_texts_and_model(request, directory, progress, is_new=plan is None)
+            scorers = await asyncio.to_thread(scoring_folders, config, model, directory.hub)
+            state = await asyncio.to_thread(restore_run, config, directory, store, plan, restored, on_commit)
         facts = facts_of(config, directory, model, state)
         progress.begin("starting the workers")
         fleet = run_fleet(replace(request, forks=forks), facts, signals, scorers, state.pauses)

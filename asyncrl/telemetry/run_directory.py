@@ -14,6 +14,8 @@ from asyncrl.errors import ConfigError, TaskError
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/(?=[^/])")
 """An address such as s3://bucket/run, of which pathlib keeps one slash."""
+CONTROLLER_LOG = "controller.jsonl"
+"""File in the run's logs with starts, losses and restarts of workers, and all that was said."""
 RUN_FILES = ("config.toml", "journal", "run.id")
 PRIVATE = 0o700
 """Mode of run directories: they have keys, answers and what people said."""

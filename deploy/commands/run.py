@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from asyncrl.config.install_hints import program
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
 from asyncrl.errors import ConfigError, Interrupted
-from asyncrl.telemetry.run_directory import is_in_store, missing_run, new_run_directory, refuse_address
+from asyncrl.telemetry.run_directory import (
+    CONTROLLER_LOG,
+    RunDirectory,
+    is_in_store,
+    missing_run,
+    new_run_directory,
+    refuse_address,
+)
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config
@@ -103,7 +110,7 @@ def main(arguments: list[str]) -> int:
                     return train(placed, run_dir, request, command, forks)
             if forks is not None:
                 forks.end()  # The child begins its own.
-            return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts)
+            return run_with_restarts(_child_arguments(request, run_dir), config.fleet.restarts, run_dir)
 
 
 def _hide_flags(arguments: Sequence[str], config: "Config") -> None:
@@ -261,17 +268,38 @@ def start_run(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-m", "asyncrl.deploy.cli", "run", *arguments])
 
 
-def run_with_restarts(arguments: Sequence[str], restarts: int, start: Start = start_run) -> int:
-    """Runs the command in a child, and at most `restarts` times again after exit code 75 (the trainer died) or a death
-    by a signal, then without ACCEPT: what has changed is taken over once. Returns the last exit code."""
+def run_with_restarts(arguments: Sequence[str], restarts: int, run_dir: Path, start: Start = start_run) -> int:
+    """Runs the command in a child, and at most `restarts` times again after exit code 75 or a death by a signal, then
+    without ACCEPT: what has changed is taken over once. A mistake that the run names at a checkpoint for the second
+    time is left to a person: the next start would name it, too. Returns the last exit code."""
+    named = set[tuple[str, int]]()
     for left in range(restarts, -1, -1):
         code = _run_once(arguments, start)
         arguments = [argument for argument in arguments if argument != ACCEPT]
         if left == 0 or (code >= 0 and code != RESUMABLE):
             break
+        if code == RESUMABLE and (mistake := _named_mistake(run_dir)):
+            if mistake in named:
+                where = f"at the checkpoint of step {mistake[1]}"
+                print(f"asyncrl: this is the second {mistake[0]} {where}; it is not started again", file=sys.stderr)
+                break
+            named.add(mistake)
         ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         print(f"asyncrl: the run ended with {ending}; starting it again ({left} left)", file=sys.stderr)
     return code if code >= 0 else RESUMABLE
+
+
+def _named_mistake(run_dir: Path) -> tuple[str, int] | None:
+    """Returns the kind of error with which the last start of a run ended, and the newest checkpoint; None where the
+    fleet failed, which the next start may mend."""
+    from asyncrl.telemetry.jsonl import read_lines
+
+    directory = RunDirectory(run_dir)
+    ends = [line for line in read_lines(directory.logs / CONTROLLER_LOG) if line.get("event") == "run ends"]
+    kind = str(ends[-1].get("error", "")).partition(":")[0] if ends else ""
+    if kind in ("", "FleetFailed"):
+        return None
+    return kind, max((int(each.name) for each in directory.checkpoints.glob("[0-9]*")), default=0)
 
 
 def _run_once(arguments: Sequence[str], start: Start) -> int:

@@ -84,7 +84,6 @@ def raising(error: BaseException) -> Callable[[list[str]], int]:
         (RewardError("it raised KeyError"), 2),
         (FleetFailed("resume with this"), 75),
         (Interrupted("the newest checkpoint is of step 3"), 130),
-        (FleetFailed("no resume", exit_code=3), 3),
         (JournalError("contradicts itself"), 1),
         (KeyboardInterrupt(), 130),
         (BrokenPipeError(), 0),

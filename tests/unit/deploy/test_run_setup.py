@@ -25,6 +25,7 @@ from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
 from asyncrl.deploy.run_fleet import LONGEST, facts_of
+from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.run_setup import (
     RunRequest,
     exhausted,
@@ -33,16 +34,24 @@ from asyncrl.deploy.run_setup import (
     settle_config,
 )
 from asyncrl.errors import (
+    AlgorithmError,
     ArenaFull,
+    AsyncrlError,
     ConfigError,
     DeadlineExceeded,
     FleetFailed,
+    Interrupted,
     JournalError,
     NonFiniteLoss,
+    OnlyTruncated,
     PeerLost,
+    PolicyMismatch,
     RemoteError,
     RewardError,
     TaskError,
+    TrainedTwice,
+    TrainingStopped,
+    UnknownEndpoint,
     WeightsError,
     WireError,
 )
@@ -108,7 +117,7 @@ async def test_a_model_that_the_only_checkpoint_links_to_is_prepared_again_where
     directory: RunDirectory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Planned(Exception):
+    class Planned(ConfigError):
         pass
 
     prepared: list[Path] = []
@@ -316,6 +325,28 @@ async def test_a_reward_of_this_process_that_tells_no_answers_apart_ends_the_run
         await run_setup.run(replace(order(tmp_path), prompts=[{"prompt": "2 + 2?", "answer": "4"}], services=services))
 
 
+@pytest.mark.parametrize(("is_asked", "seconds"), [(False, 20.0), (True, 5.0)])
+async def test_an_ended_run_waits_for_its_report_a_moment_and_less_after_a_signal(
+    is_asked: bool, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(request: RunRequest, directory: RunDirectory, *given: Any) -> None:
+        directory.metrics.write_text(json.dumps({"step": 3, "version": 3}) + "\n")
+        if is_asked:
+            (signals,) = (each for each in given if isinstance(each, StopSignals))
+            with signals.ending_in_order(lambda: None):
+                signals.end_in_order()
+
+    async def report(run_dir: Path, say: Any, deadline: float) -> None:
+        waited.append(deadline)
+
+    waited: list[float] = []
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    monkeypatch.setattr(run_setup, "report_run", report)
+    await run_setup.run(order(tmp_path, steps=5))
+    assert waited == [seconds]
+
+
 async def test_nothing_stands_below_the_command_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def train(request: RunRequest, directory: RunDirectory, *_: object) -> None:
         directory.metrics.write_text(json.dumps({"step": 3, "version": 3}) + "\n")
@@ -373,16 +404,26 @@ REMOTE = RemoteError("RuntimeError", "CUDA error", "training0", 1, "")
         (OSError(errno.EIO, "Input/output error"), 75, True),
         (FleetFailed("the trainer died"), 75, True),
         (OSError(errno.ENOSPC, "No space left on device"), 75, True),
-        (TaskError("row 3 has no prompt"), None, True),
-        (RewardError("the judge refuses the key"), None, True),
-        (NonFiniteLoss("three steps in a row"), None, True),
-        (JournalError("contradicts itself"), None, False),
-        (ConfigError("write this instead"), None, False),
+        (TaskError("row 3 has no prompt"), 75, True),
+        (RewardError("the judge refuses the key"), 75, True),
+        (AlgorithmError("roll_out of mine raised KeyError"), 75, True),
+        (ConfigError("this host has no bubblewrap"), 75, True),
+        (NonFiniteLoss("three steps in a row"), 75, True),
+        (OnlyTruncated("three steps in a row"), 75, True),
+        (PolicyMismatch("kl is 3"), 75, True),
+        (TrainingStopped("the reward fell"), 75, True),
+        (JournalError("contradicts itself"), 75, True),
+        (TrainedTwice("group 3, member 1"), 75, True),
+        (UnknownEndpoint("no endpoint 'scroe'"), 75, True),
+        (KeyError("reward"), 75, True),
+        (ZeroDivisionError("division by zero"), 75, True),
+        (MemoryError("no room"), 75, True),
+        (Interrupted("interrupted a second time"), 130, False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 async def test_every_end_of_a_run_with_a_checkpoint_names_the_command_that_resumes(
-    error: Exception, code: int | None, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, code: int, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def train(*_: object) -> None:
         raise error
@@ -390,10 +431,54 @@ async def test_every_end_of_a_run_with_a_checkpoint_names_the_command_that_resum
     monkeypatch.setattr(run_setup, "_check", lambda request: [])
     monkeypatch.setattr(run_setup, "_train", train)
     monkeypatch.setattr(run_setup, "versions", lambda store: [5])
-    with pytest.raises(FleetFailed if code else type(error)) as ended:
+    with pytest.raises(AsyncrlError) as ended:
         await run_setup.run(order(tmp_path, steps=5))
-    assert getattr(ended.value, "exit_code", None) == code
+    assert ended.value.exit_code == code
+    assert str(error) in str(ended.value)
     assert str(ended.value).endswith("Resume with: asyncrl run") == resumes
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "resumes"),
+    [
+        (ConfigError("steps is no number"), 2, False),
+        (TaskError("row 3 has no prompt"), 2, True),
+        (JournalError("start it anew with another --run-dir"), 1, False),
+    ],
+)
+async def test_what_refuses_a_start_before_workers_are_started_ends_no_run(
+    error: Exception, code: int, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "settle_config", settle)
+    monkeypatch.setattr(run_setup, "versions", lambda store: [5])
+    monkeypatch.setattr(run_setup, "plan_resume", lambda store: None)
+    monkeypatch.setattr(run_setup, "_prepare_again", anything)
+    with pytest.raises(type(error)) as ended:
+        await run_setup.run(order(tmp_path, steps=5))
+    assert ended.value.exit_code == code
+    assert str(ended.value).endswith("Resume with: asyncrl run") == resumes
+
+
+async def anything(*_: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize("error", [RewardError("it raised KeyError"), TaskError("row 3"), ConfigError("no bubblewrap")])
+async def test_a_mistake_before_the_first_checkpoint_is_one(
+    error: AsyncrlError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    with pytest.raises(type(error), match=str(error)) as ended:
+        await run_setup.run(order(tmp_path, steps=5))
+    assert ended.value.exit_code == 2
 
 
 async def test_without_a_checkpoint_an_error_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

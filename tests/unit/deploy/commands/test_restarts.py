@@ -1,9 +1,11 @@
 """A command that starts itself again."""
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -36,32 +38,59 @@ KILLED = "os.kill(os.getpid(), 9)"
         ([KILLED], 0, 75, 1),
     ],
 )
-def test_what_is_started_again(endings: list[str], restarts: int, code: int, starts: int) -> None:
+def test_what_is_started_again(endings: list[str], restarts: int, code: int, starts: int, tmp_path: Path) -> None:
     runs = Endings(*endings)
-    assert run_with_restarts(["quickstart"], restarts, runs) == code
+    assert run_with_restarts(["quickstart"], restarts, tmp_path, runs) == code
     assert runs.started == [["quickstart"]] * starts
 
 
-def test_changes_are_accepted_by_the_first_start_only() -> None:
+def test_changes_are_accepted_by_the_first_start_only(tmp_path: Path) -> None:
     runs = Endings("sys.exit(75)", "sys.exit(0)")
-    assert run_with_restarts(["quickstart", "--accept-changes", "--run-dir", "d"], 3, runs) == 0
+    assert run_with_restarts(["quickstart", "--accept-changes", "--run-dir", "d"], 3, tmp_path, runs) == 0
     assert runs.started == [
         ["quickstart", "--accept-changes", "--run-dir", "d"],
         ["quickstart", "--run-dir", "d"],
     ]
 
 
-def test_the_handlers_of_signals_are_put_back() -> None:
+@pytest.mark.parametrize(
+    ("ends", "starts"),
+    [
+        ([("RewardError: it raised KeyError", 4)] * 3, 2),
+        ([("RewardError: it raised KeyError", 4), ("RewardError: it raised KeyError", 8)], 3),
+        ([("RewardError: x", 4), ("TaskError: y", 4), ("RewardError: z", 4)], 3),
+        ([("TrainingStopped: the reward fell", 0)] * 3, 2),
+        ([("JournalError: contradicts itself", 5), ("FleetFailed: x", 5), ("JournalError: again", 5)], 3),
+        ([("FleetFailed: training0.0 died", 4)] * 4, 5),
+        ([("", 4)] * 4, 5),
+    ],
+)
+def test_a_mistake_is_tried_again_once_at_a_checkpoint(
+    ends: list[tuple[str, int]], starts: int, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log, made = tmp_path / "logs" / "controller.jsonl", tmp_path / "checkpoints"
+    endings = []
+    for error, step in ends:
+        line = json.dumps({"event": "run ends", **({"error": error} if error else {})})
+        wrote = f"os.makedirs({str(made / str(step))!r}, exist_ok=True); print({line!r}, file=open({str(log)!r}, 'a'))"
+        endings.append(f"{wrote}; sys.exit(75)")
+    runs = Endings(*endings, "sys.exit(0)")
+    assert run_with_restarts(["quickstart"], 10, tmp_path, runs) == (0 if starts > len(ends) else 75)
+    assert len(runs.started) == starts
+
+
+def test_the_handlers_of_signals_are_put_back(tmp_path: Path) -> None:
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
-    run_with_restarts([], 0, Endings("sys.exit(0)"))
+    run_with_restarts([], 0, tmp_path, Endings("sys.exit(0)"))
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_sigterm_reaches_the_child() -> None:
+def test_sigterm_reaches_the_child(tmp_path: Path) -> None:
     def start(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
         ready = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
         return subprocess.Popen([sys.executable, "-c", ready])
 
     before = signal.getsignal(signal.SIGTERM)
-    assert run_with_restarts([], 0, start) == 75
+    assert run_with_restarts([], 0, tmp_path, start) == 75
     assert signal.getsignal(signal.SIGTERM) == before
