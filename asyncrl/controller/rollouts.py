@@ -19,7 +19,8 @@ from asyncrl.controller.crash_attribution import CrashAttribution, Death
 from asyncrl.controller.gate.group_state import DROPPABLE, OPEN, Stage
 from asyncrl.controller.observers.events import GroupPoisoned, Prompt, Warned
 from asyncrl.controller.sample_tracker import POISON, SampleTracker, stored_by
-from asyncrl.errors import ALL_SLOTS, DeadlineExceeded, LostRows, Retryable
+from asyncrl.errors import ALL_SLOTS, AsyncrlError, DeadlineExceeded, LostRows, Retryable
+from asyncrl.fleet.failure_table import MISTAKES
 from asyncrl.fleet.fleet import FaultDomains
 from asyncrl.fleet.health import where_task_waits
 from asyncrl.lanes.host_id import FaultDomain
@@ -77,6 +78,7 @@ class Rollouts:
         self._scopes: dict[int, asyncio.Timeout] = {}
         self._overtaken = set[int]()
         self._excused = set[int]()  # Their attempt ended for a reason that is not theirs.
+        self._mistakes: dict[int, AsyncrlError] = {}  # What a worker raised about the group in its last attempt.
         self._reported_owners: deque[str] = deque(maxlen=REMEMBERED_DEAD)
         self._again: dict[int, None] = {}
         self._stopped = False
@@ -165,6 +167,7 @@ class Rollouts:
                 failure = await self._try_isolated(group) if self.unfinished(group) else ""
         finally:
             crashes.forget(group)
+            self._mistakes.pop(group, None)
         del self.running[group]
 
     async def _try_isolated(self, group: int) -> str:
@@ -195,11 +198,14 @@ class Rollouts:
     async def _try(self, group: int) -> str:
         """Makes one attempt; returns why it failed, "" when it succeeded or was overtaken."""
         failure = ""
+        self._mistakes.pop(group, None)
         try:
             async with asyncio.timeout(None) as self._scopes[group]:
                 await self.roll_out(self._attempt(group))
         except* (Retryable, DeadlineExceeded, TimeoutError) as failures:
             failure = str(cause := root_cause(failures))
+            if isinstance(mistake := cause.__cause__, MISTAKES):
+                self._mistakes[group] = mistake
             if self._is_excused(group, cause):
                 self._excused.add(group)
         finally:
@@ -261,6 +267,9 @@ class Rollouts:
         return self._gate.members(group, *DROPPABLE)
 
     def _poison(self, group: int, failure: str) -> None:
+        """Gives up a group that is proven to be at fault. Raises the mistake of the user that is, if one is."""
+        if group in self._mistakes:
+            raise self._mistakes[group]
         if members := self._open(group):
             prompt, _ = self.prompts(group)
             self._crashes.give_up(group)

@@ -9,7 +9,7 @@ docs/reliability.md shows the same table.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from asyncrl.errors import (
@@ -73,8 +73,8 @@ TABLE = {
 }
 
 MISTAKES = (TaskError, RewardError, AlgorithmError)
-"""Mistakes in the user's data and code, which are the same at every replica: they end the run at once, with exit status
-2 and what to correct."""
+"""Mistakes in the user's data and code, or of one host that lacks a file or package which they need: the next replica
+shows which it is. Once each has raised one, the run ends with it."""
 
 OPTIONAL_CALLS = frozenset({"health", "profile", "restore_rows", "texts"})
 """Calls whose callers go on without what they ask for: errors of these end nothing."""
@@ -85,9 +85,9 @@ def what_ends(who: Who, when: When) -> Ends:
 
 
 def is_fault(error: BaseException) -> bool:
-    """Returns whether an error is one of whoever raised it: no mistake of the user, and no sign that somebody else is
-    gone, late, or further on."""
-    return not isinstance(error, (Retryable, Refused, DeadlineExceeded, *MISTAKES))
+    """Returns whether an error is one of whoever raised it, and no sign that somebody else is gone, late, or further
+    on."""
+    return not isinstance(error, (Retryable, Refused, DeadlineExceeded))
 
 
 def came_from_afar(error: AsyncrlError) -> bool:
@@ -99,14 +99,15 @@ def came_from_afar(error: AsyncrlError) -> bool:
 class Raised:
     """An error that a replica raised and has not made good since: its next instance has not answered the same call.
 
-    call: name of the endpoint. stem: the error without the numbers in it. groups: for which the replica was called.
-    times: in a row.
+    call: name of the endpoint. stem: the error without the numbers in it, of a mistake its first line. groups: for
+    which the replica was called, of a mistake all that met one. times: in a row.
     """
 
     call: str
     stem: str
     groups: frozenset[int] = frozenset()
     times: int = 1
+    is_mistake: bool = False
 
     @classmethod
     def of(cls, call: str, error: AsyncrlError, host: str = "", groups: Iterable[int] = ()) -> "Raised":
@@ -116,20 +117,31 @@ class Raised:
             kind, text = error.kind, error.message
         if host:
             text = text.replace(host, "")
-        return cls(call, re.sub(r"\d+", "#", f"{kind}: {text}"), frozenset(groups))
+        is_mistake = isinstance(error, MISTAKES)
+        if is_mistake:
+            text = text.partition("\n")[0]  # What follows tells of one sample.
+        return cls(call, re.sub(r"\d+", "#", f"{kind}: {text}"), frozenset(groups), is_mistake=is_mistake)
 
     def after(self, before: "Raised | None") -> "Raised":
         """Returns this error counted as the next one after an earlier one of the same replica."""
-        if before is None or (before.call, before.stem) != (self.call, self.stem):
+        if before is None or (before.call, before.is_mistake) != (self.call, self.is_mistake):
             return self
-        return Raised(self.call, self.stem, self.groups & before.groups, before.times + 1)
+        if self.is_mistake:
+            return replace(self, groups=self.groups | before.groups, times=before.times + 1)
+        if before.stem != self.stem:
+            return self
+        return replace(self, groups=self.groups & before.groups, times=before.times + 1)
 
 
 def is_everywhere(replicas: Iterable[Raised | None]) -> bool:
-    """Returns whether all replicas raised the same, twice at least, while they worked for no common group: of a group
-    that was at each of them, crash attribution finds out whether it is to blame."""
+    """Returns whether all replicas raised the same. A mistake is the same by its first line, or when one group met
+    mistakes at all of them. Any other error has to come twice at least, while they worked for no common group: of a
+    group that was at each of them, crash attribution finds out whether it is to blame."""
     raised = list(replicas)
-    if None in raised or len({(each.call, each.stem) for each in raised if each is not None}) != 1:
-        return False
     known = [each for each in raised if each is not None]
-    return sum(each.times for each in known) > 1 and not frozenset.intersection(*(each.groups for each in known))
+    if len(known) < len(raised) or len({(each.call, each.is_mistake) for each in known}) != 1:
+        return False
+    is_same, in_common = len({each.stem for each in known}) == 1, frozenset.intersection(*(e.groups for e in known))
+    if known[0].is_mistake:
+        return is_same or bool(in_common)
+    return is_same and sum(each.times for each in known) > 1 and not in_common

@@ -62,6 +62,11 @@ class Replica:
     def alive(self) -> bool:
         return all([worker.alive for worker in self.workers])
 
+    @property
+    def has_raised(self) -> bool:
+        """Returns whether an earlier instance raised what this one has not made good."""
+        return any(worker.raised is not None for worker in self.workers)
+
     def __enter__(self) -> None:
         """Counts a call in `load` as soon as it chose this replica, because others choose before it is sent."""
         self._ranking.change_load(self, +1)
@@ -316,7 +321,9 @@ class Replicas:
             free = [each for each in staying if each.free]
             if own is None and free and len(staying) - len(free) < max(1, len(staying) // 2):
                 avoided: frozenset[FaultDomain] = self.isolated.get(group, frozenset())
-                own = min(free, key=lambda each: (not avoided.isdisjoint(each.fault_domains), each.load))
+                own = min(
+                    free, key=lambda each: (each.has_raised, not avoided.isdisjoint(each.fault_domains), each.load)
+                )
             if own is not None:
                 own.reserved_for = group
                 own.reservations += 1

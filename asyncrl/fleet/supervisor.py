@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, Refused, errno_in
-from asyncrl.fleet.failure_table import Ends, Raised, When, Who, is_everywhere, what_ends
+from asyncrl.fleet.failure_table import MISTAKES, Ends, Raised, When, Who, is_everywhere, what_ends
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, OutstandingCall, RemoteWorker, WorkerConnection
@@ -95,12 +95,13 @@ class DeathCounter:
     def is_too_often(self) -> bool:
         return self.unexplained >= MAX_DEATHS
 
-    def pause_of(self, longest: float) -> float:
-        """Returns the seconds until the restart, doubled from FIRST_PAUSE with each short life without work.
+    def pause_of(self, longest: float, raised: int = 0) -> float:
+        """Returns the seconds until the restart, doubled from FIRST_PAUSE with each short life without work, and each
+        time that the worker `raised` the same in a row.
 
         Progress does not shorten it: another replica may make the progress while this worker dies at every start.
         """
-        doublings = min(max(0, self.in_a_row - 1), 10)
+        doublings = min(max(0, self.in_a_row - 1, raised - 1), 10)
         return min(longest, FIRST_PAUSE * 2.0**doublings)
 
 
@@ -240,12 +241,17 @@ class Supervisor:
         """Ends the instance that raised this error in a call, where the failure table says so, as if it had died of it:
         its calls are made again elsewhere. Returns False where the run ends with the error itself."""
         slot = next(each for each in self._slots if each.worker is worker)
-        who = self._who(slot)
-        if what_ends(who, When.CALL) is Ends.RUN or (who is Who.RANK and errno_in(str(error)) is not None):
-            return False  # A full disk is full for the next trainer, too.
+        who, is_mistake = self._who(slot), isinstance(error, MISTAKES)
+        is_next_too = is_mistake or errno_in(str(error)) is not None  # A full disk is full for the next trainer, too.
+        if what_ends(who, When.CALL) is Ends.RUN or (who is Who.RANK and is_next_too):
+            return False
         running = self.instances.get(worker.name)
         if running is not None and running.spec.instance == call.instance and not running.failure:
             worker.raised = Raised.of(call.method, error, worker.host.name, call.groups).after(worker.raised)
+            if is_mistake and is_everywhere(self._raised(slot)):
+                return False
+            if is_mistake:
+                worker.blamed = call.instance, frozenset(call.groups)
             self.replace(running, str(error))
         return True
 
@@ -330,8 +336,9 @@ class Supervisor:
                 continue
             if not slot.restart or self._ends_run(slot):
                 raise FleetFailed(f"{_died(slot)}: {reason}. Resume with: {self._resume}")
-            longest = LONGEST_OFFER_PAUSE if self._who(slot) is Who.NEWCOMER else LONGEST_PAUSE
-            await asyncio.sleep(slot.deaths.pause_of(longest))
+            times = slot.worker.raised.times if slot.worker.raised is not None else 0
+            longest = LONGEST_OFFER_PAUSE if self._who(slot) is Who.NEWCOMER or times > 1 else LONGEST_PAUSE
+            await asyncio.sleep(slot.deaths.pause_of(longest, times))
 
     def _who(self, slot: WorkerSlot) -> Who:
         if not slot.restart:
@@ -345,16 +352,22 @@ class Supervisor:
 
     def _ends_run(self, slot: WorkerSlot) -> bool:
         """Returns whether the run ends with the last death of a worker that starts again alone."""
+        is_too_often = all(each.deaths.is_too_often for each in self._all_of(slot))
+        when = When.EVERYWHERE if is_too_often or is_everywhere(self._raised(slot)) else When.CALL
+        return what_ends(self._who(slot), when) is Ends.RUN
+
+    def _all_of(self, slot: WorkerSlot) -> list[WorkerSlot]:
+        """Returns the worker and the others of its service that count: those that run, or are to run again."""
         others = [
             each
             for each in self.slots_of(slot.worker.service)
             if each is not slot and each.was_started and each.wanted.is_set()
             if not (each.is_joined and each.spawning is not None)  # No host offers to run it.
         ]
-        is_too_often = all(each.deaths.is_too_often for each in (slot, *others))
-        same = is_everywhere([slot.worker.raised, *(each.worker.raised for each in others)])
-        when = When.EVERYWHERE if is_too_often or same else When.CALL
-        return what_ends(self._who(slot), when) is Ends.RUN
+        return [slot, *others]
+
+    def _raised(self, slot: WorkerSlot) -> list[Raised | None]:
+        return [each.worker.raised for each in self._all_of(slot)]
 
     async def _spawn(self, slot: WorkerSlot) -> LaunchedWorker | str | None:
         """Has the next instance started; returns why it could not be, and None when it is not wanted any more, or

@@ -1,6 +1,7 @@
 """The failure table, cell by cell, over fleets of two replicas (or ranks) in this process, and its copy in the docs."""
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -11,9 +12,11 @@ import pytest
 
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import (
+    AlgorithmError,
     AsyncrlError,
     ConfigError,
     DeadlineExceeded,
+    EnvironmentFailed,
     FleetFailed,
     LostRows,
     PeerLost,
@@ -102,7 +105,7 @@ class Stage:
         return self.running.handle("twin", Twin)
 
     @asynccontextmanager
-    async def fleet(self, *, joined: int = 0, ranks: int = 1) -> AsyncIterator[None]:
+    async def fleet(self, *, joined: int = 0, ranks: int = 1, replicas: int = 2) -> AsyncIterator[None]:
         stage = self
 
         class TwinService(Service, Twin):
@@ -143,7 +146,7 @@ class Stage:
         config = Config(model=ModelConfig(name="none"), task=TaskConfig(prompts="none"))
         facts = RunFacts(secrets.token_hex(4), self.folder, self.folder, 0, "none", config)
         specs = [
-            ServiceSpec("twin", Twin, TwinService, replicas=2, here=True, joined=joined),
+            ServiceSpec("twin", Twin, TwinService, replicas=replicas, here=True, joined=joined),
             ServiceSpec("training", Learner, LearnerService, layout=Layout(dp=ranks), here=True),
         ]
         async with running_fleet(specs, facts, report=self.said.append, resume="asyncrl run x") as self.running:
@@ -260,15 +263,80 @@ async def test_a_call_that_must_not_be_repeated_is_lost_with_its_worker(stage: S
         await stage.until(lambda: len(stage.alive()) == 2)
 
 
-@pytest.mark.parametrize("error", [TaskError("row 3 has no prompt"), RewardError("the judge refuses the key")])
-async def test_a_mistake_in_data_or_code_is_raised_as_it_is_and_ends_no_worker(stage: Stage, error: Any) -> None:
+MISTAKEN = [
+    TaskError("row 3 has no prompt"),
+    RewardError("reward function r.py:reward on member 3 of row 7: it raised FileNotFoundError: /data/w.json"),
+    AlgorithmError("roll_out of mine raised KeyError"),
+    EnvironmentFailed("environment 3 cannot begin an episode: No module named 'nethack'"),
+]
+
+
+def kind_of(error: object) -> str:
+    return type(error).__name__
+
+
+@pytest.mark.parametrize("error", MISTAKEN, ids=kind_of)
+async def test_a_mistake_that_one_of_two_meets_costs_that_worker(stage: Stage, error: Any) -> None:
     async with stage.fleet():
-        before = stage.alive()
+        kept, failing = stage.alive()
+        stage.raises("twin1.0", "ask", error)
+        assert [await stage.twin.ask() for _ in range(3)] == ["twin0.0"] * 3
+        await stage.until(lambda: len(stage.alive()) == 2)
+        assert stage.alive()[0] == kept
+        assert stage.alive()[1] != failing
+        assert str(error) in stage.lost[0]
+
+
+@pytest.mark.parametrize("error", MISTAKEN, ids=kind_of)
+async def test_a_mistake_that_both_of_two_meet_is_raised_as_it_is(stage: Stage, error: Any) -> None:
+    async with stage.fleet():
         for name in ("twin0.0", "twin1.0"):
             stage.raises(name, "ask", error)
-        with pytest.raises(type(error)):
+        with pytest.raises(type(error), match=re.escape(str(error))):
+            await stage.twin.ask()
+        assert len(stage.lost) == 1
+
+
+async def test_a_mistake_of_a_replica_that_is_alone_is_raised_at_once(stage: Stage) -> None:
+    async with stage.fleet(replicas=1):
+        before = stage.alive()
+        stage.raises("twin0.0", "ask", RewardError("it raised KeyError"))
+        with pytest.raises(RewardError):
             await stage.twin.ask()
         assert stage.alive() == before
+
+
+async def test_one_of_two_that_meets_mistakes_at_each_sample_never_ends_the_run(stage: Stage) -> None:
+    texts = [RewardError(f"reward r.py on member {n} of row {n}: it raised ImportError: no lxml") for n in range(4)]
+    async with stage.fleet():
+        kept = stage.alive()[0]
+        stage.raises("twin1.0", "ask", *texts)
+        for number in range(len(texts)):
+            while stage.errors["twin1.0", "ask"][len(texts) - 1 - number :]:
+                assert await stage.twin.ask(number) == "twin0.0"
+            await stage.until(lambda: len(stage.alive()) == 2)
+        assert stage.alive()[0] == kept
+        assert len(stage.lost) == len(texts)
+
+
+async def test_mistakes_at_one_sample_only_end_the_run_where_all_replicas_met_it(stage: Stage) -> None:
+    def mistake(answer: str) -> RewardError:
+        return RewardError(f"it raised ValueError: could not convert string to float: {answer!r}\n  completion: x")
+
+    async with stage.fleet():
+        stage.raises("twin0.0", "names", mistake("a"), mistake("b"))
+        stage.raises("twin1.0", "names", mistake("b"), mistake("a"))
+        with pytest.raises(RewardError, match="float: '[ab]'"):
+            await stage.twin.names()
+        assert len(stage.lost) >= 2, "their next instances met them, too"
+
+
+async def test_a_mistake_of_a_rank_that_learns_ends_the_run_without_a_return(stage: Stage) -> None:
+    async with stage.fleet(ranks=2):
+        stage.running.supervisor.learners = Learners()
+        stage.raises("training0.0", "learn", AlgorithmError("the loss raised KeyError"))
+        with pytest.raises(AlgorithmError, match="the loss raised KeyError"):
+            await stage.running.handle("training", Learner).learn()
 
 
 @pytest.mark.parametrize("error", [LostRows("overwritten"), DeadlineExceeded("weights at tcp://t came late")])
@@ -408,12 +476,17 @@ def test_the_table_is_the_one_of_the_docs() -> None:
 
 def test_faults_are_errors_of_whoever_raised_them() -> None:
     assert all(is_fault(error) for error in ANY if not isinstance(error, Refused))
-    others = (PeerLost(""), LostRows(""), DeadlineExceeded(""), Refused(""), TaskError(""), RewardError(""))
+    assert all(map(is_fault, MISTAKEN))
+    others = (PeerLost(""), LostRows(""), DeadlineExceeded(""), Refused(""))
     assert not any(map(is_fault, others))
 
 
 def test_what_comes_late_from_afar_is_no_end_of_a_wait_here() -> None:
     assert not issubclass(DeadlineExceeded, TimeoutError | OSError)
+
+
+def mistaken(text: str, *groups: int) -> Raised:
+    return Raised.of("ask", RewardError(text), groups=groups)
 
 
 def raised(text: str, *groups: int, times: int = 1) -> Raised:
@@ -432,6 +505,14 @@ def raised(text: str, *groups: int, times: int = 1) -> Raised:
         ([raised("a", 7), raised("a", 7, 8)], False),
         ([raised("a", 7), raised("a", 8)], True),
         ([raised("a", 7, times=3)], False),
+        ([mistaken("a")], True),
+        ([mistaken("a 1"), mistaken("a 2")], True),
+        ([mistaken("a\nb"), mistaken("a\nc")], True),
+        ([mistaken("a", 7), mistaken("b", 8)], False),
+        ([mistaken("a", 7), mistaken("b", 7, 8)], True),
+        ([mistaken("c", 8).after(mistaken("a", 7)), mistaken("b", 7)], True),
+        ([mistaken("a"), mistaken("a"), None], False),
+        ([mistaken("a"), raised("a")], False),
     ],
 )
 def test_everywhere_is_the_same_of_all_with_no_group_in_common(replicas: list[Any], everywhere: bool) -> None:
