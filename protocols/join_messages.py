@@ -52,8 +52,8 @@ class JoinRequest:
 @dataclass(frozen=True, slots=True)
 class JoinOrder:
     """Controller -> host: what to do. kind: "fetch" (look for the files that the worker reads), "keep" (go on with the
-    worker that runs), "start" (text: its specification), "stop", "terminate", "kill", "wait" (a sign of life) or
-    "leave" (the run has ended)."""
+    worker that runs), "start" (text: its specification), "stop", "terminate", "kill" (text: why, if it is known),
+    "wait" (a sign of life) or "leave" (the run has ended, or wants this host no more: text says why)."""
 
     kind: str
     instance: str = ""

@@ -423,6 +423,10 @@ class Controller:
         self._publisher.forget(instance)
         self._rollouts.worker_left(instance, why)
 
+    def host_lost(self, instance: str) -> None:
+        """Takes that a worker that died was lost with its host: no group is to blame."""
+        self._rollouts.host_lost(instance)
+
     def _rows_lost(self, cuts: Cuts, error: LostRows) -> None:
         """Begins groups again whose rows the trainer could not read, at other workers where one cannot be reached."""
         for instance in self._publisher.unread(self._rollouts.living_owners(error), str(error)):

@@ -90,6 +90,13 @@ class CrashAttribution:
         elif noticed and death.worker not in noticed:
             death.lost_host = list(noticed.values())[-1]
 
+    def record_lost_host(self, worker: str) -> None:
+        """Takes that a worker whose death was recorded was lost with its host, also where it was alone there."""
+        deaths = [each for each in self._deaths if each.worker == worker]
+        if deaths and deaths[-1].lost_host is None:
+            recent = (each for each in deaths if each.at >= deaths[-1].at - self.notice_seconds)
+            deaths[-1].lost_host = LostHost(again=any(each.lost_host for each in recent))
+
     def record_leave(self) -> None:
         """Takes that a worker was given up because its host left: attempts that end with it did not fail."""
         self.count += 1

@@ -105,6 +105,10 @@ class Rollouts:
         self._crashes.record_death(death, alive)
         self._begin_again(instance, why)
 
+    def host_lost(self, instance: str) -> None:
+        """Takes that a dead worker was lost with its host."""
+        self._crashes.record_lost_host(instance.partition("-")[0])
+
     def worker_left(self, instance: str, why: str) -> None:
         """Takes the end of a worker whose host left: what fails with it is no failure of a group."""
         self._crashes.record_leave()

@@ -106,6 +106,8 @@ class WorkerEvents:
     def _take(self, event: FleetEvent) -> None:
         if isinstance(event, WorkerLost) and self.running.facts.heartbeat is not None:
             self._queue.put_nowait(event)
+        if isinstance(event, WorkerCleanedUp) and event.host_is_gone:
+            self.controller.host_lost(event.instance)
         match event:
             case WorkerStarted(service, instance):
                 self.controller.worker_lives(service, instance)

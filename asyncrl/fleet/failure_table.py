@@ -46,7 +46,7 @@ class When(Enum):
 class Ends(Enum):
     """Names what ends, from least to most. All of it begins again, but for the run."""
 
-    OFFER = "the offer: it is said why, and tried again after a pause"
+    OFFER = "the offer: it is said why, tried again after a pause, and dropped after three starts that failed"
     WORKER = "the worker: another instance starts, and its groups begin again"
     REPLICA = "the replica's turn: it is named, left out of new work, and offered the weights again until it has them"
     RANK_SET = "all ranks that learn: the run goes back to its newest checkpoint"
@@ -75,6 +75,9 @@ TABLE = {
 MISTAKES = (TaskError, RewardError, AlgorithmError)
 """Mistakes in the user's data and code, or of one host that lacks a file or package which they need: the next replica
 shows which it is. Once each has raised one, the run ends with it."""
+
+START_TRIES = 3
+"""Starts of workers on one offer that fail in a row before it is dropped. A host that joins again makes another one."""
 
 OPTIONAL_CALLS = frozenset({"health", "profile", "restore_rows", "texts"})
 """Calls whose callers go on without what they ask for: errors of these end nothing."""

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from asyncrl.concurrency import one_error, root_cause
+from asyncrl.config.install_hints import program
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, FleetFailed, PeerLost, Refused
-from asyncrl.fleet.failure_table import OPTIONAL_CALLS, came_from_afar, is_fault
+from asyncrl.fleet.failure_table import OPTIONAL_CALLS, START_TRIES, came_from_afar, is_fault
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
 from asyncrl.fleet.launching.launcher import STOP_STAGES, InprocLauncher, Launcher, SharedProcesses
 from asyncrl.fleet.lifecycle_events import (
     CallsWait,
     FleetEvent,
     FleetStalled,
+    OfferDropped,
     WorkerCleanedUp,
     WorkerHung,
     WorkerLost,
@@ -255,6 +257,9 @@ class RunningFleet:
                 self._report(f"{instance} was given up: {reason}; its groups begin again")
             case WorkerLost(service, instance, reason) if service in self.restarted:
                 self._report(f"lost {instance}: {reason}; it is started again")
+            case OfferDropped(service, name, reason):
+                again = f"`{program()} scale {self.facts.run_dir} {service}=N` asks for it again"
+                self._report(f"{name} is not started any more after {START_TRIES} tries: {reason}; {again}")
             case WorkerHung(service, instance, seconds):
                 lives = service in self.restarted or self.supervisor.learners is not None
                 effect = "it is killed and started again" if lives else "it is killed: the run ends"

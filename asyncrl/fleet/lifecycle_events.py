@@ -28,8 +28,20 @@ class WorkerLost(_WorkerEvent):
     is_drained: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class WorkerCleanedUp(_WorkerEvent):
-    """The process of the instance was waited for, and what it left was removed: it holds nothing any more."""
+    """The process of the instance was waited for, and what it left was removed: it holds nothing any more.
+    host_is_gone: it was lost with its host, so that it did not die of what it did."""
+
+    host_is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OfferDropped(_WorkerEvent):
+    """A new worker, whose name is in place of an instance, is not started any more: START_TRIES of its
+    instances in a row could not start. reason: why the last one could not."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,5 +73,13 @@ class CallsWait:
 
 
 FleetEvent = (
-    WorkerSpawned | WorkerStarted | WorkerLost | WorkerCleanedUp | WorkerHung | WorkerStuck | FleetStalled | CallsWait
+    WorkerSpawned
+    | WorkerStarted
+    | WorkerLost
+    | WorkerCleanedUp
+    | OfferDropped
+    | WorkerHung
+    | WorkerStuck
+    | FleetStalled
+    | CallsWait
 )

@@ -21,9 +21,17 @@ from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, Refused, errno_in
-from asyncrl.fleet.failure_table import MISTAKES, Ends, Raised, When, Who, is_everywhere, what_ends
+from asyncrl.fleet.failure_table import MISTAKES, START_TRIES, Ends, Raised, When, Who, is_everywhere, what_ends
+from asyncrl.fleet.launching.joined_worker import JoinedWorker
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
-from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerSpawned, WorkerStarted
+from asyncrl.fleet.lifecycle_events import (
+    FleetEvent,
+    OfferDropped,
+    WorkerCleanedUp,
+    WorkerLost,
+    WorkerSpawned,
+    WorkerStarted,
+)
 from asyncrl.fleet.remote_worker import DEATH_NOTICE, OutstandingCall, RemoteWorker, WorkerConnection
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
@@ -63,10 +71,13 @@ class DeathCounter:
         is_new, self._last_dead, self.started_at = instance != self._last_dead, instance, None
         return is_new
 
-    def count(self, instance: str, now: float, suspect: int | None = None, *, worked: bool = False) -> bool:
+    def count(
+        self, instance: str, now: float, suspect: int | None = None, *, worked: bool = False, on_offer: bool = False
+    ) -> bool:
         """Counts the death of an instance. Returns False when it was counted: process and connection both report it.
 
-        suspect: the isolated group that had the instance for itself. worked: whether it had answered work.
+        suspect: the isolated group that had the instance for itself. worked: whether it had answered work. on_offer: a
+        host that joined could not start it, which costs the host's offer and keeps no other host from doing it.
         """
         if instance == self._last_dead:
             return False
@@ -74,7 +85,7 @@ class DeathCounter:
         self._last_dead = instance
         self.started_at = None
         self.in_a_row = 1 if worked or lifetime >= LONG_LIFE else self.in_a_row + 1
-        self.since_progress += 1
+        self.since_progress += not on_offer
         if suspect is not None:
             self.tested[suspect] += 1
         return True
@@ -336,6 +347,11 @@ class Supervisor:
                 continue
             if not slot.restart or self._ends_run(slot):
                 raise FleetFailed(f"{_died(slot)}: {reason}. Resume with: {self._resume}")
+            if self._who(slot) is Who.NEWCOMER and not slot.is_joined and slot.deaths.in_a_row >= START_TRIES:
+                slot.deaths.in_a_row = 0
+                slot.wanted.clear()
+                self._emit(OfferDropped(slot.worker.service, slot.worker.name, reason))
+                continue
             times = slot.worker.raised.times if slot.worker.raised is not None else 0
             longest = LONGEST_OFFER_PAUSE if self._who(slot) is Who.NEWCOMER or times > 1 else LONGEST_PAUSE
             await asyncio.sleep(slot.deaths.pause_of(longest, times))
@@ -405,15 +421,15 @@ class Supervisor:
         except AsyncrlError as error:
             if not slot.was_started and what_ends(self._who(slot), self._start) is Ends.RUN:
                 raise  # The user has to see what a worker raises at its first start.
-            again = " again" if slot.was_started else f" on {launched.host.name}"
-            reason = f"it could not start{again}: {error}"
+            reason = f"it could not start on {launched.host.name}: {error}"
             self._mark_lost(running, reason)
         finally:
             if not slot.is_guest:  # Its host is ended, which an error of its start must not wait for.
                 await end_worker(launched)
             slot.launcher.clean_up(spec)
             del self.instances[slot.worker.name]
-            self._emit(WorkerCleanedUp(spec.service, spec.instance))
+            host_is_gone = isinstance(launched, JoinedWorker) and launched.host_is_gone
+            self._emit(WorkerCleanedUp(spec.service, spec.instance, host_is_gone))
         return reason
 
     async def _watch_end(self, running: RunningInstance) -> None:
@@ -472,7 +488,11 @@ class Supervisor:
         groups = {*slot.worker.groups_at(spec.instance)}
         suspect = groups.pop() if len(groups) == 1 and groups.issubset(self._isolated) else None
         now, worked = asyncio.get_running_loop().time(), slot.worker.has_worked
-        if slot.deaths.count(spec.instance, now, suspect, worked=worked):
+        launched, has_run = running.launched, slot.deaths.started_at is not None
+        on_offer = isinstance(launched, JoinedWorker) and not has_run
+        if slot.deaths.count(spec.instance, now, suspect, worked=worked, on_offer=on_offer):
+            if isinstance(launched, JoinedWorker):
+                launched.give_up(reason, has_run=has_run)
             self._died_since_progress[slot.worker.name] = slot
             slot.worker.lost(reason, restarting=slot.restart and not self._ends_run(slot))
             self._emit(WorkerLost(spec.service, spec.instance, reason))

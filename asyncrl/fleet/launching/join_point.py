@@ -30,8 +30,10 @@ from typing import Any
 import zmq
 
 from asyncrl.concurrency import STANDSTILL, running_beside, running_timeout
+from asyncrl.config.install_hints import program
 from asyncrl.config.sections.device_pools import Device, Host
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
+from asyncrl.fleet.failure_table import START_TRIES
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, Site, on_one_machine
 from asyncrl.fleet.launching.joining import (
@@ -119,10 +121,14 @@ class JoinPoint:
             self._note_complete(spec.service)
             return worker
         why = (await worker.wait()) if worker.has_ended else f"nothing came within {START_DEADLINE:g} s"
-        worker.offer.is_leaving = True
-        worker.offer.order(JoinOrder("leave"))
-        self.report(problem := f"{worker.host.name} did not start {spec.instance}: {why}")
+        self._dismiss(worker.offer, problem := f"{worker.host.name} did not start {spec.instance}: {why}")
         raise PeerLost(problem)
+
+    def _dismiss(self, offer: Offer, why: str) -> None:
+        """Has a host leave that cannot run a worker; it may join again, once a person has mended that."""
+        offer.is_leaving = True
+        offer.order(JoinOrder("leave", text=why))
+        self.report(why)
 
     def clean_up(self, spec: WorkerSpec) -> None:
         """The host that ran the worker removes what it left, or is gone with it."""
@@ -386,9 +392,16 @@ class JoinPoint:
 
     async def _ended(self, offer: Offer, instance: str, reason: str) -> None:
         if offer.worker is not None and offer.worker.spec.instance == instance:
-            offer.worker.end(f"{reason} (on {offer.host.name})")
-            offer.worker = None
+            worker, offer.worker = offer.worker, None
+            worker.end(f"{reason} (on {offer.host.name})")
             offer.ended += 1
+            if offer.failed_starts >= START_TRIES and not offer.is_leaving:
+                self._dismiss(
+                    offer,
+                    f"{offer.host.name} gets no {offer.service} worker any more, because {START_TRIES} in a row could "
+                    f"not start there: {worker.why}. Mend that on {offer.host.name}, and start `{program()} serve "
+                    f"{offer.service}` there again",
+                )
             self._changed.wake()
 
     async def _leaving(self, offer: Offer, seconds: float) -> None:
@@ -418,9 +431,8 @@ class JoinPoint:
             self._away.remove(offer)
         if offer.worker is not None:
             how = "it left" if offer.is_leaving else "no sign of life comes from it any more"
-            offer.worker.end(
-                f"its host {offer.host.name} is gone: {'its key was revoked' if offer.is_revoked else how}"
-            )
+            why = f"its host {offer.host.name} is gone: {'its key was revoked' if offer.is_revoked else how}"
+            offer.worker.end(why, host_is_gone=True)
             offer.worker = None
         self._changed.wake()
 

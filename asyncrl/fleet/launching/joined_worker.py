@@ -21,7 +21,7 @@ Site = tuple[str, str]
 
 class JoinedWorker:
     """A worker on a host that joined. offer: the newest one of its host. asked: the last order to end it, which a host
-    that comes back gets again."""
+    that comes back gets again. why: the controller gave it up."""
 
     def __init__(self, spec: WorkerSpec, offer: "Offer") -> None:
         self.spec = spec
@@ -29,6 +29,8 @@ class JoinedWorker:
         self.labels: Mapping[str, int | str] = {}
         self.offer = offer
         self.asked = ""
+        self.why = ""
+        self.host_is_gone = False
         self.started = asyncio.Event()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -40,9 +42,16 @@ class JoinedWorker:
     def has_ended(self) -> bool:
         return self._ended.done()
 
-    def end(self, reason: str) -> None:
+    def give_up(self, why: str, *, has_run: bool) -> None:
+        """Takes why the controller gives it up, which its host is told. has_run: whether it had taken calls; else its
+        host may be unable to run one."""
+        self.why = why
+        self.offer.failed_starts = 0 if has_run else self.offer.failed_starts + 1
+
+    def end(self, reason: str, *, host_is_gone: bool = False) -> None:
         """Takes how the worker ended, once: its host reports it, and may be lost after that."""
         if not self._ended.done():
+            self.host_is_gone = host_is_gone
             self._ended.set_result(reason)
             self.started.set()
 
@@ -61,16 +70,18 @@ class JoinedWorker:
     def _order(self, kind: str) -> None:
         self.asked = kind
         if self.offer.is_away:
-            self.end(f"its host {self.host.name} is gone: its connection broke")  # No order reaches it.
+            self.end(
+                f"its host {self.host.name} is gone: its connection broke", host_is_gone=True
+            )  # No order reaches it.
         elif not self._ended.done():
-            self.offer.order(JoinOrder(kind, self.spec.instance))
+            self.offer.order(JoinOrder(kind, self.spec.instance, self.why))
 
 
 class Offer:
     """A host that offers to run one worker of a service at a time. is_ready: it has all that such a worker reads.
     is_leaving: it was asked to leave, and takes no other worker. is_revoked: its key is admitted no more. is_away: its
-    connection is lost. ended: its workers that ended. copied: bytes of files. lists_files: their digests are computed
-    for it. devices: of its worker, in a pool of GPUs."""
+    connection is lost. ended: its workers that ended. failed_starts: of workers that took no call, in a row. copied:
+    bytes of files. lists_files: their digests are computed for it. devices: of its worker, in a pool of GPUs."""
 
     def __init__(self, request: JoinRequest) -> None:
         self.service = request.service
@@ -83,6 +94,7 @@ class Offer:
         self.is_revoked = False
         self.is_away = False
         self.ended = 0
+        self.failed_starts = 0
         self.copied = 0
         self.lists_files = False
         self.orders: asyncio.Queue[JoinOrder] = asyncio.Queue(MAX_ORDERS)
@@ -125,7 +137,7 @@ class Offer:
         self.devices = former.devices
         self.is_ready = True
         if self.worker.asked:
-            self.order(JoinOrder(self.worker.asked, self.worker.spec.instance))
+            self.order(JoinOrder(self.worker.asked, self.worker.spec.instance, self.worker.why))
 
     def start(self, spec: WorkerSpec, devices: tuple[str, ...]) -> JoinedWorker:
         self.devices = devices

@@ -77,7 +77,8 @@ class JoiningHost:
 
     address: where the run listens. service: whose worker it runs. proof: of its key. launcher: starts workers here.
     stop: set when this host is to leave. files: of controllers, on this host. timeout: seconds without a controller,
-    from the loss of the last one, after which it gives up. say: takes what a person should read. resolve: returns the
+    from the loss of the last one, after which it gives up. last_order: to leave. given_up_for: why the controller ends
+    the worker. say: takes what a person should read. resolve: returns the
     address with the number of its host, which may be another one at each try; raises ConfigError while there is none.
     drain: seconds in which its worker may finish what it has when this host is to leave. secret_paths: of this host,
     such as that of its key, which no code of the user sees.
@@ -102,6 +103,8 @@ class JoiningHost:
     worker: LaunchedWorker | None = field(default=None, init=False)
     worker_ended: Wakeup = field(default_factory=Wakeup, init=False)
     places: dict[str, str] = field(default_factory=dict, init=False)
+    last_order: JoinOrder | None = field(default=None, init=False)
+    given_up_for: str = field(default="", init=False)
     _joined: "_JoinedHost | None" = field(default=None, init=False)
     _watch: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -126,11 +129,13 @@ class JoiningHost:
                 async with self.connection() as client:
                     reached = True
                     await self._follow_orders(client)
-                    return
+                    return self._take_leave()
             except Refused as refused:
                 advice = ". Install the same asyncrl on both hosts" if "another protocol" in str(refused) else ""
                 raise ConfigError(f"{self.address} refuses this host: {refused}{advice}") from refused
             except (PeerLost, DeadlineExceeded) as lost:
+                if self.last_order is not None:
+                    return self._take_leave()
                 now = loop.time()
                 lost_at = now if reached else lost_at + max(0.0, now - tried - LONGEST_TRY)
                 if reached or why != str(lost):
@@ -153,6 +158,13 @@ class JoiningHost:
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY):
                     await self.stop.wait()
+
+    def _take_leave(self) -> None:
+        """Ends with the last order of the controller, if it gave one. Raises ConfigError for what is to be mended."""
+        if self.last_order is not None and self.last_order.text:
+            raise ConfigError(self.last_order.text)
+        if self.last_order is not None:
+            self.say(f"the run at {self.address} has ended")
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Client]:
@@ -189,8 +201,8 @@ class JoiningHost:
     async def _await_end(self, worker: LaunchedWorker) -> None:
         reason = await worker.wait()
         self.launcher.clean_up(worker.spec)
-        self.worker = None
-        self.say(f"{worker.spec.instance} {reason}")
+        self.worker, why, self.given_up_for = None, self.given_up_for, ""
+        self.say(f"{worker.spec.instance} {reason}" + (f", because the controller gave it up: {why}" if why else ""))
         if self._joined is not None:
             with suppress(PeerLost, DeadlineExceeded, Refused):  # Whoever reads the orders finds out.
                 await self._joined.report("ended", worker.spec.instance, reason)
@@ -227,10 +239,21 @@ class _JoinedHost:
             list(settings.gpus),
             runs=settings.worker.spec.instance if settings.worker is not None else "",
         )
+        todo: asyncio.Queue[JoinOrder] = asyncio.Queue()  # What a connection has delivered when it breaks is lost.
+        reading = self.tasks.create_task(self._read(request, todo), name="orders of the controller")
+        while (order := await todo.get()).kind != "leave":
+            await self._obey(order)
+        reading.cancel()
+
+    async def _read(self, request: JoinRequest, todo: "asyncio.Queue[JoinOrder]") -> None:
+        """Takes orders at once, while earlier ones are carried out. At most MAX_ORDERS wait that change anything."""
         orders = self.client.stream("join", (request,), ORDER_DEADLINE)
         async with aclosing(cast(Any, orders)):
             async for order in orders:
-                await self._obey(order)
+                if order.kind == "leave":
+                    self.settings.last_order = order
+                if order.kind != "wait":
+                    todo.put_nowait(order)
 
     async def _obey(self, order: JoinOrder) -> None:
         match order.kind:
@@ -246,11 +269,8 @@ class _JoinedHost:
             case "stop" | "terminate" | "kill" as way:
                 worker = self.settings.worker
                 if worker is not None and worker.spec.instance == order.instance:
+                    self.settings.given_up_for = order.text
                     getattr(worker, way)()
-            case "leave":
-                self.settings.say(f"the run at {self.settings.address} has ended")
-            case "wait":
-                pass
             case _:
                 raise WireError(f"an order to {order.kind!r}")
 

@@ -238,8 +238,9 @@ class ZmqCaller(_ZmqEndpoint):
                     self._connection = self._guard.connection(value, self._reader)
             elif event == zmq.Event.DISCONNECTED:
                 self._lose(f"the connection to {self.address} broke")
-            elif event & _LOST_EVENTS:
-                self._lose(f"{self.address} {KEY_REFUSED}")
+            elif event & _LOST_EVENTS:  # Only a refusal that came as one tells that its listener lives.
+                is_sure = event == zmq.Event.HANDSHAKE_FAILED_AUTH
+                self._lose(f"{self.address} {KEY_REFUSED}{'' if is_sure else ', or has just ended'}")
 
     def _receive(self) -> list[Frame]:
         frames = super()._receive()

@@ -27,12 +27,13 @@ from asyncrl.errors import (
     WeightsError,
 )
 from asyncrl.fleet import supervisor
-from asyncrl.fleet.failure_table import TABLE, Ends, Raised, When, Who, is_everywhere, is_fault
+from asyncrl.fleet.failure_table import START_TRIES, TABLE, Ends, Raised, When, Who, is_everywhere, is_fault
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerLost, WorkerStarted
+from asyncrl.fleet.lifecycle_events import FleetEvent, OfferDropped, WorkerLost, WorkerStarted
 from asyncrl.fleet.supervisor import Learners
 from asyncrl.fleet.worker.service import Service
 from asyncrl.fleet.worker.worker_spec import RunFacts
+from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL
 from asyncrl.protocols.messages import Health
 from asyncrl.protocols.rank_layout import Layout
@@ -41,6 +42,7 @@ from asyncrl.protocols.service_contracts import Contract, Idempotent, Lane, Trai
 PATIENCE = 30.0
 DOCS = Path(__file__).parents[3] / "docs" / "reliability.md"
 ECC = "CUDA error: uncorrectable ECC error"
+HERE = HostId.here().name
 
 
 class Twin(Contract):
@@ -75,6 +77,7 @@ class Stage:
         self.running: RunningFleet
         self.lost: list[str] = []
         self.said: list[str] = []
+        self.dropped: list[str] = []
         self._happened = asyncio.Event()
 
     def raises(self, worker: str, call: str, *errors: BaseException) -> None:
@@ -88,7 +91,9 @@ class Stage:
         if isinstance(event, WorkerLost):
             assert not event.has_left, "nobody asked it to leave"
             self.lost.append(event.reason)
-        if isinstance(event, WorkerLost | WorkerStarted):
+        if isinstance(event, OfferDropped):
+            self.dropped.append(event.instance)
+        if isinstance(event, WorkerLost | WorkerStarted | OfferDropped):
             self._happened.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -180,21 +185,26 @@ async def test_a_place_that_no_start_waits_for_costs_its_offer_when_it_cannot_st
         assert stage.errors["twin1.0", "start"] == []
 
 
-async def test_newcomers_that_never_start_end_no_run_however_often_they_fail(stage: Stage) -> None:
-    tries = supervisor.MAX_DEATHS + 2
+async def test_newcomers_that_never_start_cost_their_offer_and_end_no_run(stage: Stage) -> None:
     for name in ("twin2.0", "twin3.0"):
-        stage.raises(name, "start", *[broken() for _ in range(tries)])
+        stage.raises(name, "start", *[broken() for _ in range(START_TRIES)])
     async with stage.fleet():
         before = stage.alive()
-        stage.running.add_replica("twin")
-        stage.running.add_replica("twin")
+        for _ in range(2):
+            stage.running.add_replica("twin")
+        await stage.until(lambda: len(stage.dropped) == 2)
+        assert stage.alive() == before
+        assert len([why for why in stage.lost if f"it could not start on {HERE}: " in why and ECC in why]) == 6
+        told = [text for text in stage.said if "is not started any more after 3 tries: " in text]
+        assert all(HERE in text and ECC in text and "twin=N` asks for it again" in text for text in told)
+        assert sorted(text.partition(" ")[0] for text in told) == ["twin2.0", "twin3.0"]
+        for slot in stage.running.supervisor.slots_of("twin"):
+            slot.wanted.set()
         await stage.until(lambda: len(stage.alive()) == 4)
-        assert stage.alive()[:2] == before
-        assert len([why for why in stage.lost if "it could not start on " in why and ECC in why]) == 2 * tries
 
 
 async def test_what_others_could_not_start_does_not_count_as_deaths_of_a_newcomer(stage: Stage) -> None:
-    stage.raises("twin2.0", "start", *[broken() for _ in range(supervisor.MAX_DEATHS)])
+    stage.raises("twin2.0", "start", broken(), broken())
     async with stage.fleet():
         stage.running.add_replica("twin")
         await stage.until(lambda: len(stage.alive()) == 3)
@@ -221,8 +231,8 @@ async def test_a_later_start_that_fails_ends_that_worker(stage: Stage) -> None:
         await stage.until(lambda: len(stage.lost) == 3 and len(stage.alive()) == 2)
         assert stage.alive()[0] == kept
         assert stage.lost[1:] == [
-            f"it could not start again: twin1[0] raised RuntimeError: {ECC}",
-            "it could not start again: twin1[0]: no GPU",
+            f"it could not start on {HERE}: twin1[0] raised RuntimeError: {ECC}",
+            f"it could not start on {HERE}: twin1[0]: no GPU",
         ]
 
 
@@ -440,7 +450,7 @@ async def test_a_rank_that_cannot_start_again_ends_the_set_again_and_at_last_the
             learners.give_up()
             await asyncio.sleep(PATIENCE)
 
-    with pytest.raises(FleetFailed, match=r"training0\.1 died: it could not start again: .*ECC.*asyncrl run x"):
+    with pytest.raises(FleetFailed, match=r"training0\.1 died: it could not start on .*ECC.*asyncrl run x"):
         await play()
 
 
