@@ -355,3 +355,23 @@ def fails(test: Callable[[], None]) -> bool:
     except AssertionError:
         return True
     return False
+
+
+def test_the_loss_of_a_host_with_one_worker_is_no_event_of_its_groups() -> None:
+    fleet = Fleet()
+    for number in range(3 * ISOLATED_AFTER):
+        fleet.die(3, worker=f"w{number}", host=f"h{number}", after=60.0)
+        fleet.crashes.record_lost_host(f"w{number}")
+        assert not fleet.crashes.is_suspect(3)
+    fleet.die(3, worker="w0")
+    fleet.crashes.record_lost_host("w9")  # Nobody's death.
+    fleet.die(3, worker="w1")
+    assert fleet.crashes.is_suspect(3), "its own deaths count"
+
+
+def test_a_group_that_takes_one_host_after_the_other_with_it_in_a_moment_is_a_suspect() -> None:
+    fleet = Fleet()
+    for _ in range(1 + ISOLATED_AFTER):
+        fleet.die(3, worker="w0", after=0.5)
+        fleet.crashes.record_lost_host("w0")
+    assert fleet.crashes.is_suspect(3)

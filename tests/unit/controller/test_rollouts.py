@@ -7,7 +7,7 @@ from asyncrl.controller.algorithm_interface import Algorithm
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.journal.ledger import AttemptStarted
 from asyncrl.controller.rollouts import Attempt
-from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost, TaskError
+from asyncrl.errors import ALL_SLOTS, LostRows, PeerLost, RewardError, TaskError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import Cuts, RowRef
 from asyncrl.protocols.messages import StepReport
@@ -54,6 +54,18 @@ def test_a_prompt_that_generation_refuses_is_named() -> None:
     scene = Scene()
     scene.algorithm = Algorithm(refuse, grpo.train)
     with pytest.raises(TaskError, match="row 1 of the scene: the prompt has 9 tokens"):
+        scene.play()
+
+
+def test_a_mistake_that_a_group_meets_wherever_it_runs_ends_the_run_with_it_and_not_as_poison() -> None:
+    async def fail(fleet: Fleet, control: Controller, group: Attempt) -> None:
+        if group.prompts.id == 1:
+            raise PeerLost("reward1.0-0-a: reward1[0]: it raised KeyError") from RewardError("it raised KeyError")
+        await grpo.roll_out(fleet, control, group)
+
+    scene = Scene()
+    scene.algorithm = Algorithm(fail, grpo.train)
+    with pytest.raises(RewardError, match="it raised KeyError"):
         scene.play()
 
 

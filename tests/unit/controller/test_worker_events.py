@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.training_run import WorkerEvents
-from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerLost
+from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost
 
 
 class Reader:
@@ -19,6 +19,10 @@ class Reader:
 
     async def owner_lost(self, instance: str) -> None:
         self.lost.append(instance)
+
+
+def anything(*facts: object) -> None:
+    return None
 
 
 class Workers(list[Any]):
@@ -42,9 +46,13 @@ async def test_trainer_and_critics_learn_of_lost_workers_on_other_hosts(
         fault_domain_of=lambda instance: "machine",
         alive_in=lambda domain: [],
     )
-    controller: Any = SimpleNamespace(worker_lost=lambda *facts: None, worker_left=lambda *facts: None)
+    gone: list[str] = []
+    controller: Any = SimpleNamespace(worker_lost=anything, worker_left=anything, host_lost=gone.append)
     events = WorkerEvents(running, controller)
     subscribers[0](WorkerLost("generation", "generation1.0-0-aa", "its host is gone"))
+    for instance, host_is_gone in (("reward0.0-0-a", False), ("reward1.0-0-b", True)):
+        subscribers[0](WorkerCleanedUp("reward", instance, host_is_gone))
+    assert gone == ["reward1.0-0-b"]
     following = asyncio.create_task(events.follow(), name="follow")
     await asyncio.sleep(0)
     following.cancel()
