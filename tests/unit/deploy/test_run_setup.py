@@ -24,8 +24,8 @@ from asyncrl.controller.journal.ledger import Drawn, Generated, Ledger, Scored
 from asyncrl.controller.journal.run_storage import FileStore, MemoryStore
 from asyncrl.deploy import run_setup
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts
-from asyncrl.deploy.run_fleet import LONGEST, facts_of
 from asyncrl.deploy.process.stop_signals import StopSignals
+from asyncrl.deploy.run_fleet import LONGEST, facts_of
 from asyncrl.deploy.run_setup import (
     RunRequest,
     exhausted,

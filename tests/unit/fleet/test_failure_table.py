@@ -336,7 +336,7 @@ async def test_mistakes_at_one_sample_only_end_the_run_where_all_replicas_met_it
     async with stage.fleet():
         stage.raises("twin0.0", "names", mistake("a"), mistake("b"))
         stage.raises("twin1.0", "names", mistake("b"), mistake("a"))
-        with pytest.raises(RewardError, match="float: '[ab]'"):
+        with pytest.raises(RewardError, match=r"float: '[ab]'"):
             await stage.twin.names()
         assert len(stage.lost) >= 2, "their next instances met them, too"
 
