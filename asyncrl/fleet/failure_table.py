@@ -76,9 +76,6 @@ MISTAKES = (TaskError, RewardError, AlgorithmError)
 """Mistakes in the user's data and code, or of one host that lacks a file or package which they need: the next replica
 shows which it is. Once each has raised one, the run ends with it."""
 
-START_TRIES = 3
-"""Starts of workers on one offer that fail in a row before it is dropped. A host that joins again makes another one."""
-
 OPTIONAL_CALLS = frozenset({"health", "profile", "restore_rows", "texts"})
 """Calls whose callers go on without what they ask for: errors of these end nothing."""
 

@@ -13,8 +13,9 @@ from typing import Any, TypeVar, cast
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.config.install_hints import program
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, FleetFailed, PeerLost, Refused
-from asyncrl.fleet.failure_table import OPTIONAL_CALLS, START_TRIES, came_from_afar, is_fault
+from asyncrl.fleet.failure_table import OPTIONAL_CALLS, came_from_afar, is_fault
 from asyncrl.fleet.health import HealthPoller, detect_hangs, round_seconds, watch_for_stalls, watch_queues
+from asyncrl.fleet.launching.joining import START_TRIES
 from asyncrl.fleet.launching.launcher import STOP_STAGES, InprocLauncher, Launcher, SharedProcesses
 from asyncrl.fleet.lifecycle_events import (
     CallsWait,

@@ -153,10 +153,10 @@ class RemoteWorker:
 
     host: where its newest instance was started. on_failure: takes a call that failed, whether it is of the work lane,
     and the error; returns whether the worker ends for it, and is lost to the caller. raised: what it raised and has not
-    made good. blamed: the instance that ended for a mistake, and the groups that met it. answer_count: calls that were
-    answered and items that came, health excluded. has_worked: whether the present instance, or the last one, answered a
-    call of the work lane. last_answer_at: loop time of the newest answer to any call. restarting: whether another
-    instance is started after a death. changed: called whenever the worker was connected or lost.
+    made good. met_mistake: the instance that ended for a mistake, and the groups that met it. answer_count: calls that
+    were answered and items that came, health excluded. has_worked: whether the present instance, or the last one,
+    answered a call of the work lane. last_answer_at: loop time of the newest answer to any call. restarting: whether
+    another instance is started after a death. changed: called whenever the worker was connected or lost.
     """
 
     def __init__(self, service: str, replica: int, rank: int, changed: Callable[[], None]) -> None:
@@ -177,7 +177,7 @@ class RemoteWorker:
         self.restarting = True
         self._silence: Silence | None = None
         self.raised: Raised | None = None
-        self.blamed: tuple[str, frozenset[int]] = ("", frozenset())
+        self.met_mistake: tuple[str, frozenset[int]] = ("", frozenset())
         self.on_failure: Callable[[OutstandingCall, bool, AsyncrlError], bool] = lambda call, is_work, error: False
         self._changed = changed
 
@@ -246,8 +246,8 @@ class RemoteWorker:
         failed there since it went silent, or a moment ago. Calls that need rows of a dead worker may fail, and end
         calls there, before the death is known; calls that came after heartbeats without an answer met a dead worker. Of
         one that ended for a mistake it is known which groups met it."""
-        if self.blamed[0] == instance:
-            return [*self.blamed[1]]
+        if self.met_mistake[0] == instance:
+            return [*self.met_mistake[1]]
         recent, last_call = _now() - 2 * DEATH_NOTICE, math.inf
         if self._silence is not None:
             recent = min(recent, self._silence.since)

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 
 from asyncrl.concurrency import gather, one_error, unwrap
 from asyncrl.errors import AsyncrlError, FleetFailed, PeerLost, Refused, errno_in
-from asyncrl.fleet.failure_table import MISTAKES, START_TRIES, Ends, Raised, When, Who, is_everywhere, what_ends
+from asyncrl.fleet.failure_table import MISTAKES, Ends, Raised, When, Who, is_everywhere, what_ends
 from asyncrl.fleet.launching.joined_worker import JoinedWorker
+from asyncrl.fleet.launching.joining import START_TRIES
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher, end_worker
 from asyncrl.fleet.lifecycle_events import (
     FleetEvent,
@@ -262,7 +263,7 @@ class Supervisor:
             if is_mistake and is_everywhere(self._raised(slot)):
                 return False
             if is_mistake:
-                worker.blamed = call.instance, frozenset(call.groups)
+                worker.met_mistake = call.instance, frozenset(call.groups)
             self.replace(running, str(error))
         return True
 

@@ -26,6 +26,7 @@ SUPERVISED_BOUNDARY = {
     "asyncrl/children/sandbox/inside/first_process.py",
     "asyncrl/children/sandbox/inside/package_server.py",
     "asyncrl/controller/iterations.py",
+    "deploy/run_setup.py",
     "asyncrl/simulation/faults/simulate_command.py",
     "asyncrl/environments/tools/tool_environment.py",
     "asyncrl/fleet/worker/service.py",

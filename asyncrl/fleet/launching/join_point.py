@@ -33,13 +33,13 @@ from asyncrl.concurrency import STANDSTILL, running_beside, running_timeout
 from asyncrl.config.install_hints import program
 from asyncrl.config.sections.device_pools import Device, Host
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
-from asyncrl.fleet.failure_table import START_TRIES
 from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, Site, on_one_machine
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
     SIGN_OF_LIFE,
+    START_TRIES,
     HostState,
     installed_versions,
     joining_hello,

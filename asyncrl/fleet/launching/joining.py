@@ -22,6 +22,9 @@ ORDER_DEADLINE = 10.0
 LONGEST_DRAIN = 3600.0
 """Seconds that a host may let its worker drain: far longer than a group takes."""
 
+START_TRIES = 3
+"""Starts of new workers on one offer that fail in a row before it is dropped. A host that joins again makes another."""
+
 REQUEST_BYTES = 1 << 20
 """Largest message of a host to its controller, whoever has a key: a part of a probe has 128 kB, all others far less."""
 

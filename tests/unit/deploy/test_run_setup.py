@@ -447,7 +447,7 @@ async def test_every_end_of_a_run_with_a_checkpoint_names_the_command_that_resum
     ],
 )
 async def test_what_refuses_a_start_before_workers_are_started_ends_no_run(
-    error: Exception, code: int, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: AsyncrlError, code: int, resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def settle(*_: object) -> None:
         raise error

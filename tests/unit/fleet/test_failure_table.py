@@ -27,8 +27,9 @@ from asyncrl.errors import (
     WeightsError,
 )
 from asyncrl.fleet import supervisor
-from asyncrl.fleet.failure_table import START_TRIES, TABLE, Ends, Raised, When, Who, is_everywhere, is_fault
+from asyncrl.fleet.failure_table import TABLE, Ends, Raised, When, Who, is_everywhere, is_fault
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
+from asyncrl.fleet.launching.joining import START_TRIES
 from asyncrl.fleet.lifecycle_events import FleetEvent, OfferDropped, WorkerLost, WorkerStarted
 from asyncrl.fleet.supervisor import Learners
 from asyncrl.fleet.worker.service import Service

@@ -10,9 +10,8 @@ from asyncrl.errors import ConfigError, PeerLost, Refused
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
 from asyncrl.protocols.messages import Call
-from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FakeProcess
-from tests.unit.fleet.launching.test_joining import VERSIONS, Site, place, playing, site
+from tests.unit.fleet.launching.test_joining import VERSIONS, Site, place, playing
 
 
 def test_a_name_of_an_offer_is_taken_once() -> None:
@@ -110,29 +109,6 @@ def test_a_host_says_why_its_worker_was_ended() -> None:
     said = playing(play)
     why = "because the controller gave it up: echo0[0] raised ImportError: no lxml"
     assert f"echo0.0-0-a ended, {why}" in said
-
-
-def test_a_host_that_starts_a_worker_as_the_run_ends_leaves_with_it() -> None:
-    async def play(here: Site) -> None:
-        async def slow(spec: WorkerSpec) -> FakeProcess:
-            await asyncio.sleep(20.0)
-            return FakeProcess(spec)
-
-        left.append(here.host("h1"))
-        here.hosts["h1"][1].spawn = slow  # type: ignore[method-assign]
-        starting = asyncio.create_task(here.point.spawn(place(0)))
-        await asyncio.sleep(5.0)
-        starting.cancel()
-
-    async def main() -> float:
-        async with site() as here:
-            await play(here)
-        begun = asyncio.get_running_loop().time()
-        await left[0]
-        return asyncio.get_running_loop().time() - begun
-
-    left: list[asyncio.Task[None]] = []
-    assert virtual_loop.run(main()) < 25.0, "it waits for no other run"
 
 
 def test_a_worker_whose_host_is_gone_did_not_die_of_what_it_did() -> None:

@@ -14,6 +14,7 @@ from asyncrl.fleet.launching import join_point
 from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
 from asyncrl.fleet.launching.joined_worker import JoinedWorker
 from asyncrl.fleet.launching.joining_host import JoiningHost
+from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.inproc_wire import InprocListener, InprocWire, Pipe
@@ -22,6 +23,7 @@ from asyncrl.lanes.data.file_cache import FileCache
 from asyncrl.lanes.host_id import HostId
 from asyncrl.protocols.messages import Call
 from asyncrl.simulation import virtual_loop
+from tests.unit.fleet.fake_workers import FakeProcess
 from tests.unit.fleet.launching.test_joining import ADDRESS, ECHO, VERSIONS, FakeLauncher, place
 
 TIMEOUT = 300.0
@@ -287,6 +289,27 @@ def test_the_time_without_a_controller_begins_when_its_connection_is_lost(life: 
         assert TIMEOUT < loop.time() - began < TIMEOUT + 30
         assert all(isinstance(error, FleetFailed) for error in here.left)
         assert all(launcher.workers[0].requests == ["stop"] for _, launcher, _ in here.hosts)
+
+    playing(play)
+
+
+def test_a_host_that_starts_a_worker_as_the_run_ends_leaves_with_it() -> None:
+    async def play(here: Cluster) -> None:
+        async def slow(spec: WorkerSpec) -> FakeProcess:
+            await asyncio.sleep(20.0)
+            raise AssertionError("its run has ended")
+
+        for _, launcher, _ in here.hosts:
+            launcher.spawn = slow  # type: ignore[method-assign]
+        async with open_join_point(point := here.point(), here.wire):
+            starting = asyncio.create_task(point.spawn(place(0, "a")))
+            await asyncio.sleep(5.0)
+            starting.cancel()
+        ended = asyncio.get_running_loop().time()
+        await asyncio.wait([task for _, _, task in here.hosts])
+        assert asyncio.get_running_loop().time() - ended < join_point.FAREWELL + 1.0, "none waits for another run"
+        assert here.left == [None, None]
+        assert [text for text in here.said if "has ended" in text] == [f"the run at {ADDRESS} has ended"] * 2
 
     playing(play)
 
