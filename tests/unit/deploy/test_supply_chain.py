@@ -3,13 +3,15 @@
 import re
 import tomllib
 from collections import Counter
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from asyncrl.config.install_hints import PACKAGED
+from asyncrl.config.install_hints import ENCODER_FILES, PACKAGED
 from asyncrl.engines.models import model_preparation
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RewardError
+from asyncrl.tasks.builtin import dialogue_rewards
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,6 +37,25 @@ def test_the_image_asks_one_index_for_a_name() -> None:
     assert re.search(r"--no-deps [^&]*--index-url \S+ torch ", text)
 
 
+def test_no_name_is_asked_for_at_two_indexes() -> None:
+    files = [ROOT / "docker-compose.yml", *(ROOT / "scripts").rglob("*"), *(ROOT / "deploy").rglob("*")]
+    texts = {path.name: path.read_text() for path in files if path.is_file() and path.suffix != ".pyc"}
+    assert {"Dockerfile", "set-up-vllm", "test-containers"} <= texts.keys()
+    assert [name for name, text in texts.items() if re.search("extra-index-url|EXTRA_INDEX_URL", text)] == []
+
+
+@pytest.mark.parametrize(("name", "least"), [("jinja2", (3, 1, 6)), ("pillow", (11, 3))])
+def test_lower_bounds_leave_out_versions_with_known_holes(name: str, least: tuple[int, ...]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
+    bounds = [each.split(">=")[1] for each in listed if name_of(each) == name]
+    assert bounds
+    assert all(tuple(map(int, bound.split("."))) >= least for bound in bounds)
+
+
 def test_a_model_of_a_package_is_the_file_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, requirement, file, digest = PACKAGED["smollm2"]
     assert re.fullmatch("[0-9a-f]{64}", digest)
@@ -45,3 +66,27 @@ def test_a_model_of_a_package_is_the_file_that_is_known(tmp_path: Path, monkeypa
     monkeypatch.setattr(model_preparation, "missing_model_packages", lambda name: ())
     with pytest.raises(ConfigError, match=rf"is not the file of {re.escape(requirement)}.*install the package again"):
         model_preparation._unpack("smollm2", tmp_path / "making", print)
+
+
+@pytest.mark.parametrize("damage", ["other", "gone"])
+@pytest.mark.parametrize("name", ENCODER_FILES)
+def test_the_model_that_tells_relevance_is_the_one_that_is_known(
+    name: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = {each: f"content of {each}".encode() for each in ENCODER_FILES}
+    known = {each: sha256(content).hexdigest() for each, content in contents.items()}
+    monkeypatch.setattr(dialogue_rewards, "ENCODER_FILES", known)
+    module, requirement = dialogue_rewards.MODEL
+    (folder := tmp_path / module / "model").mkdir(parents=True)
+    (tmp_path / module / "__init__.py").write_text("")
+    for each, content in contents.items():
+        (folder / each).write_bytes(content)
+    if damage == "other":
+        (folder / name).write_bytes(b"of somebody else")
+    else:
+        (folder / name).unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dialogue_rewards._encoder.cache_clear()
+    why = f"{name} is not the file of {requirement}" if damage == "other" else f"No such file.*{name}"
+    with pytest.raises(RewardError, match=f"{why}.*install the package again"):
+        dialogue_rewards._encoder()
