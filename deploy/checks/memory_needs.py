@@ -82,6 +82,16 @@ class MemoryNeed:
     def expected(self) -> int:
         return self.likely or self.bytes
 
+    @property
+    def process(self) -> int:
+        """Returns the bytes that a worker takes of its device before it has a model. Processes on a CPU share most of
+        theirs; CUDA takes its own for each."""
+        return 0 if self.device == "cpu" else self.parts.get("process", 0)
+
+    def of_device(self, devices: int) -> int:
+        """Returns the bytes that a plan compares with the memory of each of so many devices, with a worker each."""
+        return max(self.expected, self.least + devices * self.process) // devices
+
 
 def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> list[MemoryNeed]:
     """Returns the memory that each service needs on its device. lengths: of prompts, by default the most that the
@@ -89,19 +99,20 @@ def needs(config: Config, shape: Shape, lengths: RowLengths | None = None) -> li
     lengths = lengths or RowLengths.allowed(config)
     found = [_policy(config, shape, lengths), _scorer("reward", config.reward, shape)]
     if config.generation.colocate == "none":  # Else the need of the trainer has it.
-        found.insert(0, _generation(config, shape, lengths, "generation", config.generation.replicas))
+        found.insert(0, generation_need(config, shape, lengths, "generation", config.generation.replicas))
     if config.environment.use:
         doc = "without the memory of your environment, which runs in processes of its own"
         found.append(MemoryNeed("environment", config.environment.replicas * PLAIN_BYTES, 0, doc))
     if config.reference_by_service:
-        found.append(_reference(config, shape))
+        reference = config.reference
+        found.append(frozen_need("reference", shape, reference.layout, reference.replicas, reference.device))
     if config.algorithm.advantage == "gae":
         found.append(_critic("critic", config, config.critic, shape, lengths))
     if config.algorithm.constraint == "lagrangian":
         critic = _critic("cost_critic", config, config.cost_critic, shape, lengths)
         found += [_scorer("cost", config.cost, shape), critic]
     if config.evaluate.is_on:
-        found.append(_generation(config, shape, lengths, "evaluation", config.evaluate.replicas))
+        found.append(generation_need(config, shape, lengths, "evaluation", config.evaluate.replicas))
     placement = Placement.of(config)
     copies = [*_copies_of_weights(config, shape, placement), *_copies_for_checkpoints(config, shape, placement)]
     return [*found, *_offloaded(config, shape, placement), *copies]
@@ -111,20 +122,18 @@ def _process_bytes(device: str) -> int:
     return PROCESS_BYTES if device == "cpu" else GPU_PROCESS_BYTES
 
 
-def _reference(config: Config, shape: Shape) -> MemoryNeed:
-    reference = config.reference
-    device, ranks = reference.device, reference.replicas * reference.layout.size
-    frozen = _frozen(shape, reference.layout)
-    parts = {"process": _process_bytes(device), **frozen}
-    least = ranks * sum(frozen.values())
-    return MemoryNeed("reference", ranks * sum(parts.values()), least, "frozen weights", device, parts=parts)
-
-
-def _frozen(shape: Shape, layout: LayoutConfig) -> dict[str, int]:
-    """Returns the bytes of frozen weights that a rank holds, and of those that it gathers for a pass."""
+def frozen_need(
+    name: str, shape: Shape, layout: LayoutConfig, replicas: int, device: str, beside: str = ""
+) -> MemoryNeed:
+    """Estimates a service with frozen weights, of which a rank holds its part and gathers others for a pass. beside:
+    what is to be said of them."""
     held = shape.outside + shape.layers * shape.layer_parameters(layout.tp)
-    weights = {"weights": -(-FLOAT * held // layout.shard)}
-    return weights if layout.shard == 1 else weights | {"gathered": gathered_bytes(shape, layout.tp, frozen=True)}
+    frozen = {"weights": -(-FLOAT * held // layout.shard)}
+    if layout.shard > 1:
+        frozen["gathered"] = gathered_bytes(shape, layout.tp, frozen=True)
+    parts, ranks = {"process": _process_bytes(device), **frozen}, replicas * layout.size
+    doc = f"frozen weights{beside and f' {size_text(_sum(frozen))} a worker, {beside}'}"
+    return MemoryNeed(name, ranks * _sum(parts), ranks * _sum(frozen), doc, device, parts=parts)
 
 
 def version_bytes(config: Config, shape: Shape) -> int:
@@ -187,7 +196,8 @@ def _offloaded(config: Config, shape: Shape, placement: Placement) -> list[Memor
     return [MemoryNeed(OFFLOADED, size, size, doc, lower=lower, held=held)]
 
 
-def _generation(config: Config, shape: Shape, lengths: RowLengths, name: str, replicas: int) -> MemoryNeed:
+def generation_need(config: Config, shape: Shape, lengths: RowLengths, name: str, replicas: int) -> MemoryNeed:
+    """Estimates workers that sample."""
     if config.generation.engine == "vllm":
         return _vllm(config, shape, name, replicas)
     generation, engine = config.generation, EngineMemory(config, shape, lengths)
@@ -212,12 +222,14 @@ def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
     """Estimates workers with vLLM, which makes its whole cache at the start and has processes of its own."""
     generation, size = config.generation, BYTES[config.model.dtype]
     tokens = cache_tokens(longest_row(config) + 1, generation.slots)
-    cache = generation.vllm.get("kv_cache_memory_bytes") or tokens * shape.cache_bytes_per_token * size // FLOAT
+    cache = generation.layout_tp * generation.vllm.get("kv_cache_memory_bytes", 0)  # It is of each process.
+    cache = cache or tokens * shape.cache_bytes_per_token * size // FLOAT
     weights = shape.parameters * size
     doc = f"vLLM with weights {size_text(weights)} and cache {size_text(cache)} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if cache > weights else SMALLER
-    most = (1 + generation.layout_tp) * GPU_PROCESS_BYTES + weights + cache
-    return MemoryNeed(name, replicas * most, replicas * (weights + cache), doc, generation.device, lower)
+    parts = {"process": (1 + generation.layout_tp) * GPU_PROCESS_BYTES, "weights": weights, "cache": cache}
+    least = replicas * (weights + cache)
+    return MemoryNeed(name, replicas * _sum(parts), least, doc, generation.device, lower, parts)
 
 
 def _sum(parts: Mapping[str, int]) -> int:
@@ -391,13 +403,10 @@ def _critic(name: str, config: Config, critic: CriticConfig, policy: Shape, leng
 def _scorer(name: str, scorer: RewardConfig, policy: Shape) -> MemoryNeed:
     """Estimates a scoring service. policy: shape that a model counts as when its own is unknown."""
     doc = "without the memory of your functions, which run in processes of their own"
-    ranks = scorer.replicas * scorer.layout.size
     if not scorer.model:
-        return MemoryNeed(name, ranks * PLAIN_BYTES, 0, doc)
-    weights = sum(_frozen(shape_of(scorer.model) or policy, scorer.layout).values())
-    doc = f"frozen weights {size_text(weights)} a worker, {doc}"
-    size = ranks * (_process_bytes(scorer.device) + weights)
-    return MemoryNeed(name, size, ranks * weights, doc, scorer.device)
+        return MemoryNeed(name, scorer.replicas * scorer.layout.size * PLAIN_BYTES, 0, doc)
+    shape = shape_of(scorer.model) or policy
+    return frozen_need(name, shape, scorer.layout, scorer.replicas, scorer.device, doc)
 
 
 def critic_count(config: Config) -> int:

@@ -1,8 +1,9 @@
 """Plans where workers run and how many bytes each takes, for `asyncrl plan` and checks of a run."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 from asyncrl.config.install_hints import program
@@ -51,9 +52,13 @@ class PlannedWorker:
 
     @property
     def floor(self) -> int:
-        """Returns the bytes of its device that it takes however little is sampled. On a CPU processes share most of
-        theirs; CUDA takes its own for each."""
-        return self.least + (self.need.parts.get("process", 0) if self.device != "cpu" else 0)
+        """Returns the bytes of its devices that it takes however little is sampled."""
+        return self.least + self.need.process
+
+    @property
+    def devices(self) -> list[str]:
+        """Returns its devices, which have equal shares of its bytes."""
+        return self.device.split()
 
 
 def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = None) -> Iterator[PlannedWorker]:
@@ -80,23 +85,58 @@ def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = N
 def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
     """Yields a problem for each device of a pool whose services need more than its budget, however little they
     sample, and a warning where they probably do."""
-    pools, names = pools_of(config), pool_names(config)
-    bounded = {name for name, pool in pools.items() if pool.memory_bytes}
-    if bounded.isdisjoint(names.values()):
+    if not any(pools_of(config)[pool].memory_bytes for pool in pool_names(config).values()):
         return
-    loads: dict[tuple[str, str, str], list[PlannedWorker]] = {}
-    for worker in planned_workers(config, shape, measured_lengths(config, config.model.name)):
-        if (pool := names.get(worker.service)) in bounded:
-            for device in set(worker.device.split()) & set(pools[str(pool)].devices):
-                loads.setdefault((str(pool), worker.host, device), []).append(worker)
-    for (pool, host, device), workers in loads.items():
-        users = tuple(dict.fromkeys(pool_key(worker.service) for worker in workers))
-        budget, where = pools[pool].memory_bytes, f"{device} of {host}"
+    for (pool, host, device), workers in _loads(config, shape).items():
+        if not (budget := pools_of(config)[pool].memory_bytes if pool else 0):
+            continue
+        where, users = f"{device} of {host}", _keys(workers)
         for is_warning, size in ((False, attrgetter("floor")), (True, attrgetter("likely"))):
-            if sum(map(size, workers)) > budget:
-                text = _over_budget(pool, where, budget, {worker: size(worker) for worker in workers}, is_warning)
+            sizes = {worker: size(worker) // len(worker.devices) for worker in workers}
+            if sum(sizes.values()) > budget:
+                text = _over_budget(pool, where, budget, sizes, is_warning)
                 yield Problem(f"pools.{pool}.memory_gb", "", text, users, is_warning)
                 break
+
+
+def unchecked_memory(config: Config, shape: Shape) -> Iterator[Problem]:
+    """Yields a note for the devices of each pool without a budget, for GPUs without a pool, and for the memory of other
+    hosts, which nobody here knows."""
+    found = dict[tuple[str, str], dict[str, list[PlannedWorker]]]()
+    for (pool, host, device), workers in _loads(config, shape).items():
+        is_known = pools_of(config)[pool].memory_bytes if pool else all(each.is_here for each in workers)
+        if is_known and (pool or device == "cpu"):
+            continue
+        found.setdefault((pool, "cpu" if device == "cpu" else ""), {})[f"{device} of {host}"] = workers
+    for (pool, cpu), places in found.items():
+        named, users = sorted(places), _keys(chain(*places.values()))
+        need = max(sum(each.likely // len(each.devices) for each in workers) for workers in places.values())
+        where = f"{named[0]} to {named[-1]}" if len(named) > 2 else " and ".join(named)
+        text = f"the memory of {where} was not checked, where services probably need up to {size_text(need)} each"
+        if pool:
+            write = f"write the GB (10^9 bytes) of one device as pools.{pool}.memory_gb"
+        elif cpu:
+            write = "no key says how much such a host has: see that it is more"
+        else:
+            write = "name a pool with memory_gb, the GB (10^9 bytes) of one device"
+        yield Problem(f"pools.{pool}.memory_gb" if pool else "", "", f"{text}: {write}", users, is_warning=True)
+
+
+def _keys(workers: Iterable[PlannedWorker]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(pool_key(worker.service) for worker in workers))
+
+
+def _loads(config: Config, shape: Shape) -> dict[tuple[str, str, str], list[PlannedWorker]]:
+    """Returns the workers on each device, by pool, host and device. pool: "" on a device that is of no pool of
+    theirs."""
+    pools, names = pools_of(config), pool_names(config)
+    loads: dict[tuple[str, str, str], list[PlannedWorker]] = {}
+    for worker in planned_workers(config, shape, measured_lengths(config, config.model.name)):
+        pool = names.get(worker.service, "")
+        for device in worker.devices:
+            is_of_pool = pool and device in pools[pool].devices
+            loads.setdefault((pool if is_of_pool else "", worker.host, device), []).append(worker)
+    return loads
 
 
 def _over_budget(pool: str, where: str, budget: int, sizes: Mapping[PlannedWorker, int], is_likely: bool) -> str:

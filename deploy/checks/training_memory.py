@@ -170,7 +170,8 @@ def pass_bytes(
     backward = size.tokens * computed + _gradient_of_experts(shape, ep)
     output = size.tokens * FLOAT * OUTSIDE * hidden + (_head_bytes(config, shape, size, lora=lora) if head else 0)
     again = training.gradient_checkpointing
-    total = casts * shape.parameters  # Rounded weights are kept until the backward pass is over.
+    # Rounded weights are kept until the backward pass is over, but for layers that are gathered and computed again.
+    total = casts * (shape.outside + (1 if again and gathered else shape.layers) * shape.layer_parameters(tp, ep))
     if shape.encoder is not None:
         total += shape.encoder.kept_bytes(size.patches, narrow, again=again)
     if again:

@@ -18,7 +18,8 @@ FLOORS = (
     ("fleet", "tasks"),
     ("controller",),
     ("engines", "algorithms"),
-    ("services", "simulation", "deploy"),
+    ("services", "deploy"),
+    ("simulation",),
     ("api",),
     ("bench",),
 )

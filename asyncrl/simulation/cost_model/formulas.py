@@ -26,16 +26,24 @@ OPTIMIZER_TRAFFIC = 2 * OPTIMIZER + GRADIENT + WIDE
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Sizes of parallel groups: tensor, pipeline and data. ep: of experts, inside of the data parallel group."""
+    """Sizes of parallel groups: tensor, pipeline and data. ep: of experts, inside of the data parallel group. shard:
+    ranks that share out each copy of the weights, with rows of their own. again: layers are computed again backward."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    shard: int = 1
+    again: bool = False
 
     @property
     def gpus(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.data
+
+    @property
+    def data(self) -> int:
+        """Returns the ranks with rows of their own."""
+        return self.dp * self.shard
 
     @property
     def replica(self) -> int:
@@ -44,7 +52,8 @@ class Degrees:
 
     def __str__(self) -> str:
         experts = f" ep {self.ep}" if self.ep > 1 else ""
-        return f"pp {self.pp} tp {self.tp} dp {self.dp}{experts}"
+        shards = f" shard {self.shard}" if self.shard > 1 else ""
+        return f"pp {self.pp} tp {self.tp} dp {self.dp}{experts}{shards}{' computed again' if self.again else ''}"
 
 
 def all_reduce(rates: Rates, size: float, group: int, span: int) -> float:
@@ -82,7 +91,7 @@ def layer_collectives(model: ModelSize, rates: Rates, tokens: float, degrees: De
 def pass_collectives(model: ModelSize, rates: Rates, tokens: float, micro_batch: float, degrees: Degrees) -> float:
     """Returns seconds that one stage of a pipeline spends in the collectives of layers (M, C), forward or backward.
     tokens: of all replicas. micro_batch: tokens of one."""
-    passes = tokens / degrees.dp / micro_batch
+    passes = tokens / degrees.data / micro_batch
     return passes * layer_collectives(model, rates, micro_batch, degrees) / degrees.pp
 
 
@@ -126,28 +135,40 @@ def scoring_seconds(
     """Returns seconds of a forward pass over all samples in the training layout (K), with the pipeline's bubble (M)."""
     work = work_seconds(rates, rates.training, forward_work(model, length / 2)) * samples * length / degrees.gpus
     work += pass_collectives(model, rates, samples * length, length * micro_batch, degrees)
-    return work * bubble(samples, degrees, micro_batch)
+    gathered = math.ceil(samples / degrees.data / micro_batch) * shard_seconds(model, rates, degrees)
+    return work * bubble(samples, degrees, micro_batch) + gathered
 
 
 def training_seconds(
     model: ModelSize, rates: Rates, samples: int, length: float, degrees: Degrees, updates: int, micro_batch: int = 1
 ) -> float:
-    """Returns seconds of `updates` optimizer steps that share these samples (K: three forward passes; M: bubble).
+    """Returns seconds of `updates` optimizer steps that share these samples (K: three forward passes, and a fourth one
+    where layers are computed again; M: bubble).
 
     Each update reduces gradients in float32 and gathers parameters among data parallel ranks (C, Z), without overlap,
-    and its optimizer reads and writes its shard once.
+    and its optimizer reads and writes its shard once. Shards are gathered twice in each pass, and their gradients
+    scattered once.
     """
-    work = 3 * work_seconds(rates, rates.training, forward_work(model, length / 2)) * samples * length / degrees.gpus
-    work += 2 * pass_collectives(model, rates, samples * length, length * micro_batch, degrees)
+    forward, again = forward_work(model, length / 2), int(degrees.again)
+    work = (3 + again) * work_seconds(rates, rates.training, forward) * samples * length / degrees.gpus
+    work += (2 + again) * pass_collectives(model, rates, samples * length, length * micro_batch, degrees)
     work *= bubble(max(1, samples // updates), degrees, micro_batch)
     optimizer = OPTIMIZER_TRAFFIC * model.parameters / degrees.gpus / rates.memory
-    return work + updates * (optimizer + gradient_seconds(model, rates, degrees))
+    passes = math.ceil(samples / updates / degrees.data / micro_batch)
+    each = optimizer + gradient_seconds(model, rates, degrees) + 3 * passes * shard_seconds(model, rates, degrees)
+    return work + updates * each
+
+
+def shard_seconds(model: ModelSize, rates: Rates, degrees: Degrees) -> float:
+    """Returns seconds in which ranks gather the weights of which each has a shard, in float32 (C)."""
+    size = GRADIENT * model.parameters / degrees.replica
+    return gather(rates, size, degrees.shard, degrees.replica * degrees.shard, degrees.replica)
 
 
 def bubble(samples: int, degrees: Degrees, micro_batch: int) -> float:
     """Returns by how much longer a pass takes with pipeline stages that fill and drain: (m + p - 1) / m (M)."""
-    count = max(1, math.ceil(samples / degrees.dp / micro_batch))
-    idle = count * degrees.dp * micro_batch / samples  # Ranks without a sample wait for the others.
+    count = max(1, math.ceil(samples / degrees.data / micro_batch))
+    idle = count * degrees.data * micro_batch / samples  # Ranks without a sample wait for the others.
     return (count + degrees.pp - 1) / count * max(1.0, idle)
 
 
@@ -155,7 +176,7 @@ def gradient_seconds(model: ModelSize, rates: Rates, degrees: Degrees) -> float:
     """Returns seconds in which data parallel ranks exchange gradients and parameters of one update (C, Z)."""
     routed = model.parameters - model.plain_parameters
     size = GRADIENT + WIDE
-    stride = degrees.replica
+    stride = degrees.replica * degrees.shard
     plain = gather(rates, size * model.plain_parameters / stride, degrees.dp, degrees.gpus, stride)
     spread = max(1, degrees.dp // degrees.ep)
     return plain + gather(rates, size * routed / stride / degrees.ep, spread, degrees.gpus, stride * degrees.ep)

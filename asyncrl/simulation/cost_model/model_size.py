@@ -66,6 +66,11 @@ class ModelSize:
         )
 
     @property
+    def of_plans(self) -> Shape:
+        """Returns the shape by which plans count memory, with all experts."""
+        return Shape.of(self.config)
+
+    @property
     def layers(self) -> int:
         return self.shape.layers
 
@@ -137,14 +142,18 @@ def _llama(hidden: int, layers: int, inner: int, heads: int, kv_heads: int, voca
     return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "model_type": "llama"}
 
 
+def _qwen(kind: str, *sizes: int, tied: bool = False) -> dict[str, Any]:
+    width = {} if kind == "qwen2" else {"head_dim": 128}
+    return {**_llama(*sizes), "model_type": kind, "tie_word_embeddings": tied, **width}
+
+
 def _experts(config: dict[str, Any], experts: int, chosen: int, inner: int) -> dict[str, Any]:
     return {**config, "num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
 
 
-_QWEN3_30B = {**_llama(2048, 48, 6144, 32, 4, 151936), "head_dim": 128}
-_QWEN3_235B = {**_llama(4096, 94, 12288, 64, 4, 151936), "head_dim": 128}
 _DEEPSEEK_V3 = {
     **_experts({**_llama(7168, 61, 18432, 128, 128, 129280), "head_dim": 128}, 256, 8, 2048),
+    "model_type": "deepseek_v3",
     "first_k_dense_replace": 3,
     "n_shared_experts": 1,
     "q_lora_rank": 1536,
@@ -160,12 +169,13 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
     "llama-34b": _llama(8192, 48, 22016, 64, 8),
     "llama-70b": _llama(8192, 80, 28672, 64, 8),
     "llama-3.1-8b": _llama(4096, 32, 14336, 32, 8, 128256),
-    "qwen2.5-7b": _llama(3584, 28, 18944, 28, 4, 152064),
-    "qwen2.5-1.5b": {**_llama(1536, 28, 8960, 12, 2, 151936), "tie_word_embeddings": True},
-    "qwen3-4b": {**_llama(2560, 36, 9728, 32, 8, 151936), "head_dim": 128, "tie_word_embeddings": True},
-    "qwen3-32b": {**_llama(5120, 64, 25600, 64, 8, 151936), "head_dim": 128},
-    "qwen3-30b-a3b": _experts(_QWEN3_30B, 128, 8, 768),
-    "qwen3-235b-a22b": _experts(_QWEN3_235B, 128, 8, 1536),
+    "qwen2.5-7b": _qwen("qwen2", 3584, 28, 18944, 28, 4, 152064),
+    "qwen2.5-1.5b": _qwen("qwen2", 1536, 28, 8960, 12, 2, 151936, tied=True),
+    "qwen2.5-0.5b": _qwen("qwen2", 896, 24, 4864, 14, 2, 151936, tied=True),
+    "qwen3-4b": _qwen("qwen3", 2560, 36, 9728, 32, 8, 151936, tied=True),
+    "qwen3-32b": _qwen("qwen3", 5120, 64, 25600, 64, 8, 151936),
+    "qwen3-30b-a3b": _experts(_qwen("qwen3_moe", 2048, 48, 6144, 32, 4, 151936), 128, 8, 768),
+    "qwen3-235b-a22b": _experts(_qwen("qwen3_moe", 4096, 94, 12288, 64, 4, 151936), 128, 8, 1536),
     "deepseek-v3": _DEEPSEEK_V3,
 }
 """The config.json of models by name, cut down to sizes; each model's own file on its public page is the source."""

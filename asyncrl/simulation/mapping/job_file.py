@@ -12,6 +12,8 @@ from asyncrl.simulation.cost_model.gpus import Gpu, gpu_named, known_gpus
 from asyncrl.simulation.cost_model.model_size import ModelSize, model_size
 
 Count: TypeAlias = Annotated[int, Field(gt=0)]
+TAIL = 8
+"""Multiple of the mean at which answers are cut when the job does not say."""
 ROLES = ("generation", "training", "critic", "reference", "reward", "cost", "cost_critic")
 """Services of a job that take GPUs; `actor` is generation and training on the same ones."""
 
@@ -43,6 +45,11 @@ class StepWork(JobTable):
     def tokens(self) -> int:
         """Returns the mean tokens of a sample."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def longest_answer(self) -> int:
+        """Returns the tokens at which answers are cut, by default a multiple of the mean where lengths differ."""
+        return self.longest or self.response_tokens * (TAIL if self.spread else 1)
 
 
 class DeviceTable(JobTable):

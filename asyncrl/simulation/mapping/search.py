@@ -23,14 +23,13 @@ from asyncrl.simulation.cost_model.interval import Interval
 from asyncrl.simulation.cost_model.predictions import USABLE
 from asyncrl.simulation.mapping.job_file import GpuGroup, PlannedJob
 from asyncrl.simulation.mapping.strategies import (
+    PUBLISHED,
     STAGES,
-    Runs,
+    Layouts,
     Strategy,
-    any_layout,
     auto_parallel,
     powers,
     stage_seconds,
-    weight_of,
 )
 
 Table: TypeAlias = npt.NDArray[np.float64]
@@ -129,12 +128,12 @@ def cost(stages: Sequence[Any], job: PlannedJob) -> Any:
 
 
 class MappingSearch:
-    """Searches the mappings of one job. runs: tells which layouts may be taken. looked_up: strategies that were
+    """Searches the mappings of one job. known: layouts that may be taken. looked_up: strategies that were
     computed. considered: allocations."""
 
-    def __init__(self, job: PlannedJob, runs: Runs = any_layout) -> None:
+    def __init__(self, job: PlannedJob, known: Layouts = PUBLISHED) -> None:
         self.job = job
-        self.runs = runs
+        self.known = known
         self.looked_up = 0
         self.considered = 0
         self._strategies: dict[tuple[str, int, int, float], Strategy | None] = {}
@@ -167,7 +166,7 @@ class MappingSearch:
     def placed(self, roles: tuple[str, ...], group: int, gpus: int) -> tuple[Table, tuple[Strategy, ...]] | None:
         """Returns the seconds of each stage and the strategies of roles that share so many GPUs; None: no layout fits.
 
-        Each role may fill the share of the memory that its states are of all states.
+        Each role may fill its share of the memory.
         """
         key = roles, group, gpus
         if key not in self._placed:
@@ -176,14 +175,14 @@ class MappingSearch:
 
     def _place(self, roles: tuple[str, ...], group: int, gpus: int) -> tuple[Table, tuple[Strategy, ...]] | None:
         job, gpu = self.job, self.job.groups[group].gpu
-        weights = [weight_of(role, job.sizes[role]) for role in roles]
-        found: list[Strategy] = []
-        for role, weight in zip(roles, weights, strict=True):
-            budget = USABLE * gpu.memory * weight / sum(weights)
-            strategy = self._strategy(role, group, gpus, budget)
-            if strategy is None:
-                return None
-            found.append(strategy)
+        sizes = {role: job.sizes[role] for role in roles}
+        for budgets in self.known.budgets(sizes, job.work, USABLE * gpu.memory):
+            tried = (self._strategy(role, group, gpus, budget) for role, budget in zip(roles, budgets, strict=True))
+            found = [each for each in tried if each is not None]
+            if len(found) == len(roles):
+                break
+        else:
+            return None
         stages = [
             stage_seconds(role, job.sizes[role], strategy, job.work, gpu.likely)
             for role, strategy in zip(roles, found, strict=True)
@@ -198,7 +197,7 @@ class MappingSearch:
             self._strategies[key] = auto_parallel(
                 *(role, self.job.sizes[role], gpus, budget, gpu, self.job.work),
                 self.job.tables.layouts.get(role),
-                self.runs,
+                self.known,
             )
         return self._strategies[key]
 

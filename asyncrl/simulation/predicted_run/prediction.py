@@ -16,7 +16,7 @@ from asyncrl.simulation.cost_model.model_size import ModelSize
 from asyncrl.simulation.cost_model.predictions import CALIBRATED, USABLE
 from asyncrl.simulation.fakes.training import StepCost
 from asyncrl.simulation.mapping.job_file import FixedSplit, MeasuredStages, PlannedJob
-from asyncrl.simulation.mapping.strategies import Strategy, auto_parallel, stage_seconds
+from asyncrl.simulation.mapping.strategies import PUBLISHED, Layouts, Strategy, auto_parallel, stage_seconds
 from asyncrl.simulation.predicted_run.modelled_generation import StepSeconds
 from asyncrl.simulation.predicted_run.modelled_run import (
     ModelledSchedule,
@@ -29,8 +29,6 @@ MOST_SAMPLES = 512
 """Samples of a step that are simulated."""
 UNITS = 256
 """Steps of decoding in which the longest answer is simulated: a unit stands for several tokens."""
-TAIL = 8
-"""Multiple of the mean at which answers are cut when the job does not say."""
 LEVELS = 3
 
 
@@ -70,14 +68,15 @@ class PredictedStep:
 
 
 class StepPredictor:
-    """Predicts layouts of one job; a measured step calibrates it."""
+    """Predicts layouts of one job; a measured step calibrates it. known: layouts that may be taken."""
 
-    def __init__(self, job: PlannedJob) -> None:
+    def __init__(self, job: PlannedJob, known: Layouts = PUBLISHED) -> None:
         if len(job.groups) > 2:
             raise ConfigError("devices: name one kind of GPU, or two: that of generation and that of training")
         if "actor" not in job.sizes and {"generation", "training"} - set(job.sizes):
             raise ConfigError("models: name an actor, or generation and training")
         self.job = job
+        self._known = known
         measured = job.tables.measured
         self._scale = None if measured is None else self._scale_of(measured)
 
@@ -141,7 +140,7 @@ class StepPredictor:
         def strategy(role: str, gpus: int, kind: Gpu) -> Strategy:
             name = role if role in job.sizes else "actor"
             fixed = job.tables.layouts.get(role)
-            found = auto_parallel(role, job.sizes[name], gpus, USABLE * kind.memory, kind, job.work, fixed)
+            found = auto_parallel(role, job.sizes[name], gpus, USABLE * kind.memory, kind, job.work, fixed, self._known)
             if found is None:
                 raise ConfigError(f"{role} of {job.sizes[name].name} does not fit on {gpus} GPUs: give it more")
             return found
@@ -251,7 +250,7 @@ class Sampled:
     @classmethod
     def of(cls, job: PlannedJob, replicas: int) -> "Sampled":
         work = job.work
-        longest = work.longest or round(work.response_tokens * (TAIL if work.spread else 1))
+        longest = work.longest_answer
         unit = math.ceil(longest / UNITS)
         simulated = max(1, min(replicas, replicas * MOST_SAMPLES // work.samples))
         groups = max(1, round(work.samples * simulated / replicas / work.samples_per_prompt))

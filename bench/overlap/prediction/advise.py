@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from asyncrl.bench.measurements import table
 from asyncrl.bench.overlap.prediction.what_if import advice, described, gpus_of, parsed
+from asyncrl.simulation.mapping.pool_tables import runs
 from asyncrl.simulation.predicted_run.prediction import StepPredictor
 
 LIMITS = (1, 2, 4)
@@ -12,7 +13,7 @@ LIMITS = (1, 2, 4)
 
 def main(arguments: Sequence[str]) -> None:
     job = parsed("asyncrl-bench advise", __doc__ or "", arguments)
-    predictor = StepPredictor(job)
+    predictor = StepPredictor(job, runs(job))
     synchronous = predictor.predict(None, 0)
     limits = (job.work.limit,) if job.tables.split else LIMITS
     found = [predictor.predict(job.tables.split or predictor.best_split(limit), limit) for limit in limits]

@@ -11,6 +11,7 @@ from asyncrl.deploy.report.worker_trace import read_trace
 from asyncrl.errors import ConfigError
 from asyncrl.simulation.cost_model.gpus import read_gpus
 from asyncrl.simulation.mapping.job_file import FixedSplit, MeasuredStages, PlannedJob, read_job
+from asyncrl.simulation.mapping.pool_tables import runs
 from asyncrl.simulation.predicted_run.prediction import PredictedStep, StepPredictor
 
 WORTH = 1.1
@@ -51,7 +52,7 @@ def calibrated_by(job: PlannedJob, run: Path) -> PlannedJob:
 
 def predict(job: PlannedJob) -> tuple[PredictedStep, PredictedStep]:
     """Predicts the job's split, or the best one, and the synchronous step on all GPUs in turn."""
-    predictor = StepPredictor(job)
+    predictor = StepPredictor(job, runs(job))
     split = job.tables.split or predictor.best_split(job.work.limit)
     return predictor.predict(split, job.work.limit), predictor.predict(None, 0)
 

@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
         return 0
     from asyncrl.config.sources import load
     from asyncrl.deploy.checks.folder_contents import here
+    from asyncrl.deploy.checks.placement_plan import unchecked_memory
     from asyncrl.deploy.preflight import memory_of_run
     from asyncrl.engines.model_shape import shape_of
     from asyncrl.engines.rank_limits import models_of_services, rank_problems
@@ -43,6 +44,7 @@ def main(arguments: list[str]) -> int:
     problems = [
         *rank_problems(config, models_of_services(config, name)),
         *memory_of_run(config, name),
+        *unchecked_memory(config, shape),
         *config.warnings,
         *_absent(config),
     ]
@@ -113,6 +115,6 @@ def _totals(workers: "list[PlannedWorker]") -> dict[tuple[str, str], int]:
     """Returns the bytes of each device of each host."""
     totals: dict[tuple[str, str], int] = {}
     for worker in workers:
-        for device in worker.device.split():
-            totals[worker.host, device] = totals.get((worker.host, device), 0) + worker.bytes
+        for device in worker.devices:
+            totals[worker.host, device] = totals.get((worker.host, device), 0) + worker.bytes // len(worker.devices)
     return totals

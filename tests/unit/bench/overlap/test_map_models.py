@@ -10,8 +10,8 @@ from asyncrl.errors import ConfigError
 
 JOB = """
 [models]
-actor = "llama-7b"
-critic = "llama-7b"
+actor = "qwen2.5-1.5b"
+critic = "qwen2.5-1.5b"
 [work]
 samples = 256
 [[devices]]
@@ -38,7 +38,7 @@ def test_the_mapping_is_printed_with_its_reason_and_pools_are_written(
     ("text", "message"),
     [
         ("models = 3", "models: Input should be a valid"),
-        (JOB.replace("llama-7b", "llama-8"), "the model 'llama-8' is no folder"),
+        (JOB.replace("qwen2.5-1.5b", "llama-8"), "the model 'llama-8' is no folder"),
         (JOB.replace('"A100"', '"B9"'), "there is no GPU 'B9'"),
         (JOB.replace('"two"', '"one"'), "a host is named twice"),
         (JOB.replace("critic", "judge"), "judge is no role; roles are actor, generation"),

@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.deploy import cli
-from asyncrl.deploy.checks.memory_needs import needs
-from asyncrl.deploy.checks.placement_plan import memory_problems, planned_workers
+from asyncrl.deploy.checks.memory_needs import GPU_PROCESS_BYTES, needs
+from asyncrl.deploy.checks.placement_plan import budget_problems, memory_problems, planned_workers, unchecked_memory
 from asyncrl.engines.model_shape import PACKAGED
 from asyncrl.lanes.host_id import HostId
 
@@ -115,6 +115,41 @@ def test_a_budget_that_is_probably_too_small_is_noted(tmp_path: Path, capsys: py
 
 def test_a_device_that_is_not_here_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(POOLS.format(40).replace("cuda:1", "cuda:99"))
+    path.write_text(POOLS.format(0).replace("cuda:1", "cuda:99"))
     assert cli.main(["plan", str(path)]) == 0, "the plan may be for another machine"
-    assert 'note: pools.gpus.devices[1], training.pool, generation.pool: "cuda:99" ' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert 'note: pools.gpus.devices[1], training.pool, generation.pool: "cuda:99" ' in said
+    assert "note: pools.gpus.memory_gb, " in said, "nobody said how much memory the devices have"
+
+
+HOSTS = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "hosts": ["n1", "n2"]}
+JOINED = {"wire": "tcp", "listen": "tcp://127.0.0.1:7000", "joined": {"generation": 2, "training": 1}}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (pooled(), [r"^pools\.gpus\.memory_gb, .*cuda:0 of \S+ and cuda:1 of .* as pools\.gpus\.memory_gb"]),
+        (pooled(pools={"gpus": {"devices": ["cuda:0", "cuda:1"], "memory_gb": 40}}), []),
+        (pooled(training={"device": "cuda"}), ["cuda:0 of .*: name a pool with memory_gb", "pools.gpus.memory_gb"]),
+        (pooled(pools={"gpus": {"devices": ["cpu"]}}), ["cpu of .* as pools.gpus.memory_gb"]),
+        (pooled(pools={"gpus": HOSTS}, fleet=JOINED), ["pools.gpus.memory_gb", "no key says how much such a host has"]),
+        (pooled(pools={"gpus": HOSTS | {"memory_gb": 80}}, fleet=JOINED), ["no key says how much such a host has"]),
+        (Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}}), []),
+    ],
+)
+def test_memory_that_nobody_names_is_said_to_be_unchecked(config: Config, said: list[str]) -> None:
+    found = list(map(str, unchecked_memory(config, SMOLLM2)))
+    assert len(found) == len(said)
+    assert all(any(re.search(each, text) for text in found) for each in said), found
+    assert all("was not checked, where services probably need up to" in text for text in found)
+
+
+def test_processes_that_share_out_a_replica_of_vllm_share_its_bytes() -> None:
+    """A replica on two GPUs takes half of weights and cache on each."""
+    generation = {"pool": "gpus", "engine": "vllm", "layout_tp": 2, "vllm": {"kv_cache_memory_bytes": 10**9}}
+    needed = SMOLLM2.parameters * 4 + 2 * 10**9 + 3 * GPU_PROCESS_BYTES
+    for memory, problems in ((needed / 2 + 10**6, 0), (needed / 2 - 10**6, 2)):
+        gpus = {"devices": ["cuda:0", "cuda:1"], "memory_gb": memory / 10**9}
+        config = pooled(pools={"gpus": gpus}, training={"device": "cpu"}, generation=generation)
+        assert sum(not each.is_warning for each in budget_problems(config, SMOLLM2)) == problems
