@@ -7,7 +7,6 @@ from typing import Any
 from asyncrl.config.placement import Placement
 from asyncrl.config.schema import Config, CriticConfig, Scorer
 from asyncrl.config.sections.device_pools import CPU, Device, DevicePlace
-from asyncrl.config.sections.training.layout_config import GenerationLayoutConfig
 from asyncrl.config.service_placement import rank_layout
 from asyncrl.engines.rank_limits import sampling_ranks
 from asyncrl.fleet.fleet import ServiceSpec
@@ -58,12 +57,11 @@ def service_specs(config: Config) -> list[ServiceSpec]:
 
 def _layout_of_trainer(config: Config) -> Layout:
     """Returns the layout of the trainer's ranks. Where they sample too, its sizes in generation tell what each rank
-    gathers: with the vanilla grouping all slices, whichever of them it samples with."""
+    gathers."""
     generation = config.generation
     if generation.colocate == "none":
         return rank_layout(config.training.layout)
-    gathered = GenerationLayoutConfig() if generation.grouping == "vanilla" else generation.layout
-    return replace(rank_layout(config.training.layout, gathered), takes_turns=generation.colocate == "halves")
+    return rank_layout(config.training.layout, generation.layout)
 
 
 def _inside_trainer(config: Config) -> dict[str, Any]:

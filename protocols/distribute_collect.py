@@ -10,7 +10,6 @@ it so:
 - Every rank is called, also one that gets no rows: ranks of one model take part in collectives together.
 - Divisible arguments (Batch, BatchRef, Cuts) are split by rows, all by the same rows, weighed by the first; any other
   argument goes to every rank as it is.
-- Where halves of the copies take turns, the rows of a step go to the half that trains from its version.
 - A service of several replicas is one layout per replica. ONE_OF picks a replica and fans out inside it; DP_PROTO over
   replicas of one rank each is a fan over `Layout(dp=replicas)`.
 """
@@ -22,7 +21,7 @@ from heapq import heapreplace
 from itertools import pairwise
 from typing import Any
 
-from asyncrl.protocols.batch import Cuts, is_divisible
+from asyncrl.protocols.batch import is_divisible
 from asyncrl.protocols.rank_layout import Layout
 
 Rows = Sequence[int]
@@ -113,10 +112,7 @@ def fan_out(transfer: Transfer, args: Sequence[Any], layout: Layout) -> tuple[Fa
     if not divisible or (transfer.one_of and layout.size == 1):
         return _undivided(transfer, layout), [tuple(args)] * layout.size
     weights = divisible[0].row_weights()
-    if layout.takes_turns and isinstance(divisible[0], Cuts):
-        fan = _fan_of_half(transfer, weights, layout, divisible[0].version)
-    else:
-        fan = _fan(transfer, weights, layout, len(weights))
+    fan = _fan(transfer, weights, layout, len(weights))
     taken: dict[tuple[int, ...], tuple[Any, ...]] = {}  # Ranks that share their rows share one copy of the arguments.
     return fan, [taken.get(part) or taken.setdefault(part, _taken(args, part)) for part in fan.rows]
 
@@ -125,14 +121,6 @@ def _fan(transfer: Transfer, weights: Sequence[int], layout: Layout, count: int 
     rows = transfer.distribute(weights, layout)
     assert len(rows) == layout.size, f"{transfer.name} distributes to {len(rows)} of {layout.size} ranks"
     return Fan(tuple(map(tuple, rows)), tuple(transfer.collect(layout)), count)
-
-
-def _fan_of_half(transfer: Transfer, weights: Sequence[int], layout: Layout, version: int) -> Fan:
-    """Gives the rows to the ranks that train from a version, and none to those that sample meanwhile."""
-    rows: list[Rows] = [()] * layout.size
-    for rank, own in zip(layout.training_half(version), transfer.distribute(weights, layout.half), strict=True):
-        rows[rank] = own
-    return Fan(tuple(map(tuple, rows)), tuple(transfer.collect(layout)), len(weights))
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ side by side.
 Ranks that share out the tokens of rows (`sp`) are consecutive, and count as one in all other indices.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 AxisOfExperts: TypeAlias = Literal["experts", "expert_copies"]
@@ -38,8 +38,7 @@ class Layout:
     does; data_index = (dp_index * shard + shard_index) * ep + ep_index. sp: ranks with the same weights and rows, each
     of which computes a slice of the tokens of every row. ep: ranks that share out the experts of each layer, hold the
     same of all other weights, and train rows of their own. generation_pp, generation_tp: sizes of the model in
-    generation, divisors of pp and tp (None: as in training). takes_turns: one half of the copies trains a batch while
-    the other samples the next. Raises ValueError for sizes that do not fit.
+    generation, divisors of pp and tp (None: as in training). Raises ValueError for sizes that do not fit.
     """
 
     pp: int = 1
@@ -50,7 +49,6 @@ class Layout:
     shard: int = 1
     sp: int = 1
     ep: int = 1
-    takes_turns: bool = False
 
     def __post_init__(self) -> None:
         sizes = {"pp": self.pp, "tp": self.tp, "dp": self.dp, "shard": self.shard, "sp": self.sp, "ep": self.ep}
@@ -61,9 +59,6 @@ class Layout:
             raise ValueError(
                 f"generation pp x tp = {self.gpp} x {self.gtp} must divide training pp x tp = {self.pp} x {self.tp}"
             )
-
-        if self.takes_turns and self.dp % 2:
-            raise ValueError(f"dp = {self.dp} copies cannot take turns in halves: an even number can")
 
     @property
     def size(self) -> int:
@@ -99,20 +94,6 @@ class Layout:
     def place(self, rank: int) -> Place3D:
         model, number = self.pp * self.tp, rank // self.sp
         return Place3D(number % model // self.tp, number % self.tp, number // model)
-
-    @property
-    def half(self) -> "Layout":
-        """Returns the layout of the copies of one half."""
-        return replace(self, dp=self.dp // 2, takes_turns=False)
-
-    def training_half(self, version: int) -> range:
-        """Returns the ranks that train the step from a version, where halves take turns; the others sample."""
-        first = version % 2 * (self.size // 2)
-        return range(first, first + self.size // 2)
-
-    def samples(self, rank: int, version: int) -> bool:
-        """Returns whether it is the turn of a rank to sample while others train the step from a version."""
-        return self.takes_turns and rank not in self.training_half(version)
 
     def generation_replicas(self) -> list[list[int]]:
         """Returns the ranks that generate together: dp x (p t / (p_g t_g)) groups of p_g x t_g ranks.

@@ -211,7 +211,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
             if step.lost is not None:
                 return None
             step.rows_checked.set()
-            if context.handover is not None and not context.spec.layout.samples(context.spec.rank, cuts.version):
+            if context.handover is not None:
                 await context.handover.put_away()
             for row in cuts.batch:
                 context.tracer.flow_end(f"sample {row.group}.{row.member}.{row.attempt}")
@@ -234,11 +234,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
     async def _wait_for_samples(self, cuts: Cuts) -> None:
         """Waits until the next batch is sampled with the present weights."""
-        context = self.context
-        with context.occupancy.out_of_work():
+        with self.context.occupancy.out_of_work():
             await self._permit.wait(cuts.incarnation, cuts.version)
-        if context.handover is not None and context.spec.layout.samples(context.spec.rank, cuts.version):
-            await context.handover.put_away()
 
     async def _complete(self, step: StepInProgress) -> StepReport:
         """Waits for the step and publishes the new version; raises LostRows, without a change, if a rank lost rows."""
@@ -357,8 +354,7 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         engine, groups = self._engine, regrouping_of(self.context.spec.layout, self.context.config.generation)
         with self._mesh.failing(), self.context.occupancy.exchanging():
             tensors, received = gather_for_generation(engine.named_tensors(), engine.weights_spec, groups, self._mesh)
-            if groups.grouping == "zero-redundancy":
-                engine.trained_weights.hold_once(tensors)
+            engine.trained_weights.hold_once(tensors)
             redundant = engine.trained_weights.held_twice(tensors)
             largest = self._mesh.everyone.largest(torch.tensor([received, redundant])).tolist()
         names = ("weights/received_bytes", "weights/redundant_bytes")

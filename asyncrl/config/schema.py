@@ -3,7 +3,7 @@ The text below a key is what `asyncrl keys`, error messages and docs/reference/c
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from asyncrl.config.problems import Incoherent, Problem
 from asyncrl.config.rules_between_keys import rule_problems
@@ -30,6 +30,16 @@ Scorer = Literal["reward", "cost"]
 """The services that score samples. Each has a section of the config with its name."""
 
 
+def _no_halves(value: object) -> object:
+    """Returns the value. Raises ValueError for "halves", which an older asyncrl took."""
+    if value == "halves":
+        raise ValueError(
+            'there are no "halves" any more: write "training" with staleness.limit = 0, or "none", where '
+            'staleness.admission = "lockstep" trains the same samples'
+        )
+    return value
+
+
 class GenerationConfig(Section):
     """Sampling of answers."""
 
@@ -41,16 +51,11 @@ class GenerationConfig(Section):
     """Number of processes that share each layer of one replica of vLLM."""
     replicas: Positive = 1
     """Number of generation workers, each with its own copy of the model."""
-    colocate: Literal["none", "training", "halves"] = "none"
+    colocate: Annotated[Literal["none", "training"], BeforeValidator(_no_halves)] = "none"
     """Processes that sample. `none`: generation workers. `training`: the trainer's ranks, between two steps, with the
-    model that they gather from each other. It needs staleness.limit = 0. `halves`: the trainer's ranks take turns; one
-    half trains a batch while the other samples the next. It needs staleness.admission = "lockstep"."""
+    model that they gather from each other. It needs staleness.limit = 0."""
     layout: GenerationLayoutConfig = GenerationLayoutConfig()
     """Groups in which the trainer's ranks sample with colocate = "training", by the table [generation.layout]."""
-    grouping: Literal["zero-redundancy", "vanilla"] = "zero-redundancy"
-    """Choice of the ranks that sample together, and of what each gathers. `zero-redundancy`: those whose slices in
-    training are a part of what they sample with, which is held once. `vanilla`: consecutive ranks, which gather the
-    whole model and hold their slices in training beside what they sample with, for comparison."""
     slots: Positive = 32
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0

@@ -169,13 +169,10 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
     generation, training, fleet = config.generation, config.training, config.fleet
     yield from _group_problems(config)
     if generation.colocate == "none":
-        if "grouping" in generation.model_fields_set:
-            text = 'nothing reads it where generation workers sample: remove it, or write colocate = "training"'
-            yield Problem("generation.grouping", "", text, ("generation.colocate",), is_warning=True)
         return
     device, spread = training.device, training.layout.size > 1 and training.device == "cuda" and not training.pool
     for key, is_wrong, text in (
-        *_turn_rules(config),
+        ("staleness.limit", config.staleness.limit > 0, "a rank that trains does not sample: write limit = 0"),
         ("generation.engine", generation.engine == "vllm", 'vLLM has processes of its own: write engine = "torch"'),
         ("generation.replicas", generation.replicas > 1, "ranks of the trainer are the replicas: write replicas = 1"),
         (
@@ -219,11 +216,6 @@ def _group_problems(config: "Config") -> Iterator[Problem]:
             for axis, size in chosen.shared_out.items()
             for text in [_undivided(axis, getattr(trained, axis), size)]
         ),
-        (
-            "generation.grouping",
-            chosen.pp > 1 and generation.grouping == "vanilla",
-            f'stages sample with the layers that they train: write "zero-redundancy", {one}',
-        ),
         ("environment.use", bool(config.environment.use), f"{apart} was never tried with episodes: remove it, {one}"),
         (
             "training.router_replay",
@@ -248,23 +240,6 @@ def _undivided(axis: str, trained: int, size: int) -> str:
         f"{axis} = {trained} {what} cannot be shared out as generation.layout.{axis} = {size} asks: write "
         f"generation.layout = {choice}, or training.layout.{axis} = {size}"
     )
-
-
-def _turn_rules(config: "Config") -> list[tuple[str, bool, str]]:
-    """Returns keys, whether their values are wrong, and why, of ranks that sample between steps or in turns."""
-    staleness, layout = config.staleness, config.training.layout
-    if config.generation.colocate == "training":
-        return [("staleness.limit", staleness.limit > 0, "a rank that trains does not sample: write limit = 0")]
-    is_odd = layout.dp % 2 == 1 or layout.size > layout.dp
-    return [
-        (
-            "staleness.admission",
-            staleness.admission != "lockstep",
-            'one half of the ranks trains while the other samples the next batch: write admission = "lockstep"',
-        ),
-        ("training.layout", is_odd, "halves of the copies take turns: write layout = { dp = 2 }, or another even dp"),
-        ("environment.use", bool(config.environment.use), "episodes were never tried with halves: remove it"),
-    ]
 
 
 def joinable(config: "Config") -> dict[str, int]:

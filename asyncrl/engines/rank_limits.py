@@ -117,7 +117,7 @@ def sampling_ranks(config: Config) -> list[list[int]]:
     trained, generation = config.training.layout, config.generation
     copies = trained.size // (trained.pp * trained.tp)
     layout = Layout(trained.pp, trained.tp, copies, generation.layout.pp, generation.layout.tp)
-    return Regrouping(layout, generation.grouping).replicas()
+    return Regrouping(layout).replicas()
 
 
 def _undivided(axis: str, shape: Mapping[str, Any], names: Sequence[str], ranks: int) -> str:

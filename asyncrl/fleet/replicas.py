@@ -246,20 +246,14 @@ class Replicas:
         _, worker = self._by_instance.get(instance, (None, None))
         return [] if worker is None else worker.groups_at(instance)
 
-    def of_prompt(self, group: int, version: int = 0) -> Replica | None:
+    def of_prompt(self, group: int) -> Replica | None:
         """Returns the replica in ranks of the trainer that gets the prompt of a group, when the prompts of consecutive
-        groups are split over the replicas, one each. version: of the weights that it is sampled with, while the step
-        from it trains on the other half of the ranks, where halves take turns. None when the replica takes no new
-        calls, or there is no such."""
+        groups are split over the replicas, one each. None when the replica takes no new calls, or there is no such."""
         if self.trainer is None:
             return None
-        replicas = self.replicas
-        if self.trainer.takes_turns:
-            sampling = self.trainer.training_half(version + 1)
-            replicas = replicas[sampling.start : sampling.stop]
-        count = len(replicas)
+        count = len(self.replicas)
         shares = THREE_D_ALL_MICRO_DP.distribute([1] * count, Layout(dp=count))
-        own = next(each for each, share in zip(replicas, shares, strict=True) if group % count in share)
+        own = next(each for each, share in zip(self.replicas, shares, strict=True) if group % count in share)
         return own if own.free else None
 
     async def wait_for_live(self, seconds: float) -> list[Replica]:

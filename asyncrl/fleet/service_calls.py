@@ -130,7 +130,7 @@ class Handle:
     def _of_prompt(self, args: Arguments) -> Replica | None:
         """Returns the replica that gets the prompt of this call, where the trainer's ranks sample themselves."""
         prompts = args[0]
-        return self._service.of_prompt(prompts.id, prompts.not_before) if isinstance(prompts, PromptGroup) else None
+        return self._service.of_prompt(prompts.id) if isinstance(prompts, PromptGroup) else None
 
     async def _call_by_group(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
         """Calls the replica that works for the group of these samples, or the freest one when none does."""

@@ -185,17 +185,13 @@ class SamplingRank:
 
     @property
     def _twice(self) -> int:
-        """Returns the bytes that this rank trains and holds once more to sample with: shards in any case, slices of
-        tensor ranks and stages where `generation.grouping` is "vanilla", and the table of a head that is the embedding
-        too at the last stage."""
+        """Returns the bytes that this rank trains and holds once more to sample with: shards, and the table of
+        a head that is the embedding too at the last stage."""
         own, layout, stage = self.state["weights"], self.layout, self.stage
         if self._held_apart:
             return 0
-        vanilla = self.engine.config.generation.grouping == "vanilla"
-        if layout.shard > 1 or (vanilla and layout.pp > 1):
+        if layout.shard > 1:
             return own
-        if vanilla:
-            return self._slices
         table = stage.vocabulary * stage.hidden
         is_tied = self.engine.shape.outside < 2 * table
         gathers = self.engine.pp < layout.pp == self.number + 1
@@ -222,12 +218,10 @@ class SamplingRank:
         of_shards = 0 if layout.shard == 1 else (1 + layout.shard) * _bucket(held, table, layout.shard)
         made = exchanged = 0
         if layout.tp > 1:
-            vanilla = self.engine.config.generation.grouping == "vanilla"
-            parts = layout.tp // self.engine.tp  # Slices that a rank samples with; it may gather all of them for that.
-            ranks = layout.tp if vanilla else parts
+            parts = layout.tp // self.engine.tp  # Slices that a rank samples with.
             # Before its slices are made of it, a bucket is in memory twice: gloo has its own.
-            made, exchanged = self._slices * parts, (1 + 2 * ranks - parts) * _bucket(self._slices, gate)
-            if ranks == 1:
+            made, exchanged = self._slices * parts, (1 + parts) * _bucket(self._slices, gate)
+            if parts == 1:
                 made = exchanged = 0
         if layout.pp > self.engine.pp:
             made, exchanged = self.engine.version, max(exchanged, 2 * _bucket(held, table))

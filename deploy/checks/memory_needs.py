@@ -253,8 +253,8 @@ class TrainedModel:
     adapters: int | None = None
 
     def need(self) -> MemoryNeed:
-        largest = largest_pass(self.config, self.lengths, self._data).of_slice(self.layout.sp)
-        largest = with_pictures(largest, self.config, self.shape, self.lengths, self._data, largest=True)
+        largest = largest_pass(self.config, self.lengths, self.layout.data).of_slice(self.layout.sp)
+        largest = with_pictures(largest, self.config, self.shape, self.lengths, self.layout.data, largest=True)
         most = self._stages(largest, self._rows(largest=True))
         size, phases = self._total(most), max(most, key=_largest_phase)
         expected = self._total([self.likely_phases(stage) for stage in range(self.layout.pp)])
@@ -298,12 +298,6 @@ class TrainedModel:
         return self.name == "training" and self.config.generation.colocate != "none"
 
     @property
-    def _data(self) -> int:
-        """Returns the data ranks that train a batch."""
-        in_halves = self._samples and self.config.generation.colocate == "halves"
-        return self.layout.data // (2 if in_halves else 1)
-
-    @property
     def _engine(self) -> EngineMemory:
         layout = self.config.generation.layout
         return EngineMemory(
@@ -314,8 +308,8 @@ class TrainedModel:
     def likely_pass(self) -> ForwardPass:
         """Returns the micro-batch of a rank with prompts of the mean length; slices of rows are not packed."""
         shape = self.shape if self.layout.sp == 1 else replace(self.shape, packs=False)
-        size = likely_pass(self.config, shape, self.lengths, self._data, self.device).of_slice(self.layout.sp)
-        return with_pictures(size, self.config, shape, self.lengths, self._data)
+        size = likely_pass(self.config, shape, self.lengths, self.layout.data, self.device).of_slice(self.layout.sp)
+        return with_pictures(size, self.config, shape, self.lengths, self.layout.data)
 
     def _total(self, stages: list[dict[str, Parts]], names: Collection[str] = ()) -> int:
         """Returns the bytes of all ranks, or of these parts of them, each in its largest phase."""
@@ -345,7 +339,7 @@ class TrainedModel:
         if layout.pp == 1:
             batch = self._pass_beside(state["gradients"], size)
         else:
-            passes = passes_of_update(config, self.lengths, size, self._data)
+            passes = passes_of_update(config, self.lengths, size, self.layout.data)
             batch, buffers = stage_bytes(config, shape, size, stage, layout.pp, passes, lora=lora, tp=layout.tp)
         if self.name == "training" and config.training.zero_stage:
             batch = max(batch, FLOAT * zero_memory(config, shape).stepping())

@@ -102,11 +102,11 @@ def test_ranks_sample_what_separate_processes_would_and_resume_after_a_death(
         shown, _ = process.communicate(timeout=START)
     assert process.returncode == 75, shown
     assert "training0.1 died: killed by SIGKILL" in shown
-    assert "resuming" in finished([*colocated, "--generation.grouping", "vanilla"])
+    assert "resuming" in finished(colocated)
     assert audit(together).ok
     assert curve(together) == curve(apart)
     half = cut_bytes(quickstart_model) / 2
-    assert transitions(together) == {0: {(half, 0.0)}, 1: {(half, half)}}, "Table 2 of HybridFlow"
+    assert transitions(together) == {0: {(half, 0.0)}, 1: {(half, 0.0)}}, "Table 2 of HybridFlow"
     assert len({line["reward/mean"] for line in curve(apart)}) > 1
     for rank in (0, 1):
         assert sampled(together, rank)
@@ -172,27 +172,24 @@ def test_two_ranks_sample_together_and_resume_after_the_death_of_the_second(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grouping", ["zero-redundancy", "vanilla"])
 def test_four_ranks_sample_two_by_two_and_resume_after_the_death_of_a_leader(
-    grouping: str, quickstart_model: Path, tmp_path: Path
+    quickstart_model: Path, tmp_path: Path
 ) -> None:
     apart, together = tmp_path / "apart", tmp_path / "together"
     finished(command(quickstart_model, apart, axis="dp", ranks=1))
-    colocated = command(quickstart_model, together, *IN_GROUPS, "--generation.grouping", grouping, ranks=4)
-    second = {"zero-redundancy": 1, "vanilla": 2}[grouping]
+    colocated = command(quickstart_model, together, *IN_GROUPS, ranks=4)
     with running(colocated) as process:
         until_step(process, KILLED_AT)
         workers = workers_of(together)
-        assert workers["training", 0, second] == workers["generation", 1, 0]
-        os.kill(pid_of(together, "training", second), signal.SIGKILL)
+        assert workers["training", 0, 1] == workers["generation", 1, 0]
+        os.kill(pid_of(together, "training", 1), signal.SIGKILL)
         shown, _ = process.communicate(timeout=START)
     assert process.returncode == 75, shown
     assert "resuming" in finished(colocated)
     assert audit(together).ok
     assert rewards(together) == rewards(apart)
     part = cut_bytes(quickstart_model) / 4
-    table_2 = {"zero-redundancy": (part, 0.0), "vanilla": (3 * part, part)}[grouping]
-    assert transitions(together) == {0: {table_2}, 1: {table_2}}
+    assert transitions(together) == {0: {(part, 0.0)}, 1: {(part, 0.0)}}, "Table 2 of HybridFlow"
     for replica in (0, 1):
         assert {group % 2 for group in sampled(together, replica)} == {replica}, "THREE_D_ALL_MICRO_DP"
 
@@ -218,23 +215,3 @@ def _run_of(run_dir: Path) -> str:
     found = re.search(r"asyncrl-([0-9a-f]+)-", line["address"])
     assert found, line
     return found[1]
-
-
-def test_halves_that_take_turns_train_what_separate_processes_would_in_lockstep(
-    quickstart_model: Path, tmp_path: Path
-) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
-    lockstep = ["--staleness.admission", "lockstep"]
-    finished(command(quickstart_model, apart, *lockstep, axis="dp", ranks=1, limit=1))
-    halves = command(quickstart_model, together, *lockstep, "--generation.colocate", "halves", axis="dp", limit=1)
-    with running(halves) as process:
-        until_step(process, KILLED_AT)
-        os.kill(pid_of(together, "training", 1), signal.SIGKILL)
-        shown, _ = process.communicate(timeout=START)
-    assert process.returncode == 75, shown
-    assert "resuming" in finished(halves)
-    assert audit(together).ok
-    assert curve(together) == curve(apart)
-    assert [line["staleness/mean"] for line in curve(together)] == [0.0] + [1.0] * (STEPS - 1)
-    for rank in (0, 1):
-        assert {group // 4 % 2 for group in sampled(together, rank)} == {rank}, "whole batches, in turns"

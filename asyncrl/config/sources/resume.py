@@ -31,7 +31,7 @@ MAY_CHANGE = (
     ),
     *("generation.replicas", "generation.layout_tp", "generation.slots", "generation.device", "generation.deadline"),
     *("generation.cache_gb", "generation.prefill_tokens", "generation.colocate"),
-    *("generation.grouping", "generation.layout"),
+    "generation.layout",
     *("pools", *(f"{service}.pool" for service in (*COMPUTING, "environment"))),
     *("reference.device", "reference.replicas", "reference.layout"),
     *("reward.replicas", "reward.workers", "reward.deadline", "reward.device", "reward.layout"),

@@ -26,11 +26,8 @@ WEIGHTS = {
     "file": "safetensors in a folder, which generation copies beside version v",
 }
 """The way of new weights by transport."""
-INSIDE = {
-    "training": "the ranks of the trainer sample between two steps, with weights that they gather from each other",
-    "halves": "the ranks of the trainer sample in turns, and each takes every update: none are sent",
-}
-"""The way of new weights by `generation.colocate`."""
+INSIDE = "the ranks of the trainer sample between two steps, with weights that they gather from each other"
+"""The way of new weights with `generation.colocate`."""
 
 OFF = (0, "none")
 """Values of parts that are off."""
@@ -79,7 +76,7 @@ def _weight_lines(config: "Config") -> Iterator[str]:
     if colocate == "none":
         yield f"weights    {WEIGHTS[chosen.name]}; it flips between two decode steps"
     else:
-        yield f"weights    {INSIDE[colocate]}"
+        yield f"weights    {INSIDE}"
     if not config.publishes_weights:
         yield "transport  none: nothing is published"
         return

@@ -72,14 +72,6 @@ INSIDE: dict[str, Any] = {"generation": {"colocate": "training"}, "staleness": {
 JOINING = {"fleet": {"wire": "tcp", "listen": "tcp://127.0.0.1:9", "joined": {"training": 1}}}
 
 
-HALVES: dict[str, Any] = {
-    "generation": {"colocate": "halves"},
-    "staleness": {"limit": 1, "admission": "lockstep"},
-    "training": {"layout": {"dp": 2}},
-}
-"""Sections of a run in which one half of the ranks trains while the other samples."""
-
-
 def inside(**generation: Any) -> dict[str, Any]:
     return INSIDE | {"generation": INSIDE["generation"] | generation}
 
@@ -113,10 +105,9 @@ def sampled_by(trained: int, sampled: int) -> dict[str, Any]:
             "pp = 3 stages cannot be shared out as generation.layout.pp = 2 asks: write generation.layout = { pp = 3 }",
         ),
         (
-            inside(layout={"pp": 2}, grouping="vanilla") | {"training": {"layout": {"pp": 2}}},
-            'write "zero-redundancy", or write generation.layout = { pp = 1 }',
+            {"generation": {"colocate": "halves"}},
+            'no "halves" any more: write "training" with staleness.limit = 0, or "none"',
         ),
-        (HALVES | {"generation": {"colocate": "halves", "layout": {"tp": 2}}}, 'needs colocate = "training"'),
         (sampled_by(2, 2) | {"environment": {"use": "countdown"}}, "never tried with episodes: remove it"),
         (
             sampled_by(2, 2) | {"training": {"layout": {"tp": 2}, "router_replay": True}},
@@ -124,10 +115,7 @@ def sampled_by(trained: int, sampled: int) -> dict[str, Any]:
         ),
         (INSIDE | {"fleet": {"wire": "inproc"}}, "the trainer needs a process of its own: write wire"),
         (INSIDE | JOINING, "a trainer that joins does not sample: remove training"),
-        (HALVES | {"staleness": {"limit": 1}}, 'the other samples the next batch: write admission = "lockstep"'),
-        (HALVES | {"training": {"layout": {"dp": 3}}}, "halves of the copies take turns: write layout = { dp = 2 }"),
-        (HALVES | {"training": {"layout": {"dp": 2, "tp": 2}}}, "halves of the copies take turns"),
-        (HALVES | {"staleness": {"admission": "lockstep"}}, "the version before the one that trains it: write limit"),
+        ({"staleness": {"admission": "lockstep"}}, "the version before the one that trains it: write limit"),
         (inside(device="cuda") | {"training": {"device": "cuda", "layout": {"dp": 2}}}, "ranks need a GPU each that"),
     ],
 )
@@ -135,13 +123,6 @@ def test_what_ranks_that_sample_cannot_do_is_refused(sections: dict[str, Any], s
     """Names what to write instead."""
     with pytest.raises(ValidationError, match=re.escape(says)):
         Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "none"}, **sections})
-
-
-def test_a_grouping_that_nothing_reads_is_warned_of() -> None:
-    for colocate, warned in (({}, ["generation.grouping"]), (INSIDE, [])):
-        sections = {**colocate, "generation": {**colocate.get("generation", {}), "grouping": "vanilla"}}
-        config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "none"}, **sections})
-        assert [problem.key for problem in config.warnings if problem.key == "generation.grouping"] == warned
 
 
 @pytest.mark.parametrize("layout", [{"shard": 2}, {"pp": 2}, {"sp": 2}, {"tp": 2, "shard": 2}, {"pp": 2, "tp": 2}])

@@ -118,16 +118,6 @@ async def test_the_first_ranks_of_replicas_get_the_prompts(layout: Layout) -> No
     assert [worker.of("generate") for worker in workers] == [[0, 2], [], [1, 3], []]
 
 
-async def test_prompts_go_to_the_half_of_the_ranks_that_does_not_train_from_their_version() -> None:
-    replicas, workers = service(4)
-    replicas.trainer = Layout(dp=4, generation_pp=1, generation_tp=1, takes_turns=True)
-    replicas.isolated = {4: frozenset()}  # It is not alone: the replica might be one that trains.
-    handle = make_handle(Generation, replicas, 5.0)
-    for number in range(6):
-        await generate(handle, group(number, not_before=number // 3))
-    assert [worker.of("generate") for worker in workers] == [[4], [3, 5], [0, 2], [1]]
-
-
 async def generate(handle: Generation, prompts: PromptGroup) -> list[SampleName]:
     return [row.name async for found in handle.generate(prompts) for row in found]
 

@@ -112,18 +112,6 @@ def test_lists_with_one_value_a_row_come_back_in_order_and_others_by_rank() -> N
     assert fan.join([["a"], ["b"]]) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("version", "training"), [(6, [0, 1]), (7, [2, 3])])
-def test_rows_of_a_step_go_to_the_half_that_trains_from_its_version(version: int, training: list[int]) -> None:
-    layout = Layout(dp=4, takes_turns=True)
-    rows = tuple(RowRef(0, member, 0, 0, 1, 1, 0, 0, "stop", ()) for member in range(4))
-    fan, calls = fan_out(balanced(THREE_D_PROTO), [Cuts(0, version, BatchRef(rows), 4, 4)], layout)
-    assert [rank for rank, (cuts,) in enumerate(calls) if len(cuts) == 2] == training
-    assert [rank for rank, (cuts,) in enumerate(calls) if not len(cuts)] == [r for r in range(4) if r not in training]
-    assert fan.kept == (0, 1, 2, 3), "all change their weights, and report it"
-    with pytest.raises(ValueError, match="cannot take turns in halves"):
-        Layout(dp=3, takes_turns=True)
-
-
 def test_cuts_keep_the_denominators_of_the_whole_batch() -> None:
     cuts = Cuts(0, 3, refs([5, 1, 1, 1]), tokens=8, samples=4)
     _, calls = fan_out(balanced(THREE_D_PROTO), (cuts,), Layout(dp=2))

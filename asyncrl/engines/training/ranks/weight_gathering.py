@@ -98,7 +98,7 @@ def regrouping_of(layout: Layout, generation: GenerationConfig) -> Regrouping:
     ranks here: each has joined its slices."""
     pp, tp = generation.layout.pp, generation.layout.tp
     copies = replace(layout, dp=layout.data, shard=1, ep=1, generation_pp=pp, generation_tp=tp)
-    return Regrouping(copies, generation.grouping)
+    return Regrouping(copies)
 
 
 def gather_for_generation(

@@ -47,6 +47,13 @@ def test_the_old_number_of_ranks_is_passed_over_where_it_is_one_and_named_with_t
         check_resume(write_run(tmp_path, text.replace("layout_dp = 1", "layout_dp = 2")), config(), accept=False)
 
 
+def test_the_only_grouping_of_ranks_that_sample_is_passed_over_and_the_other_one_named(tmp_path: Path) -> None:
+    text = dump(config()).replace("[generation]\n", '[generation]\ngrouping = "zero-redundancy"\n')
+    assert check_resume(write_run(tmp_path, text), config(), accept=False) == []
+    with pytest.raises(ConfigError, match=r"generation\.grouping: .*always hold once what they train.*remove the line"):
+        check_resume(write_run(tmp_path, text.replace("zero-redundancy", "vanilla")), config(), accept=False)
+
+
 def test_the_old_name_of_a_task_is_refused_with_the_new_one() -> None:
     with pytest.raises(ConfigError, match=r"task\.prompts: .*: write asyncrl\.tasks\.builtin\.reverse$"):
         training_prompts(config(OLD_TASK))

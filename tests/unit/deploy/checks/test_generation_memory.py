@@ -97,17 +97,12 @@ def measured_phases(config: Config, model: Path) -> dict[str, int]:
 
 
 def planned(layout: dict[str, int], /, **generation: Any) -> MemoryNeed:
-    staleness = (
-        {"admission": "lockstep", "limit": 1}
-        if generation.get("colocate") == "halves"
-        else {"limit": 0, "policy": "block"}
-    )
     values = {
         "model": {"name": "m", **generation.pop("model", {})},
         "task": {"prompts": "p"},
         "generation": {"colocate": "training", **generation},
         "training": {"layout": layout},
-        "staleness": staleness,
+        "staleness": {"limit": 0, "policy": "block"},
     }
     config = Config.model_validate(values)
     found = {each.name: each for each in needs(config, SMOLLM2, LENGTHS)}
@@ -127,24 +122,16 @@ def test_a_rank_takes_the_most_of_its_phases_and_not_their_sum() -> None:
     assert need.least >= 2 * (WEIGHTS + 2 * (WEIGHTS - MATRICES // 2)), "weights to sample with, and both moments"
 
 
-def test_slices_of_tensor_ranks_are_a_part_of_what_is_gathered_unless_the_grouping_is_vanilla() -> None:
-    once, twice = phases({"tp": 2})["sampling"], phases({"tp": 2}, grouping="vanilla")["sampling"]
+def test_slices_of_tensor_ranks_are_a_part_of_what_is_gathered() -> None:
+    sampling = phases({"tp": 2})["sampling"]
     own = WEIGHTS - MATRICES // 2
-    assert (once["weights"], once["gathered to sample"], once.get("held twice", 0)) == (own, MATRICES // 2, 0)
-    assert twice == {**once, "held twice": MATRICES // 2}
-    assert "gradients" not in once
+    assert (sampling["weights"], sampling["gathered to sample"]) == (own, MATRICES // 2)
+    assert not {"held twice", "gradients"} & sampling.keys()
 
 
-@pytest.mark.parametrize(
-    ("layout", "grouping", "twice"),
-    [
-        ({"shard": 2}, "zero-redundancy", WEIGHTS // 2),
-        ({"dp": 2}, "zero-redundancy", 0),
-        ({"dp": 2}, "vanilla", 0),
-    ],
-)
-def test_shards_are_held_twice_and_copies_once(layout: dict[str, int], grouping: str, twice: int) -> None:
-    sampling = phases(layout, grouping=grouping)["sampling"]
+@pytest.mark.parametrize(("layout", "twice"), [({"shard": 2}, WEIGHTS // 2), ({"dp": 2}, 0)])
+def test_shards_are_held_twice_and_copies_once(layout: dict[str, int], twice: int) -> None:
+    sampling = phases(layout)["sampling"]
     assert sampling.get("held twice", 0) == twice
     assert sampling["weights"] + sampling.get("gathered to sample", 0) == WEIGHTS
 
@@ -154,8 +141,6 @@ def test_stages_hold_their_layers_once_and_an_embedding_that_is_the_head_too_twi
     sampling = phases({"pp": 2})["sampling"]
     assert sampling["held twice"] == TABLE
     assert sampling["weights"] == TABLE + (MATRICES + NORMS) // 2 + 4 * 576 // 2
-    both = phases({"pp": 2}, grouping="vanilla")["sampling"]
-    assert both["held twice"] == both["weights"]
 
 
 def test_weights_of_another_dtype_are_held_beside_those_that_train() -> None:
@@ -179,12 +164,6 @@ def test_weights_arrive_in_buckets() -> None:
     assert (start["weights"], start["read from files"]) == (WEIGHTS, WEIGHTS)
 
 
-def test_one_half_trains_the_rows_of_both() -> None:
-    both, halves = (phases({"dp": 4}, colocate=colocate)["step"] for colocate in ("training", "halves"))
-    assert both["activations"] < halves["activations"]
-    assert both["weights"] == halves["weights"]
-
-
 def test_rows_that_a_rank_samples_are_its_share_of_the_batch() -> None:
     """A rank has the rows of whole groups, of which there are eight."""
     caches = [phases({"dp": ranks}, slots=64)["sampling"]["cache"] for ranks in (1, 2, 4, 5)]
@@ -192,11 +171,13 @@ def test_rows_that_a_rank_samples_are_its_share_of_the_batch() -> None:
 
 
 def test_the_line_of_a_rank_names_its_phases_and_what_is_held_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--generation.colocate", "training", "--staleness.limit", "0", "--training.layout.tp", "2"]
-    assert cli.main(["plan", "quickstart", *flags, "--generation.grouping", "vanilla"]) == 0
+    flags = ["--generation.colocate", "training", "--staleness.limit", "0", "--training.layout.shard", "2"]
+    assert cli.main(["plan", "quickstart", *flags]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("training0", "generation"))]
     assert [line.split()[0] for line in lines] == ["training0.0", "training0.1"]
-    assert all(re.search(r"step .*; sampling [^;]*held twice 648 kB.*; gathering .*; start ", line) for line in lines)
+    assert all(
+        re.search(r"step .*; sampling [^;]*held twice [\d.]+ [kM]B.*; gathering .*; start ", line) for line in lines
+    )
 
 
 def test_ranks_that_sample_together_hold_slices_and_their_share_of_the_cache() -> None:
@@ -212,12 +193,6 @@ def test_ranks_that_sample_together_hold_slices_and_their_share_of_the_cache() -
     assert "gathering" not in found[4]
     whole = found[1]["sampling"]["cache"]
     assert [found[tp]["sampling"]["cache"] for tp in (2, 4)] == [whole, whole // 2], "16 rows, 32, and all 32 slots"
-    vanilla = phases({"tp": 4}, layout={"tp": 2}, grouping="vanilla")
-    assert vanilla["sampling"]["held twice"] == vanilla["sampling"]["gathered to sample"] == MATRICES // 4
-    assert (vanilla["gathering"]["gathered to sample"], vanilla["gathering"]["buckets"]) == (
-        MATRICES // 2,
-        7 * BUCKET_BYTES,
-    )
 
 
 def test_stages_that_sample_hold_their_layers_and_their_share_of_the_cache() -> None:

@@ -29,20 +29,16 @@ def specs(config: Config) -> dict[str, ServiceSpec]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "grouping", "ranks"),
+    ("layout", "ranks"),
     [
-        ({"tp": 4}, "zero-redundancy", [[0, 2], [1, 3]]),
-        ({"tp": 4}, "vanilla", [[0, 1], [2, 3]]),
-        ({"tp": 2}, "zero-redundancy", [[0, 1]]),
-        ({"pp": 2, "tp": 2}, "zero-redundancy", [[0, 1], [2, 3]]),
-        ({"tp": 4, "dp": 2}, "zero-redundancy", [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        ({"tp": 4, "shard": 2}, "vanilla", [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ({"tp": 4}, [[0, 2], [1, 3]]),
+        ({"tp": 2}, [[0, 1]]),
+        ({"pp": 2, "tp": 2}, [[0, 1], [2, 3]]),
+        ({"tp": 4, "dp": 2}, [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ],
 )
-def test_ranks_that_sample_together_have_one_replica(
-    layout: dict[str, int], grouping: str, ranks: list[list[int]]
-) -> None:
-    wanted = config(layout, generation={"grouping": grouping})
+def test_ranks_that_sample_together_have_one_replica(layout: dict[str, int], ranks: list[list[int]]) -> None:
+    wanted = config(layout)
     assert sampling_ranks(wanted) == ranks
     generation = specs(wanted)["generation"]
     assert (generation.replicas, generation.layout, generation.inside_ranks) == (len(ranks), Layout(tp=2), ranks)
@@ -50,11 +46,9 @@ def test_ranks_that_sample_together_have_one_replica(
     assert GateConfig.of(wanted).slots == len(ranks) * wanted.generation.slots
 
 
-def test_ranks_gather_what_they_sample_with_or_all_of_it() -> None:
+def test_ranks_gather_what_they_sample_with() -> None:
     """The trainer's layout tells with whom each rank gathers."""
-    for grouping, groups in (("zero-redundancy", [[0, 1], [2, 3]]), ("vanilla", [[0, 1, 2, 3]])):
-        layout = specs(config({"tp": 4}, generation={"grouping": grouping}))["training"].layout
-        assert layout.groups("gathering") == groups
+    assert specs(config({"tp": 4}))["training"].layout.groups("gathering") == [[0, 1], [2, 3]]
 
 
 def test_each_rank_alone_has_a_replica_by_default() -> None:

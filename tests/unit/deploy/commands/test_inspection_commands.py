@@ -212,17 +212,6 @@ def test_graph_shows_what_adapters_change(
     ("colocated", "way"),
     [
         (["colocate = 'training'", "[staleness]", "limit = 0"], "the ranks of the trainer sample between two steps"),
-        (
-            [
-                "colocate = 'halves'",
-                "[staleness]",
-                "admission = 'lockstep'",
-                "limit = 1",
-                "[training]",
-                "layout.dp = 2",
-            ],
-            "the ranks of the trainer sample in turns",
-        ),
     ],
 )
 def test_graph_shows_no_slots_where_nothing_is_published(

@@ -44,9 +44,9 @@ def slice_of(whole: Tensor, name: str, parts: int, number: int) -> Tensor:
 def gathered(
     trainer: PolicyTrainer, mesh: RankMesh, whole: dict[str, Tensor], tp: int, grouping: str
 ) -> dict[str, Any]:
-    generation = trainer.config.generation.model_copy(update={"grouping": grouping})
+    generation = trainer.config.generation
     generation = generation.model_copy(update={"layout": generation.layout.model_copy(update={"tp": tp})})
-    regrouping = regrouping_of(LAYOUT, generation)
+    regrouping = replace(regrouping_of(LAYOUT, generation), grouping=grouping)
     with_whom = {2: mesh.gathering, 4: Ranks()}[tp] if grouping == "zero-redundancy" else mesh.tensor
     named, weights = trainer.named_tensors(), trainer.trained_weights
     tensors, received = gather_for_generation(
