@@ -1,6 +1,7 @@
 """The rooms of the package: imports that run downwards, no two folders that import each other."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +98,44 @@ def test_no_two_folders_import_each_other() -> None:
             between[ends].append(f"{source} imports {target}")
     mutual = [between[pair] + between[pair[::-1]] for pair in between if pair[::-1] in between and pair < pair[::-1]]
     assert mutual == []
+
+
+FOR_TESTS = {
+    "asyncrl.rewards.text_readers",  # the table of SECURITY.md
+    "asyncrl.simulation.fakes.critic",
+    "asyncrl.simulation.simulated_run",
+}
+"""Modules that only tests and documents read."""
+
+
+def started() -> set[str]:
+    """Returns the modules that are entered without an import: commands, programs, also of the sandbox, and what whole
+    texts name."""
+    entered = ("asyncrl.deploy.commands.", "asyncrl.children.sandbox.inside.")
+    commands = {name for name in FILES if name.startswith(entered)}
+    programs = {name for name, path in FILES.items() if '__name__ == "__main__"' in path.read_text()}
+    shell = " ".join(path.read_text() for path in [*ROOT.glob("scripts/*"), *ROOT.glob("*.toml")] if path.is_file())
+    texts = set(re.findall(r"[\w.]+", shell))
+    for path in FILES.values():
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        texts |= {each for each in constants if isinstance(each, str)}
+    whole = {each.removeprefix("asyncrl.").partition(":")[0] for each in texts}
+    whole |= {each.rpartition(".")[0] for each in whole}  # Of a class in a module.
+    files = {each.rpartition("/")[2] for each in texts if each.endswith(".py")}
+    named = {name for name in FILES if name.removeprefix("asyncrl.") in whole or FILES[name].name in files}
+    of_bench = {name for name in FILES if name.removeprefix("asyncrl.bench.") in whole}
+    return commands | programs | named | of_bench
+
+
+def test_everything_is_reached_from_what_is_started() -> None:
+    """A module that only tests import is deleted, or gets its caller."""
+    targets = defaultdict(list)
+    for source, target in edges():
+        targets[source].append(target)
+    reached, left = set[str](), ["asyncrl.api", "asyncrl.deploy.cli", "asyncrl.bench.cli", *started()]
+    while left:
+        if (name := left.pop()) not in reached:
+            reached.add(name)
+            left += targets[name]
+    unreached = {name for name in FILES if FILES[name].name != "__init__.py"} - reached
+    assert unreached == FOR_TESTS
