@@ -31,16 +31,47 @@ def test_constraints_name_the_packages_of_all_extras() -> None:
     assert {*extras, *own} - {*pins, "asyncrl"} <= of_one_extra_each & {"cuda-bindings"}
 
 
-def test_the_image_asks_one_index_for_a_name() -> None:
+def locked(name: str) -> dict[str, str]:
+    """Returns the version of each package of a lock. Fails for a line without one version and one SHA-256."""
+    lines = [line for line in (ROOT / "deploy" / name).read_text().splitlines() if not line.startswith("#")]
+    found = [re.fullmatch(r"([a-z0-9._-]+)==([0-9][\w.]*) --hash=sha256:[0-9a-f]{64}", line) for line in lines]
+    assert all(found), [line for line, each in zip(lines, found, strict=True) if each is None]
+    return {name_of(each[1]): each[2] for each in found if each is not None}
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return {name_of(line): line.split("==")[1] for line in lines if "==" in line}
+
+
+def test_the_image_has_a_hash_for_every_package_it_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    image, build = locked("image.lock"), locked("build.lock")
+    assert {name_of(each) for each in project["project"]["dependencies"]} <= {*image, "torch"}
+    assert {name_of(each) for each in project["build-system"]["requires"]} <= build.keys()
+    pins = pinned()
+    unlike = {name: version for name, version in (image | build).items() if pins.get(name, version) != version}
+    assert unlike == {}, "run scripts/lock-image"
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    assert re.search(rf'^ARG TORCH="torch=={re.escape(pins["torch"])} --hash=sha256:[0-9a-f]{{64}}"$', dockerfile, re.M)
+
+
+def test_the_image_installs_wheels_with_hashes_and_builds_with_hashes() -> None:
     text = (ROOT / "deploy/Dockerfile").read_text()
-    assert "--extra-index-url" not in text
-    assert re.search(r"--no-deps [^&]*--index-url \S+ torch ", text)
+    assert not re.search(r"^ARG BASE_IMAGE=(?!\S+@sha256:[0-9a-f]{64}$|\S+:\d+\.\d+\.\d+-\S+$)", text, re.M)
+    for name in ("image.lock", "build.lock"):
+        (command,) = [
+            each for each in re.split("&&|^RUN", text, flags=re.M) if re.search(rf"--requirement \S*{name}", each)
+        ]
+        assert {"--require-hashes", "--no-deps", "--only-binary"} <= set(command.split())
+    assert re.search(r"--no-deps [^&]*--index-url \S+ [^&]*--requirement torch.lock", text)
+    assert "--no-build-isolation" in text, "isolation would fetch what builds the package without hashes"
 
 
 def test_no_name_is_asked_for_at_two_indexes() -> None:
     files = [ROOT / "docker-compose.yml", *(ROOT / "scripts").rglob("*"), *(ROOT / "deploy").rglob("*")]
     texts = {path.name: path.read_text() for path in files if path.is_file() and path.suffix != ".pyc"}
-    assert {"Dockerfile", "set-up-vllm", "test-containers"} <= texts.keys()
+    assert {"Dockerfile", "set-up-vllm", "test-containers", "lock-image"} <= texts.keys()
     assert [name for name, text in texts.items() if re.search("extra-index-url|EXTRA_INDEX_URL", text)] == []
 
 
