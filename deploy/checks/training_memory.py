@@ -127,9 +127,9 @@ def stage_bytes(
 ) -> tuple[int, int]:
     """Returns the most bytes of passes that a pipeline stage has begun and not computed backward, and those of torch's
     buffers for states and gradients of all passes. shape: of the stage."""
-    begun = replace(shape, layers=shape.layers * min(passes, stages - stage))
-    sides = (stage > 0) + (stage < stages - 1)
-    activations = pass_bytes(config, begun, size, lora=lora, head=stage == stages - 1, tp=tp)
+    begun, is_last = min(passes, stages - stage), stage == stages - 1
+    sides = (stage > 0) + (not is_last)
+    activations = pass_bytes(config, shape, size, lora=lora, head=is_last, tp=tp, begun=begun)
     return activations, sides * passes * size.tokens * FLOAT * shape.hidden
 
 
@@ -152,11 +152,13 @@ def pass_bytes(
     tp: int = 1,
     ep: int = 1,
     gathered: int = 0,
+    begun: int = 1,
 ) -> int:
     """Returns the most bytes that the pass takes at one moment. lora: only adapters are trained. head: logits are
     computed, as the policy does. tp: ranks that share out what is inside of attention and feed-forward layers. ep:
     ranks that share out experts, to which the router gives as many tokens each. gathered: bytes of layers that are
-    counted elsewhere, and are there with what a layer takes backward, but not with the logits."""
+    counted elsewhere, and are there with what a layer takes backward, but not with the logits. begun: passes whose
+    activations are kept at one time."""
     training = config.training
     narrow, casts = BYTES[training.precision], 2 if training.precision == "bfloat16" else 0
     hidden, adapters = shape.hidden, 0
@@ -175,9 +177,9 @@ def pass_bytes(
     if shape.encoder is not None:
         total += shape.encoder.kept_bytes(size.patches, narrow, again=again)
     if again:
-        kept = size.tokens * FLOAT * hidden * shape.layers
+        kept = size.tokens * FLOAT * hidden * shape.layers * begun
         return total + kept + max(layer + backward, output - gathered)
-    return total + shape.layers * layer + max(backward, output - gathered)
+    return total + shape.layers * begun * layer + max(backward, output - gathered)
 
 
 def _feed_forward(shape: Shape, narrow: int, tp: int) -> tuple[int, int]:

@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from asyncrl.config.schema import Config
 from asyncrl.deploy.checks.memory_needs import TrainedModel, needs
 from asyncrl.deploy.checks.row_lengths import RowLengths
-from asyncrl.deploy.checks.training_memory import BUCKET_BYTES, kept_bytes, largest_pass, likely_pass, pass_bytes
+from asyncrl.deploy.checks.training_memory import (
+    BUCKET_BYTES,
+    ForwardPass,
+    kept_bytes,
+    largest_pass,
+    likely_pass,
+    pass_bytes,
+    stage_bytes,
+)
 from asyncrl.engines.model_shape import FLOAT, shape_of
 from asyncrl.engines.training.batch.packed_rows import pack_rows
 from asyncrl.engines.training.batch.packing_families import shared_from
@@ -196,3 +204,19 @@ def test_small_tensors_leave_holes_in_the_heap_of_a_process_on_a_cpu(make_folder
     assert kept_bytes(config(), shape, size, 1000, "cuda") == 0
     large = largest_pass(config({"micro_batch_tokens": 10**6}), RowLengths(10**5, 10**5, 1))
     assert kept_bytes(config(), shape, large, 1000, "cpu") == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_each_pass_that_a_stage_of_slices_has_begun_takes_more(again: bool, make_folder: Callable[..., Path]) -> None:
+    """Rounded weights are the same for all of them, and a rank has those of its slices."""
+    shape, size = shape_of(str(make_folder())), ForwardPass(1, 1)
+    assert shape is not None
+    chosen = config({"precision": "bfloat16", "gradient_checkpointing": again})
+    found = {
+        tp: [stage_bytes(chosen, shape, size, 0, 4, passes, lora=False, tp=tp)[0] for passes in (1, 2, 3)]
+        for tp in (1, 2)
+    }
+    for first, second, third in found.values():
+        assert 0 < second - first == third - second
+    sliced = 2 * shape.layers * (shape.layer_parameters() - shape.layer_parameters(2))
+    assert sliced <= found[1][0] - found[2][0] < 1.2 * sliced
