@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.children.containment import OF_SECRETS, Surroundings, exit_status
+from asyncrl.children.containment import OF_SECRETS, Surroundings, exit_status, try_containment
 from asyncrl.children.pipe_messages import packed, receive, received
 from asyncrl.children.printed_output import ChildOutput
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, WireError
@@ -127,6 +127,10 @@ class GuardedProcess(ABC):
             child.loaded = True
         except TimeoutError:
             raise DeadlineExceeded(f"{name} could not be loaded within {settings.deadline:.0f} s") from None
+        except (ChildEnded, ConfigError):
+            if containment is not None:  # Where nothing can be contained, the code has no mistake.
+                await asyncio.to_thread(try_containment, containment)
+            raise
         finally:
             if not child.loaded:
                 await child.kill()

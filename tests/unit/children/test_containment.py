@@ -345,6 +345,22 @@ async def test_a_start_that_hangs_leaves_no_process(tmp_path: Path, monkeypatch:
             await asyncio.to_thread(os.sched_yield)
 
 
+async def test_a_host_on_which_nothing_can_be_contained_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = tmp_path / "bwrap"
+    fails.write_text(
+        '#!/bin/sh\necho "bwrap: Can\'t mount proc on /newroot/proc: Operation not permitted" >&2\nexit 1\n'
+    )
+    fails.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    limits: dict[str, Any] = {"workers": 1, "deadline": 5.0, "start_deadline": 30.0, "printed": tmp_path / "printed"}
+    spec = FunctionSpec("exact_match", "exact_match")
+    with pytest.raises(SandboxError, match=r"Can't mount proc .* systempaths=unconfined"), one_error():
+        async with running(lambda tasks: ChildPool([spec], tasks, containment=Containment(), **limits)):
+            pass
+
+
 def alive(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
