@@ -271,12 +271,14 @@ def start_run(arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
 def run_with_restarts(arguments: Sequence[str], restarts: int, run_dir: Path, start: Start = start_run) -> int:
     """Runs the command in a child, and at most `restarts` times again after exit code 75 or a death by a signal, then
     without ACCEPT: what has changed is taken over once. A mistake that the run names at a checkpoint for the second
-    time is left to a person: the next start would name it, too. Returns the last exit code."""
+    time is left to a person: the next start would name it, too. A run that was told to end is not started again,
+    however it ends. Returns the last exit code."""
     named = set[tuple[str, int]]()
+    told: list[int] = []
     for left in range(restarts, -1, -1):
-        code = _run_once(arguments, start)
+        code = _run_once(arguments, start, told)
         arguments = [argument for argument in arguments if argument != ACCEPT]
-        if left == 0 or (code >= 0 and code != RESUMABLE):
+        if told or left == 0 or (code >= 0 and code != RESUMABLE):
             break
         if code == RESUMABLE and (mistake := _named_mistake(run_dir)):
             if mistake in named:
@@ -302,17 +304,32 @@ def _named_mistake(run_dir: Path) -> tuple[str, int] | None:
     return kind, max((int(each.name) for each in directory.checkpoints.glob("[0-9]*")), default=0)
 
 
-def _run_once(arguments: Sequence[str], start: Start) -> int:
-    child = start(arguments)
+def _run_once(arguments: Sequence[str], start: Start, told: list[int]) -> int:
+    """Returns the exit code of a run. told: takes the signals by which this process is told to end it."""
+    children: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        told.append(number)
+        if children:
+            children[0].send_signal(number)
+        else:
+            early.append(number)
+
     # A terminal sends Ctrl-C to both of us; the child decides how to end. Other signals may reach only this process.
     before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(number)),
+        signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: told.append(number)),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
     }
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, for the child too.
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, frame: child.send_signal(number))
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, pass_on)
     try:
-        return child.wait()
+        if told:  # Between two children.
+            return RESUMABLE
+        children.append(start(arguments))
+        for number in early:
+            children[0].send_signal(number)
+        return children[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

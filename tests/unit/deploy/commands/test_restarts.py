@@ -80,6 +80,18 @@ def test_a_mistake_is_tried_again_once_at_a_checkpoint(
     assert len(runs.started) == starts
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize("ending", ["signal.signal(number, 0); os.kill(os.getpid(), number)", "sys.exit(75)"])
+def test_a_run_that_is_told_to_end_is_not_started_again(name: str, ending: str, tmp_path: Path) -> None:
+    """As by Ctrl-C, a service manager or a container engine, which tell both processes, also before the run listens."""
+    tells = (
+        f"import signal; number = signal.{name}; signal.signal(number, signal.SIG_IGN); os.kill(os.getppid(), number)"
+    )
+    runs = Endings(f"{tells}; {ending}", "sys.exit(0)")
+    assert run_with_restarts(["quickstart"], 3, tmp_path, runs) == 75
+    assert len(runs.started) == 1
+
+
 def test_the_handlers_of_signals_are_put_back(tmp_path: Path) -> None:
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     run_with_restarts([], 0, tmp_path, Endings("sys.exit(0)"))
