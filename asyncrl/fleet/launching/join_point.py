@@ -68,6 +68,9 @@ A controller that stood still itself finds all its hosts in this state."""
 FAREWELL = 2.0
 """Seconds for the order to leave to reach all hosts at the end of a run."""
 
+LONGEST_NAME = 64
+"""Characters of the name of a host, at most, on Linux."""
+
 
 @dataclass(eq=False)
 class JoinPoint:
@@ -282,6 +285,9 @@ class JoinPoint:
 
     async def _orders(self, request: JoinRequest) -> AsyncIterator[JoinOrder]:
         """Yields orders as long as the host is there."""
+        versions = {name: _one_word(version) for name, version in request.versions.items()}
+        host, service = _one_word(request.host), _one_word(request.service)
+        request = replace(request, host=host, service=service, versions=versions)
         if problem := self._objection(request):
             self.report(f"{request.host} may not join as {request.service}: {problem}")
             raise Refused(problem)
@@ -465,3 +471,8 @@ def _listener(wire: Wire, address: str) -> Listener:
     except (OSError, zmq.ZMQError) as error:
         advice = "another program listens there, or it is no address of this host; write another one in fleet.listen"
         raise ConfigError(f"cannot listen at {address} for workers that join: {error}. Perhaps {advice}") from error
+
+
+def _one_word(name: str) -> str:
+    """Returns what a stranger calls itself as it fits into a line: of one word, and no longer than names of hosts."""
+    return "".join(each if each.isprintable() and not each.isspace() else "?" for each in name[:LONGEST_NAME])

@@ -339,6 +339,18 @@ def test_a_host_that_does_not_fit_is_refused_with_both_sides_named(
     assert any(why in line for line in playing(play))
 
 
+@pytest.mark.parametrize("proof", ["echo", "other"])
+@pytest.mark.parametrize("of_stranger", ["x" * 100_000, "h1\nasyncrl: the run failed", "h1\u2028failed", "h1\x1b[2J"])
+def test_what_a_stranger_calls_itself_is_one_word_of_a_line(of_stranger: str, proof: str) -> None:
+    async def play(here: Site) -> None:
+        with pytest.raises(ConfigError, match="refuses this host"):
+            await here.host(of_stranger, proof=proof, torch=of_stranger)
+
+    (refusal,) = [line for line in playing(play) if " may not join as " in line]
+    assert refusal.isprintable()
+    assert len(refusal) < 600
+
+
 def test_another_protocol_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     other = "asyncrl.fleet.launching.joining_host.joining_hello"
     monkeypatch.setattr(other, lambda *args: replace(joining_hello(*args), protocol=7))
