@@ -231,7 +231,7 @@ class _JoinedHost:
         return self.client.hello.instance
 
     async def follow_orders(self) -> None:
-        """Returns when the controller has this host leave."""
+        """Carries out orders until the controller has this host leave."""
         settings, host = self.settings, self.settings.host
         identity = (host.machine, host.memory, host.name)
         request = JoinRequest(
@@ -240,18 +240,18 @@ class _JoinedHost:
             runs=settings.worker.spec.instance if settings.worker is not None else "",
         )
         todo: asyncio.Queue[JoinOrder] = asyncio.Queue()  # What a connection has delivered when it breaks is lost.
-        reading = self.tasks.create_task(self._read(request, todo), name="orders of the controller")
-        while (order := await todo.get()).kind != "leave":
-            await self._obey(order)
-        reading.cancel()
+        self.tasks.create_task(self._read(request, todo), name="orders of the controller")
+        while True:
+            await self._obey(await todo.get())
 
     async def _read(self, request: JoinRequest, todo: "asyncio.Queue[JoinOrder]") -> None:
-        """Takes orders at once, while earlier ones are carried out. At most MAX_ORDERS wait that change anything."""
+        """Takes orders at once, while earlier ones are carried out; one to leave ends whatever goes on."""
         orders = self.client.stream("join", (request,), ORDER_DEADLINE)
         async with aclosing(cast(Any, orders)):
             async for order in orders:
                 if order.kind == "leave":
                     self.settings.last_order = order
+                    raise _Left
                 if order.kind != "wait":
                     todo.put_nowait(order)
 
