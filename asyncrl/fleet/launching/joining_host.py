@@ -30,7 +30,7 @@ from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wakeup, Wire
-from asyncrl.lanes.data.file_cache import FileCache, relocated
+from asyncrl.lanes.data.file_cache import FileCache, NoRoom, relocated
 from asyncrl.lanes.host_id import HostId, gpus_of_host
 from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
 
@@ -51,6 +51,9 @@ BUSY = 5.0
 
 LISTS = 3
 """Times that a host asks which files there are, because one changed while it was copied."""
+
+ROOM = 1.0
+"""Seconds between two looks whether a full disk has room again."""
 
 RETRY = 0.5
 """Seconds between two tries to reach the controller."""
@@ -282,7 +285,7 @@ class _JoinedHost:
         telling = asyncio.create_task(self._tell_of_progress(), name="progress with files")
         try:
             async with settings.connection() as client:
-                settings.places = await self._bring(client)
+                settings.places = await self._bring_when_there_is_room(client)
         except (ConfigError, WireError) as problem:
             await self.report("missing", f"host {name} cannot run {settings.service} workers: {problem}")
             raise
@@ -300,6 +303,21 @@ class _JoinedHost:
                 told = progress
                 with suppress(PeerLost, DeadlineExceeded, Refused):
                     await self.report("busy")
+
+    async def _bring_when_there_is_room(self, client: Client) -> dict[str, str]:
+        """Tries again while the disk is full, which others may fill for a while, as long as it would for a run. Raises
+        NoRoom after that."""
+        loop, seconds, told = asyncio.get_running_loop(), self.settings.timeout, ""
+        began = loop.time()
+        while True:
+            try:
+                return await self._bring(client)
+            except NoRoom as full:
+                if loop.time() - began > seconds:
+                    raise
+                if not told:
+                    self.settings.say(told := f"{full}; trying for {seconds:g} s")
+            await asyncio.sleep(ROOM)
 
     async def _bring(self, client: Client) -> dict[str, str]:
         for _ in range(LISTS):

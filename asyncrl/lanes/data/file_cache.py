@@ -183,6 +183,10 @@ SPARE_BYTES = 64 << 20
 """Bytes that have to stay free where files are copied to."""
 
 
+class NoRoom(ConfigError):
+    """Reports that the disk of the cache is full now."""
+
+
 class FileCache:
     """Files of controllers on this host. folder: where copies are kept. say: takes what a person should read. run: for
     the logs of workers of a run whose directory is not seen here; None: below `folder`."""
@@ -304,7 +308,7 @@ class FileCache:
         had = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
         needed = sum(file.size for file in tree.files) - had + SPARE_BYTES
         if (free := shutil.disk_usage(partial).free) < needed:
-            raise ConfigError(
+            raise NoRoom(
                 f"the files of {tree.path} need {needed / 1e6:,.0f} MB in {self.folder}, where {free / 1e6:,.0f} MB "
                 "are free. Make room there, or name another folder with --cache"
             )

@@ -1,6 +1,7 @@
 """The wait for hosts counts from the last sign of progress, and the workers of a host share one copy of their files."""
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -187,3 +188,22 @@ def test_files_that_are_seen_need_no_folder_for_copies(model: Path, tmp_path: Pa
         return await FileCache(tmp_path / "file" / "cache", print).bring(await server.trees("echo"), none)
 
     assert asyncio.run(main()) == {str(model): str(model)}
+
+
+def test_a_host_whose_disk_is_full_for_a_while_joins_when_it_has_room(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = shutil.disk_usage(tmp_path)
+
+    async def play(point: JoinPoint, host: Callable[..., JoiningHost]) -> None:
+        free = room._replace(free=0)
+        monkeypatch.setattr("asyncrl.lanes.data.file_cache.shutil.disk_usage", lambda path: free)
+        host("h1")
+        spawned = asyncio.ensure_future(point.spawn(place(0)))
+        await asyncio.sleep(20)
+        assert not spawned.done()
+        free = room
+        assert (await spawned).host.name == "h1"
+
+    said = joined(tmp_path, SlowFiles(model, 0.0), play)
+    assert [text.rpartition("; ")[2] for text in said if "are free" in text] == ["trying for 30 s"]
