@@ -117,11 +117,11 @@ def test_print_config_shows_every_value_and_its_place_and_runs_nothing(
 
 
 def test_restarts_run_a_child_that_does_not_restart(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[str], int]] = []
+    asked: list[tuple[list[str], int, Path]] = []
     monkeypatch.setattr(run, "run_with_restarts", lambda *given: asked.append(given) or 0)
     assert cli.main(["run", "mine.toml", "--restarts", "2", "--seed", "1", "--run-dir", "d"]) == 0
-    ((arguments, times),) = asked
-    assert times == 2
+    ((arguments, times, directory),) = asked
+    assert (times, directory.name) == (2, "d")
     assert arguments == ["mine.toml", "--seed", "1", "--run-dir", "d", "--fleet.restarts=0"]
     assert trained.asked == []
     assert cli.main(["run", *arguments]) == 0
