@@ -157,6 +157,7 @@ async def train_async(
             run_dir=directory,
             display=display,
             command=f"the same call with run_dir={shlex.quote(str(directory))}",
+            is_call=True,
             accept_changes=accept_changes,
             prompts=None if isinstance(prompts, str) else prompts,
             algorithm=_algorithm_here(custom, config.algorithm.custom, display.say),

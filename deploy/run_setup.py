@@ -115,7 +115,8 @@ class RunRequest:
     command: resumes the run. places: where the values of keys come from. prompts, algorithm, services: Python objects
     that replace those of the config, such as rewards in this process. on_step: takes the metrics of each step, and
     returns whether the run shall end. forks: what workers are forked from, if it was started already. store: address
-    that gets a copy of the run after each checkpoint, "" for none.
+    that gets a copy of the run after each checkpoint, "" for none. is_call: a program calls, which gets an error of its
+    own code as it is; else it is an end of the run like any other.
     """
 
     config: Config
@@ -130,6 +131,7 @@ class RunRequest:
     forks: Forks | None = None
     store: str = ""
     on_step: OnStep | None = None
+    is_call: bool = False
 
 
 async def run(request: RunRequest) -> RunDirectory:
@@ -137,7 +139,7 @@ async def run(request: RunRequest) -> RunDirectory:
 
     Raises ConfigError or TaskError for a mistake of the user, if possible before anything is started. Once there is a
     checkpoint, the same request resumes after each error of what was started, whose exit status is 75; an error that is
-    none of asyncrl's own arrives as FleetFailed.
+    none of asyncrl's own arrives as FleetFailed, unless a program calls.
     """
     config = await asyncio.to_thread(with_steps_of_epochs, request.config, request.prompts)
     request = replace(request, config=_with_date(config, RunDirectory(request.run_dir)))
@@ -268,6 +270,9 @@ def _resume_advice(request: RunRequest, store: FileStore, signals: StopSignals) 
             raise  # The same command does not go on.
         has_checkpoint = bool(versions(store))
         if not (has_checkpoint or isinstance(failed, FleetFailed | RewardError | AlgorithmError)):
+            raise
+        if request.is_call and not is_known:
+            failed.add_note(f"Resume with: {request.command}")
             raise
         if not is_known:
             traceback.print_exception(failed)

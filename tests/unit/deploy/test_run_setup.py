@@ -438,6 +438,21 @@ async def test_every_end_of_a_run_with_a_checkpoint_names_the_command_that_resum
     assert str(ended.value).endswith("Resume with: asyncrl run") == resumes
 
 
+async def test_a_program_that_calls_gets_the_error_of_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def train(*_: object) -> None:
+        raise KeyError("rewards")
+
+    monkeypatch.setattr(run_setup, "_check", lambda request: [])
+    monkeypatch.setattr(run_setup, "_train", train)
+    monkeypatch.setattr(run_setup, "versions", lambda store: [5])
+    with pytest.raises(KeyError, match="rewards") as ended:
+        await run_setup.run(replace(order(tmp_path, steps=5), is_call=True))
+    assert ended.value.__notes__ == ["Resume with: asyncrl run"]
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("error", "code", "resumes"),
     [
