@@ -4,6 +4,8 @@ import os
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 from asyncrl.algorithms import acting, grpo, ppo, remax, safe_rlhf
@@ -34,11 +36,19 @@ def algorithm_of(config: Config) -> Algorithm:
     """Returns the algorithm to run, GRPO where a config needs no other service or row; raises as `algorithm_named`."""
     if config.algorithm.custom:
         return replace(algorithm_named(config.algorithm.custom), name=config.algorithm.custom)
-    return acting.ALGORITHM if config.acting.env else SHIPPED[_shipped(config.algorithm)]
+    if config.acting.env:
+        return acting.ALGORITHM
+    name = _shipped(config.algorithm)
+    if name in SHIPPED:
+        return SHIPPED[name]
+    return algorithm_from(import_module(f"asyncrl.algorithms.{name}"), f"asyncrl.algorithms.{name}")
 
 
 def _shipped(algorithm: AlgorithmConfig) -> str:
-    """Returns the name of the algorithm of asyncrl that fits this section."""
+    """Returns the name of the algorithm of asyncrl that fits this section: the file of the preset's name, if there is
+    one that no other key chooses."""
+    if algorithm.preset not in SHIPPED and find_spec(f"asyncrl.algorithms.{algorithm.preset}") is not None:
+        return algorithm.preset
     if algorithm.constraint == "lagrangian":
         return "safe_rlhf"
     return {"gae": "ppo", "greedy": "remax"}.get(algorithm.advantage, "grpo")
@@ -54,14 +64,15 @@ def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[P
         where, _, text = str(error).partition(": ")
         return [Problem("algorithm.custom", where, text)]
     runs, found = _shipped(config.algorithm), []
-    trainable = {name for name in SHIPPED if MODELS[name] <= MODELS[runs]}
+    trainable = {name for name in SHIPPED if MODELS[name] <= MODELS.get(runs, 1)}
     for function, names in (("roll_out", {runs}), ("train", trainable)):
         its = getattr(algorithm, function)
         name = next((name for name, shipped in SHIPPED.items() if getattr(shipped, function) is its), None)
         if name is not None and name not in names:
             why = (
                 f"its {function} is that of asyncrl.algorithms.{name}, made for {MADE_FOR[name]}, and this config has "
-                f'{MADE_FOR[runs]}: write preset = "{name}", or leave `custom` out to run asyncrl.algorithms.{runs}'
+                f'{MADE_FOR.get(runs, runs)}: write preset = "{name}", or leave `custom` out to run '
+                f"asyncrl.algorithms.{runs}"
             )
             found.append(Problem("algorithm.custom", f"algorithm.custom = {config.algorithm.custom}", why))
     return found

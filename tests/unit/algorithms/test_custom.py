@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl import algorithms
 from asyncrl.algorithms import grpo, remax
 from asyncrl.algorithms.algorithm_by_name import FROM_PYTHON, algorithm_named, algorithm_of, importable_algorithm
 from asyncrl.config.schema import Config
+from asyncrl.config.sections.algorithm_config import AlgorithmConfig
+from asyncrl.config.sections.environment_config import ActingConfig
 from asyncrl.controller.algorithm_interface import Algorithm, algorithm_from
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.journal.ledger import AttemptStarted, Dropped
@@ -308,3 +311,13 @@ def test_an_algorithm_that_waits_is_described_with_its_line(algorithm: Any, text
     assert said[1] == f"  roll_out of group 0 has not ended for members (0, 1, 2, 3); waits in {place}"
     assert "  train waits in " in said[2]
     assert "grpo.py, line" in said[2]
+
+
+def test_a_preset_with_a_file_of_its_name_runs_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(remax.__file__)).read_text()
+    (tmp_path / "raft.py").write_text(text)
+    monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])
+    grpo_keys = AlgorithmConfig()
+    chosen = Config.model_construct(algorithm=grpo_keys.model_copy(update={"preset": "raft"}), acting=ActingConfig())
+    assert algorithm_of(chosen).train.__module__ == "asyncrl.algorithms.raft"
+    assert algorithm_of(Config.model_construct(algorithm=grpo_keys, acting=ActingConfig())) is grpo.ALGORITHM
