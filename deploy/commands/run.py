@@ -1,5 +1,6 @@
 """`asyncrl run` trains an experiment, or resumes a run."""
 
+import builtins
 import shlex
 import signal
 import subprocess
@@ -293,13 +294,13 @@ def run_with_restarts(arguments: Sequence[str], restarts: int, run_dir: Path, st
 
 def _named_mistake(run_dir: Path) -> tuple[str, int] | None:
     """Returns the kind of error with which the last start of a run ended, and the newest checkpoint; None where the
-    fleet failed, which the next start may mend."""
+    fleet failed or a disk or memory was full, which the next start may find mended."""
     from asyncrl.telemetry.jsonl import read_lines
 
     directory = RunDirectory(run_dir)
     ends = [line for line in read_lines(directory.logs / CONTROLLER_LOG) if line.get("event") == "run ends"]
     kind = str(ends[-1].get("error", "")).partition(":")[0] if ends else ""
-    if kind in ("", "FleetFailed"):
+    if kind in ("", "FleetFailed") or issubclass(getattr(builtins, kind, object), OSError | MemoryError):
         return None
     return kind, max((int(each.name) for each in directory.checkpoints.glob("[0-9]*")), default=0)
 

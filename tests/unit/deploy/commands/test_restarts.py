@@ -62,6 +62,9 @@ def test_changes_are_accepted_by_the_first_start_only(tmp_path: Path) -> None:
         ([("TrainingStopped: the reward fell", 0)] * 3, 2),
         ([("JournalError: contradicts itself", 5), ("FleetFailed: x", 5), ("JournalError: again", 5)], 3),
         ([("FleetFailed: training0.0 died", 4)] * 4, 5),
+        ([("OSError: [Errno 28] No space left on device", 4)] * 4, 5),
+        ([("PermissionError: [Errno 1]", 4), ("MemoryError: ", 4), ("MemoryError: ", 4)], 4),
+        ([("KeyError: 'rewards'", 4)] * 3, 2),
         ([("", 4)] * 4, 5),
     ],
 )
