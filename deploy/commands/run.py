@@ -275,13 +275,16 @@ def run_with_restarts(arguments: Sequence[str], restarts: int, run_dir: Path, st
     time is left to a person: the next start would name it, too. A run that was told to end is not started again,
     however it ends. Returns the last exit code."""
     named = set[tuple[str, int]]()
+    before = len(_ends(run_dir))
     told: list[int] = []
     for left in range(restarts, -1, -1):
         code = _run_once(arguments, start, told)
         arguments = [argument for argument in arguments if argument != ACCEPT]
         if told or left == 0 or (code >= 0 and code != RESUMABLE):
             break
-        if code == RESUMABLE and (mistake := _named_mistake(run_dir)):
+        ends = _ends(run_dir)[before:]  # None where a full disk took no line.
+        before += len(ends)
+        if code == RESUMABLE and ends and (mistake := _named_mistake(ends[-1], run_dir)):
             if mistake in named:
                 where = f"at the checkpoint of step {mistake[1]}"
                 print(f"asyncrl: this is the second {mistake[0]} {where}; it is not started again", file=sys.stderr)
@@ -292,17 +295,21 @@ def run_with_restarts(arguments: Sequence[str], restarts: int, run_dir: Path, st
     return code if code >= 0 else RESUMABLE
 
 
-def _named_mistake(run_dir: Path) -> tuple[str, int] | None:
-    """Returns the kind of error with which the last start of a run ended, and the newest checkpoint; None where the
-    fleet failed or a disk or memory was full, which the next start may find mended."""
+def _ends(run_dir: Path) -> list[str]:
+    """Returns the error with which each start of a run ended so far, "" for none."""
     from asyncrl.telemetry.jsonl import read_lines
 
-    directory = RunDirectory(run_dir)
-    ends = [line for line in read_lines(directory.logs / CONTROLLER_LOG) if line.get("event") == "run ends"]
-    kind = str(ends[-1].get("error", "")).partition(":")[0] if ends else ""
-    if kind in ("", "FleetFailed") or issubclass(getattr(builtins, kind, object), OSError | MemoryError):
+    lines = read_lines(RunDirectory(run_dir).logs / CONTROLLER_LOG)
+    return [str(line.get("error", "")) for line in lines if line.get("event") == "run ends"]
+
+
+def _named_mistake(end: str, run_dir: Path) -> tuple[str, int] | None:
+    """Returns the kind of error with which a start of a run ended, and the newest checkpoint; None where the fleet or
+    one of its workers failed, or a disk or memory was full, which the next start may find mended."""
+    kind = end.partition(":")[0]
+    if kind in ("", "FleetFailed", "RemoteError") or issubclass(getattr(builtins, kind, object), OSError | MemoryError):
         return None
-    return kind, max((int(each.name) for each in directory.checkpoints.glob("[0-9]*")), default=0)
+    return kind, max((int(each.name) for each in RunDirectory(run_dir).checkpoints.glob("[0-9]*")), default=0)
 
 
 def _run_once(arguments: Sequence[str], start: Start, told: list[int]) -> int:

@@ -64,6 +64,7 @@ def test_changes_are_accepted_by_the_first_start_only(tmp_path: Path) -> None:
         ([("FleetFailed: training0.0 died", 4)] * 4, 5),
         ([("OSError: [Errno 28] No space left on device", 4)] * 4, 5),
         ([("PermissionError: [Errno 1]", 4), ("MemoryError: ", 4), ("MemoryError: ", 4)], 4),
+        ([("RemoteError: training0[0] raised OSError: [Errno 28] No space left on device", 4)] * 4, 5),
         ([("KeyError: 'rewards'", 4)] * 3, 2),
         ([("", 4)] * 4, 5),
     ],
@@ -81,6 +82,15 @@ def test_a_mistake_is_tried_again_once_at_a_checkpoint(
     runs = Endings(*endings, "sys.exit(0)")
     assert run_with_restarts(["quickstart"], 10, tmp_path, runs) == (0 if starts > len(ends) else 75)
     assert len(runs.started) == starts
+
+
+def test_an_end_that_no_log_took_is_not_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    line, log = json.dumps({"event": "run ends", "error": "RewardError: x"}), tmp_path / "logs" / "controller.jsonl"
+    wrote = f"print({line!r}, file=open({str(log)!r}, 'a')); sys.exit(75)"
+    runs = Endings(wrote, "sys.exit(75)", "sys.exit(75)", "sys.exit(0)")
+    assert run_with_restarts(["quickstart"], 10, tmp_path, runs) == 0
+    assert len(runs.started) == 4
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
