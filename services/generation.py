@@ -141,7 +141,7 @@ class GenerationService(Service, Generation):
         """Yields samples as they finish, one row each: columns prompt_ids, response_ids, versions (int32), logprobs
         (float32) and text (uint8, UTF-8, cut before a stop string). A sample that holds a slot for the deadline of the
         group ends as `length`. In an experiment with an environment each sample is a turn, its row has the turns so far
-        (trajectory.py), and what has no room for another turn comes back as it was, with the finish reason
+        (turn_requests.py), and what has no room for another turn comes back as it was, with the finish reason
         `token_limit`.
 
         Raises Refused for a group of another incarnation, TaskError for a prompt without tokens, with too many, or that

@@ -18,7 +18,7 @@ from asyncrl.engines.model_shape import BYTES, FLOAT, Shape, layers_of_stage
 from asyncrl.engines.models.model_folder import longest_row
 
 CHUNK = 32
-"""Positions in a block of the KV cache (generation/scheduling/block_tables.py)."""
+"""Positions in a block of the KV cache (generation/scheduling/block_pool.py)."""
 BYTES_PER_SAMPLED = 12
 """Token, log-prob and version of each token that a slot may sample (generation/scheduling/running_batch.py)."""
 BUCKET_BYTES = 32 << 20

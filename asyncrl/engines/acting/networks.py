@@ -1,4 +1,5 @@
-"""Small networks of any widths: the policy that acts, the values of its states, and twin critics of its actions."""
+"""Small networks of any widths: the policy that acts, the values of its states, twin critics of its actions, and the
+distributions that actions are drawn from."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
-"""A rank that follows, beside an event loop: it repeats what the leader of its replica does, with weights of its own.
+"""Generation by a replica of several ranks: one leads, and the others repeat its calls in the same order.
 
-leader      load(v) ── told ──┐             ┌── the next calls wait in their order
-this rank   update(v) ────────┴── load(v) ──┘   update returns
-            └── tensors of v, from the trainer's rank in this process
+plain_request, ...     the calls of an engine as plain values
+FollowingGeneration    a rank that follows, beside an event loop
+LeadingEngine          the engine of the rank that leads
 """
 
 import asyncio
@@ -74,6 +74,13 @@ NextCall = Callable[[], Awaitable[Call | None]]
 """Waits for the next call of the leader, as long as it is idle; None when the leader has ended. Raises PeerLost when it
 is gone."""
 NOTHING_NEW: Mapping[str, Tensor] = {}
+
+
+# A rank that follows, beside an event loop: it repeats what the leader of its replica does, with weights of its own.
+#
+# leader      load(v) ── told ──┐             ┌── the next calls wait in their order
+# this rank   update(v) ────────┴── load(v) ──┘   update returns
+#             └── tensors of v, from the trainer's rank in this process
 
 
 class FollowingEngine(TorchEngine):

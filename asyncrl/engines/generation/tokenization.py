@@ -1,4 +1,4 @@
-"""Tokenization of prompts (text, or messages with a chat template) and completions, stop strings and end ids."""
+"""Tokenization of prompts (text, or messages with a chat template), turns and completions, stop strings and end ids."""
 
 import json
 import re

@@ -228,7 +228,7 @@ class TorchEngine:
     a token now. waiting, running: requests without and with slots.
 
     folder: model and tokenizer, for from_pretrained. ranks: of a replica, each of which has an engine with some of the
-    layers, or slices of them; the engines get the same calls in the same order (ranks/leading_engine.py). `spec` is of
+    layers, or slices of them; the engines get the same calls in the same order (ranked_generation.py). `spec` is of
     what this rank has. failure: the error after which the ranks cannot go on, None as long as they can; `on_failure` is
     called once it is there. Raises ConfigError when the model's attention is not plain and causal, or ranks cannot
     share the layers out.

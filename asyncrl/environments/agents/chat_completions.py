@@ -1,4 +1,4 @@
-"""Writes chat completions: whole, or as a stream of chunks."""
+"""Chat completions of OpenAI's HTTP API for agents: requests are read and checked, answers are written."""
 
 import hashlib
 import json
@@ -247,6 +247,9 @@ def _listed(given: Any, where: str) -> list[Any]:
     if not isinstance(given, list):
         raise RefusedRequest(f"{where} has {given!r:.40} where a list belongs", where.partition("[")[0])
     return given
+
+
+# Writes chat completions: whole, or as a stream of chunks.
 
 
 DONE = "data: [DONE]\n\n"

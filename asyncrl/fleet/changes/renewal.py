@@ -51,7 +51,7 @@ async def begin_incarnation(running: RunningFleet, facts: RunFacts) -> None:
 
 
 def _is_complete(running: RunningFleet) -> bool:
-    """Returns whether all workers take calls that learn, and of the other services at least one replica each."""
+    """Returns whether all workers that learn take calls, and at least one replica of each other service."""
     learning, others = (running.supervisor.slots(learning=each) for each in (True, False))
     wanted = {slot.worker.service for slot in others if slot.is_awaited and slot.wanted.is_set()}
     return all(slot.worker.alive for slot in learning) and all(

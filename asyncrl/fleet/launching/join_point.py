@@ -398,7 +398,8 @@ class JoinPoint:
 
     async def _ended(self, offer: Offer, instance: str, reason: str) -> None:
         if offer.worker is not None and offer.worker.spec.instance == instance:
-            worker, offer.worker = offer.worker, None
+            worker = offer.worker
+            offer.worker = None
             worker.end(f"{reason} (on {offer.host.name})")
             offer.ended += 1
             if offer.failed_starts >= START_TRIES and not offer.is_leaving:

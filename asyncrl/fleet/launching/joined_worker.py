@@ -70,9 +70,8 @@ class JoinedWorker:
     def _order(self, kind: str) -> None:
         self.asked = kind
         if self.offer.is_away:
-            self.end(
-                f"its host {self.host.name} is gone: its connection broke", host_is_gone=True
-            )  # No order reaches it.
+            # No order reaches it.
+            self.end(f"its host {self.host.name} is gone: its connection broke", host_is_gone=True)
         elif not self._ended.done():
             self.offer.order(JoinOrder(kind, self.spec.instance, self.why))
 

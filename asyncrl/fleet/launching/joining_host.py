@@ -204,8 +204,10 @@ class JoiningHost:
     async def _await_end(self, worker: LaunchedWorker) -> None:
         reason = await worker.wait()
         self.launcher.clean_up(worker.spec)
-        self.worker, why, self.given_up_for = None, self.given_up_for, ""
-        self.say(f"{worker.spec.instance} {reason}" + (f", because the controller gave it up: {why}" if why else ""))
+        self.worker = None
+        why = f", because the controller gave it up: {self.given_up_for}" if self.given_up_for else ""
+        self.given_up_for = ""
+        self.say(f"{worker.spec.instance} {reason}{why}")
         if self._joined is not None:
             with suppress(PeerLost, DeadlineExceeded, Refused):  # Whoever reads the orders finds out.
                 await self._joined.report("ended", worker.spec.instance, reason)

@@ -1,10 +1,8 @@
-"""A host's end of files: finds those that are there already, and copies the others into a folder by digest.
+"""Files of a run on the hosts of its workers.
 
-CACHE/DIGEST/        a folder of the controller, whole, by the digest of its names and contents
-CACHE/DIGEST.part/   one that is being copied; what it has is kept when the copy is cut off
-CACHE/DIGEST.lock    held by the process that looks whether this host has it, and copies it
-CACHE/runs/DIGEST/   logs of workers of a run whose directory is not seen here
-CACHE/digests.json   digests of files that have not changed
+FileServer     the controller's end: lists files and sends parts of them
+FileDigests    digests of files, which are computed once
+FileCache      a host's end: copies what is not there into a folder by digest
 """
 
 import asyncio
@@ -168,6 +166,15 @@ def check_names(tree: FileTree) -> None:
             raise WireError(f"{tree.path} lists {file.name!r} with {file.size} bytes")
         if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in file.name:
             raise WireError(f"{tree.path} lists a file {file.name!r}, which is not in that folder")
+
+
+# A host's end of files: finds those that are there already, and copies the others into a folder by digest.
+#
+# CACHE/DIGEST/        a folder of the controller, whole, by the digest of its names and contents
+# CACHE/DIGEST.part/   one that is being copied; what it has is kept when the copy is cut off
+# CACHE/DIGEST.lock    held by the process that looks whether this host has it, and copies it
+# CACHE/runs/DIGEST/   logs of workers of a run whose directory is not seen here
+# CACHE/digests.json   digests of files that have not changed
 
 
 FetchPart = Callable[[str, int], Awaitable[FilePart]]

@@ -1,4 +1,4 @@
-"""Fetches rows as frames over the data lanes of their owners: from many owners at once, several chunks on their way."""
+"""Rows as frames over the data lanes of their owners: how a store serves them, and how a reader fetches them."""
 
 import asyncio
 from collections import deque
@@ -48,6 +48,9 @@ def serve_rows(store: RowStore) -> Dispatch:
 
 def _are_lists_of(kind: type, most: int, *lists: object) -> bool:
     return all(type(each) is list and len(each) <= most and {*map(type, each)} <= {kind} for each in lists)
+
+
+# Fetches rows as frames over the data lanes of their owners: from many owners at once, several chunks on their way.
 
 
 FETCH_DEADLINE = 30.0

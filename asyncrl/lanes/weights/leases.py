@@ -1,8 +1,4 @@
-"""Leases on the two slots of a weight arena, without memory or messages.
-
-Version v is stored in slot v mod 2. The trainer writes v + 1 while readers read v. A reader sends `using(v)` when it
-reads nothing but v. A killed reader holds nothing once its process was waited for and `detach` was called for it.
-"""
+"""Leases on versions of the weights, and the report of a receiver about one."""
 
 from typing import NamedTuple
 
@@ -18,6 +14,12 @@ class Fetched(NamedTuple):
 
     bytes: int = 0
     error: float = 0.0
+
+
+# Leases on the two slots of a weight arena, without memory or messages.
+#
+# Version v is stored in slot v mod 2. The trainer writes v + 1 while readers read v. A reader sends `using(v)` when it
+# reads nothing but v. A killed reader holds nothing once its process was waited for and `detach` was called for it.
 
 
 SLOTS = 2

@@ -3,7 +3,7 @@
     q, k, v, gate, up    some of the outputs: heads of attention, key-value heads, inner values
     o, down              the weights of these inputs; ranks sum the outputs
 
-Embedding, norms and head are whole on every rank of a stage that has them (see layer_stages.py), so that all tensor
+Embedding, norms and head are whole on every rank of a stage that has them (see LayerStage), so that all tensor
 ranks have the same states between these layers.
 """
 

@@ -1,4 +1,4 @@
-"""The KV blocks that exist, and how many tables use each of them."""
+"""Blocks of the KV cache: which exist and how often each is used, and which of them a sequence owns."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+
+
+# The KV blocks that exist, and how many tables use each of them.
 
 
 class BlockPool:

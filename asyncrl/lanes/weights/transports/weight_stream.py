@@ -1,8 +1,8 @@
-"""The trainer's side of a network: versions in buffers of their own, so that the trainer waits for no receiver.
+"""Versions of the weights over a network, pulled part by part.
 
-Of three buffers one has the newest version, one the version that a slow receiver pulls or differences build on, and one
-is written. A receiver that is slower than two versions is finished first: of versions that are pulled, the oldest
-stays. Receivers of a version that is overwritten are refused, and take the newest.
+WeightServer      answers receivers: at the trainer, and at every receiver for those below it
+StreamSender      the trainer's side: writes versions into buffers that are served
+StreamReceiver    the engine's side: pulls a version while the one before serves
 """
 
 import asyncio
@@ -123,6 +123,13 @@ def unpacked(message: Any) -> EncodedChunk:
     if kind not in set(WireCodec) or getattr(data, "dtype", None) != "u1" or getattr(data, "ndim", 0) != 1:
         raise Refused(f"no chunk of weights: kind {kind}")
     return EncodedChunk(WireCodec(kind), size, data, own, result, error)
+
+
+# The trainer's side of a network: versions in buffers of their own, so that the trainer waits for no receiver.
+#
+# Of three buffers one has the newest version, one the version that a slow receiver pulls or differences build on, and
+# one is written. A receiver that is slower than two versions is finished first: of versions that are pulled, the
+# oldest stays. Receivers of a version that is overwritten are refused, and take the newest.
 
 
 class StreamSender:

@@ -96,7 +96,7 @@ def test_an_end_that_no_log_took_is_not_the_one_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 @pytest.mark.parametrize("ending", ["signal.signal(number, 0); os.kill(os.getpid(), number)", "sys.exit(75)"])
 def test_a_run_that_is_told_to_end_is_not_started_again(name: str, ending: str, tmp_path: Path) -> None:
-    """As by Ctrl-C, a service manager or a container engine, which tell both processes, also before the run listens."""
+    """Ctrl-C, a service manager and a container engine tell both processes, perhaps before the run listens."""
     tells = (
         f"import signal; number = signal.{name}; signal.signal(number, signal.SIG_IGN); os.kill(os.getppid(), number)"
     )

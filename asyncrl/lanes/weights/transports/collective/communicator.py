@@ -1,4 +1,5 @@
-"""A pair of ranks that move parts of the weights: the trainer is rank 0, a receiver is rank 1."""
+"""A pair of ranks that move parts of the weights, and the thread that owns its communicator: the trainer is rank 0, a
+receiver is rank 1."""
 
 import atexit
 import threading

@@ -3,7 +3,7 @@
     connect ── in progress? ── post a group of sends or receives ── in progress? ── done on the stream? ── next group
                   └────────── deadline, abort, asynchronous error ──────────┴── abort the communicator
 
-Logic apart from the device: NcclLibrary is what it needs of NCCL (nccl_libraries.py). On a device it moved nothing yet.
+Logic apart from the device: NcclLibrary is what it needs of NCCL. On a device it moved nothing yet.
 """
 
 import base64

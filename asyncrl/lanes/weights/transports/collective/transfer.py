@@ -1,8 +1,8 @@
-"""The trainer's side: versions in blocks of their own, sent to each receiver by the thread of its pair.
+"""Versions of the weights over pairs of ranks, from the trainer to each engine.
 
-The trainer waits for no receiver. When it needs the block of a version that is being sent, the version is marked as
-overwritten first: its senders stop, and a receiver that has all bytes by then is refused when it asks for the
-confirmation, so that it uses no version in which two are mixed.
+groups, LinkServer    what both sides share: groups of parts, and calls over the encrypted control wire
+CollectiveSender      the trainer's side: sends each version from a block of its own
+CollectiveReceiver    the engine's side: receives into its idle block
 """
 
 import asyncio
@@ -119,6 +119,13 @@ class LinkServer:
             raise Refused(f"the weights lane answers {', '.join(_ARGUMENTS)}, not {call.method} with these values")
         answer: Awaitable[Any] = getattr(self._calls, call.method)(*call.args)
         return answer
+
+
+# The trainer's side: versions in blocks of their own, sent to each receiver by the thread of its pair.
+#
+# The trainer waits for no receiver. When it needs the block of a version that is being sent, the version is marked as
+# overwritten first: its senders stop, and a receiver that has all bytes by then is refused when it asks for the
+# confirmation, so that it uses no version in which two are mixed.
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ SPECIAL = {
 """-0, both infinities, quiet and signalling NaNs with payloads, the least subnormal and the largest finite number."""
 
 BOUNDS = {WireCodec.BFLOAT16: (2.0**-8, 0.0), WireCodec.FLOAT16: (2.0**-11, 2.0**-25)}
-"""Relative and absolute error, as rounding.py states them."""
+"""Relative and absolute error, as chunk_codec.py states them."""
 
 
 def weights(count: int, dtype: str, seed: int, scale: float = 0.02) -> Bytes:
