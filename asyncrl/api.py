@@ -46,7 +46,8 @@ class Run:
 
     def _facts(self) -> list[tuple[str, str]]:
         """Returns what a notebook shows of the run, by name."""
-        directory, lines = RunDirectory(self.path), self.metrics
+        directory = RunDirectory(self.path)
+        lines = self.metrics
         rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None]
         evaluations = {line.get("name", ""): line for line in read_lines(directory.evaluations)}
         found = [("run", str(self.path)), ("steps", f"{lines[-1]['step'] if lines else 0} of {self.config.steps}")]

@@ -126,7 +126,8 @@ class MachineLoad:
     @property
     def others(self) -> float:
         """Returns the share of all cores that other programs used so far."""
-        span, cores = time.monotonic() - self._began, os.cpu_count() or 1
+        span = time.monotonic() - self._began
+        cores = os.cpu_count() or 1
         return max(0.0, _busy_seconds() - self._busy - (own_seconds() - self._own)) / (span * cores)
 
     def __str__(self) -> str:
@@ -147,7 +148,8 @@ def _busy_seconds() -> float:
 
 def own_seconds() -> float:
     """Returns the CPU seconds of this process and of all its descendants, including those that have ended."""
-    parents, ticks = dict[int, int](), dict[int, int]()
+    parents = dict[int, int]()
+    ticks = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # The process has ended meanwhile.
             fields = path.read_text().rpartition(")")[2].split()  # A process name may hold blanks and brackets.

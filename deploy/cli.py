@@ -80,7 +80,8 @@ EXIT_CODES = {
     130: "The run was interrupted before its last checkpoint; the message names the newest one.",
 }
 
-MISTAKE, INTERRUPTED = 2, 130
+MISTAKE = 2
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

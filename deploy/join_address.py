@@ -49,7 +49,8 @@ def refuse_missing_keys(config: Config) -> None:
     """Raises ConfigError when the config names a folder without keys for hosts that join."""
     if not config.fleet.join_keys:
         return
-    folder, roles = Path(config.fleet.join_keys), sorted(config.fleet.joined)
+    folder = Path(config.fleet.join_keys)
+    roles = sorted(config.fleet.joined)
     if not (folder / CONTROLLER).exists():
         commands = ", ".join(f"`{program()} admit {folder} {role}`" for role in roles)
         raise ConfigError(f"fleet.join_keys: {folder} has no keys: make them on this host with {commands}")

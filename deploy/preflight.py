@@ -131,7 +131,8 @@ def missing_devices(config: Config, services: Collection[str] = ()) -> Iterator[
 
 def devices(config: Config) -> dict[str, str]:
     """Returns the devices of this host that services with torch compute on, by config key; those of a pool once."""
-    pools, names = pools_of(config), pool_names(config)
+    pools = pools_of(config)
+    names = pool_names(config)
     found: dict[str, str] = {}
     for spec in service_specs(config):
         pool = pools.get(names.get(spec.name, ""))
@@ -242,7 +243,8 @@ def rows_fit(config: Config, model: Path) -> bool:
 
 def _shared_memory_problems(config: Config, model: str) -> Iterator[Problem]:
     """Yields a problem when the weights do not fit into shared memory, and a warning when rows may not."""
-    need, free = _shared_memory_need(config, model), free_shared_memory()
+    need = _shared_memory_need(config, model)
+    free = free_shared_memory()
     found = f"{size_text(free)} of shared memory (/dev/shm) are free, and"
     remedy = "give it more (docker: --shm-size, compose: shm_size), or lower generation.max_new_tokens, staleness.limit"
     if need.weights > free:
@@ -261,7 +263,8 @@ def _shared_memory_problems(config: Config, model: str) -> Iterator[Problem]:
 def _context_problems(config: Config, folder: Path) -> Iterator[Problem]:
     """Yields problems of rows that are too long for the model, the longest answer without any prompt among them."""
     is_to_be_made = config.model.name.startswith("warmed:") and not folder.is_dir()
-    context, answer = CONTEXT if is_to_be_made else context_of_folder(folder), config.response_tokens
+    context = CONTEXT if is_to_be_made else context_of_folder(folder)
+    answer = config.response_tokens
     if context is not None and answer >= context:
         text = (
             f"{answer} new tokens leave no room for a prompt: {config.model.name} was made for {context} positions "

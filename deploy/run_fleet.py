@@ -65,7 +65,8 @@ HEARTBEAT = 10.0
 def facts_of(config: Config, directory: RunDirectory, model: Path, state: RunState) -> RunFacts:
     """Names a new start of the run and returns what its workers share."""
     folder = config.weights.folder if transport_of(config).name == "file" else None
-    start, keys = new_start(directory, folder), CurveKeys.fresh()
+    start = new_start(directory, folder)
+    keys = CurveKeys.fresh()
     return RunFacts(
         run=start,
         run_dir=directory.path,
@@ -87,7 +88,8 @@ async def run_fleet(
     """Starts the services of the run. scorers: folders of scoring models by service. pauses: turned by commands."""
     if freed := unlink_abandoned():
         request.display.say(f"removed {size_text(freed)} of shared memory that a run left whose processes were killed")
-    config, logs = request.config, facts.run_dir / "logs"
+    config = request.config
+    logs = facts.run_dir / "logs"
     options: dict[str, dict[str, Any]] = {name: {"model": str(folder)} for name, folder in scorers.items()}
     options["generation"] = {"longest_prompts": str(logs / LONGEST)}
     options["training"] = {"pretrain": str(logs / PRETRAIN)}
@@ -137,7 +139,8 @@ def _commands(
     running: RunningFleet, launcher: LocalLauncher, pauses: PauseSwitch, signals: StopSignals, display: Display
 ) -> AbstractAsyncContextManager[None]:
     """Takes commands beside the sockets of workers, or where workers join."""
-    directory, listens = RunDirectory(running.facts.run_dir), running.facts.config.fleet.listen
+    directory = RunDirectory(running.facts.run_dir)
+    listens = running.facts.config.fleet.listen
     address = on_tcp(launcher.host, "*") if listens else f"ipc://{launcher.sockets}/controller.commands"
     profiles = WorkerProfiles(running.health_poller, directory.profiles)
     replicas = {spec.name: spec.replicas for spec in service_specs(running.facts.config)}
@@ -165,8 +168,11 @@ async def _join_point(
         yield None
         return
     keys = join_keys(config, facts.run_dir)
-    pools, names, placed = pools_of(config), pool_names(config), Placement.of(config).workers
-    places, offered = {}, {}
+    pools = pools_of(config)
+    names = pool_names(config)
+    placed = Placement.of(config).workers
+    places = {}
+    offered = {}
     for spec in specs:
         if spec.joined:
             packages = ("asyncrl",) if spec.origin == "plain" else ("asyncrl", "torch", "transformers")

@@ -100,7 +100,8 @@ CAUSES = {
     errno.ENOMEM: "there is not enough memory",
 }
 """Resources that run out, by error number."""
-DEADLINE, HURRIED = 20.0, 5.0
+DEADLINE = 20.0
+HURRIED = 5.0
 """Seconds for the report, which takes about two; after a signal, whose sender waits for the end, the fewer."""
 WRITE = ("-m", "asyncrl.deploy.cli", "report")
 
@@ -262,7 +263,8 @@ def _resume_advice(request: RunRequest, store: FileStore, signals: StopSignals) 
     except (Interrupted, BrokenPipeError):
         raise
     except Exception as failed:  # Code of the user runs in this process too, and whatever ends a run, it is an end.
-        is_known, is_refusal = isinstance(failed, AsyncrlError | OSError), getattr(failed, "is_refusal", False)
+        is_known = isinstance(failed, AsyncrlError | OSError)
+        is_refusal = getattr(failed, "is_refusal", False)
         # The supervisor's errors have the command already, and what a full disk says is explained further up.
         if request.command in str(failed) or (is_known and exhausted(failed) is not None):
             raise
@@ -294,7 +296,8 @@ async def _train(
     progress: RunProgress,
     on_commit: OnCommit | None,
 ) -> None:
-    config, display = request.config, request.display
+    config = request.config
+    display = request.display
     progress.begin("reading the prompts and the model")
     with forks_of(config, request.forks, display.say) as forks:
         with _refusing_to_start():
@@ -313,7 +316,8 @@ async def _train(
                 observers = (*on_end, progress, frozen, request.on_step or step_callback(config))
 
                 async def train(now: RunState) -> None:
-                    algorithm, advantages = request.algorithm or algorithm_of(config), advantages_of(config)
+                    algorithm = request.algorithm or algorithm_of(config)
+                    advantages = advantages_of(config)
                     await TrainingRun(now, questions, algorithm, advantages, running, display, *observers).run()
 
                 await train_with_returns(
@@ -341,7 +345,9 @@ async def _read_texts_and_model(
 ) -> tuple[Path, Questions]:
     """Reads all texts before the model, which may take long to make, and says what the user may not expect of them.
     Raises TaskError and ConfigError for mistakes. is_new: the run does not resume, and its rewards are tried."""
-    config, say, notes = request.config, request.display.say, list[str]()
+    config = request.config
+    say = request.display.say
+    notes = list[str]()
     prompts = await asyncio.to_thread(read_prompts, config, request.prompts)
     rewards = request.services.get("reward")
     of_caller = getattr(rewards.implementation, "keywords", {}).get("functions", ()) if rewards is not None else ()
@@ -394,7 +400,8 @@ def nothing_left(request: RunRequest, directory: RunDirectory, plan: ResumePlan 
 def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan | None) -> SavedSamples:
     """Refuses changes of config and files, prints what a resume takes over, and writes config.toml and copies of files.
     At a first start it removes a model that an earlier start made of another config. Returns the samples to restore."""
-    config, files = request.config, look_at(source_files(request.config))
+    config = request.config
+    files = look_at(source_files(request.config))
     restored = NOTHING_SAVED
     if plan is not None:
         changes = _changes(request, directory, files)
@@ -402,7 +409,8 @@ def settle_config(request: RunRequest, directory: RunDirectory, plan: ResumePlan
             restored = plan.restorable(whole_groups=_scores_groups(config))
         for line in (*plan.said, *(f"changed: {change}" for change in changes), *unknown_sources(directory.sources)):
             request.display.say(line)
-        kept, answered = sum(len(members) for _, members in restored.waiting), len(restored.answered)
+        kept = sum(len(members) for _, members in restored.waiting)
+        answered = len(restored.answered)
         go_on = f"{answered} episodes go on after their last turn, " if answered else ""
         request.display.say(
             f"resuming {directory.path} at step {plan.version} of {config.steps}{_repeated_steps(plan)}: "

@@ -40,7 +40,8 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     if config.environment.use:
         specs.append(environment_spec(config))
     if config.reference_by_service:
-        implementation, replicas = "asyncrl.services.reference:ReferenceService", config.reference.replicas
+        implementation = "asyncrl.services.reference:ReferenceService"
+        replicas = config.reference.replicas
         ranks = rank_layout(config.reference.layout)
         specs.append(
             ServiceSpec("reference", Reference, implementation, replicas=replicas, layout=ranks, origin="torch")

@@ -104,9 +104,11 @@ async def _evaluate_saved(
         return [replace(await _evaluate_acting(saved, config, wanted), version=version)]
     config = config.model_copy(update={"model": config.model.model_copy(update={"lora": own.model.lora})})
     refuse([problem for problem in model_problems(config) if not problem.is_warning])
-    model, adapters = saved, None
+    model = saved
+    adapters = None
     if own.model.lora is not None:
-        model, adapters = base_folder(run_dir, own), saved
+        model = base_folder(run_dir, own)
+        adapters = saved
         await asyncio.to_thread(refuse_other_base, saved.parent, model)
     if not config.is_scored and "reward" not in services:
         raise ConfigError(
@@ -217,7 +219,8 @@ async def evaluate_model(
         generation = running.handle("evaluation", Generation)
         scorers = {name: running.handle(name, Reward) for name in config.scorers}
         environment = running.handle("environment", Environment) if config.environment.use else None
-        reward, cost = scorers["reward"], scorers.get("cost")
+        reward = scorers["reward"]
+        cost = scorers.get("cost")
         evaluators = [
             Evaluator(generation, reward, own, config, cost, environment, name, save) for name, own in questions.items()
         ]
@@ -273,7 +276,8 @@ def _policy_spec(config: Config, adapters: Path | None) -> ServiceSpec:
 
 def _scorer_spec(config: Config, service: Scorer, policy: Path) -> ServiceSpec:
     """Returns the spec of a scoring service; raises ConfigError when its model does not fit this policy."""
-    spec, model = reward_spec(config, service), config.scorers[service].model
+    spec = reward_spec(config, service)
+    model = config.scorers[service].model
     if not model:
         return spec
     folder = str(scoring_model_folder(config, model, f"{service}.model", policy))

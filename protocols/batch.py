@@ -21,7 +21,8 @@ SampleName = tuple[int, int, int]
 
 NO_ROOM = "token_limit"
 """Finish reason of an episode without room for what its environment said and one more token."""
-CUT, LATE = "length", "deadline"
+CUT = "length"
+LATE = "deadline"
 """Names of what ends an answer in the midst: generation.max_new_tokens, generation.deadline."""
 
 LARGEST_REWARD = 1e30

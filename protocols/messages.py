@@ -142,7 +142,8 @@ class Boundary:
         return max(parts, key=lambda part: part.at)
 
 
-SLACK_SHARE, SLACK = 1.5, 5.0
+SLACK_SHARE = 1.5
+SLACK = 5.0
 """Time, as a share of a sample's deadline and in seconds, by which its end may be late: less than its call waits."""
 
 
@@ -279,7 +280,8 @@ class Using:
 
     @classmethod
     def merge(cls, parts: "list[Using]") -> "Using":
-        readers, version = tuple(r for part in parts for r in part.readers), min(part.version for part in parts)
+        readers = tuple(r for part in parts for r in part.readers)
+        version = min(part.version for part in parts)
         return cls(readers, version, max((part.canary for part in parts if part.canary is not None), default=None))
 
 

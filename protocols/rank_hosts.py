@@ -27,7 +27,8 @@ WHAT_CROSSES: Mapping[Axis, tuple[str, str]] = {
 def hosts_of_ranks(layout: Layout, room: Mapping[H, int], placed: Mapping[int, H]) -> list[H]:
     """Returns the host of each rank. room: further ranks that each host takes, in the order of preference; together as
     many as `layout` needs. placed: ranks that run already, whose hosts stay."""
-    free, found = dict(room), dict(placed)
+    free = dict(room)
+    found = dict(placed)
     assert sum(free.values()) + len(found) >= layout.size, "the caller waits for enough room"
 
     def place(first: int, sizes: Sequence[int]) -> None:

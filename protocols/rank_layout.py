@@ -92,7 +92,8 @@ class Layout:
         return ((dp % self.data) * self.pp * self.tp + (pp % self.pp) * self.tp + tp % self.tp) * self.sp
 
     def place(self, rank: int) -> Place3D:
-        model, number = self.pp * self.tp, rank // self.sp
+        model = self.pp * self.tp
+        number = rank // self.sp
         return Place3D(number % model // self.tp, number % self.tp, number // model)
 
     def generation_replicas(self) -> list[list[int]]:
@@ -101,7 +102,8 @@ class Layout:
         Groups pick ranks at intervals of p / p_g and t / t_g, so that the training shard of each rank is a part of its
         generation shard (zero redundancy, HybridFlow 5.3).
         """
-        every_pp, every_tp = self.pp // self.gpp, self.tp // self.gtp
+        every_pp = self.pp // self.gpp
+        every_tp = self.tp // self.gtp
         groups: dict[tuple[int, int, int], list[int]] = {}
         for rank in range(self.size):
             at = self.place(rank)
@@ -125,7 +127,8 @@ class Layout:
         return list(groups.values())
 
     def _group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        at, slice_ = self.place(rank), rank % self.sp
+        at = self.place(rank)
+        slice_ = rank % self.sp
         match axis:
             case "everyone":
                 return ()

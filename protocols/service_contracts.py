@@ -268,7 +268,9 @@ class Critic(Contract):
         raise NotImplementedError
 
 
-UNDONE, RUNNING, ENDED = "undone", "running", "ended"
+UNDONE = "undone"
+RUNNING = "running"
+ENDED = "ended"
 """Answers of a rank that is asked to undo a step."""
 
 

@@ -29,9 +29,12 @@ def split_thoughts(text: str, opened: bool = False) -> tuple[str, str]:
     for mark in _MARK.finditer(text):
         if mark[0] in _END:
             if not unfinished:
-                unfinished, awaited = True, _END[mark[0]]
+                unfinished = True
+                awaited = _END[mark[0]]
         elif not mark[1] and (not awaited or mark[0] == awaited):
-            unfinished, awaited, end = False, "", mark.end()
+            unfinished = False
+            awaited = ""
+            end = mark.end()
     return (text, "") if unfinished else (text[:end], text[end:])
 
 

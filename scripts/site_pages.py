@@ -37,7 +37,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     source = next((source for source, added in ADDED.items() if added == str(here)), f"docs/{here}")
 
     def rewritten(link: re.Match[str]) -> str:
-        text, path, place = link[1], link[2], link[3] or ""
+        text = link[1]
+        path = link[2]
+        place = link[3] or ""
         target = os.path.normpath(PurePosixPath(source).parent / path)
         on_site = ADDED.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
         if on_site:

@@ -85,7 +85,8 @@ class CriticService(Service, Critic):
     async def values(self, samples: BatchRef) -> BatchRef:
         if self._ranks.follows:
             return samples
-        target, places = self._target, []
+        target = self._target
+        places = []
         results = await self._ranks.run("values", samples)
         for row, (values, updates) in zip(samples, results, strict=True):
             columns: dict[str, Array] = {target.values: values, target.valued_at: np.array([updates], np.int64)}
@@ -172,7 +173,8 @@ class CriticService(Service, Critic):
     async def _begin(self, cuts: Cuts, fresh: BatchRef) -> None:
         """Reads this rank's share of a batch, and starts the step on it. Raises LostRows."""
         self._version = max(self._version, cuts.version)
-        config, mesh = self.context.config, self._engine.mesh
+        config = self.context.config
+        mesh = self._engine.mesh
         share = fresh.take(balanced_parts(fresh.row_weights(), mesh.rows.size)[mesh.rows.rank])
         rows = await agreed(self.context, mesh, self.context.reader.read(share, columns_of(config)))
         self._run = await self.context.compute.run(self._step, cuts, share, rows)
@@ -198,7 +200,8 @@ class CriticService(Service, Critic):
         return ValueReport(cuts.incarnation, cuts.version, 0, reason, {f"{self._target.critic}/updates": 0.0})
 
     def _load(self, meeting: MeetingPlace | None) -> CriticTrainer:
-        context, target = self.context, self._target
+        context = self.context
+        target = self._target
         refuse_unusable(f"{target.critic}.device", target.settings(context.config).device)
         mesh = open_mesh(context, meeting, is_led=True)
         if context.facts.checkpoint_dir is None:

@@ -52,7 +52,8 @@ EXCERPT = 200
 """Characters of a prompt that an error quotes."""
 TOKEN_BYTES = 256
 """Bytes of the longest token of usual tokenizers, a row of blanks; what a row could take costs no memory."""
-JSON_BYTES, ANSWER_BYTES = 8, 1024
+JSON_BYTES = 8
+ANSWER_BYTES = 1024
 """Bytes in JSON of a byte of text at most, and of what surrounds an answer."""
 RESET_ADVICE = (
     "mend {}, or remove such rows from task.prompts; "
@@ -104,14 +105,17 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         self.counters = dict.fromkeys(counted, 0.0)
 
     async def start(self) -> None:
-        config, section = self.context.config, self._section
+        config = self.context.config
+        section = self._section
         # Beside the rows of the run, one of each sample that an evaluation has in work.
         evaluated = max(config.generation.slots * config.evaluate.replicas, config.evaluate.samples)
         slots = GateConfig.of(config).row_slots + evaluated
-        text, answer = config.generation.max_new_tokens * TOKEN_BYTES, JSON_BYTES * section.max_bytes + ANSWER_BYTES
+        text = config.generation.max_new_tokens * TOKEN_BYTES
+        answer = JSON_BYTES * section.max_bytes + ANSWER_BYTES
         transcript = JSON_BYTES * TOKEN_BYTES * section.max_tokens + section.max_turns * answer
         sizes = (config.task.max_prompt_tokens, section.max_tokens, text, section.max_turns, transcript)
-        columns, tokens = episode_columns(*sizes), config.task.max_prompt_tokens + section.max_tokens
+        columns = episode_columns(*sizes)
+        tokens = config.task.max_prompt_tokens + section.max_tokens
         columns |= recorded_columns(config, self.context.facts.model_dir, tokens)
         self.rows = self.context.open_rows(slots, bytes_of_row(columns))
         await super().start()
@@ -203,7 +207,8 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
         played = await self._play(state, sample, row, transcript, tuple(sampled))
         state.seconds += new_seconds(state, played)
         if played.error:
-            finish, reward = FAILED, 0.0
+            finish = FAILED
+            reward = 0.0
             self._report(sample.name, row, played)
             transcript = with_info(transcript, {CAUSE: self._cause(sample.name, played)})
         else:
@@ -211,7 +216,8 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
             if sample.group >= 0:  # Others are of the evaluation.
                 self._count(turn_counts(self._section.use, transcript, newest["info"]))
             transcript = with_info(transcript + newest["text"], newest["info"])
-            finish, reward = self._finish(sample, state, newest), newest["reward"]
+            finish = self._finish(sample, state, newest)
+            reward = newest["reward"]
         state.rewards = [*self._rewards_before(state, sample, played), reward]
         columns["transcript"] = transcript_column(transcript)
         columns["turn_rewards"] = np.array(state.rewards, np.float32)
@@ -231,7 +237,8 @@ class EnvironmentService(PooledService[EpisodePool], Environment):
     ) -> Played:
         """Plays the newest turn. The children forget an episode that does not stand where the transcript does, with
         which no attempt may go on, and one whose sample was released meanwhile, which no later release names."""
-        seed, goes_on = group_seed(self.context.config.seed, sample.group), False
+        seed = group_seed(self.context.config.seed, sample.group)
+        goes_on = False
         try:
             with self.context.occupancy.computing():
                 play = Play(state.name, row, seed, said_in(transcript), sampled, opened_in(transcript))

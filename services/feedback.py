@@ -85,7 +85,8 @@ class FeedbackService(RewardService):
             return None
         await self.board.version_seen(ref.last)
         self._count()
-        answer, seconds = RatableAnswer.of(sample, seen), self._feedback.deadline
+        answer = RatableAnswer.of(sample, seen)
+        seconds = self._feedback.deadline
         return await self.board.value(answer, self._useful_to(ref), seconds, ref.attempt)
 
     def _useful_to(self, ref: RowRef) -> float:

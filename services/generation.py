@@ -86,8 +86,10 @@ class GenerationService(Service, Generation):
         context = self.context
         self._engine = await self._open_engine()
         self._closing.callback(self._engine.close)
-        config, tokenizer = context.config, self._engine.tokenizer
-        prompt, response = config.task.max_prompt_tokens, config.response_tokens
+        config = context.config
+        tokenizer = self._engine.tokenizer
+        prompt = config.task.max_prompt_tokens
+        response = config.response_tokens
         episodes = bool(config.environment.use)
         key = "environment.max_tokens" if episodes else "generation.max_new_tokens"
         budget = TokenBudget(prompt, response, self._engine.context, key)
@@ -105,8 +107,11 @@ class GenerationService(Service, Generation):
 
     def _open_rows(self) -> None:
         """Opens the store of samples, for the longest ones."""
-        context, config, tokenizer = self.context, self.context.config, self._engine.tokenizer
-        prompt, response = config.task.max_prompt_tokens, config.response_tokens
+        context = self.context
+        config = self.context.config
+        tokenizer = self._engine.tokenizer
+        prompt = config.task.max_prompt_tokens
+        response = config.response_tokens
         # One group of the run at least, and as many groups as an evaluation samples at a time.
         evaluation_slots = max(config.generation.slots, config.evaluate.most_samples)
         # And one more, because the row of a turn is stored before that of the turn before is freed.
@@ -228,7 +233,8 @@ class GenerationService(Service, Generation):
         """Returns the columns of a sample that a person is shown; none if another worker has them. Those of an episode
         are its environment's. Raises LostRows for a sample that is gone."""
         episodes = bool(self.context.config.environment.use)
-        names, place = [*SHOWN, *(SHOWN_OF_EPISODES if episodes else ())], row.place_of(SHOWN[0])
+        names = [*SHOWN, *(SHOWN_OF_EPISODES if episodes else ())]
+        place = row.place_of(SHOWN[0])
         if self.rows is not None and place.owner == self.rows.address:
             return dict(zip(names, self.rows.read(place, names), strict=True))
         if not episodes:
@@ -252,7 +258,8 @@ class GenerationService(Service, Generation):
         )
         if "transcript" not in columns:
             return text
-        turns, rewards = json.loads(bytes(columns["transcript"])), tuple(columns["turn_rewards"].tolist())
+        turns = json.loads(bytes(columns["transcript"]))
+        rewards = tuple(columns["turn_rewards"].tolist())
         decode = partial(self._engine.tokenizer.decode, skip_special_tokens=False)
         played = Trajectory.of_row(columns)
         seen = played.context_of(played.turns)[: -int(played.spans[-2])]
@@ -277,7 +284,8 @@ class GenerationService(Service, Generation):
         """Waits for finished samples of these keys, as long as samples finish: each does by its deadline."""
         if finished := await next_items(stream, lambda: max(began, self._delivered_at) + silence):
             return finished
-        load, own = self._engine.load(), self.context.spec.instance
+        load = self._engine.load()
+        own = self.context.spec.instance
         members = ", ".join(str(key[1]) for key in keys if key in self._streams)
         version = "none yet" if self._engine.version == NO_WEIGHTS else self._engine.version
         raise DeadlineExceeded(
@@ -295,8 +303,12 @@ class GenerationService(Service, Generation):
         columns = _columns(completion) if after is None else after.columns()
         place = self.keep(request.key, columns)
         self.context.tracer.flow_start(f"sample {group}.{member}.{attempt}")
-        prompt, versions = columns["prompt_ids"], columns["versions"]
-        prompt_tokens, tokens, first, last = len(prompt), len(versions), int(versions[0]), int(versions[-1])
+        prompt = columns["prompt_ids"]
+        versions = columns["versions"]
+        prompt_tokens = len(prompt)
+        tokens = len(versions)
+        first = int(versions[0])
+        last = int(versions[-1])
         identity = (group, member, attempt, self.context.facts.incarnation)
         places = (place, *self._pictures.places(group))
         row = RowRef(*identity, prompt_tokens, tokens, first, last, completion.finish, places, opened=request.opened)

@@ -31,14 +31,16 @@ class TrainingService(TrainerService[PolicyTrainer]):
         return columns_of(self.context.config)
 
     def begin_step(self, cuts: Cuts, columns: Batch) -> PolicyStep:
-        temperature, shown = self.context.config.generation.temperature, set(cuts.shown)
+        temperature = self.context.config.generation.temperature
+        shown = set(cuts.shown)
         rows = train_rows(cuts.batch, columns, temperature, shown, self._pictures)
         return self._engine.begin(rows, cuts.incarnation, cuts.version)
 
     def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
         context = self.context
         texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
-        base, checkpoint = context.facts.model_dir, context.facts.checkpoint_dir
+        base = context.facts.model_dir
+        checkpoint = context.facts.checkpoint_dir
         extra: dict[str, Any] = {}
         if checkpoint is None:
             engine = PolicyTrainer(context.config, base, mesh, texts)

@@ -62,7 +62,8 @@ class ReferenceService(Service, Reference):
 
     async def _logprobs(self, samples: BatchRef) -> list[NDArray[np.float32]]:
         """Computes the log-probs of these samples on all ranks."""
-        columns, mesh = self._columns(), self._mesh
+        columns = self._columns()
+        mesh = self._mesh
         return await results_of_forward_passes(self.context, samples, self._forward, columns, see=True, mesh=mesh)
 
     def _columns(self) -> list[str]:
@@ -94,6 +95,8 @@ class ReferenceService(Service, Reference):
     def _logprobs_of(self, rows: Batch, pictures: Sequence[PromptPictures | None]) -> list[NDArray[np.float32]]:
         config = self.context.config
         temperatures = [config.generation.temperature] * len(rows)
-        chunk, budget = config.training.logits_chunk, self._mesh.pass_budget(config.training.micro_batch_tokens)
-        spans, experts = spans_of(rows), experts_of(rows)
+        chunk = config.training.logits_chunk
+        budget = self._mesh.pass_budget(config.training.micro_batch_tokens)
+        spans = spans_of(rows)
+        experts = experts_of(rows)
         return frozen_logprobs(self._model, *token_ids(rows), temperatures, chunk, spans, budget, experts, pictures)

@@ -100,7 +100,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
         scores = []
         chosen = self._functions.of_group(samples.rows[0].group) if len(samples) else self._functions.run
         score_all = self._call_functions if chosen.is_own else self._score_all
-        found, specs = await score_all(samples, scored), chosen.specs if chosen.is_own else self._specs
+        found = await score_all(samples, scored)
+        specs = chosen.specs if chosen.is_own else self._specs
         for sample, results, row_ref in zip(scored, found, samples, strict=True):
             place = self._functions.place(sample.group)
             failure = self._failure(sample)
@@ -121,7 +122,8 @@ class RewardService(PooledService[SplitPool | InProcessPool], Reward):
 
     async def start(self) -> None:
         """Starts the functions, and opens rows for the rewards of tokens, if there are any."""
-        config, context = self.context.config, self.context
+        config = self.context.config
+        context = self.context
         if self._by_token:
             self._text_of = await asyncio.to_thread(token_texts, context.facts.model_dir)
         if self._by_token and stores_token_rewards(config):

@@ -98,7 +98,8 @@ class RewardModelService(RewardService):
         lengths = list(map(len, rows))
 
         async def compute(own: Sequence[int]) -> list[float]:
-            left, passes = {number: lengths[row] for number, row in enumerate(own)}, []
+            left = {number: lengths[row] for number, row in enumerate(own)}
+            passes = []
             while left:
                 passes.append(_within(left, self.context.config.training.micro_batch_tokens))
                 left = {number: length for number, length in left.items() if number not in passes[-1]}
@@ -111,7 +112,8 @@ class RewardModelService(RewardService):
         return await on_all_ranks(self.context, self._mesh, lengths, compute)
 
     def _load(self, meeting: MeetingPlace | None) -> ValueModel:
-        context, key = self.context, f"{self.context.spec.service}.model"
+        context = self.context
+        key = f"{self.context.spec.service}.model"
         refuse_unusable(f"{context.spec.service}.device", self._section.device)
         self._mesh = mesh = open_mesh(context, meeting, is_led=True)
         device = own_device(self._section.device, mesh.rank, mesh.size)
@@ -134,7 +136,8 @@ class RewardModelService(RewardService):
 
     def _conversations(self, samples: list[Sample]) -> tuple[dict[int, FunctionResult], dict[int, list[int]]]:
         """Returns the tokens of conversations, and the results of those that have none."""
-        results, rows = dict[int, FunctionResult](), dict[int, list[int]]()
+        results = dict[int, FunctionResult]()
+        rows = dict[int, list[int]]()
         for number, sample in enumerate(samples):
             try:
                 rows[number] = self._conversation(sample).tolist()
@@ -168,7 +171,8 @@ class RewardModelService(RewardService):
 
 def _within(lengths: Mapping[int, int], tokens: int) -> list[int]:
     """Returns the first of these rows, and those after it that have room in one padded batch of so many tokens."""
-    part, longest = list[int](), 0
+    part = list[int]()
+    longest = 0
     for number, length in lengths.items():
         longest = max(longest, length)
         if part and longest * (len(part) + 1) > tokens:

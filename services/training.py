@@ -88,7 +88,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         async with self._lock:
             if (report := self._last_report.get(digest)) is not None:
                 return report
-            step, position = await self._running_step(), _position_text(*self._position)
+            step = await self._running_step()
+            position = _position_text(*self._position)
             if (cuts.incarnation, cuts.version) != self._position:
                 wanted = _position_text(cuts.incarnation, cuts.version)
                 raise Refused(f"cannot train from {wanted}: the trainer is at {position}")
@@ -159,7 +160,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
         async with self._lock:
             runs = not self._is_undone and await self._running_step() is not None
             if (incarnation, version) != self._position or runs:
-                wanted, position = _position_text(incarnation, version), _position_text(*self._position)
+                wanted = _position_text(incarnation, version)
+                position = _position_text(*self._position)
                 raise Refused(f"cannot save a checkpoint of {wanted}: the trainer is at {position}")
             facts = {"version": version, "incarnation": incarnation, "chain": self._chain.hex()}
             try:
@@ -272,7 +274,9 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     def _report(self, outcome: StepOutcome) -> StepReport:
         announces = self._published.arena or self.context.handover is not None
         published = self._published if announces and not outcome.skipped else None
-        chain_hex, metrics, samples = self._chain.hex(), outcome.metrics | self._gathered, outcome.samples
+        chain_hex = self._chain.hex()
+        metrics = outcome.metrics | self._gathered
+        samples = outcome.samples
         return StepReport(*self._position, outcome.updates, outcome.skipped, chain_hex, metrics, samples, published)
 
     @property
@@ -292,7 +296,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
     async def _open_weights(self) -> WeightSender:
         """Opens the trainer's end of the weight lane. Raises ConfigError when shared memory has no room for it, or
         `weights.folder` cannot be used."""
-        context, chosen = self.context, transport_of(self.context.config)
+        context = self.context
+        chosen = transport_of(self.context.config)
         folder = folder_of_start(context.config.weights.folder, context.facts.run_dir, context.facts.run)
         ends = context.facts.weights_arena, self._engine.weights_spec, partial(weight_network, context), folder
         try:
@@ -351,7 +356,8 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
     def _gather(self) -> tuple[dict[str, torch.Tensor], int, int]:
         """Returns what this rank generates with, the bytes received, and those that memory then holds twice."""
-        engine, groups = self._engine, regrouping_of(self.context.spec.layout, self.context.config.generation)
+        engine = self._engine
+        groups = regrouping_of(self.context.spec.layout, self.context.config.generation)
         with self._mesh.failing(), self.context.occupancy.exchanging():
             tensors, received = gather_for_generation(engine.named_tensors(), engine.weights_spec, groups, self._mesh)
             engine.trained_weights.hold_once(tensors)

@@ -129,7 +129,8 @@ def _note_names() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    children, segments = _children(), _segments()
+    children = _children()
+    segments = _segments()
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_no_task_left_behind")
     yield

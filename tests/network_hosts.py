@@ -225,7 +225,8 @@ class NetworkHosts:
         _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
         for number in numbers:
-            host, port = self._network(number), f"port{number}"
+            host = self._network(number)
+            port = f"port{number}"
             _run("ip", "netns", "add", host)
             ends = ["link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host]
             _run("ip", "-n", self._switch, *ends)

@@ -63,7 +63,8 @@ def algorithm_problems(config: Config, given: Algorithm | None = None) -> list[P
     except ConfigError as error:
         where, _, text = str(error).partition(": ")
         return [Problem("algorithm.custom", where, text)]
-    runs, found = _shipped(config.algorithm), []
+    runs = _shipped(config.algorithm)
+    found = []
     trainable = {name for name in SHIPPED if MODELS[name] <= MODELS.get(runs, 1)}
     for function, names in (("roll_out", {runs}), ("train", trainable)):
         its = getattr(algorithm, function)

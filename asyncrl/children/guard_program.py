@@ -16,8 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-STDIN, STDOUT, STDERR = 0, 1, 2
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+STDIN = 0
+STDOUT = 1
+STDERR = 2
 FIRST_PROCESS = 1
 SIGNAL_STATUS = 128
 """A contained child ends with this and the number of a signal where a signal ended it."""

@@ -107,7 +107,8 @@ class GuardedProcess(ABC):
         server: module whose `serve_pipes` runs in the child. code: the first message, which says what it loads. name:
         what it loads, for errors. descriptors: open files that it inherits.
         """
-        containment, output = settings.containment, settings.output
+        containment = settings.containment
+        output = settings.output
         guard = (sys.executable, "-m", "asyncrl.children.guard_program", server)
         process = await asyncio.create_subprocess_exec(
             *([] if containment is None else containment.command()),

@@ -18,7 +18,8 @@ from asyncrl.lanes.bounded_msgpack import unpacked
 
 LARGEST = 64 * 2**20
 """Bytes; a group of a thousand samples of 16k characters fits twice."""
-CONTAINERS, ITEMS = 2**18, 2**23
+CONTAINERS = 2**18
+ITEMS = 2**23
 """Lists and tables of a message, and items in all of them: a thousand episodes of a hundred turns, the rewards of seven
 million tokens. What a contained child writes is decoded in a worker that nothing contains."""
 HEAD = 4
@@ -108,7 +109,8 @@ class BatchedPipe:
 
 async def open_pipes() -> tuple[asyncio.StreamReader, int]:
     """Returns copies of stdin and stdout in a child; the user's code then reads nothing and prints to stderr."""
-    calls, results = os.dup(STDIN), os.dup(STDOUT)
+    calls = os.dup(STDIN)
+    results = os.dup(STDOUT)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, STDIN)
     os.close(nothing)

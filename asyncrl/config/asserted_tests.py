@@ -119,7 +119,8 @@ def _is_pythons(module: str) -> bool:
 
 def _unrun(tree: ast.Module, entry: str) -> tuple[list[str], list[str]]:
     """Returns the calls of checks, and the classes and functions with tests, that nothing in the test runs."""
-    calls, run = [], []
+    calls = []
+    run = []
     for node in _live(tree)[1].values():
         needed = (
             [] if isinstance(node, ast.ClassDef) else node.args.args[: len(node.args.args) - len(node.args.defaults)]

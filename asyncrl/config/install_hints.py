@@ -81,7 +81,8 @@ def pip_uninstall(*names: str) -> str:
 def install_extra(extra: str) -> str:
     """Returns the command that installs an extra of asyncrl from where it was installed: a checkout in place, with its
     pins. asyncrl is on no package index."""
-    checkout, origin = _checkout(), _origin()
+    checkout = _checkout()
+    origin = _origin()
     if checkout is None and origin:
         kind = f"{origin['vcs_info']['vcs']}+" if "vcs_info" in origin else ""
         return pip_install(f"asyncrl[{extra}] @ {kind}{origin['url']}")
@@ -204,7 +205,9 @@ def _has_parquet(spec: str) -> bool:
 def _of_training(config: "Config") -> Iterator[Requirement]:
     """Yields what an optimizer needs, and weights between GPUs; for NCCL either of two bindings. What joins has its
     packages on its own host."""
-    optimizer, named, joined = config.training.optimizer, config.weights.transport, config.fleet.joined
+    optimizer = config.training.optimizer
+    named = config.weights.transport
+    joined = config.fleet.joined
     if optimizer == "adamw8bit" and "training" not in joined:
         yield ("training.optimizer", optimizer, "bitsandbytes", install_extra("bitsandbytes"))
     ends = ["training", "generation", *(["evaluation"] if config.evaluate.is_on else [])]

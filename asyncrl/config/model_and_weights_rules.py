@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def model_problems(config: "Config") -> Iterator[Problem]:
     """Yields warnings about values that nothing reads, and about what adapters do not change."""
-    model, critic = config.model, config.algorithm.advantage == "gae"
+    model = config.model
+    critic = config.algorithm.advantage == "gae"
     if model.float32_head and model.dtype == config.training.precision == "float32":
         text = "it changes nothing, because everything is computed in float32 already: remove float32_head"
         yield Problem("model.float32_head", "", text, ("model.dtype", "training.precision"), is_warning=True)
@@ -47,7 +48,8 @@ def _unread_reference_keys(config: "Config") -> Iterator[Problem]:
 
 def replay_problems(config: "Config") -> Iterator[Problem]:
     """Yields why the experts that training replays would not be recorded."""
-    key, generation = "training.router_replay", config.generation
+    key = "training.router_replay"
+    generation = config.generation
     if config.reference.router_replay and not config.training.router_replay:
         text = "generation records experts only with training.router_replay: write that too, or remove it"
         yield Problem("reference.router_replay", "", text, (key,))
@@ -73,7 +75,8 @@ def unread_devices(config: "Config") -> Iterator[Problem]:
 def optimizer_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong with the optimizer, and warnings about values that it does not read."""
     training = config.training
-    name, kind = training.optimizer, OPTIMIZERS[training.optimizer]
+    name = training.optimizer
+    kind = OPTIMIZERS[training.optimizer]
     for mistake in option_mistakes(name, training.optimizer_options):
         yield Problem("training.optimizer_options", "", mistake, ("training.optimizer",))
     for key, is_read in (("weight_decay", kind.weight_decay), ("betas", kind.betas)):
@@ -91,7 +94,8 @@ def optimizer_problems(config: "Config") -> Iterator[Problem]:
 
 def _rate_problems(config: "Config") -> Iterator[Problem]:
     """Yields a problem for each learning rate, of the policy and of critics, that breaks a model."""
-    training, reaction = config.training, config.guards.learning_rate
+    training = config.training
+    reaction = config.guards.learning_rate
     critics = {"critic": config.critic, "cost_critic": config.cost_critic}
     rates = {"training": training.learning_rate}
     rates |= {name: own.rate(training.learning_rate) for name, own in critics.items() if name in layouts(config)}
@@ -144,7 +148,8 @@ def _device_problems(config: "Config") -> Iterator[Problem]:
         placement = Placement.of(config)
     except ConfigError:  # Rules of pools say why.
         return
-    trainer, readers = placement.trainer, placement.readers or (placement.trainer,)
+    trainer = placement.trainer
+    readers = placement.readers or (placement.trainer,)
     sharing = [each for each in placement.readers if each.shares_gpu(trainer)]
     apart = [each for each in placement.readers if each not in sharing]
     on_cpu, on_gpu = ([each for each in readers if each.on_gpu == is_on] for is_on in (False, True))
@@ -153,10 +158,12 @@ def _device_problems(config: "Config") -> Iterator[Problem]:
         found = _found(trainer, (on_cpu or readers)[0])
         text = f'"{named}" moves weights between GPUs, but {found}: write "auto", or "gloo" for its twin on CPUs'
     elif named == "nccl" and sharing:
-        found, other = _found(trainer, sharing[0]), "auto" if apart else "cuda_ipc"
+        found = _found(trainer, sharing[0])
+        other = "auto" if apart else "cuda_ipc"
         text = f'{found}, and NCCL wants one GPU for each of its ranks: write "{other}", or give them different devices'
     elif named == "cuda_ipc" and apart:
-        found, other = _found(trainer, apart[0]), "auto" if sharing else "nccl"
+        found = _found(trainer, apart[0])
+        other = "auto" if sharing else "nccl"
         text = f'{found}, and "cuda_ipc" reads memory of one GPU: write "{other}", or give them one device'
     elif named == "gloo" and (on_gpu or trainer.on_gpu):
         text = f'"gloo" moves weights between CPUs, but {_found(trainer, (on_gpu or readers)[0])}: write "auto"'
@@ -229,7 +236,8 @@ def _without_language(config: "Config") -> Iterator[Problem]:
         if value:
             text = "a policy that acts gets its rewards from its environment, and samples no text: remove it"
             yield Problem(key, "", text, ("acting.env",))
-    evaluate, usual = config.evaluate, EvaluateConfig()
+    evaluate = config.evaluate
+    usual = EvaluateConfig()
     for key in ("samples", "temperature", "replicas", "pool"):
         if getattr(evaluate, key) != getattr(usual, key):
             text = "one worker plays each episode of evaluate.episodes once, with the likeliest actions: remove it"

@@ -73,8 +73,10 @@ class Placement:
         ranks = {name: rank_layout(layout) for name, layout in layouts(config).items()}
         found = {}
         for service in services_of(config):
-            size, joins = ranks.get(service, Layout()).size, service in config.fleet.joined
-            unnamed, count = ANY_HOST if joins else HERE, replicas_of(config, service) * size
+            size = ranks.get(service, Layout()).size
+            joins = service in config.fleet.joined
+            unnamed = ANY_HOST if joins else HERE
+            count = replicas_of(config, service) * size
             usual = [(DevicePlace(unnamed, device_of(config, service, number, size)),) for number in range(count)]
             found[service] = tuple(
                 PlacedWorker(service, number, size, each[0].host or unnamed, tuple(at.device for at in each), joins)

@@ -67,7 +67,9 @@ def _wrong(keys: str, text: str, is_warning: bool = False) -> Problem:
 
 
 def _group_rules(config: "Config") -> Iterator[Problem]:
-    members, cut_at, a = config.task.samples_per_prompt, config.staleness.cut_at, config.algorithm
+    members = config.task.samples_per_prompt
+    cut_at = config.staleness.cut_at
+    a = config.algorithm
     if members == 1 and a.advantage not in ("batch", "gae", "greedy"):
         text = """a group of one has no baseline: every advantage would be 0; write 2 or more, or advantage = "batch",
             "greedy" or "gae" """
@@ -136,7 +138,8 @@ def _advantage_rules(a: AlgorithmConfig) -> Iterator[Problem]:
 
 
 def _cost_rules(config: "Config") -> Iterator[Problem]:
-    a, cost = config.algorithm, config.cost
+    a = config.algorithm
+    cost = config.cost
     if a.constraint == "none":
         return
     if a.advantage != "gae":
@@ -160,7 +163,9 @@ def _cost_rules(config: "Config") -> Iterator[Problem]:
 
 
 def _pretraining_rules(config: "Config") -> Iterator[Problem]:
-    task, updates, is_learnt = config.task, config.training.updates, config.algorithm.pretrain_coefficient > 0
+    task = config.task
+    updates = config.training.updates
+    is_learnt = config.algorithm.pretrain_coefficient > 0
     if is_learnt != bool(task.pretrain):
         without_texts = "there are no texts for it: write task.pretrain, a source of rows with a `text`"
         unread = "these texts would not be learnt: write pretrain_coefficient, or remove task.pretrain"
@@ -252,7 +257,8 @@ LARGEST_FULL_LIMIT = 2
 
 
 def _environment_rules(config: "Config") -> Iterator[Problem]:
-    section, turn = config.environment, config.generation.max_new_tokens
+    section = config.environment
+    turn = config.generation.max_new_tokens
     if not section.use:
         if given := _given(config, "environment"):
             text = "nothing reads it without an environment: remove it, or write environment.use"
@@ -267,7 +273,9 @@ def _environment_rules(config: "Config") -> Iterator[Problem]:
 
 
 def _unread_values(config: "Config") -> Iterator[Problem]:
-    staleness, mismatch, a = config.staleness, config.mismatch, config.algorithm
+    staleness = config.staleness
+    mismatch = config.mismatch
+    a = config.algorithm
     if isinstance(staleness.cut_at, int) and staleness.policy != "mask":
         text = f'nothing reads it with policy = "{staleness.policy}", because only "mask" cuts groups: remove it'
         yield _wrong("staleness.cut_at staleness.policy", text, is_warning=True)
@@ -308,7 +316,8 @@ NOT_REQUIRED = ("dual_clip", "divisor", "kl_target", "turn_discount")
 
 def _optional_keys(a: AlgorithmConfig) -> Iterator[Problem]:
     for key, (other, used) in OPTIONAL_KEYS.items():
-        value, part = getattr(a, key), f"{other} = {value_text(getattr(a, other))}"
+        value = getattr(a, key)
+        part = f"{other} = {value_text(getattr(a, other))}"
         if value is not None and not used(a):
             yield _unread(a.preset, key, value, other, part)
         if value is None and used(a) and key not in NOT_REQUIRED:
@@ -345,7 +354,8 @@ def _removed_parts(a: AlgorithmConfig) -> Iterator[Problem]:
 def _unread_bounds(config: "Config") -> Iterator[Problem]:
     """Finds bounds without a reader, and bounds of a ratio that is always 1."""
     a = config.algorithm
-    fields, parts = type(a).model_fields, PRESETS[a.preset].parts
+    fields = type(a).model_fields
+    parts = PRESETS[a.preset].parts
     keys = ("clip_low", "clip_high", *(("dual_clip",) if a.loss == "clip" else ()))
     default = {"dual_clip": DUAL_CLIP} if has_dual_clip(a.preset, a.loss, a.clip_high) else {}
     changed = [key for key in keys if getattr(a, key) not in (fields[key].default, parts.get(key), default.get(key))]

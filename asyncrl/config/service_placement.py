@@ -29,7 +29,8 @@ DEEPSPEED = 'training.engine = "deepspeed"'
 
 def joining_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong about workers that join."""
-    fleet, replicas = config.fleet, _replicas(config)
+    fleet = config.fleet
+    replicas = _replicas(config)
     for service in fleet.ray_resources.keys() - replicas.keys():
         text = f"no {service} workers may join; those of this experiment that may are {', '.join(sorted(replicas))}"
         yield Problem("fleet.ray_resources", "", text)
@@ -136,7 +137,8 @@ def _trainer_problems(config: "Config") -> Iterator[Problem]:
 
 def deepspeed_problems(config: "Config") -> Iterator[Problem]:
     """Yields what DeepSpeed does not train, and a table that nothing reads."""
-    training, layout = config.training, config.training.layout
+    training = config.training
+    layout = config.training.layout
     if training.engine == "torch":
         if training.deepspeed != DeepspeedConfig():
             text = 'nothing reads it with training.engine = "torch": remove it, or write engine = "deepspeed"'
@@ -166,11 +168,14 @@ def deepspeed_problems(config: "Config") -> Iterator[Problem]:
 
 def colocation_problems(config: "Config") -> Iterator[Problem]:
     """Yields what keeps the ranks of the trainer from sampling between their steps."""
-    generation, training, fleet = config.generation, config.training, config.fleet
+    generation = config.generation
+    training = config.training
+    fleet = config.fleet
     yield from _group_problems(config)
     if generation.colocate == "none":
         return
-    device, spread = training.device, training.layout.size > 1 and training.device == "cuda" and not training.pool
+    device = training.device
+    spread = training.layout.size > 1 and training.device == "cuda" and not training.pool
     for key, is_wrong, text in (
         ("staleness.limit", config.staleness.limit > 0, "a rank that trains does not sample: write limit = 0"),
         ("generation.engine", generation.engine == "vllm", 'vLLM has processes of its own: write engine = "torch"'),
@@ -199,11 +204,13 @@ def colocation_problems(config: "Config") -> Iterator[Problem]:
 
 def _group_problems(config: "Config") -> Iterator[Problem]:
     """Yields what keeps ranks of the trainer from sampling in groups."""
-    generation, trained = config.generation, config.training.layout
+    generation = config.generation
+    trained = config.training.layout
     if (chosen := generation.layout).size == 1:
         return
     ones = ", ".join(f"{axis} = 1" for axis in chosen.shared_out)
-    one, vllm = f"or write generation.layout = {{ {ones} }}", generation.engine == "vllm"
+    one = f"or write generation.layout = {{ {ones} }}"
+    vllm = generation.engine == "vllm"
     apart = "ranks of the trainer sample together, which"
     rules = [
         (

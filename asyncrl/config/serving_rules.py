@@ -98,7 +98,8 @@ def telemetry_problems(config: "Config") -> Iterator[Problem]:
 
 def held_out_problems(config: "Config") -> Iterator[Problem]:
     """Yields what is wrong with held-out sets, and with the metric that a best checkpoint is chosen by."""
-    evaluate, metric = config.evaluate, config.training.keep_best.removeprefix("-")
+    evaluate = config.evaluate
+    metric = config.training.keep_best.removeprefix("-")
     if evaluate.samples > 1 and evaluate.temperature == 0:
         yield Problem("evaluate.samples", "", SAME_SAMPLES, ("evaluate.temperature",))
     for each in evaluate.held_out:

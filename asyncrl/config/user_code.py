@@ -368,7 +368,8 @@ def _bound(node: ast.AST) -> list[str]:
 
 def importable_name(function: Callable[..., Any]) -> str | None:
     """Returns `module:function` if another process finds this very function under that name, else None."""
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", "")
     if module in (None, "__main__") or "." in name:  # Importing a script would run it again.
         return None
     found = getattr(sys.modules.get(module), name, None)
@@ -378,7 +379,8 @@ def importable_name(function: Callable[..., Any]) -> str | None:
 def imported_files(file: Path, root: Path) -> list[Path]:
     """Returns the files in the folder of `file` that its `import` statements name, and those of these files, without
     importing any. root: folder in which the names of modules begin. Raises ConfigError for more than MOST_IMPORTED."""
-    found, unread = {file: None}, [file]
+    found = {file: None}
+    unread = [file]
     while unread:
         reading = unread.pop(0)
         for each in _named_by_imports(reading, root):

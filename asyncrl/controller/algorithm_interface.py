@@ -69,7 +69,8 @@ class AttributedTo:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None or not self.algorithm.name:
             return
-        cause, what = root_cause(error), f"{self.function} of {self.algorithm.name}"
+        cause = root_cause(error)
+        what = f"{self.function} of {self.algorithm.name}"
         if isinstance(cause, AlgorithmError):
             raise AlgorithmError(f"{what}: {cause}{self._line(cause)}") from cause
         if isinstance(cause, Exception) and not isinstance(cause, AsyncrlError | TimeoutError):
@@ -184,7 +185,8 @@ def _instead(given: object) -> str:
 
 def _mistake(given: object, name: str) -> str:
     """Says what is wrong with one function of an algorithm; empty: nothing."""
-    function, arguments = getattr(given, name, None), ", ".join(ARGUMENTS[name])
+    function = getattr(given, name, None)
+    arguments = ", ".join(ARGUMENTS[name])
     write = f"write `async def {name}({arguments})`"
     if not callable(function):
         return f"it has no function {name}, {write}"

@@ -100,7 +100,8 @@ class Rollouts:
         """Takes the death of a worker that worked for the groups `running`. alive: workers that live in its domain."""
         present = [group for group in running if not self._gate.finished(group)]
         alone = present[0] if len(set(present)) == 1 and present[0] in self.fault_domains.isolated else None
-        name, now = instance.partition("-")[0], asyncio.get_running_loop().time()
+        name = instance.partition("-")[0]
+        now = asyncio.get_running_loop().time()
         death = Death(name, domain, now, frozenset(present), alone, f"{instance}: {why}")
         self._crashes.record_death(death, alive)
         self._begin_again(instance, why)
@@ -159,7 +160,8 @@ class Rollouts:
                 self.start(group)
 
     async def _run_group(self, group: int) -> None:
-        crashes, failure = self._crashes, ""
+        crashes = self._crashes
+        failure = ""
         try:
             while self.unfinished(group) and not self._stopped:
                 if crashes.kills_workers(group):
@@ -177,7 +179,8 @@ class Rollouts:
     async def _try_isolated(self, group: int) -> str:
         """Makes one attempt, alone when the group is a suspect; returns why it failed."""
         crashes = self._crashes
-        deaths, alone = crashes.count, crashes.is_suspect(group)
+        deaths = crashes.count
+        alone = crashes.is_suspect(group)
         if alone:
             self.fault_domains.isolated[group] = crashes.domains_of_deaths(group)
         try:
@@ -259,7 +262,8 @@ class Rollouts:
     def _continued(self, group: int) -> BatchRef | None:
         """Returns the rows that the attempt goes on from; None where all members begin anew. A row is tried once: what
         fails before its next turn may fail because of it."""
-        limit, version = self.config.staleness.limit, self._gate.version
+        limit = self.config.staleness.limit
+        version = self._gate.version
         rows = tuple(
             row
             for row in self.tracker.take_answered(group)

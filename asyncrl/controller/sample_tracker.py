@@ -148,7 +148,8 @@ class SampleTracker:
 
     def restart(self, group: int, reason: str) -> None:
         state = self.gate.group(group)
-        members, old = state.members(*DROPPABLE), state.attempt
+        members = state.members(*DROPPABLE)
+        old = state.attempt
         answered = {member: row for member in members if (row := state.samples[member].answered) is not None}
         started = ledger.AttemptStarted(group, self.gate.restart(group, members), members, reason)
         self.journal.append(started)
@@ -164,7 +165,8 @@ class SampleTracker:
         accepted = [row for row in samples if self._accepts(row)]
         if not accepted:
             return
-        group, attempt = accepted[0].group, accepted[0].attempt
+        group = accepted[0].group
+        attempt = accepted[0].attempt
         stamps = tuple((row.member, row.first, row.last, row.tokens) for row in accepted)
         generated = ledger.Generated(group, attempt, stamps)
         self.journal.append(generated)
@@ -216,7 +218,8 @@ class SampleTracker:
         """Takes the score of a sample, which is dropped without a reward. A score of an old attempt is refused."""
         reward = score.reward
         state = None if self.gate.finished(row.group) else self.gate.group(row.group)
-        parts, without = score.by_turn(row.turns), BAD_ROW if score.bad_row else "unscorable"
+        parts = score.by_turn(row.turns)
+        without = BAD_ROW if score.bad_row else "unscorable"
         if not self.gate.scored(row.group, row.member, row.attempt, reward, parts, without) or state is None:
             if score.place is not None:
                 self.release([row.name])

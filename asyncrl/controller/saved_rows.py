@@ -51,7 +51,8 @@ async def restore_rows(
 ) -> None:
     """Gives the restored samples of a resumed run their rows again. answered: names of saved rows of episodes that ran.
     Groups and episodes that cannot have theirs begin again."""
-    waiting, why = tracker.without_rows(), "its rows were not among those that the checkpoint saved"
+    waiting = tracker.without_rows()
+    why = "its rows were not among those that the checkpoint saved"
     wanted = BatchRef((*waiting, *map(_named, answered)))
     if not len(wanted):
         return

@@ -189,7 +189,8 @@ class TrainingRun:
         self._controller = self._make_controller()
 
     def _evaluation_schedule(self) -> EvaluationSchedule | None:
-        questions, answers = self.questions.held_out, self.state.directory.answers
+        questions = self.questions.held_out
+        answers = self.state.directory.answers
         return schedule_of(self._fleet, self.config, questions, answers, self._evaluated, self._not_evaluated)
 
     def _best_checkpoint(self) -> BestCheckpoint:
@@ -286,7 +287,8 @@ class TrainingRun:
             await self._commit(version)
 
     async def _commit(self, version: int) -> None:
-        fleet, position = self._fleet, (self.state.incarnation, version)
+        fleet = self._fleet
+        position = (self.state.incarnation, version)
         samples = self._controller.rows_to_save()  # By the records up to here, which a resume begins after.
         trainers = [each for each in (fleet.training, fleet.critic, fleet.cost_critic) if each is not None]
 
@@ -317,14 +319,17 @@ class TrainingRun:
             self.progress.begin("evaluating the last version")
             await self._evaluations.finish(await self._fleet.training.published())
         await self._recorder.drain()
-        staleness, gate = self._controller.staleness, self.state.gate
+        staleness = self._controller.staleness
+        gate = self.state.gate
         drops = self.progress.drops(gate.counts[Stage.TRAINED], gate.in_flight)
         for text in (drops, staleness.length_bias(gate.samples()), staleness.advice()):
             if text:
                 self.display.say(text)
 
     def _open_recorder(self) -> Recorder:
-        config, directory, settings = self.config, self.state.directory, self.config.model_dump(mode="json")
+        config = self.config
+        directory = self.state.directory
+        settings = self.config.model_dump(mode="json")
         return Recorder(
             directory,
             self._fleet,

@@ -14,9 +14,11 @@ from asyncrl.protocols.service_contracts import Training
 
 NO_VERSION = -1
 """Version of a reader that has taken over no weights yet."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 30.0
 """Seconds until weights that did not arrive are offered again, doubled each time."""
-LEFT_OUT_AFTER, NAMED_AFTER = 2, 3
+LEFT_OUT_AFTER = 2
+NAMED_AFTER = 3
 """Offers that fail in a row until a reader is left out, where others have the version, or until it is said that nobody
 gets it: a trainer that stands still for a moment is no matter."""
 

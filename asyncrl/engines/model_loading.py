@@ -32,7 +32,8 @@ def vocabulary_size(tokenizer: Any) -> int:
 def _exclusive_and_quiet() -> Iterator[None]:
     """Serialises loading and silences transformers, whose advice to train a head without weights is what we do."""
     with _loading:
-        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        verbosity = logging.get_verbosity()
+        bars = logging.is_progress_bar_enabled()
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         try:

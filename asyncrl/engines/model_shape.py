@@ -52,7 +52,8 @@ class Shape:
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)
         head_dim = int(config.get("head_dim") or hidden // heads)
-        queries, keys = heads * head_dim, kv_heads * head_dim
+        queries = heads * head_dim
+        keys = kv_heads * head_dim
         inner = int(config.get("moe_intermediate_size") or config["intermediate_size"])
         attention = (("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys))
         mlp = (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden))
@@ -133,7 +134,8 @@ class Shape:
 def layers_of_stage(layers: int, trained: int, stages: int, number: int) -> range:
     """Returns the numbers of the layers of one of so many stages, which joins consecutive stages of the trainer; the
     first one has the most. layers: of the model. trained: stages of the trainer, a multiple of `stages`."""
-    parts, each = even_parts([1] * layers, trained), trained // stages
+    parts = even_parts([1] * layers, trained)
+    each = trained // stages
     start, end = (sum(map(len, parts[:before])) for before in (number * each, (number + 1) * each))
     return range(start, end)
 

@@ -47,7 +47,8 @@ def refusal_of_slicing(shape: Mapping[str, Any], ranks: int) -> str:
 
 def refusal_of_stages(shape: Mapping[str, Any], stages: int) -> str:
     """Returns why a model cannot have so many pipeline stages; "" where it can."""
-    family, layers = shape.get("model_type"), shape.get("num_hidden_layers")
+    family = shape.get("model_type")
+    layers = shape.get("num_hidden_layers")
     if family not in STAGED:
         return (
             f"pp splits models of the families {', '.join(STAGED)} by layers, and this one is {family}; write pp = 1, "
@@ -114,7 +115,8 @@ def sampling_ranks(config: Config) -> list[list[int]]:
     workers of their own sample."""
     if config.generation.colocate == "none":
         return []
-    trained, generation = config.training.layout, config.generation
+    trained = config.training.layout
+    generation = config.generation
     copies = trained.size // (trained.pp * trained.tp)
     layout = Layout(trained.pp, trained.tp, copies, generation.layout.pp, generation.layout.tp)
     return Regrouping(layout).replicas()

@@ -69,7 +69,8 @@ class CallDeadlines:
 
     def _cancel_late(self) -> None:
         loop = asyncio.get_running_loop()
-        now, self._timer = loop.time(), None
+        now = loop.time()
+        self._timer = None
         for call, due in list(self._due.items()):
             if due > now:
                 self._timer = loop.call_at(due, self._cancel_late)
@@ -187,7 +188,8 @@ class Episode:
             if not call.late:
                 raise
         if call.late:
-            waits, seconds = getattr(self._environment, WAITS, ""), self._deadlines.seconds
+            waits = getattr(self._environment, WAITS, "")
+            seconds = self._deadlines.seconds
             raise NoObservation(f"`{method}` hung: no answer within {seconds:g} s" + (f"; {waits}" if waits else ""))
         return result
 
@@ -211,9 +213,11 @@ class Episode:
                 if call.task is None:
                     self._deadlines.begin(call)
                 try:
-                    resume, value = user.send, (yield waits_for)
+                    resume = user.send
+                    value = yield waits_for
                 except BaseException as thrown:  # passed on: the user's code decides what a cancellation does
-                    resume, value = user.throw, thrown
+                    resume = user.throw
+                    value = thrown
                 if call.given_up:
                     with suppress(Exception):  # the user's code, whose last word nobody waits for
                         self._marked(user.close)
@@ -258,7 +262,8 @@ def plain(returned: Any, method: str, most: int) -> Answer:
         "tools": [dict(tool) for tool in returned.tools],
     }
     try:
-        size, noted = len(msgpack.packb(answer)), 0
+        size = len(msgpack.packb(answer))
+        noted = 0
         if _has_more_than_texts(answer):
             json.dumps(answer, allow_nan=False)  # Transcripts are JSON.
             noted = len(json.dumps(answer["info"]).encode())

@@ -136,7 +136,8 @@ class EpisodeChild(GuardedProcess):
         """Returns the answers that the episode lacked. Raises EpisodeLost when the child died, or was killed because it
         said nothing for too long."""
         loop = asyncio.get_running_loop()
-        number, call = next(self._numbers), EpisodeCall(Played(), loop.create_future(), loop.time())
+        number = next(self._numbers)
+        call = EpisodeCall(Played(), loop.create_future(), loop.time())
         self._running[number] = call
         self._called.set()
         known = self._known.get(play.episode, len(play.said) + 1)

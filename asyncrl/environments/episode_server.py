@@ -96,7 +96,8 @@ class EpisodeServer:
     async def _play(self, message: dict[str, Any], episode: Episode) -> None:
         """Brings an episode to the turn after these messages, from its opening if it has none, and sends the answers
         that this took, each with its turn."""
-        call, said = message["call"], message["said"]
+        call = message["call"]
+        said = message["said"]
         async with episode.taken:
             episode.mark_with(partial(write_mark, self._mark, call), partial(write_mark, self._mark, NOBODY))
             if not episode.last:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from asyncrl.config.sections.environment_config import EnvironmentConfig
 
 KEY = "environment.use"
-TOOLS, MCP = "tools", "mcp"
+TOOLS = "tools"
+MCP = "mcp"
 BUILTIN = {
     "calculator": "asyncrl.environments.builtin.calculator:Calculator",
     "dialogue": "asyncrl.environments.builtin.dialogue:Dialogue",
@@ -29,7 +30,8 @@ OF_PROGRAMS = ("repair",)
 """Environments that run programs of the policy, in sandboxes."""
 OF_AGENTS = ("agent", "verifiers")
 """Environments that start a program of the user for each episode, and run no other code of the user's."""
-SANDBOX, CONTAINMENT = "sandbox", "containment"
+SANDBOX = "sandbox"
+CONTAINMENT = "containment"
 """Names of their arguments that are no options of users."""
 ADAPTERS = {
     "agent": "asyncrl.environments.agents.agent:Agent",
@@ -50,7 +52,8 @@ CLOSE = "close"
 """The method that an environment may have, for what it holds: called without arguments when its episode has ended."""
 WAITS = "waits_for"
 """The attribute that an environment may have: what it waits for, for the error about a call that hangs."""
-SAMPLED, OPENED = "sampled", "opened"
+SAMPLED = "sampled"
+OPENED = "opened"
 """Further arguments that `step` may take: a SampledAnswer, and whether the prompt had opened thoughts in which the
 message begins."""
 
@@ -73,7 +76,8 @@ class EnvironmentSpec:
         the options say something else."""
         from asyncrl.config.sections.secret import revealed  # not where children import this: they do without pydantic
 
-        section, options = config.environment, revealed(config.environment.options)
+        section = config.environment
+        options = revealed(config.environment.options)
         spec = cls(section.use, options, section.max_bytes)
         own = SANDBOX if section.use in OF_PROGRAMS else CONTAINMENT if spec.is_of_agents else None
         if own in options:

@@ -22,13 +22,15 @@ turn whose answer the messages follow, 0 where they are a whole conversation. co
 """
 MESSAGE_BYTES = 64
 """Bytes that each message counts besides its text, so that many empty ones are bounded too."""
-INFO, LARGEST_INFO = "info", 512
+INFO = "info"
+LARGEST_INFO = 512
 """Key of a message under which `info` of its observation is kept, and the bytes in JSON that it may have."""
 FINISH = "finish"
 """Key of a message of the policy under which CUT or LATE says what ended it in the midst."""
 OPENED = "opened"
 """Key of a message of the policy that began inside thoughts, which the prompt had opened: true, or left out."""
-FAILED, CAUSE = "environment", "error"
+FAILED = "environment"
+CAUSE = "error"
 """Finish reason of an episode whose environment failed; key in `info` of its last message that says why."""
 CUT_OFF = "\n[cut off after {} bytes]"
 
@@ -103,7 +105,8 @@ def begun_context(messages: Sequence[Message]) -> Message | None:
 def begins_with_prompt(transcript: Iterable[Message], turn: int) -> bool:
     """Returns whether the context of a turn, from 1, goes back to the prompt of the sample, and not to a conversation
     that the environment began."""
-    begins, found = True, []
+    begins = True
+    found = []
     for message in transcript:
         if message["role"] == POLICY:
             found.append(begins)
@@ -122,7 +125,8 @@ def conversations(
     talks = [now]
     for message in transcript:
         if message["role"] == POLICY:
-            seen, answer = now, answers[len(talks) - 1]
+            seen = now
+            answer = answers[len(talks) - 1]
             if now and now[-1]["role"] == POLICY:  # The opening has its beginning.
                 now, answer = now[:-1], {**answer, "content": now[-1]["content"] + answer["content"]}
             now = [*now, answer] if seen else []
@@ -211,7 +215,8 @@ def turn_counts(use: str, before: Transcript, info: Mapping[str, Any]) -> dict[s
 
 
 TOKENIZER = "tokenizer.json"
-SPACE, FALLBACK = "\u2581", re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "\u2581"
+FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """A space, and a token that is one byte, in vocabularies of SentencePiece."""
 TextOf = Callable[[int], str]
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -257,8 +262,10 @@ def token_pieces(folder: Path) -> Callable[[int], str] | None:
         return None
     from tokenizers import Tokenizer
 
-    tokenizer, text_of = Tokenizer.from_file(str(folder / TOKENIZER)), token_texts(folder)
-    added, decoder = tokenizer.get_added_tokens_decoder(), repr(tokenizer.decoder)
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    text_of = token_texts(folder)
+    added = tokenizer.get_added_tokens_decoder()
+    decoder = repr(tokenizer.decoder)
 
     def own(token: int) -> bytes:
         written = tokenizer.id_to_token(token) or ""
@@ -278,12 +285,15 @@ def sampled_answers(
 ) -> list[dict[str, Any]]:
     """Returns the fields of a SampledAnswer for each turn of a row. finish: of the newest; that of earlier ones is in
     the transcript."""
-    spans, response = columns[SPANS], columns["response_ids"]
+    spans = columns[SPANS]
+    response = columns["response_ids"]
     ids = response[sampled_places(spans)].tolist()
     texts = [text_of(token) for token in ids]
-    logprobs, contexts = columns["logprobs"].tolist(), _context_sizes(len(columns["prompt_ids"]), spans)
+    logprobs = columns["logprobs"].tolist()
+    contexts = _context_sizes(len(columns["prompt_ids"]), spans)
     said = [message for message in read_transcript(columns["transcript"]) if message["role"] == POLICY]
-    found, first = [], 0
+    found = []
+    first = 0
     for turn, size in enumerate(spans[::2].tolist()):
         own = slice(first, first + size)
         ended = finish if 2 * turn + 2 == len(spans) else "length" if FINISH in said[turn] else "stop"
@@ -296,7 +306,8 @@ def sampled_answers(
 
 def _context_sizes(prompt: int, spans: NDArray[np.int32]) -> list[int]:
     """Returns the tokens that the policy saw before each turn."""
-    sizes, size = [], prompt
+    sizes = []
+    size = prompt
     for sampled, given in spans.reshape(-1, 2).tolist():
         sizes.append(size)
         size = -given if given < 0 else size + sampled + given

@@ -112,9 +112,11 @@ class Raised:
     @classmethod
     def of(cls, call: str, error: AsyncrlError, host: str = "", groups: Iterable[int] = ()) -> "Raised":
         """Returns the error of a call to a worker on this host, whose name its text may have."""
-        kind, text = type(error).__name__, str(error)
+        kind = type(error).__name__
+        text = str(error)
         if isinstance(error, RemoteError):
-            kind, text = error.kind, error.message
+            kind = error.kind
+            text = error.message
         if host:
             text = text.replace(host, "")
         is_mistake = isinstance(error, MISTAKES)
@@ -141,7 +143,8 @@ def is_everywhere(replicas: Iterable[Raised | None]) -> bool:
     known = [each for each in raised if each is not None]
     if len(known) < len(raised) or len({(each.call, each.is_mistake) for each in known}) != 1:
         return False
-    is_same, in_common = len({each.stem for each in known}) == 1, frozenset.intersection(*(e.groups for e in known))
+    is_same = len({each.stem for each in known}) == 1
+    in_common = frozenset.intersection(*(e.groups for e in known))
     if known[0].is_mistake:
         return is_same or bool(in_common)
     return is_same and sum(each.times for each in known) > 1 and not in_common

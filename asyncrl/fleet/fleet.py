@@ -192,7 +192,8 @@ class RunningFleet:
         worker.on_failure = partial(self._failed, worker)
         is_awaited = not spec.joined or worker.replica < spec.joined
         launcher = self._shared.launcher_of(spec.name, worker.replica, worker.rank, self._platform.launcher(spec))
-        replicas, make_spec = self.workers[spec.name], partial(self._next_instance, spec, worker)
+        replicas = self.workers[spec.name]
+        make_spec = partial(self._next_instance, spec, worker)
         slot = WorkerSlot(worker, replicas, make_spec, launcher, spec.restart, bool(spec.inside), is_awaited)
         slot.is_joined = bool(spec.joined)
         return slot

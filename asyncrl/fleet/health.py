@@ -116,7 +116,8 @@ def round_seconds(seconds: float) -> float:
 async def detect_hangs(poller: HealthPoller, seconds: float, emit: Callable[[WorkerHung], None]) -> None:
     """Emits WorkerHung for a worker that answered nothing for `seconds`, within (ROUNDS + 1) / ROUNDS of them; runs
     until cancelled. Workers that are starting are not asked: they have a start deadline."""
-    loop, length = asyncio.get_running_loop(), round_seconds(seconds)
+    loop = asyncio.get_running_loop()
+    length = round_seconds(seconds)
     silent_rounds: dict[str, int] = {}
     await asyncio.sleep(length)
     while True:
@@ -147,7 +148,8 @@ async def watch_for_stalls(
     """Emits FleetStalled when no worker has answered a call or sent an item for `seconds`, and again after as long;
     runs until cancelled. Health calls do not count, nor does the time in which the run is paused."""
     loop = asyncio.get_running_loop()
-    answers, since = -1, loop.time()
+    answers = -1
+    since = loop.time()
     while True:
         if (now := sum(worker.answer_count for worker in poller.workers)) != answers or is_paused():
             answers = now

@@ -248,7 +248,8 @@ class RemoteWorker:
         one that ended for a mistake it is known which groups met it."""
         if self.met_mistake[0] == instance:
             return [*self.met_mistake[1]]
-        recent, last_call = _now() - 2 * DEATH_NOTICE, math.inf
+        recent = _now() - 2 * DEATH_NOTICE
+        last_call = math.inf
         if self._silence is not None:
             recent = min(recent, self._silence.since)
             if self._silence.heartbeats > 1:

@@ -134,7 +134,8 @@ class Handle:
 
     async def _call_by_group(self, spec: EndpointSpec, args: Arguments, seconds: float) -> Any:
         """Calls the replica that works for the group of these samples, or the freest one when none does."""
-        service, group = self._service, next(group for arg in args for group in groups_of(arg))
+        service = self._service
+        group = next(group for arg in args for group in groups_of(arg))
         replica = service.affinity.replica(group) or await service.least_loaded(seconds)
         replica = service.affinity.replica(group) or replica  # Another call may have chosen one during a wait.
         with replica, service.affinity.working(group, replica):

@@ -69,7 +69,9 @@ class DeathCounter:
 
     def note_leave(self, instance: str) -> bool:
         """Notes an instance whose host left, which is no death. Returns False when it was noted or counted."""
-        is_new, self._last_dead, self.started_at = instance != self._last_dead, instance, None
+        is_new = instance != self._last_dead
+        self._last_dead = instance
+        self.started_at = None
         return is_new
 
     def count(
@@ -176,7 +178,8 @@ class Learners:
     def start_again(self) -> None:
         self.lost = asyncio.get_running_loop().create_future()
         self.killed = False
-        waiting, self.waiting = self.waiting, {}
+        waiting = self.waiting
+        self.waiting = {}
         for decided in waiting.values():
             decided.set_result(True)
 
@@ -253,7 +256,8 @@ class Supervisor:
         """Ends the instance that raised this error in a call, where the failure table says so, as if it had died of it:
         its calls are made again elsewhere. Returns False where the run ends with the error itself."""
         slot = next(each for each in self._slots if each.worker is worker)
-        who, is_mistake = self._who(slot), isinstance(error, MISTAKES)
+        who = self._who(slot)
+        is_mistake = isinstance(error, MISTAKES)
         is_next_too = is_mistake or errno_in(str(error)) is not None  # A full disk is full for the next trainer, too.
         if what_ends(who, When.CALL) is Ends.RUN or (who is Who.RANK and is_next_too):
             return False
@@ -400,7 +404,8 @@ class Supervisor:
                 return None
             if what_ends(self._who(slot), self._start) is Ends.RUN:
                 raise
-            spec, reason = slot.make_spec(), f"it could not be started: {error}"
+            spec = slot.make_spec()
+            reason = f"it could not be started: {error}"
             slot.deaths.count(spec.instance, asyncio.get_running_loop().time())
             self._emit(WorkerLost(spec.service, spec.instance, reason))
             return reason
@@ -409,7 +414,8 @@ class Supervisor:
 
     async def _run_instance(self, slot: WorkerSlot, launched: LaunchedWorker) -> str:
         """Runs one instance from its start to its cleanup; returns why it died."""
-        spec, slot.worker.host = launched.spec, launched.host
+        spec = launched.spec
+        slot.worker.host = launched.host
         running = RunningInstance(slot, launched, self._connect(spec))
         self.instances[slot.worker.name] = running
         self._emit(WorkerSpawned(spec.service, spec.instance))
@@ -441,7 +447,8 @@ class Supervisor:
 
     async def _drain(self, running: RunningInstance) -> None:
         """Ends the instance once it is to leave and holds nothing, at the latest when its time is over."""
-        seconds, slot = await running.leave, running.slot
+        seconds = await running.leave
+        slot = running.slot
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:  # Calls that end and rows that are released notify nobody.
@@ -455,7 +462,9 @@ class Supervisor:
         raise PeerLost(reason)
 
     async def _serve(self, running: RunningInstance) -> None:
-        slot, spec, connection = running.slot, running.spec, running.connection
+        slot = running.slot
+        spec = running.spec
+        connection = running.connection
         try:
             async with connection:
                 slot.deaths.started_at = asyncio.get_running_loop().time()
@@ -480,7 +489,8 @@ class Supervisor:
 
     def _mark_lost(self, running: RunningInstance, reason: str, *, is_drained: bool = False) -> None:
         """Keeps new calls from this instance, before its outstanding calls fail and are repeated elsewhere."""
-        slot, spec = running.slot, running.spec
+        slot = running.slot
+        spec = running.spec
         if running.has_left:
             if slot.deaths.note_leave(spec.instance):
                 slot.worker.lost(reason, restarting=True)
@@ -488,8 +498,10 @@ class Supervisor:
             return
         groups = {*slot.worker.groups_at(spec.instance)}
         suspect = groups.pop() if len(groups) == 1 and groups.issubset(self._isolated) else None
-        now, worked = asyncio.get_running_loop().time(), slot.worker.has_worked
-        launched, has_run = running.launched, slot.deaths.started_at is not None
+        now = asyncio.get_running_loop().time()
+        worked = slot.worker.has_worked
+        launched = running.launched
+        has_run = slot.deaths.started_at is not None
         on_offer = isinstance(launched, JoinedWorker) and not has_run
         if slot.deaths.count(spec.instance, now, suspect, worked=worked, on_offer=on_offer):
             if isinstance(launched, JoinedWorker):

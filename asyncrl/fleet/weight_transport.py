@@ -66,7 +66,8 @@ def transport_of(config: Config) -> TransportChoice:
     """Chooses the transport of a run. Workers that join are of hosts of their own: those of one host may be in two
     containers, and a later one may come from elsewhere."""
     placement = Placement.of(config)
-    trainer, readers = placement.trainer, placement.readers
+    trainer = placement.trainer
+    readers = placement.readers
     farthest = next((each for each in readers if not each.may_share_memory(trainer)), (*readers, trainer)[0])
     return choose_transport(
         config.weights.transport, _end(trainer), _end(farthest), in_process=config.fleet.wire == "inproc"

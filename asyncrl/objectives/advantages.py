@@ -97,7 +97,8 @@ def turn_advantages(
 
 def rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
     """Computes G_k = r_k + discount x G_(k+1), 0 after the last."""
-    found, following = [], 0.0
+    found = []
+    following = 0.0
     for reward in reversed(rewards):
         following = reward + discount * following
         found.append(following)

@@ -32,7 +32,8 @@ def rate_over(problems: Sequence[float]) -> Rate:
     """Returns the mean of values in 0 to 1, one a problem, with Wilson's interval (Wilson 1927; Brown, Cai and DasGupta
     2001). Values between 0 and 1 vary less than the coin flips it is made for, so that it is rather too wide; it does
     not vanish where all problems are alike."""
-    mean, count = fmean(problems), len(problems)
+    mean = fmean(problems)
+    count = len(problems)
     middle = (mean + Z * Z / (2 * count)) / (1 + Z * Z / count)
     half = Z * sqrt(mean * (1 - mean) / count + Z * Z / (4 * count * count)) / (1 + Z * Z / count)
     return Rate(mean, max(0.0, middle - half), min(1.0, middle + half))
@@ -40,7 +41,8 @@ def rate_over(problems: Sequence[float]) -> Rate:
 
 def mean_with_interval(values: Sequence[float]) -> Rate:
     """Returns the mean of values with Student's interval; there is none of fewer than three values."""
-    mean, count = fmean(values), len(values)
+    mean = fmean(values)
+    count = len(values)
     if count < LEAST:
         return Rate(mean, nan, nan)
     half = student_quantile(count - 1) * stdev(values) / sqrt(count)

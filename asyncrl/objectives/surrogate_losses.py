@@ -147,7 +147,8 @@ def second_moment_bound(squares: Tensor, budget: float, total: Reduce, largest: 
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    kept, left_out = _peak(squares[squares <= low], largest), -_peak(-squares[squares > low], largest, -torch.inf)
+    kept = _peak(squares[squares <= low], largest)
+    left_out = -_peak(-squares[squares > low], largest, -torch.inf)
     return (kept + left_out) / 2
 
 

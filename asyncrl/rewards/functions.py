@@ -66,7 +66,8 @@ def function_specs(config: "Config", service: "Scorer" = "reward") -> list[Funct
     """Returns the specs of all functions of a section, for rewards with the function of `algorithm.overlong`; where
     episodes are played and rewards have no functions, the environment's rewards. Raises ConfigError if there are
     neither functions nor a model."""
-    section, key = config.scorers[service], f"{service}.functions"
+    section = config.scorers[service]
+    key = f"{service}.functions"
     if service == "reward" and config.environment.use and not section.functions and not section.model:
         return [FunctionSpec(ENVIRONMENT, ENVIRONMENT, key=key), *overlong_specs(config)]
     if not section.functions and not section.model and not (service == "reward" and config.feedback.asks):
@@ -128,7 +129,8 @@ def _options(function: "RewardFunction", deadline: float, config: "Config") -> d
 
 def overlong_specs(config: "Config") -> list[FunctionSpec]:
     """Returns DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), if `algorithm.overlong` is over 0."""
-    share, longest = config.algorithm.overlong, config.response_tokens
+    share = config.algorithm.overlong
+    longest = config.response_tokens
     slack = max(1, round(share * longest))
     options = {"maximum": longest, "slack": slack, "unit": "row_tokens"}
     return [FunctionSpec("length", "overlong", options=options)] if share else []
@@ -166,7 +168,8 @@ def _code_problems(specs: Sequence[FunctionSpec], deadline: float, is_here: bool
     of_code = [spec for spec in specs if spec.use in CODE_TEMPLATES]
     inside = [*of_code, *(spec for spec in specs if spec.use in OF_PACKAGES)]
     if inside and is_here:
-        first, does = inside[0], "runs programs" if of_code else "reads answers, which its package may evaluate,"
+        first = inside[0]
+        does = "runs programs" if of_code else "reads answers, which its package may evaluate,"
         if problem := sandbox_problem(first.key, first.use, first.options[SANDBOX], does):
             yield problem
     for spec in of_code:

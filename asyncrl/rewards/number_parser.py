@@ -31,7 +31,8 @@ LONGEST_REMARK = 200
 """Characters at the end of a line in which a remark about its number is looked for."""
 LARGEST_EXPONENT = 308
 """Powers of ten, up or down, that a number may have: those of floating point."""
-COUNTS, MONTHS = _words("counts"), _words("months")
+COUNTS = _words("counts")
+MONTHS = _words("months")
 QUANTITY = re.compile(_TABLE["quantity_pattern"])
 SIGNS = ("%", "‰", "°", "$")
 """Signs that may stand behind a number like a unit, with a space between; all currencies are written as `$` first."""
@@ -40,13 +41,17 @@ OPERATORS = {*"+-*×·÷/^<>≤≥≠±∓!|", "x", "<=", ">=", "!=", "**", "//"
 WORDS_BETWEEN = _words("between")
 JOINS = WORDS_BETWEEN | {"&", ":", "..", "...", "…", "-", "–", "—"}
 """Words between two numbers that make a range, a choice or a list of them."""
-CHANGES_BEFORE, CHANGES_BEHIND = _words("changes_before"), _words("changes_behind")
-HALVES, HARMLESS = _words("halves"), _words("harmless")
+CHANGES_BEFORE = _words("changes_before")
+CHANGES_BEHIND = _words("changes_behind")
+HALVES = _words("halves")
+HARMLESS = _words("harmless")
 
 _UNSPACED_BETWEEN = re.compile(rf"[{UNSPACED}]{{1,3}}|[{UNSPACED}]*(?:{_pattern('between').pattern})")
 _UNSPACED_STATES = re.compile(f".*(?:{_pattern('states').pattern})")
-_UNSPACED_CHANGES_BEFORE, _UNSPACED_CHANGES_BEHIND = _pattern("changes_before"), _pattern("changes_behind")
-_UNSPACED_SCALE, _UNSPACED_UNIT = _pattern("scale"), _pattern("unit")
+_UNSPACED_CHANGES_BEFORE = _pattern("changes_before")
+_UNSPACED_CHANGES_BEHIND = _pattern("changes_behind")
+_UNSPACED_SCALE = _pattern("scale")
+_UNSPACED_UNIT = _pattern("unit")
 _UNSPACED_SCALES = dict(zip("百백千천万萬만亿億억", [10**2] * 2 + [10**3] * 2 + [10**4] * 3 + [10**8] * 3, strict=True))
 
 _GROUPED = rf"[1-9]\d{{0,2}}(?:(?:,\d{{3}})+|(?:'\d{{3}})+|(?:_\d{{3}})+|(?:{SPACE}\d{{3}})+)"
@@ -67,7 +72,8 @@ _EXCLAIMED = re.compile(r"""((?:[^\W\d_]|:)[ ]|[*_])([*_$]{0,3}-?[$]?[\d.,/]+)!+
 _FOOTNOTE = re.compile(r"(?m)(?<=\d)[ ]?\[\d{1,2}\](?=[.\s]*$)")
 _TABLE_ROW = re.compile(r"(?m)^[ ]*\|(?:[^|\d\n]*\|)*[ ]+([^|\n]*?)[ ]+\|[ ]*$")
 ENUMERATOR = re.compile(r"\(?\d+[.)]")
-OPENING, CLOSING = "\"'“”‘’«»*_`~([{≈#:", "\"'“”‘’«»*_`~)]}.,:;?$…"
+OPENING = "\"'“”‘’«»*_`~([{≈#:"
+CLOSING = "\"'“”‘’«»*_`~)]}.,:;?$…"
 
 
 def last_number(text: str) -> Fraction | None:
@@ -95,7 +101,8 @@ def _of_sentence(text: str) -> Fraction | None:
     while lines and not _has_digit(lines[-1]):
         lines.pop()
     last = lines.pop().rstrip() if lines else ""
-    head, last = last[:-LONGEST_REMARK], last[-LONGEST_REMARK:]
+    head = last[:-LONGEST_REMARK]
+    last = last[-LONGEST_REMARK:]
     *_, found = [None, *_REFERENCE.finditer(last)]
     if found and not last[found.end() :].strip(".)!*_ ") and (lead := _LEAD.search(last[: found.start()])):
         return _value("\n".join([*lines, head + last[: lead.start()]]), alone=False)
@@ -150,14 +157,16 @@ def _value(text: str, *, alone: bool) -> Fraction | None:
     word = _last_word_with_a_digit(text)
     if word is None:
         return None
-    value, before = _number(word.text), word.before
+    value = _number(word.text)
+    before = word.before
     if value is not None and before and _is_fraction(word.text) and _is_whole(before[0]):
         whole = _number(before[0])
         assert whole is not None
         value = whole - value if before[0].startswith("-") else whole + value
         before = before[1:]
     if value is not None and before[:2] == ["-", "="]:
-        value, before = -value, before[1:]
+        value = -value
+        before = before[1:]
     if value is None or not _stands_alone(word, before):
         return None
     others = [*before, *word.behind, *text.splitlines()[:-1]]
@@ -192,7 +201,8 @@ def _number(word: str) -> Fraction | None:
     if match is None or (match["sign"] and match["inner"]) or (in_brackets and "," in match[0]):
         return None
     if match["over"]:
-        over, under = _decimal(match["over"]), _decimal(match["under"])
+        over = _decimal(match["over"])
+        under = _decimal(match["under"])
         value = over / under if over is not None and under else None
     else:
         comma = match["comma"]
@@ -284,7 +294,8 @@ def _keeps_value(word: str, behind: list[str]) -> bool:
     """Returns whether the words behind a number leave it what it is."""
     if not behind or word.endswith((".", ",", ";", ":", "?", ")", "]")):
         return True
-    first, rest = behind[0], behind[1:]
+    first = behind[0]
+    rest = behind[1:]
     if first in ("-", "–", "—"):
         return bool(rest) and len(rest[0].strip(CLOSING)) > 1  # A dash before prose.
     if first == "and" and any(each.strip(CLOSING) in HALVES for each in rest[:2]):

@@ -188,7 +188,8 @@ class ScoreReader:
 #   └─────────────────────────────────────────────┘    refused: the end
 
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FIRST_PAUSE = 0.5
+LONGEST_PAUSE = 30.0
 """Seconds before the second try, which double with each further one, and the most that they become."""
 LARGEST_REPLY = 2**20
 """Bytes of a reply: far more than a judge writes."""

@@ -68,7 +68,8 @@ class ShareOfTests:
         return cases_in(row, self.column)
 
     async def __call__(self, sample: Sample) -> float:
-        runner, source = shared_runner(self.sandbox), code_in(sample.answer, sample.row, self.choose)
+        runner = shared_runner(self.sandbox)
+        source = code_in(sample.answer, sample.row, self.choose)
         try:
             tests = self.check_row(sample.row)
         except TaskError as error:
@@ -149,7 +150,8 @@ def exact_match(column: str = "answer", ignore_case: bool = False) -> OfSample:
     shortest form, and a truth value as in JSON. An empty `column` is an error, as null is."""
 
     def reward(sample: Sample, wanted: list[str]) -> float:
-        given, written = composed(sample.answer), map(composed, wanted)
+        given = composed(sample.answer)
+        written = map(composed, wanted)
         return float(folded(given) in map(folded, written) if ignore_case else given in written)
 
     return OfRow(lambda row: _writings(_value(row, column), column), reward)
@@ -419,7 +421,8 @@ def pass_problems(config: "Config") -> Iterator[Problem]:
     give at most 1, and the warning says so."""
     threshold = config.evaluate.pass_reward
     for each in config.evaluate.held_out:
-        functions, key = each.functions or config.reward.functions, f"{each.section}.pass_term"
+        functions = each.functions or config.reward.functions
+        key = f"{each.section}.pass_term"
         names = [one.term for one in functions]
         deciding = [one for one in functions if one.term == (each.pass_term or TESTS)]
         if each.samples == 1 or not functions or (config.reward.model and not each.functions):

@@ -1,7 +1,8 @@
 """Says who reads what a model wrote, and where: the table of SECURITY.md. `IN_SANDBOX` may evaluate it."""
 
 IN_SANDBOX = "sandbox for programs"
-CHILD, CONTAINED = "child of asyncrl's own code", "contained child"
+CHILD = "child of asyncrl's own code"
+CONTAINED = "contained child"
 
 OF_TEMPLATES = {
     "exact_match": ("Python's string methods", CHILD),

@@ -121,7 +121,8 @@ class TrainerState:
 def _serving_both(function: Callable[..., Any], calls: "Callable[[list[Sample]], _TrlCall | _VerlCall]") -> Function:
     """Makes a function of one sample or a group, named like `function`; it is a coroutine function exactly if
     `function` is one."""
-    name, parameters = name_of(function), inspect.signature(function).parameters
+    name = name_of(function)
+    parameters = inspect.signature(function).parameters
     by_place = [each for each in _needed(parameters) if parameters[each].kind is inspect.Parameter.POSITIONAL_ONLY]
     if by_place:
         raise ConfigError(f"{name}: {_by_place_only(by_place)}")

@@ -40,7 +40,8 @@ class Invariants:
         if isinstance(event, StepDone):
             self._lost_in_a_row = 0
             self._drawn_in_a_row = 0
-            keys, policy = [row.key for row in event.cuts.batch], self.gate.config.policy
+            keys = [row.key for row in event.cuts.batch]
+            policy = self.gate.config.policy
             assert all(one < next_ for one, next_ in pairwise(keys)), "a batch is sorted by (group, member), each once"
             self.check_trainer()
             if policy in ("drop", "block"):
@@ -56,7 +57,8 @@ class Invariants:
 
     def check(self) -> None:
         """Checks conservation, that gate and journal agree, and caps."""
-        gate, ledger = self.gate, self.journal.ledger
+        gate = self.gate
+        ledger = self.journal.ledger
         assert ledger.balanced(), "drawn differs from trained + dropped + in flight"
         assert gate.version == ledger.version, "gate and journal are at different versions"
         in_flight = tuple((group, gate.members(group, *IN_FLIGHT)) for group in gate.groups())

@@ -107,7 +107,9 @@ class ResumableRun:
 
     def take_up(self) -> None:
         """Begins, or goes on from the newest checkpoint; a controller that was made before has ended."""
-        shape, store, gate_class = self._shape, self._store, self._gate_class
+        shape = self._shape
+        store = self._store
+        gate_class = self._gate_class
         self.plan = plan = plan_resume(store)
         self.incarnation = plan.incarnation if plan else 0
         saved = plan.restorable(whole_groups=False) if plan else NOTHING_SAVED

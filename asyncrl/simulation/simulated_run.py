@@ -195,7 +195,8 @@ class SimulatedRun(ResumableRun):
         return self._finished()
 
     def _faults(self) -> Iterator[Coroutine[Any, Any, None]]:
-        faults, chance = self.scenario.faults, random.Random(f"faults {self.scenario.seed} {self.life}")
+        faults = self.scenario.faults
+        chance = random.Random(f"faults {self.scenario.seed} {self.life}")
         means = ((self.generation, faults.generation), (self.reward, faults.reward), (self.reference, faults.reference))
         for service, mean in means:
             if service is not None and mean:
@@ -251,7 +252,8 @@ class SimulatedRun(ResumableRun):
                 assert attempt == current, f"{service.instance} holds a row of attempt {attempt} of {group, member}"
 
     def _finished(self) -> SimulationResult:
-        result, training = self.result, self.training
+        result = self.result
+        training = self.training
         result.seconds = asyncio.get_running_loop().time()
         result.version = self.gate.version
         result.digest = f"{self._events.hexdigest()[:32]}-{self.journal.crc:08x}"
@@ -278,12 +280,15 @@ def simulate(scenario: Scenario) -> SimulationResult:
     """Runs a scenario on a virtual loop of its own; the same scenario gives the same result."""
 
     async def main() -> SimulationResult:
-        store, life, chance = MemoryStore(), 0, random.Random(f"deaths {scenario.seed}")
+        store = MemoryStore()
+        life = 0
+        chance = random.Random(f"deaths {scenario.seed}")
         while True:
             try:
                 return await SimulatedRun(scenario, store, life).run()
             except ControllerKilled:
                 power = chance.random() < scenario.faults.power
-                store, life = store.after_power_cut(tail=b"torn") if power else store.after_death(), life + 1
+                store = store.after_power_cut(tail=b"torn") if power else store.after_death()
+                life = life + 1
 
     return virtual_loop.run(main())

@@ -284,7 +284,8 @@ def refuse_unseen_functions(messages: Sequence[Message], tools: Sequence[Any], r
         own = {**described, "name": mark}
         return {**each, "function": own} if "function" in each else own
 
-    offered, said = [marked(tool, "tools") for tool in tools], [*messages]
+    offered = [marked(tool, "tools") for tool in tools]
+    said = [*messages]
     for number, each in enumerate(said):
         if calls := each.get("tool_calls"):
             said[number] = {**each, "tool_calls": [marked(call, "tool_calls") for call in calls]}

@@ -29,7 +29,8 @@ class CurriculumDraw(Draw):
         assert isinstance(self.prompts, MixedPrompts), "the config has a curriculum for several sources only"
         step, place = divmod(group, self.per_step)
         before, lacking = self._beginning(step)
-        counts, owed = list(before), list(lacking)
+        counts = list(before)
+        owed = list(lacking)
         shares = self._shares(step)
         for _ in range(place + 1):
             part = _take(counts, owed, shares)
@@ -44,7 +45,8 @@ class CurriculumDraw(Draw):
             self._begun.append(((0,) * sources, (0.0,) * sources))
         while len(self._begun) <= step:
             before, lacking = self._begun[-1]
-            counts, owed = list(before), list(lacking)
+            counts = list(before)
+            owed = list(lacking)
             shares = self._shares(len(self._begun) - 1)
             for _ in range(self.per_step):
                 _take(counts, owed, shares)
@@ -58,7 +60,8 @@ class CurriculumDraw(Draw):
             return self._asked[step]
         with errors_of_code(f"{KEY}: for step {step} it"):
             found = self.weights(step)
-        sources, is_list = len(self.prompts.parts), isinstance(found, Sequence) and not isinstance(found, str)
+        sources = len(self.prompts.parts)
+        is_list = isinstance(found, Sequence) and not isinstance(found, str)
         numbers = [each for each in found if isinstance(each, int | float) and isfinite(each)] if is_list else []
         if len(numbers) != sources or (is_list and len(found) != sources) or min(numbers) < 0 or sum(numbers) <= 0:
             raise TaskError(

@@ -142,7 +142,9 @@ def fitting(
     if isinstance(prompts, MixedPrompts):
         parts = tuple(fitting(part, count, limit, shorten=shorten, mark=mark) for part in prompts.parts)
         return MixedPrompts(parts, prompts.weights)
-    kept, shortened, long = list[int](), dict[int, Messages](), 0
+    kept = list[int]()
+    shortened = dict[int, Messages]()
+    long = 0
     for number in range(len(prompts)):
         prompt, columns = prompts.row(number)
         tools = columns.get(TOOLS) or ()
@@ -181,7 +183,8 @@ def _fits(count: CountTokens, limit: int, tools: Sequence[dict[str, Any]], promp
 def _shortened(prompt: Messages, fits: Callable[[Messages], bool], where: str) -> Messages:
     """Returns a prompt without the beginning of its text, or of its longest message."""
     if isinstance(prompt, str):
-        longest, text = 0, prompt
+        longest = 0
+        text = prompt
     else:
         longest = max(range(len(prompt)), key=lambda place: len(prompt[place]["content"] or ""))
         text = prompt[longest]["content"] or ""
@@ -191,7 +194,8 @@ def _shortened(prompt: Messages, fits: Callable[[Messages], bool], where: str) -
             return text[characters:]
         return [*prompt[:longest], {**prompt[longest], "content": text[characters:]}, *prompt[longest + 1 :]]
 
-    too_few, enough = 0, len(text) - 1
+    too_few = 0
+    enough = len(text) - 1
     if enough < 1 or not fits(without(enough)):
         raise TaskError(f"{where}: the prompt is too long, also without most of its longest message")
     while enough - too_few > 1:

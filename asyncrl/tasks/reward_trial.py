@@ -31,7 +31,8 @@ from asyncrl.rewards.sample import Function, FunctionResult, Sample
 from asyncrl.rewards.templates import ENVIRONMENT, JUDGE_TEMPLATE, exact_match, math_verify, numeric, reasoning_gym
 from asyncrl.tasks.prompt_rows import PromptRows, Row
 
-FIRST, DRAWN = 3, 5
+FIRST = 3
+DRAWN = 5
 """Rows that are tried: the first ones, and some that the seed draws."""
 LONGEST = 60.0
 """Seconds that the trial of a section may take."""
@@ -50,7 +51,9 @@ SOLUTIONS = ("solution", "canonical_solution", "reference_solution", "code", "co
 """Columns in which data sets of programs have a right one."""
 WANTED = ("answer", "solution", "ground_truth", "final_answer", "gold")
 """Columns in which data sets have the right answer; a `target` or `label` may be another thing."""
-NOTHING, EMPTY, NONSENSE = "a program that does nothing", "an empty answer", "nonsense"
+NOTHING = "a program that does nothing"
+EMPTY = "an empty answer"
+NONSENSE = "nonsense"
 WORDS = "Colourless green ideas sleep furiously, and so does Bob."
 SHAPES = (
     *("{0}", "\\boxed{{{0}}}", "#### {0}", "The answer is {0}.", "The answer is: {0}", "Answer: {0}", "ANSWER: {0}"),
@@ -98,7 +101,8 @@ async def try_rewards(config: Config, sets: Mapping[str, PromptRows], here: Sequ
     """Tries rewards and costs on a few rows of each source, by its config key, as contained as in a run. here: rewards
     that only this process has. Returns a line for each that may not be meant, or cannot be tried. Raises TaskError,
     which names function, row and both answers, for rewards that cannot tell right from wrong."""
-    problems, notes = list[str](), list[str]()
+    problems = list[str]()
+    notes = list[str]()
     for key, prompts in sets.items():
         for service, specs in _functions_of(config, key, here):
             untried = {spec.use: f"{spec.key}: {spec.use}" for spec in specs if spec.use in NOT_TRIED}

@@ -28,7 +28,8 @@ from asyncrl.telemetry.samples_file import SampleRecord
 
 ColumnNames = Literal["asyncrl", "verl"]
 COPIED = ("step", "incarnation", "group", "member", "attempt", "finish", "tokens", "reward", "advantage")
-OLDEST, NEWEST = "first_version", "last_version"
+OLDEST = "first_version"
+NEWEST = "last_version"
 NEEDED = ("prompt_ids", "completion_ids", "logprobs", "group", "member", "finish", "completion")
 """Columns without which stored samples cannot be trained."""
 SCHEMA_KEY = b"asyncrl"
@@ -44,7 +45,8 @@ def write_samples(
     """Writes one row for each sample; returns the columns that were written as JSON, because their values differ in
     type. run: its name. row_of: returns the row of a group's prompt, None where it is unknown. The file appears at
     once. Raises TaskError without pyarrow, and OSError."""
-    arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
+    arrow = _pyarrow("pyarrow")
+    parquet = _pyarrow("pyarrow.parquet")
     make = _verl_row if names == "verl" else _own_row
     rows = [make(run, record, _checked(row_of(record.group), record)) for record in records]
     columns, as_json = _arrays(arrow, rows)
@@ -130,7 +132,8 @@ def _arrays(arrow: Any, rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, An
     types = {"completion_ids": arrow.list_(arrow.int32()), "prompt_ids": arrow.list_(arrow.int32())}
     types |= {"logprobs": arrow.list_(arrow.float32()), "versions": arrow.list_(arrow.int32())}
     types |= {"reward": arrow.float64(), "advantage": arrow.float64()}
-    columns, as_json = {}, []
+    columns = {}
+    as_json = []
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
         try:
@@ -181,7 +184,8 @@ class StoredSamples:
 def read_stored_samples(path: Path, members: int) -> StoredSamples:
     """Reads the samples of a file. members: samples that each group must have. Raises TaskError for a file that lacks a
     column, has episodes, or has a group with fewer samples."""
-    arrow, parquet = _pyarrow("pyarrow"), _pyarrow("pyarrow.parquet")
+    arrow = _pyarrow("pyarrow")
+    parquet = _pyarrow("pyarrow.parquet")
     key = "generation.stored_samples"
     if not path.is_file():
         raise TaskError(f"{key}: there is no file {path}")

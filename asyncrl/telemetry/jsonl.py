@@ -32,7 +32,8 @@ class LineFile:
     def append_synced(self, values: Mapping[str, Any]) -> None:
         """Writes one object and returns once it is on disk. Raises OSError, with nothing written, when the disk is full
         or fails."""
-        line, number = _line(values), self._file.fileno()
+        line = _line(values)
+        number = self._file.fileno()
         size = os.fstat(number).st_size
         try:
             if (written := self._file.write(line)) < len(line):
@@ -99,7 +100,8 @@ def _to_json(value: Any) -> Any:
 Metrics = Mapping[str, float]
 
 _MEANINGS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
-METRICS, FURTHER_METRICS = _MEANINGS["every_line"], _MEANINGS["further"]
+METRICS = _MEANINGS["every_line"]
+FURTHER_METRICS = _MEANINGS["further"]
 """Meanings of the metrics of every line, and of those of lines to which they apply."""
 
 

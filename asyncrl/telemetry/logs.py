@@ -46,7 +46,8 @@ class _LogFile:
     def _begin_another(self) -> None:
         removed = "; the lines before those were removed" if self._old.exists() else ""
         self._path.replace(self._old)
-        full, self._file = self._file, LineFile(self._path)
+        full = self._file
+        self._file = LineFile(self._path)
         full.close()
         text = f"the lines before this one are in {self._old}{removed}"
         self._file.append({"event": "log continued", "level": "info", "text": text})

@@ -37,7 +37,8 @@ def write_origin(folder: Path, run: RunDirectory, config: Config, model: str, ve
 
 def base_model(run: RunDirectory, config: Config) -> tuple[str, str]:
     """Returns name and commit of the model of the hub that a run began with; two empty texts for any other model."""
-    name, revision = config.model.name, config.model.revision
+    name = config.model.name
+    revision = config.model.revision
     commits = json.loads(run.hub.read_text()) if run.hub.is_file() else {}
     commit = commits.get(f"{name}@{revision}" if revision else name, "")
     return (name, commit) if commit else ("", "")

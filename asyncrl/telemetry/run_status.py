@@ -112,5 +112,6 @@ def _rates(before: Health | None, after: Health, amounts: Callable[[Health], Map
     earlier: Mapping[str, float] = {}
     wall = after.wall
     if before is not None and before.instance == after.instance and after.wall > before.wall:
-        earlier, wall = amounts(before), after.wall - before.wall
+        earlier = amounts(before)
+        wall = after.wall - before.wall
     return {name: (value - earlier.get(name, 0.0)) / wall for name, value in amounts(after).items()} if wall > 0 else {}

@@ -103,7 +103,8 @@ def to_show(rows: Sequence[RowRef], count: int | Literal["all"]) -> list[RowRef]
 def shown_by_token(rows: Sequence[RowRef]) -> tuple[tuple[int, int], ...]:
     """Returns the keys of the first of these samples, with up to TOKENS_BY_TOKEN tokens in sum: of each of those tokens
     the trainer reports numbers with its step."""
-    tokens, keys = 0, []
+    tokens = 0
+    keys = []
     for row in rows:
         tokens += row.tokens
         if tokens > TOKENS_BY_TOKEN:

@@ -71,7 +71,8 @@ class WandbSink:
     def __init__(self, run_dir: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        named, chosen = run_dir / "run.id", config.get("telemetry", {})
+        named = run_dir / "run.id"
+        chosen = config.get("telemetry", {})
         self._run = wandb.init(
             project=chosen.get("wandb_project") or os.environ.get("WANDB_PROJECT", "asyncrl"),
             tags=list(chosen.get("wandb_tags", ())),

@@ -51,7 +51,8 @@ def look_at(files: Iterable[tuple[str, Path]]) -> list[SourceFile]:
 def _looked_at(key: str, path: Path) -> SourceFile:
     try:
         with path.open("rb") as file:
-            digest, size = sha256(), 0
+            digest = sha256()
+            size = 0
             while block := file.read(2**20):
                 digest.update(block)
                 size += len(block)
@@ -89,7 +90,8 @@ def kept(folder: Path) -> list[SourceFile]:
 def changed(old: Iterable[SourceFile], new: Iterable[SourceFile], folder: Path) -> list[SourceChange]:
     """Returns what differs between the files that the last start read and those that this one reads. Files that only
     lie elsewhere now do not differ; nothing does from a run whose files are not known."""
-    old, new = list(old), list(new)
+    old = list(old)
+    new = list(new)
     before, now = ({(file.key, file.path): file for file in files} for files in (old, new))
     same = moved(old, new)
     found = []
@@ -110,7 +112,8 @@ def _copy_of(file: SourceFile, folder: Path) -> str:
 
 def moved(old: Iterable[SourceFile], new: Iterable[SourceFile]) -> set[str]:
     """Returns the config keys whose files hold what they held before, wherever they are now."""
-    then, now = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    then = defaultdict[str, list[str]](list)
+    now = defaultdict[str, list[str]](list)
     for digests, files in ((then, old), (now, new)):
         for file in files:
             digests[file.key].append(file.digest)

@@ -116,7 +116,9 @@ class Tracer:
     def _flow(self, kind: str, flow: str) -> None:
         if self._path is None:
             return
-        at, track, span = self._now(), self._track(), _open_span.get()
+        at = self._now()
+        track = self._track()
+        span = _open_span.get()
         if span is not None and span.track is track and span.row is not None:
             tid = span.row.tid
         else:
@@ -252,7 +254,8 @@ class _Span:
 def merge_traces(run_dir: Path) -> Path:
     """Writes `RUN_DIR/trace.json.gz` from `RUN_DIR/logs/*.trace.jsonl` and returns its path. Each worker has a process
     track, with a track for each thread and as many tracks for calls on its event loop as ran at the same time."""
-    target, unfinished = run_dir / "trace.json.gz", run_dir / "trace.json.gz.part"
+    target = run_dir / "trace.json.gz"
+    unfinished = run_dir / "trace.json.gz.part"
     with gzip.open(unfinished, "wb", compresslevel=COMPRESSION) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = b""

@@ -31,7 +31,8 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import CREDIT
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 
-LATENCY_GOAL, STALL_GOAL = 0.050, 0.010
+LATENCY_GOAL = 0.050
+STALL_GOAL = 0.010
 """Seconds, at most."""
 DEADLINE = 600.0
 """Seconds for the queued calls to run."""
@@ -79,7 +80,8 @@ async def queued_work(folder: Path, kind: str, calls: int, probes: int) -> None:
 @asynccontextmanager
 async def _queued_calls(running: RunningFleet, launcher: LocalLauncher, handle: Busy, calls: int) -> AsyncIterator[int]:
     """Keeps this many calls queued at the worker with additional clients; each client gets CREDIT calls in flight."""
-    facts, instance = running.facts, running.workers["loaded"].worker(0, 0).instance
+    facts = running.facts
+    instance = running.workers["loaded"].worker(0, 0).instance
     async with AsyncExitStack() as scope:
         wire = ZmqWire()
         scope.callback(wire.close)

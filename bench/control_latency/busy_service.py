@@ -15,7 +15,9 @@ from asyncrl.protocols.distribute_collect import ONE_OF, ONE_TO_ALL
 from asyncrl.protocols.messages import Boundary
 from asyncrl.protocols.service_contracts import Contract, Lane, endpoint
 
-ROWS, PROMPT, RESPONSE = 32, 16, 48
+ROWS = 32
+PROMPT = 16
+RESPONSE = 48
 """A training step of about a quarter of a second on one core with the quickstart's model."""
 BUSY_SECONDS = 0.25
 
@@ -70,7 +72,8 @@ class BusyService(Service, Busy):
         tokens = np.random.default_rng(0).integers(1, 8, (ROWS, PROMPT + RESPONSE))
 
         def step(number: int) -> None:
-            logprobs, versions = np.full(RESPONSE, -2.0, np.float32), np.full(RESPONSE, number)
+            logprobs = np.full(RESPONSE, -2.0, np.float32)
+            versions = np.full(RESPONSE, number)
             rows = [
                 TrainRow(index, 0, 0, 0, row[:PROMPT], row[PROMPT:], logprobs, versions, float(index % 2) - 0.5)
                 for index, row in enumerate(tokens)

@@ -89,7 +89,8 @@ class Ticks:
 @contextmanager
 def ticking() -> Iterator[Ticks]:
     """Records ticks while the block runs."""
-    loop, ticks = asyncio.get_running_loop(), Ticks()
+    loop = asyncio.get_running_loop()
+    ticks = Ticks()
     before = (loop.time(), time.thread_time())
     began = time.process_time()
     timer: asyncio.TimerHandle
@@ -114,7 +115,8 @@ def ticking() -> Iterator[Ticks]:
 
 async def receive_messages(address: str, count: int) -> Ticks:
     """Returns the ticks from the first message of a flood to the last, through the socket of the control lane."""
-    arrived, received = asyncio.Queue[bytes](), 0
+    arrived = asyncio.Queue[bytes]()
+    received = 0
 
     def take(message: tuple[bytes, Any]) -> None:
         nonlocal received

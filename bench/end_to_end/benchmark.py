@@ -30,7 +30,9 @@ from asyncrl.bench.end_to_end.compared_systems import (
 from asyncrl.bench.end_to_end.workload import Workload, workloads, write_prompts
 from asyncrl.bench.measurements import MachineLoad, at_least, goal_line, in_turn, number, ratios, round_values, table
 
-LIMIT, WARM, TRL_WARM = 2, 3, 1
+LIMIT = 2
+WARM = 3
+TRL_WARM = 1
 BEST = TrlSettings(threads=2, micro_batch=64)
 GRID = [
     TrlSettings(threads, micro_batch, generations)
@@ -39,8 +41,12 @@ GRID = [
     for generations in (1, 2)
 ]
 """TRL pads a batch to its longest completion with every micro-batch."""
-ASYNC, SYNC, DEFAULT, TUNED = "asyncrl", "asyncrl, limit 0", "TRL, defaults", "TRL, best settings"
-ASYNC_TWO, SYNC_TWO = "asyncrl, 2 ranks", "asyncrl, limit 0, 2 ranks"
+ASYNC = "asyncrl"
+SYNC = "asyncrl, limit 0"
+DEFAULT = "TRL, defaults"
+TUNED = "TRL, best settings"
+ASYNC_TWO = "asyncrl, 2 ranks"
+SYNC_TWO = "asyncrl, limit 0, 2 ranks"
 COMPUTING = ("generation", "training")
 
 

@@ -79,7 +79,8 @@ class PrescribedLengths(GenerationService):
     """Samples completions of the option `lengths`: tokens of each sample of a batch, the same for every batch."""
 
     async def _requested(self, prompts: PromptGroup) -> tuple[list[Turn], list[RowRef]]:
-        task, lengths = self.context.config.task, self.context.spec.options["lengths"]
+        task = self.context.config.task
+        lengths = self.context.spec.options["lengths"]
         first = (prompts.id % task.prompts_per_step) * task.samples_per_prompt
         turns, ended = await super()._requested(prompts)
         return [

@@ -24,7 +24,9 @@ from asyncrl.telemetry.run_directory import RunDirectory
 BENCH = Path(__file__).resolve().parents[1]
 SAMPLER = "asyncrl.bench.end_to_end.benchmark_model:PrescribedLengths"
 STAGES = ("generation", "reward", "training")
-SLOTS, MICRO_BATCH_TOKENS, THREADS = 256, 1312, 1
+SLOTS = 256
+MICRO_BATCH_TOKENS = 1312
+THREADS = 1
 """Modes in which asyncrl runs."""
 TRL_STAGES = {"generation": "generation", "reward": "reward_seconds"}
 

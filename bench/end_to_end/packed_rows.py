@@ -25,7 +25,8 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import run_step
 
-GOAL, NEVER_UNDER = 1.5, 0.98
+GOAL = 1.5
+NEVER_UNDER = 0.98
 INCARNATION = 0
 
 
@@ -78,11 +79,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, or cuda for larger shapes in bfloat16 by the wall clock")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    load, on_device = MachineLoad(), asked.device != "cpu"
+    load = MachineLoad()
+    on_device = asked.device != "cpu"
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         model = write_model(Path(name), **DEVICE_SIZES if on_device else {})
         trainers = {side: trainer(model, side == "packed", asked.device) for side in ("packed", "padded")}
-        lines, goals = [], []
+        lines = []
+        goals = []
         for shape in ON_DEVICE if on_device else SHAPES:
             sides = {side: partial(tokens_per_second, trainers[side], rows_of(shape)) for side in trainers}
             for warm in sides.values():
@@ -115,7 +118,8 @@ def trainer(model: Path, packs: bool, device: str = "cpu", mesh: RankMesh | None
 
 def rows_of(shape: StepShape) -> list[TrainRow]:
     """Returns the samples of a step; the members of a group have one prompt."""
-    draw, rows = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    rows = []
     for group in range(shape.groups):
         prompt = draw.integers(4, VOCABULARY, shape.prompt)
         for member in range(shape.members):

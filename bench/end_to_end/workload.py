@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
-GROUPS, MEMBERS = 64, 8
+GROUPS = 64
+MEMBERS = 8
 SAMPLES = GROUPS * MEMBERS
-PROMPT_TOKENS, PROMPTS = 8, 1024
+PROMPT_TOKENS = 8
+PROMPTS = 1024
 LEARNING_RATE = 1e-4
 
 
@@ -30,7 +32,8 @@ class Workload:
 def workloads(parallel_scores: int) -> dict[str, Workload]:
     order = list(range(SAMPLES))
     random.Random(0).shuffle(order)
-    same, tailed = (32,) * SAMPLES, tuple(lognormal(SAMPLES, 32, 1.0, 256, order))
+    same = (32,) * SAMPLES
+    tailed = tuple(lognormal(SAMPLES, 32, 1.0, 256, order))
     slow_reward = f"a reward that takes 200 ms, {parallel_scores or 'all'} samples at a time"
     return {
         "equal": Workload("all completions 32 tokens", same, None, 1.4, 1.3),
@@ -42,7 +45,8 @@ def workloads(parallel_scores: int) -> dict[str, Workload]:
 def lognormal(samples: int, mean: float, sigma: float, cap: int, order: Sequence[int]) -> list[int]:
     """Returns the quantiles of the distribution in this order, one per sample: a batch always has the same lengths.
     mean: before the cap; mean = exp(mu + sigma^2 / 2)."""
-    normal, mu = NormalDist(), math.log(mean) - sigma**2 / 2
+    normal = NormalDist()
+    mu = math.log(mean) - sigma**2 / 2
     quantiles = [math.exp(mu + sigma * normal.inv_cdf((rank + 0.5) / samples)) for rank in range(samples)]
     return [min(cap, max(1, round(quantiles[place]))) for place in order]
 

@@ -41,14 +41,20 @@ from asyncrl.config.schema import Config
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.model_loading import load_pretrained
 
-PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT = 256, 8, 64
-FEWEST, MOST, EQUAL = 16, 128, 32
+PROMPTS = 256
+SHORTEST_PROMPT = 8
+LONGEST_PROMPT = 64
+FEWEST = 16
+MOST = 128
+EQUAL = 32
 SLOTS = 32
 GOALS = {"16 to 128 tokens": 2.5, "all 32 tokens": 1.2}
 NO_VLLM = "  not measured  asyncrl over vllm, goal at least 1: vLLM is not in this environment (scripts/set-up-vllm)"
 NOTHING: Mapping[str, Any] = {}
 STAGES = ("forward", "sampling", "bookkeeping")
-GROUPS, MEMBERS, PROMPT = 2, 8, 512
+GROUPS = 2
+MEMBERS = 8
+PROMPT = 512
 GOAL = 4.0
 
 
@@ -81,7 +87,8 @@ class TimedEngine(EndlessEngine):
 
     def _timed(self, stage: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            inner, began = sum(self.spent.values()), time.thread_time()
+            inner = sum(self.spent.values())
+            began = time.thread_time()
             result = work(*args)
             self.spent[stage] += time.thread_time() - began - (sum(self.spent.values()) - inner)
             return result
@@ -143,8 +150,11 @@ def measure(
     name: str, goal: float, work: Sequence[SampleRequest], model: Path, slots: int, rounds: int, vllm: VllmSide | None
 ) -> list[str]:
     """Prints the useful tokens a CPU-second of all sides; returns the lines of the goals."""
-    load, tokens, config = MachineLoad(), sum(request.max_new_tokens for request in work), config_of(slots, "torch")
-    engine, plain = EndlessEngine(model, config, version=0), load_pretrained(model, dtype=torch.float32).eval()
+    load = MachineLoad()
+    tokens = sum(request.max_new_tokens for request in work)
+    config = config_of(slots, "torch")
+    engine = EndlessEngine(model, config, version=0)
+    plain = load_pretrained(model, dtype=torch.float32).eval()
     plain.generation_config.eos_token_id = None
 
     def rate(run: Callable[[], object], cpu_seconds: Callable[[], float] = time.process_time) -> float:
@@ -152,7 +162,8 @@ def measure(
         run()
         return tokens / (cpu_seconds() - began)
 
-    ours, theirs = partial(complete, engine, work), partial(generate_in_batches, plain, work)
+    ours = partial(complete, engine, work)
+    theirs = partial(generate_in_batches, plain, work)
     sides = {"asyncrl": partial(rate, ours), "transformers.generate": partial(rate, theirs)}
     compared = {"asyncrl": ours}
     if vllm is not None:
@@ -192,7 +203,8 @@ def generate_in_batches(model: Any, work: Sequence[SampleRequest], size: int = S
         ids = np.zeros((len(prompts), longest), np.int64)
         mask = np.zeros_like(ids)
         for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
         model.generate(
             input_ids=torch.from_numpy(ids).to(model.device),
             attention_mask=torch.from_numpy(mask).to(model.device),
@@ -218,7 +230,8 @@ def largest_difference(model: Any, completions: Sequence[Completion]) -> float:
 def measure_group_prompts(model: Path, slots: int, rounds: int) -> list[str]:
     """Prints the prefilled tokens a CPU-second of both sides; returns the lines of the goals."""
     load = MachineLoad()
-    task, generation = {"prompts": "none", "max_prompt_tokens": PROMPT}, {"slots": slots, "max_new_tokens": 1}
+    task = {"prompts": "none", "max_prompt_tokens": PROMPT}
+    generation = {"slots": slots, "max_new_tokens": 1}
     config = Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
     engine = EndlessEngine(model, config, version=0)
 

@@ -15,10 +15,13 @@ from asyncrl.bench.measurements import MachineLoad, goal_line
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.scheduling.sample_requests import SampleRequest
 
-LONG_PROMPT, PROMPT, SAMPLED = 4096, 32, 640
+LONG_PROMPT = 4096
+PROMPT = 32
+SAMPLED = 640
 WARM_STEPS = 20
 SLOWEST = 99  # percentile of the steps
-LONGEST_STEP_GOAL, MEMORY_GOAL = 2.0, 1.1
+LONGEST_STEP_GOAL = 2.0
+MEMORY_GOAL = 1.1
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -34,7 +37,8 @@ def measure_long_prompt(model: Path, slots: int, rounds: int) -> list[str]:
     print(f"a prompt of {LONG_PROMPT:,} tokens beside {slots - 1} samples: {len(steps)} steps until its first token")
     print(f"  CPU time of a step: median {middle:.3g} ms, p{SLOWEST} {slow:.3g}, longest {steps.max():.3g}")
     cache = engine._flat.cache
-    resident, computed = resident_bytes(chain.from_iterable(cache._layers)), cache.bytes
+    resident = resident_bytes(chain.from_iterable(cache._layers))
+    computed = cache.bytes
     print(f"  keys and values: {resident / 1e6:.1f} MB of memory, {computed / 1e6:.1f} MB computed\n  {load}\n")
     label = f"a step's p{SLOWEST} over its median beside a long prompt"
     return [

@@ -13,14 +13,19 @@ from asyncrl.bench.measurements import MachineLoad, goal_line, in_turn, ratios, 
 from asyncrl.config.schema import Config
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 
-EPISODES, TURNS, PROMPT, SAMPLED, GIVEN = 64, 6, 64, 24, 16
+EPISODES = 64
+TURNS = 6
+PROMPT = 64
+SAMPLED = 24
+GIVEN = 16
 MAX_TOKENS = TURNS * (SAMPLED + GIVEN)
 GOAL = 1.2
 
 
 def measure_turns(model: Path, slots: int, rounds: int) -> list[str]:
     """Prints the sampled tokens a CPU-second of both sides; returns the lines of the goals."""
-    load, tokens = MachineLoad(), EPISODES * TURNS * SAMPLED
+    load = MachineLoad()
+    tokens = EPISODES * TURNS * SAMPLED
     task = {"prompts": "none", "max_prompt_tokens": PROMPT}
     generation = {"slots": slots, "max_new_tokens": SAMPLED}
     environment = {"use": "none.py:None", "max_tokens": MAX_TOKENS, "max_turns": TURNS}
@@ -83,6 +88,7 @@ def _later(done: Sequence[Completion], given: np.ndarray) -> list[SampleRequest]
         turn = each.request.drawn // SAMPLED
         if turn + 1 < TURNS:
             so_far = [each.request.prompt, each.tokens, given[each.request.key[0], turn]]
-            drawn, goes_on = each.request.drawn + SAMPLED, each.request.may_go_on and turn + 2 < TURNS
+            drawn = each.request.drawn + SAMPLED
+            goes_on = each.request.may_go_on and turn + 2 < TURNS
             asked.append(replace(each.request, prompt=np.concatenate(so_far), drawn=drawn, may_go_on=goes_on))
     return asked

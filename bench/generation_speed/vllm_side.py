@@ -44,9 +44,11 @@ class VllmSide:
         self._runner.close()
 
     async def _open(self, folder: Path, config: Config) -> None:
-        loop, clock = asyncio.get_running_loop(), StateClock(monotonic)
+        loop = asyncio.get_running_loop()
+        clock = StateClock(monotonic)
         facts = RunFacts("bench", folder, folder, 0, "", config)
-        addresses, options = Addresses.inproc("generation"), {"own_version": 0}
+        addresses = Addresses.inproc("generation")
+        options = {"own_version": 0}
         spec = WorkerSpec("generation", 0, 0, Layout(), "generation0.0", "", addresses, facts, options)
         occupancy = Occupancy(clock)
         context = WorkerContext(

@@ -11,7 +11,8 @@ from asyncrl.lanes.shared_memory import Segment
 from asyncrl.lanes.weights.arena import open_reader, open_writer
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 
-ROWS, COLUMNS = 4096, 4096
+ROWS = 4096
+COLUMNS = 4096
 TENSORS = 12
 
 
@@ -19,7 +20,8 @@ def copy_ceiling(bench: BenchDevice) -> Results:
     """Measures copies on the device by size, and a kernel that reads and writes as much."""
     found: Results = {}
     for size in bench.sizes:
-        source, target = bench.block(size), bench.block(size)
+        source = bench.block(size)
+        target = bench.block(size)
         found[f"copy_{size >> 10}_KiB_GB_s"] = bench.rate(size, partial(target.copy_, source))
         found[f"kernel_{size >> 10}_KiB_GB_s"] = bench.rate(size, partial(torch.add, source, 1, out=target))
     return found
@@ -49,7 +51,8 @@ def host_transfers(bench: BenchDevice) -> Results:
     """Measures transfers from and to pageable memory, pinned memory, and memory that was mapped first and registered
     then, as an arena in shared memory is."""
     size = bench.largest
-    device, found = bench.block(size), Results()
+    device = bench.block(size)
+    found = Results()
     segment = Segment.private(size)
     registered = torch.frombuffer(segment.buffer, dtype=torch.uint8)
     bench.cuda.register(registered.data_ptr(), size, read_only=False)
@@ -74,7 +77,8 @@ def arena_transfers(bench: BenchDevice) -> Results:
         version = {each.name: torch.zeros(each.shape, dtype=torch.bfloat16) for each in spec.tensors}
         published = writer.write(0, 0, version)
         reader = open_reader(published, spec)
-        tensors, targets = reader.tensors(published), [each.to(bench.device) for each in version.values()]
+        tensors = reader.tensors(published)
+        targets = [each.to(bench.device) for each in version.values()]
 
         def copy() -> None:
             for target, source in zip(targets, tensors.values(), strict=True):

@@ -26,7 +26,8 @@ def differences(bench: BenchDevice) -> Results:
         places = torch.nonzero(new != old).flatten()
         return places.int(), new[places]
 
-    encoding, applying = bench.fastest(encode), bench.fastest(lambda: old.index_copy_(0, where, values))
+    encoding = bench.fastest(encode)
+    applying = bench.fastest(lambda: old.index_copy_(0, where, values))
     found = {"encode_GB_s": 2 * count / 1e9 / encoding, "apply_GB_s": 2 * count / 1e9 / applying}
     for gigabits in LINKS:
         dense = 2 * count / (gigabits * 1e9 / 8)

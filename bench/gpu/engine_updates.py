@@ -16,7 +16,8 @@ RIVALS = ("checkpoint_engine", "verl")
 
 def copies_beside_decoding(bench: BenchDevice) -> Results:
     """Measures steps that read many weights for few rows, as decoding does, alone and while copies run beside them."""
-    source, target = bench.block(bench.largest), bench.block(bench.largest)
+    source = bench.block(bench.largest)
+    target = bench.block(bench.largest)
     decode = decoding(bench.device, bench.largest)
 
     def beside() -> None:
@@ -46,7 +47,8 @@ def update_cost(bench: BenchDevice) -> Results:
     the same from host memory."""
     count = max(1, bench.largest // 2 // TENSORS // 32 * 32)
     spec = WeightsSpec.of({f"layers.{number}.w": (count,) for number in range(TENSORS)}, "bfloat16")
-    source, target = bench.block(spec.size), bench.block(spec.size)
+    source = bench.block(spec.size)
+    target = bench.block(spec.size)
     host = torch.zeros(spec.size, dtype=torch.uint8)
     views, parameters, of_host = (block_views(block, spec) for block in (source, target, host))
     model = [torch.nn.Parameter(parameters[name]) for name in parameters]

@@ -23,12 +23,15 @@ from asyncrl.engines.training.batch.train_rows import TrainRow
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.training_step import run_step
 
-WIDTH, LAYERS = 1024, 24
+WIDTH = 1024
+LAYERS = 24
 LAYER_BYTES = 2 * (3 * WIDTH**2 + 12 * WIDTH**2)
 """Bytes of a layer in bfloat16."""
 
-SLOTS, PROMPT = 128, 64
-FEWEST, MOST = 32, 256
+SLOTS = 128
+PROMPT = 64
+FEWEST = 32
+MOST = 256
 """Tokens of an answer: as uneven as answers of a reasoning task."""
 
 STEPS = 3
@@ -78,9 +81,11 @@ def _slots(bench: BenchDevice) -> int:
 def random_llama(largest: int, positions: int) -> LlamaForCausalLM:
     """Returns a Llama in bfloat16 whose layers fit into so many bytes, at most LAYERS; a tiny one where not one does.
     positions: tokens of its longest row."""
-    layers, width = min(largest // LAYER_BYTES, LAYERS), WIDTH
+    layers = min(largest // LAYER_BYTES, LAYERS)
+    width = WIDTH
     if layers == 0:
-        layers, width = 2, 64
+        layers = 2
+        width = 64
     shape = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
@@ -114,7 +119,8 @@ def _config(bench: BenchDevice, slots: int) -> Config:
 
 def _requests(count: int) -> Sequence[SampleRequest]:
     source = np.random.default_rng(0)
-    lengths, answers = source.integers(8, PROMPT + 1, count), source.integers(FEWEST, MOST + 1, count)
+    lengths = source.integers(8, PROMPT + 1, count)
+    answers = source.integers(FEWEST, MOST + 1, count)
     return [
         SampleRequest((number, 0, 0), source.integers(4, VOCABULARY, prompt).astype(np.int32), number, 1.0, int(answer))
         for number, (prompt, answer) in enumerate(zip(lengths, answers, strict=True))
@@ -122,7 +128,8 @@ def _requests(count: int) -> Sequence[SampleRequest]:
 
 
 def _row(number: int, request: SampleRequest) -> TrainRow:
-    source, length = np.random.default_rng(number), request.max_new_tokens
+    source = np.random.default_rng(number)
+    length = request.max_new_tokens
     return TrainRow(
         group=number // 8,
         member=number % 8,

@@ -21,7 +21,9 @@ from asyncrl.lanes.weights.transports.collective.nccl import NcclBackend, nccl_l
 
 SWITCH = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 CTAS = (4, 8, 16)
-CONNECT_LIMIT, LIMIT, HANG = 60.0, 30.0, 2.0
+CONNECT_LIMIT = 60.0
+LIMIT = 30.0
+HANG = 2.0
 """Seconds for connecting, for a transfer, and after which one is given up whose peer is gone."""
 
 ROUNDS = 5
@@ -45,7 +47,8 @@ def nccl_under_mps(bench: BenchDevice) -> Results:
 
 def loop_lag(bench: BenchDevice) -> Results:
     """Measures how late an event loop runs while a thread of its own posts copies and looks for their end."""
-    source, target = bench.block(bench.largest), bench.block(bench.largest)
+    source = bench.block(bench.largest)
+    target = bench.block(bench.largest)
     idle = asyncio.run(lag_beside(lambda: None))
     busy = asyncio.run(lag_beside(lambda: bench.timer.seconds(lambda: target.copy_(source))))
     return {"lag_p99_idle_ms": 1e3 * idle, "lag_p99_beside_copies_ms": 1e3 * busy}
@@ -54,7 +57,8 @@ def loop_lag(bench: BenchDevice) -> Results:
 async def lag_beside(work: "object", naps: int = 300) -> float:
     """Returns by how many seconds at the 99th percentile a sleep of 1 ms is late while a thread repeats work."""
     assert callable(work)
-    thread, stopped = OwnerThread("measured copies"), False
+    thread = OwnerThread("measured copies")
+    stopped = False
 
     def repeat() -> None:
         while not stopped:
@@ -118,7 +122,8 @@ def _run_ranks(bench: BenchDevice, variables: dict[str, str]) -> Results:
 
 
 def main() -> None:
-    device, sizes = sys.argv[1], list(map(int, sys.argv[2:]))
+    device = sys.argv[1]
+    sizes = list(map(int, sys.argv[2:]))
     backend = NcclBackend(nccl_library(device))
     number, _, meeting = sys.stdin.readline().strip().partition(" ")
     if not meeting:

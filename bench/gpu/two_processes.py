@@ -67,7 +67,9 @@ def _line(process: "subprocess.Popen[str]") -> str:
 
 
 def main() -> None:
-    work, device, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    work = sys.argv[1]
+    device = sys.argv[2]
+    size = int(sys.argv[3])
     timer = timer_of(device)
     if work == "decode":
         step = decoding(device, size)

@@ -29,7 +29,9 @@ from asyncrl.config.schema import Config
 from asyncrl.lanes.weights.arena import open_writer
 from asyncrl.lanes.weights.tensor_spec import spec_of
 
-SLOTS, PROMPT, TOKENS = 8, 32, 4096
+SLOTS = 8
+PROMPT = 32
+TOKENS = 4096
 VERSIONS = 5
 DTYPE = "bfloat16"
 SAMPLING = {"temperature": 1.0, "max_tokens": TOKENS}
@@ -133,7 +135,8 @@ async def _measured(folder: Path, model: Any, device: str) -> Results:
 
     engine = EngineProcess(engine_arguments(config, folder, json.loads((folder / "config.json").read_text())), None)
     writer = open_writer(f"asyncrl-bench-{uuid4().hex[:12]}", spec_of(model, DTYPE), "ipc")
-    sampled, found = asyncio.Event(), []
+    sampled = asyncio.Event()
+    found = []
     streams = [engine.tokens(f"{number}", _prompt(number), "bench", **SAMPLING) for number in range(SLOTS)]
     running = [asyncio.create_task(sample(stream, sampled), name="sample") for stream in streams]
     try:

@@ -23,7 +23,8 @@ from asyncrl.environments.adapters.packages import package
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 
-ENVIRONMENTS, TRANSITIONS = 8, 50
+ENVIRONMENTS = 8
+TRANSITIONS = 50
 WAYS = (("synchronous", 1), ("synchronous", ENVIRONMENTS), ("asynchronous", 1))
 
 
@@ -48,12 +49,14 @@ def config_of(seconds: float, uneven: bool, feedback: str, children: int) -> Con
 
 async def rate(config: Config, steps: int, printed: Path) -> float:
     """Returns steps a second of all environments together."""
-    settings, clock = config.acting, StateClock(time.monotonic)
+    settings = config.acting
+    clock = StateClock(time.monotonic)
     async with asyncio.TaskGroup() as tasks:
         environments = SteppedEnvironments(settings, tasks, seed=0, start_deadline=60.0, printed=printed)
         await environments.start()
         compute = ThreadCompute(Occupancy(clock))
-        policy, done = ActingPolicy(config, environments.spaces, 0, version=0), asyncio.Event()
+        policy = ActingPolicy(config, environments.spaces, 0, version=0)
+        done = asyncio.Event()
         loop = ActingLoop(
             policy,
             environments,
@@ -64,7 +67,8 @@ async def rate(config: Config, steps: int, printed: Path) -> float:
             finished=lambda recording: _again(loop, recording, steps, done),
             failed=lambda place, why: print(f"environment {place}: {why}"),
         )
-        acting, began = tasks.create_task(loop.run(), name="acting"), time.monotonic()
+        acting = tasks.create_task(loop.run(), name="acting")
+        began = time.monotonic()
         loop.record([(0, place, 0) for place in range(settings.environments)], 0)
         await done.wait()
         seconds = time.monotonic() - began

@@ -40,7 +40,8 @@ def until_goal(lines: Sequence[dict[str, Any]], goal: float) -> tuple[Sequence[d
 def run_to_goal(experiment: str, goal: float, seed: int, folder: Path) -> dict[str, Any]:
     """Returns what it took; `reached` is False where the steps of the experiment ended before. transitions: all that
     environments took, also those that were masked."""
-    metrics, began = folder / "run/metrics.jsonl", time.monotonic()
+    metrics = folder / "run/metrics.jsonl"
+    began = time.monotonic()
     flags = ["--run-dir", str(folder / "run"), "--seed", str(seed), "--telemetry.report", "false"]
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", experiment, *flags]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:

@@ -87,7 +87,9 @@ def run_left(
 ) -> None:
     """Runs the selected cases that have no result, and adds their results. Once the search for the setting of the claim
     is complete, the grid also holds the proof of that setting."""
-    again, ends, runs = options.again, time.monotonic() + 60 * options.minutes, options.runs
+    again = options.again
+    ends = time.monotonic() + 60 * options.minutes
+    runs = options.runs
     while True:
         parts = select_cases(grid.parts(results), wanted)
         left = left_to_run(grid, parts, results, again)

@@ -11,8 +11,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from asyncrl.bench.learning.grid import SYNCHRONOUS, Grid, Results, Table
 from asyncrl.bench.learning.result_cells import Cell, cells
 
-WIDTH, HEIGHT = 640, 360
-LEFT, RIGHT, TOP, BOTTOM = 56, 176, 34, 44
+WIDTH = 640
+HEIGHT = 360
+LEFT = 56
+RIGHT = 176
+TOP = 34
+BOTTOM = 44
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#000000", "#bb8866", "#777777", "#4444cc")
 """Colours that most people can tell apart (Paul Tol's scheme `bright`)."""
 
@@ -46,8 +50,10 @@ class Chart:
     lines: Mapping[str, Sequence[Point]]
 
     def svg(self) -> str:
-        first, last = self.x_ticks[0][0], self.x_ticks[-1][0]
-        right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+        first = self.x_ticks[0][0]
+        last = self.x_ticks[-1][0]
+        right = WIDTH - RIGHT
+        bottom = HEIGHT - BOTTOM
         places = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": right, "top": TOP, "bottom": bottom}
         return TEMPLATES.get_template("chart.svg.j2").render(
             **places,

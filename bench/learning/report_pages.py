@@ -103,7 +103,8 @@ def _controls(table: Table, found: Sequence[Cell]) -> str:
 
 def _beside(table: Table, found: Sequence[Cell]) -> str:
     """Returns what a table by row is compared with: the synchronous reward, unless a row has it, and the controls."""
-    own, controls = _own(table, found), _controls(table, found)
+    own = _own(table, found)
+    controls = _controls(table, found)
     synchronous = [line["held_out"] for cell in own for line in cell.synchronous.values()]
     alone = synchronous and all(cell.limit != SYNCHRONOUS for cell in own)
     compared = f", synchronous {fmean(synchronous):.3f}" if alone else ""
@@ -167,7 +168,8 @@ def recovery(claim: Claim, candidate: Candidate, results: Results) -> str:
     complete = len(synchronous.keys() & uncorrected.keys() & corrected.keys())
     if complete < len(claim.seeds):
         return f"is not decided: {complete} of {len(claim.seeds)} seeds"
-    lost, share = differences(synchronous, uncorrected), recovered_share(synchronous, uncorrected, corrected)
+    lost = differences(synchronous, uncorrected)
+    share = recovered_share(synchronous, uncorrected, corrected)
     if fmean(lost) < claim.least_loss:
         return f"does not hold: with these seeds the uncorrected run loses {fmean(lost):+.3f} only"
     decision = "holds" if share >= 0.5 else "does not hold"

@@ -50,12 +50,14 @@ class TrainingChild:
         does not end within `deadline` seconds."""
         if self._process is None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            pipe, command = subprocess.PIPE, [sys.executable, "-m", __name__]
+            pipe = subprocess.PIPE
+            command = [sys.executable, "-m", __name__]
             with self._log.open("w") as log:
                 self._process = subprocess.Popen(
                     command, env=environment(1), stdin=pipe, stdout=pipe, stderr=log, text=True
                 )
-        requests, answers = self._process.stdin, self._process.stdout
+        requests = self._process.stdin
+        answers = self._process.stdout
         assert requests is not None, "a pipe"
         assert answers is not None, "a pipe"
         print(json.dumps(request), file=requests, flush=True)
@@ -94,7 +96,8 @@ def run_case(case: Case, defaults: Values, goal: float, folder: Path, child: Tra
     target = folder / "models" / f"{config.model.name.replace(':', '-')}-{case.seed}"
     model = asyncio.run(prepare(config, target, lambda text: None, RUN_DEADLINE))
     with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as name:
-        run_dir, machine_load = Path(name) / "run", MachineLoad()
+        run_dir = Path(name) / "run"
+        machine_load = MachineLoad()
         child.train({"values": config_values(case, defaults, model), "run_dir": str(run_dir)}, RUN_DEADLINE)
         directory = RunDirectory(run_dir)
         evaluations = list(read_lines(directory.evaluations))

@@ -39,12 +39,16 @@ from asyncrl.telemetry.trace import SUFFIX, Tracer, merge_traces
 
 WARM = 4
 """Steps at the start that are not counted, because the pipeline fills."""
-GROUPS, MEMBERS, LIMIT = 8, 8, 2
+GROUPS = 8
+MEMBERS = 8
+LIMIT = 2
 SETTINGS = {"200/40/40/200 ms": ((0.2, 0.04, 0.04, 0.2), 0.99), "50/10/10/50 ms": ((0.05, 0.01, 0.01, 0.05), 0.97)}
 TRACING = 0.01
 QUICKSTART_DEADLINE = 600.0
 """Seconds."""
-EVENT_ROUNDS, TRACED_CALLS, ARROWS = 5, 400, 16
+EVENT_ROUNDS = 5
+TRACED_CALLS = 400
+ARROWS = 16
 CACHED_BYTES = 8 << 20
 """More than the private caches of a core hold."""
 
@@ -153,7 +157,8 @@ def seconds_of_event(folder: Path) -> float:
     two calls, as it does in a worker; each call is a span in which the arrows of a group leave."""
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     tracer = Tracer(run_dir / "logs" / f"generation0.0{SUFFIX}", "generation0.0")
-    other, spent = np.zeros(CACHED_BYTES, np.uint8), 0.0
+    other = np.zeros(CACHED_BYTES, np.uint8)
+    spent = 0.0
     for group in range(TRACED_CALLS):
         other += 1
         began = time.perf_counter()

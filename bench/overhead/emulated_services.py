@@ -81,7 +81,8 @@ class EmulatedGeneration(EmulatedService, FakeGeneration):
         yield BatchRef(tuple(self.row(member, spans) for member in members))
 
     def columns(self, sequence: Sequence, spans: Spans) -> dict[str, Array]:
-        ids, logprobs = np.full(TOKENS, sequence.member, np.int32), np.zeros(TOKENS, np.float32)
+        ids = np.full(TOKENS, sequence.member, np.int32)
+        logprobs = np.zeros(TOKENS, np.float32)
         own: dict[str, Array] = {"prompt_ids": ids, "response_ids": ids, "text": TEXT, "logprobs": logprobs}
         return {**super().columns(sequence, spans), **own}
 

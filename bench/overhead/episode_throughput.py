@@ -37,7 +37,8 @@ async def played_bare(number: int) -> None:
 
 
 async def played_in_child(pool: EpisodePool, number: int) -> None:
-    row, name = PromptRow.of(ROW).packed, (number, 0, 0)
+    row = PromptRow.of(ROW).packed
+    name = (number, 0, 0)
     for turn in range(1, len(SAID) + 1):
         played = await pool.play(Play(name, row, number, SAID[:turn]))
         assert not played.error, played.error

@@ -52,7 +52,8 @@ async def timed(count: int, run: Callable[[], Awaitable[None]]) -> Side:
         for _ in left:
             await run()
 
-    cpu, began = cpu_seconds(), time.monotonic()
+    cpu = cpu_seconds()
+    began = time.monotonic()
     await gather(*(one_core() for _ in range(cores)))
     return (cpu_seconds() - cpu) / count, (time.monotonic() - began) * cores / count
 
@@ -67,7 +68,8 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--programs", type=at_least(1), default=200, help="Number of programs of one round.")
     parser.add_argument("--rounds", type=at_least(1), default=5, help="Number of rounds; all sides take turns.")
     options = parser.parse_args(arguments)
-    python, load = python_for_programs(), MachineLoad()
+    python = python_for_programs()
+    load = MachineLoad()
     found = in_turn(
         {
             "bare start": lambda: asyncio.run(timed(options.programs, partial(started_bare, python))),

@@ -42,7 +42,8 @@ from asyncrl.fleet.lifecycle_events import WorkerStarted
 from asyncrl.fleet.worker.worker_spec import RunFacts
 
 STARTS = ("fork", "spawn")
-FIRST_STEP, MEMORY = "command to first step, s", "four workers, PSS, MB"
+FIRST_STEP = "command to first step, s"
+MEMORY = "four workers, PSS, MB"
 GOALS = {FIRST_STEP: 5.0, "command to first step, CPU-s": 8.0, "killed worker takes calls again, s": 1.0}
 """Upper bounds of figures of forked workers."""
 MEMORY_GOAL = 0.6

@@ -83,7 +83,8 @@ class Overlap:
 def overlap_of(run: RunRecord, trace: WorkerTrace) -> Overlap:
     """Computes the accounting. Raises ConfigError for a run with too few steps, or with shares that do not add up."""
     first = max(1, len(run.steps) // 10)
-    steps, lengths = run.steps[first:], lengths_of(run.seconds)[first:]
+    steps = run.steps[first:]
+    lengths = lengths_of(run.seconds)[first:]
     if len(steps) < LEAST_STEPS:
         raise ConfigError(
             f"{run.path} trained {len(run.steps)} steps; shares say something from {LEAST_STEPS + 1} steps on"
@@ -137,7 +138,8 @@ def busy_intervals(slices: Sequence[Slice]) -> tuple[list[Interval], list[Interv
     trained = [each for each in slices if each.worker.startswith("training") and each.name == STEP]
     if not trained:
         return [], []
-    begin, end = trained[len(trained) // 10].begin, max(each.end for each in trained)
+    begin = trained[len(trained) // 10].begin
+    end = max(each.end for each in trained)
     return _within(generated, begin, end), _within(trained, begin, end)
 
 

@@ -20,7 +20,8 @@ KNOBS = {
 
 def bottleneck(overlap: Overlap) -> str:
     """Returns what holds the run up: a stage that never waits, or else what the stages wait for most."""
-    slowest, shares = overlap.slowest, overlap.shares[overlap.slowest]
+    slowest = overlap.slowest
+    shares = overlap.shares[overlap.slowest]
     busy = f"{slowest} is busy {shares['busy']:.0%} of the time"
     if shares["busy"] >= NEARLY_ALWAYS:
         return f"{busy} and hardly waits: it is the bottleneck. {_knob(slowest)}"

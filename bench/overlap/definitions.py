@@ -40,7 +40,8 @@ def cluster_bubble(busy: Mapping[str, float], devices: Mapping[str, float], wall
 
 def overlap_fraction(generation: Iterable[Interval], training: Iterable[Interval]) -> float | None:
     """Returns |busy_gen ∩ busy_train| / min(|busy_gen|, |busy_train|); None when one of them never ran."""
-    generated, trained = merged(generation), merged(training)
+    generated = merged(generation)
+    trained = merged(training)
     if not generated or not trained:
         return None
     common = sum(max(0.0, min(one[1], other[1]) - max(one[0], other[0])) for one in generated for other in trained)

@@ -36,7 +36,8 @@ def mfu_of(run: RunRecord, peak: float) -> float:
     if shape is None:
         raise ConfigError(f"{run.path}: its model {run.config.model.name} has a shape that is not known")
     first = max(1, len(run.steps) // 10)
-    steps, seconds = run.steps[first:], sum(lengths_of(run.seconds)[first:])
+    steps = run.steps[first:]
+    seconds = sum(lengths_of(run.seconds)[first:])
     trained = sum(step.get("tokens/trained") or 0.0 for step in steps)
     wasted = sum(step.get("staleness/wasted_tokens") or 0.0 for step in steps)
     context = _mean_context(run)

@@ -32,7 +32,8 @@ def differences(first: Overlap, second: Overlap) -> Iterator[str]:
     yield table(("", first.name, second.name, "ratio"), [_row(*each) for each in _numbers(first, second)])
     longer = second.step - first.step
     yield f"a step of {second.name} takes {abs(longer):.3f} s {'more' if longer > 0 else 'less'}; by service and state:"
-    mine, other = _seconds(first), _seconds(second)
+    mine = _seconds(first)
+    other = _seconds(second)
     found = {key: other.get(key, 0.0) - mine.get(key, 0.0) for key in {**mine, **other}}
     shown = sorted(found, key=lambda key: -abs(found[key]))[:SHOWN]
     rows = [

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-SAMPLES, LENGTH = 64, 1024
+SAMPLES = 64
+LENGTH = 1024
 LARGE = 64 * 2**20
-PIPELINED, WINDOW = 40, 8
+PIPELINED = 40
+WINDOW = 8
 Tensors = dict[str, Any]
 
 

@@ -23,7 +23,9 @@ class RaySink:
 
 def main() -> None:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=2**29)
-    sink, batch, large = RaySink.remote(), call_timing.rollout(), {"data": np.ones(call_timing.LARGE, np.uint8)}
+    sink = RaySink.remote()
+    batch = call_timing.rollout()
+    large = {"data": np.ones(call_timing.LARGE, np.uint8)}
     payload = b"x" * 64
     ray.get([sink.echo.remote(payload), sink.take.remote(batch)])
     for _ in call_timing.rounds({"ray": ray.__version__}):
@@ -40,7 +42,8 @@ def main() -> None:
 
 
 def _pipelined(sink: Any, batch: call_timing.Tensors) -> float:
-    start, waiting = time.perf_counter(), list[Any]()
+    start = time.perf_counter()
+    waiting = list[Any]()
     for _ in range(call_timing.PIPELINED):
         if len(waiting) >= call_timing.WINDOW:
             ray.get(waiting.pop(0))

@@ -54,7 +54,8 @@ def model_of(name: str, seed: int, width: int) -> tuple[Any, int]:
 
 def main(name: str, goal: float, seed: int, width: int = 64) -> None:
     torch.set_num_threads(1)
-    began, callback = time.monotonic(), Goal(goal)
+    began = time.monotonic()
+    callback = Goal(goal)
     model, most = model_of(name, seed, width)
     model.learn(most, callback=callback)
     found = {"experiment": name, "seed": seed, "reached": callback.reached, "transitions": model.num_timesteps}

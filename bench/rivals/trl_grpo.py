@@ -36,7 +36,8 @@ class PrescribedTrlLengths:
 
     def __init__(self, rows: int, prompt_tokens: int, eos: int) -> None:
         self.lengths = torch.tensor((LENGTHS * (rows // SAMPLES))[:rows])
-        self.prompt_tokens, self.eos = prompt_tokens, eos
+        self.prompt_tokens = prompt_tokens
+        self.eos = eos
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, self.eos] = -torch.inf
@@ -69,7 +70,8 @@ class Clock(TrainerCallback):
     """Records each step; tokens of a generation that serves several steps count with its first step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        rewards, tokens = BATCH["reward"], BATCH["tokens"]
+        rewards = BATCH["reward"]
+        tokens = BATCH["tokens"]
         mean = sum(rewards) / len(rewards) if rewards else None
         line = {"ended": time.perf_counter(), "tokens": tokens, "reward": mean, "cpu": time.process_time()}
         STEPS.append({**line, "generation": BATCH["generation"], "reward_seconds": BATCH["reward_seconds"]})

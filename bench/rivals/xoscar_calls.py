@@ -14,7 +14,9 @@ async def main() -> None:
     async with pool:
         where = xoscar.allocate_strategy.ProcessIndex(1)
         sink = await xoscar.create_actor(XoscarSink, address=pool.external_address, allocate_strategy=where)
-        batch, large, payload = call_timing.rollout(), {"data": np.ones(call_timing.LARGE, np.uint8)}, b"x" * 64
+        batch = call_timing.rollout()
+        large = {"data": np.ones(call_timing.LARGE, np.uint8)}
+        payload = b"x" * 64
         for _ in call_timing.rounds({"xoscar": version("xoscar")}):
             results = call_timing.percentiles(await call_timing.seconds_of_async(lambda: sink.echo(payload), 300))
             results["calls_per_s"] = 960 / await call_timing.in_window(lambda: sink.echo(payload), 960, 64)

@@ -198,7 +198,8 @@ class AsyncrlCalls:
         self._parts = store("parts", 2 * RANKS, {"data": self._large[: LARGE // RANKS]})
 
     async def measure(self) -> dict[str, float]:
-        echo, payload = self._one.echo, b"x" * 64
+        echo = self._one.echo
+        payload = b"x" * 64
         spent = time.process_time()
         results = percentiles(await seconds_of_async(lambda: echo(payload), 1000))
         results["cpu_us"] = (time.process_time() - spent) * 1e3
@@ -227,7 +228,8 @@ class AsyncrlCalls:
 
     async def _by_frames(self) -> dict[str, float]:
         take = self._one_by_frames.take
-        batch, large = as_batch(self._tensors), as_batch({"data": self._large})
+        batch = as_batch(self._tensors)
+        large = as_batch({"data": self._large})
         pipelined = await in_window(lambda: take(batch), PIPELINED)
         return {
             "frames_batch_ms": milliseconds(await seconds_of_async(lambda: take(batch), 20)),

@@ -27,7 +27,9 @@ from asyncrl.bench.transfer_speed.machine_limits import machine_limits
 from asyncrl.deploy.process.worker_environment import FRAME_MALLOC
 
 SCRIPTS = {"ray": "ray_calls.py", "xoscar": "xoscar_calls.py", "transferqueue": "transferqueue_calls.py"}
-START_DEADLINE, ROUND_DEADLINE, STOP_DEADLINE = 120.0, 60.0, 15.0
+START_DEADLINE = 120.0
+ROUND_DEADLINE = 60.0
+STOP_DEADLINE = 15.0
 """Seconds for another system to start (TransferQueue needs 40), to run one round, and to end."""
 
 RIVALS = Path(__file__).resolve().parents[1] / "rivals"
@@ -161,7 +163,8 @@ async def measure(rounds: int, rivals: Sequence[str]) -> list[Round]:
                     each[name] = results
                 else:
                     del others[name]
-            took, load = time.perf_counter() - began, os.getloadavg()[0]
+            took = time.perf_counter() - began
+            load = os.getloadavg()[0]
             print(f"round {number}: {took:.1f} s, load average {load:.2f} on {os.cpu_count()} cores", flush=True)
             found.append(each)
     return found[1:] or found

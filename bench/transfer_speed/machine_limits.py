@@ -34,7 +34,8 @@ from asyncrl.lanes.control.zmq_wire import ZmqCaller, ZmqWire
 
 ECHOES = 1000
 CHUNK = 2**20
-START_DEADLINE, START_CHECK = 10.0, 0.001
+START_DEADLINE = 10.0
+START_CHECK = 0.001
 """Seconds for a remote end to listen, and between two looks whether it does."""
 
 
@@ -64,7 +65,8 @@ async def sink(path: str) -> None:
     listener.bind(path)
     listener.listen()
     connection, _ = listener.accept()
-    buffer, left = bytearray(CHUNK), LARGE
+    buffer = bytearray(CHUNK)
+    left = LARGE
     while received := connection.recv_into(buffer):
         left -= received
         if left == 0:

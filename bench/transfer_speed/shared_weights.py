@@ -41,7 +41,10 @@ READERS = 2
 TENSORS = 290
 """A model of half a billion weights has so many."""
 
-LIMIT, FLIP, COPY, BUCKETS = "two memcpys at once", "flip", "copies out of the slot", "buckets, sender by sender"
+LIMIT = "two memcpys at once"
+FLIP = "flip"
+COPY = "copies out of the slot"
+BUCKETS = "buckets, sender by sender"
 SIDES = (LIMIT, FLIP, COPY, BUCKETS)
 
 Bytes = NDArray[np.uint8]
@@ -225,7 +228,9 @@ def _carry_out(
 
 
 def _timed(work: Callable[[], object]) -> Read:
-    began, used, faults = time.perf_counter(), time.thread_time(), _page_faults()
+    began = time.perf_counter()
+    used = time.thread_time()
+    faults = _page_faults()
     work()
     return Read(time.perf_counter() - began, time.thread_time() - used, _page_faults() - faults)
 

@@ -108,7 +108,8 @@ def plan_transfer(
 
 def result_rows(planned: PlannedTransfer, bound: int) -> list[tuple[str, str]]:
     """Returns label and value of each result. bound: of `least_moved`."""
-    plan, traffic = planned.plan, planned.plan.traffic
+    plan = planned.plan
+    traffic = planned.plan.traffic
     schedule, seconds = _fastest(lambda: schedule_of(plan, traffic.holders[0]), 1)
     parts = sum(len(bucket.parts) for bucket in schedule.sends)
     return [
@@ -161,7 +162,8 @@ def least_moved(
 
 
 def _least_elements(shape: tuple[int, ...], source: Placement, destination: Placement) -> int:
-    held, needed = source.held(shape), destination.held(shape)
+    held = source.held(shape)
+    needed = destination.held(shape)
     missing = int(volumes(needed.bounds).sum())
     for rank in np.intersect1d(held.ranks, needed.ranks):
         _, _, shared = intersections(held.bounds[held.ranks == rank], needed.bounds[needed.ranks == rank])

@@ -43,7 +43,10 @@ from asyncrl.protocols.messages import PROTOCOL, Hello, Published
 
 LOOPBACK = "127.0.0.1"
 ROUND_DEADLINE = 120.0
-BARE, CURVE, DENSE, SPARSE = "bare socket", "ZeroMQ with CURVE", "tcp, dense", "tcp, sparse"
+BARE = "bare socket"
+CURVE = "ZeroMQ with CURVE"
+DENSE = "tcp, dense"
+SPARSE = "tcp, sparse"
 SIDES = (BARE, CURVE, DENSE, SPARSE)
 CHANGED = 0.01
 TENSORS = 32
@@ -78,7 +81,8 @@ class TimedTransfer:
 
 def transfer_lines(found: Mapping[str, "SideTransfers"]) -> Iterator[str]:
     """Yields the table, then each goal with its ratio."""
-    bare, curve = found[BARE], found[CURVE]
+    bare = found[BARE]
+    curve = found[CURVE]
     rows = [
         (
             side,
@@ -90,7 +94,8 @@ def transfer_lines(found: Mapping[str, "SideTransfers"]) -> Iterator[str]:
         for side, each in found.items()
     ]
     yield table(("way", "weights", "of bare", "of what CURVE allows", "CPU s a GB, sender + receiver"), rows)
-    dense, sparse = found[DENSE], found[SPARSE]
+    dense = found[DENSE]
+    sparse = found[SPARSE]
     yield goal_line("dense over the bare socket", ratios(dense.speed, bare.speed).median, 0.7)
     yield goal_line("dense over what CURVE allows", ratios(dense.speed, curve.speed).median, 0.9)
     yield goal_line("CPU of what CURVE allows over dense", ratios(curve.cpu, dense.cpu).median, 0.9)
@@ -244,7 +249,8 @@ async def receive(size: int, keys: CurveKeys) -> None:
             }
             while line := await loop.run_in_executor(None, sys.stdin.readline):
                 order = json.loads(line)
-                began, used = time.perf_counter(), time.process_time()
+                began = time.perf_counter()
+                used = time.process_time()
                 if order["way"] == "bare":
                     _receive_bare(memory, order["port"])
                 elif order["way"] == "zmq":

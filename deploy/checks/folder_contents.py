@@ -36,7 +36,8 @@ def content_problems(folder: Path, stop: Sequence[str] = ()) -> Iterator[Problem
     """Yields what is wrong with a whole and undamaged model folder; a folder that holds no model has nothing. stop:
     strings that end answers besides the ends of the folder."""
     if is_complete(folder):
-        marks, rows = Marks.of_folder(folder), embedding_rows(folder)
+        marks = Marks.of_folder(folder)
+        rows = embedding_rows(folder)
         notes = ((each, True) for each in _end_notes(folder, marks, rows, stop))
         wrong = ((each, False) for each in [*_file_problems(folder)] or _written_beyond(folder, marks, rows))
         yield from (Problem("model.name", "", text, is_warning=is_note) for text, is_note in (*wrong, *notes))
@@ -59,7 +60,9 @@ def _tensor_problems(folder: Path, described: Mapping[str, Any]) -> Iterator[str
     """Compares headers of weights with config.json and tokenizer. Added tokens may lie beyond the embedding, as the one
     for images of Gemma 3 does, where no text holds them."""
     shape = described.get("text_config") or described
-    layers, rows, whole = set[int](), None, ""
+    layers = set[int]()
+    rows = None
+    whole = ""
     tied = dict[str, Path]()
     for name in weight_files(folder):
         with safe_open(folder / name, framework="np") as tensors:
@@ -157,7 +160,8 @@ def _end_notes(folder: Path, marks: Marks, rows: int | None, stop: Sequence[str]
     """Yields what a run does where the configs do not name the end of an answer."""
     if not vocabulary(folder):
         return  # Only loading the tokenizer would tell.
-    ends, end = named_ends(folder, marks), marks.turn_end()
+    ends = named_ends(folder, marks)
+    end = marks.turn_end()
     if end and marks.ids[end] not in ends:
         line = json.dumps(sorted(ends | {marks.ids[end]}))
         yield (

@@ -104,7 +104,8 @@ class EngineMemory:
     def _cache(self, prompt: int, *, shared: bool) -> int:
         """Returns the bytes of keys and values of all rows that run with prompts of so many tokens. shared: members of
         a group share the full blocks of their prompt, but for its last token."""
-        config, gate = self.config, GateConfig.of(self.config)
+        config = self.config
+        gate = GateConfig.of(self.config)
         slots = config.generation.slots
         rows = slots if config.environment.use else min(slots, self._groups * gate.members)
         blocks = rows * -(-(prompt + config.response_tokens) // CHUNK)
@@ -115,10 +116,12 @@ class EngineMemory:
     def _pictures(self, *, largest: bool) -> int:
         """Returns the bytes of the pictures of all prompts in flight, of their states, which are kept of some, and of a
         pass of one prompt. largest: all tokens of the longest prompt may be of pictures."""
-        encoder, lengths = self.shape.encoder, self.lengths
+        encoder = self.shape.encoder
+        lengths = self.lengths
         if encoder is None or (lengths.rows and not lengths.patches):
             return 0
-        patches, groups = prompt_patches(encoder, lengths, largest=largest), self._groups
+        patches = prompt_patches(encoder, lengths, largest=largest)
+        groups = self._groups
         states = min(KEPT_PICTURES, groups) * (patches // encoder.merge**2) * self.shape.hidden * self.number_bytes
         return states + groups * patches * encoder.patch * FLOAT + encoder.pass_bytes(patches, self.number_bytes)
 
@@ -132,7 +135,8 @@ class EngineMemory:
         layers = self.shape.layers
         held = len(layers_of_stage(layers, self.config.training.layout.pp, self.pp, 0))
         of_token = self.shape.cache_bytes_per_token // self.tp * held // layers
-        size, most = blocks * CHUNK * of_token * self.number_bytes // FLOAT, 10**9
+        size = blocks * CHUNK * of_token * self.number_bytes // FLOAT
+        most = 10**9
         limit = self.config.generation.cache_gb
         return min(size, int(limit * most)) if limit else size
 
@@ -151,7 +155,8 @@ class SamplingRank:
     def phases(self, step: Parts, rows: Parts) -> dict[str, Parts]:
         """Returns the parts of each phase. step: those of a step without what the rank samples with. rows: what samples
         and prompts take."""
-        engine, process = self.engine, step["process"]
+        engine = self.engine
+        process = step["process"]
         kept = {"weights": self.state["weights"], "optimizer": self.state["optimizer"]}
         beside = {"gathered to sample": self._others, "held twice": self._twice}
         frozen = {"frozen to sample": engine.weights - engine.head - engine.adapters} if self._has_adapters else {}
@@ -187,7 +192,9 @@ class SamplingRank:
     def _twice(self) -> int:
         """Returns the bytes that this rank trains and holds once more to sample with: shards, and the table of
         a head that is the embedding too at the last stage."""
-        own, layout, stage = self.state["weights"], self.layout, self.stage
+        own = self.state["weights"]
+        layout = self.layout
+        stage = self.stage
         if self._held_apart:
             return 0
         if layout.shard > 1:
@@ -200,7 +207,9 @@ class SamplingRank:
     @property
     def _slices(self) -> int:
         """Returns the bytes of the slices of this tensor rank, as it samples with them."""
-        layers, hidden, tp = self.stage.layers, self.stage.hidden, self.layout.tp
+        layers = self.stage.layers
+        hidden = self.stage.hidden
+        tp = self.layout.tp
         matrices = self.stage.layer_parameters() - 2 * hidden
         return 0 if tp == 1 else layers * matrices // tp * self.engine.number_bytes
 
@@ -208,7 +217,8 @@ class SamplingRank:
     def _gathering(self) -> tuple[int, int]:
         """Returns the most bytes that are made while weights are gathered, and those of the buckets with the last of
         them: what this rank gives, and what it gets of each rank."""
-        layout, size = self.layout, self.engine.number_bytes
+        layout = self.layout
+        size = self.engine.number_bytes
         if self._has_adapters:
             return 0, 0
         held = self.state["weights"] // FLOAT * layout.shard * size
@@ -220,11 +230,13 @@ class SamplingRank:
         if layout.tp > 1:
             parts = layout.tp // self.engine.tp  # Slices that a rank samples with.
             # Before its slices are made of it, a bucket is in memory twice: gloo has its own.
-            made, exchanged = self._slices * parts, (1 + parts) * _bucket(self._slices, gate)
+            made = self._slices * parts
+            exchanged = (1 + parts) * _bucket(self._slices, gate)
             if parts == 1:
                 made = exchanged = 0
         if layout.pp > self.engine.pp:
-            made, exchanged = self.engine.version, max(exchanged, 2 * _bucket(held, table))
+            made = self.engine.version
+            exchanged = max(exchanged, 2 * _bucket(held, table))
         if of_shards >= made + exchanged:
             return joined, of_shards
         return joined + made, exchanged

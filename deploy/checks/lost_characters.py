@@ -47,7 +47,8 @@ def _takes_bytes(described: str) -> bool:
 
 def _first_rows(prompts: PromptRows) -> dict[str, int]:
     """Returns the characters of prompts and answers, each with the number of a row that has it."""
-    number, found = min(len(prompts), LOOKED_AT), dict[str, int]()
+    number = min(len(prompts), LOOKED_AT)
+    found = dict[str, int]()
     for place in range(number):
         row = place * len(prompts) // number
         prompt, columns = prompts.row(row)

@@ -67,7 +67,8 @@ def machine_checks() -> Iterator[Check]:
 
 
 def cores_check() -> Check:
-    cores, threads = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    cores = usable_cores()
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     set_here = f"; OMP_NUM_THREADS={threads} here, workers use fleet.threads" if threads else ""
     found = f"{cores:g} usable of {os.cpu_count()}{set_here}"
     remedy = "workers share one core: a run works, but generation and training will not overlap"
@@ -89,7 +90,8 @@ def available_memory() -> int:
     """Returns the bytes of memory that are available, cached files included, by kernel and container."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     available = int(found[1]) * 1024 if found else 0
-    limit, used = CONTAINER / "memory.max", CONTAINER / "memory.current"
+    limit = CONTAINER / "memory.max"
+    used = CONTAINER / "memory.current"
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         kept = re.findall(r"^(?:in)?active_file (\d+)$", (CONTAINER / "memory.stat").read_text(), re.MULTILINE)
         available = min(available, int(text) - int(used.read_text()) + sum(map(int, kept)))

@@ -32,15 +32,18 @@ from asyncrl.engines.models.model_folder import longest_row
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.weights.leases import BUFFERS, SLOTS
 
-PROCESS_BYTES, PLAIN_BYTES = 300 * 2**20, 110 * 2**20
+PROCESS_BYTES = 300 * 2**20
+PLAIN_BYTES = 110 * 2**20
 """A process with torch and transformers loaded; one without, with the two processes that run functions."""
 GPU_PROCESS_BYTES = 500 * 2**20
 """CUDA takes so much of a GPU's memory for each process; a process of vLLM counts as much."""
 ON_DEVICE = ("nccl", "cuda_ipc")
 """Transports whose versions of the weights are in the memory of a GPU."""
 
-OFFLOADED, OFFERED = "offloaded moments", "copies of weights"
-TAKEN, CHECKPOINTS = "received weights", "copies for checkpoints"
+OFFLOADED = "offloaded moments"
+OFFERED = "copies of weights"
+TAKEN = "received weights"
+CHECKPOINTS = "copies for checkpoints"
 """Names of needs of no service: what DeepSpeed keeps in the memory of the host, versions of the weights at both ends of
 their transport, and what is copied while a checkpoint is written."""
 STATE = ("weights", "gradients", "optimizer", "gathered")
@@ -131,26 +134,30 @@ def frozen_need(
     frozen = {"weights": -(-FLOAT * held // layout.shard)}
     if layout.shard > 1:
         frozen["gathered"] = gathered_bytes(shape, layout.tp, frozen=True)
-    parts, ranks = {"process": _process_bytes(device), **frozen}, replicas * layout.size
+    parts = {"process": _process_bytes(device), **frozen}
+    ranks = replicas * layout.size
     doc = f"frozen weights{beside and f' {size_text(_sum(frozen))} a worker, {beside}'}"
     return MemoryNeed(name, ranks * _sum(parts), ranks * _sum(frozen), doc, device, parts=parts)
 
 
 def version_bytes(config: Config, shape: Shape) -> int:
     """Returns the bytes of one version of the weights, or of the adapters, that the trainer publishes."""
-    lora, dtype = config.model.lora, config.model.dtype
+    lora = config.model.lora
+    dtype = config.model.dtype
     return (shape.parameters if lora is None else shape.adapters(lora)) * BYTES[dtype]
 
 
 def _copies_of_weights(config: Config, shape: Shape, placement: Placement) -> Iterator[MemoryNeed]:
     """Yields the needs of versions of the weights where generation does not read them in place: those that the trainer
     offers, and those that each reader has taken over, on the host or GPU of each."""
-    transport, size = transport_of(config).name, version_bytes(config, shape)
+    transport = transport_of(config).name
+    size = version_bytes(config, shape)
     if transport in ("shm", "inproc") or not placement.readers:
         return
     offered = {"file": 1, "cuda_ipc": SLOTS}.get(transport, BUFFERS)
     taken = {} if transport == "cuda_ipc" else dict.fromkeys(placement.readers, SLOTS * size)
-    is_on_gpu, why = transport in ON_DEVICE, f"weights.transport is {transport}"
+    is_on_gpu = transport in ON_DEVICE
+    why = f"weights.transport is {transport}"
     for name, held, doc in (
         (OFFERED, {placement.trainer: offered * size}, f"{offered} versions that the trainer offers: {why}"),
         (TAKEN, taken, f"{SLOTS} versions at each worker that reads them: {why}"),
@@ -165,10 +172,12 @@ def _copies_for_checkpoints(config: Config, shape: Shape, placement: Placement) 
     that hold parts of a model copy these, else the first one copies all."""
     if not config.training.background_checkpoints:
         return
-    lora, each = config.model.lora, kept_numbers(config.training.optimizer, config.training.optimizer_options)
+    lora = config.model.lora
+    each = kept_numbers(config.training.optimizer, config.training.optimizer_options)
     held: dict[PlacedWorker, int] = {}
     for service in (name for name in ONE_REPLICA if name in placement.workers):
-        layout, adapters = placement.layouts[service], service == "training" and lora is not None
+        layout = placement.layouts[service]
+        adapters = service == "training" and lora is not None
         learnt = shape.adapters(lora) if adapters and lora is not None else shape.parameters
         parts = 1 if adapters else layout.parts
         size = int(FLOAT * (1 + each) * learnt) // parts
@@ -191,7 +200,8 @@ def _offloaded(config: Config, shape: Shape, placement: Placement) -> list[Memor
     if not training.zero_stage or not training.deepspeed.offload or (training.device == "cpu" and not training.pool):
         return []
     held = dict.fromkeys(placement.workers["training"], FLOAT * zero_memory(config, shape).on_host())
-    size, lower = sum(held.values()), "set training.deepspeed.offload = false"
+    size = sum(held.values())
+    lower = "set training.deepspeed.offload = false"
     doc = "moments, sums of gradients, and the weights that they change, of all ranks"
     return [MemoryNeed(OFFLOADED, size, size, doc, lower=lower, held=held)]
 
@@ -200,13 +210,18 @@ def generation_need(config: Config, shape: Shape, lengths: RowLengths, name: str
     """Estimates workers that sample."""
     if config.generation.engine == "vllm":
         return _vllm(config, shape, name, replicas)
-    generation, engine = config.generation, EngineMemory(config, shape, lengths)
-    weights, at_first, rows = engine.weights, _sum(engine.least), engine.rows(largest=True)
+    generation = config.generation
+    engine = EngineMemory(config, shape, lengths)
+    weights = engine.weights
+    at_first = _sum(engine.least)
+    rows = engine.rows(largest=True)
     doc = f"weights {size_text(weights)} and cache {size_text(engine.reserved)} to {size_text(rows['cache'])} a replica"
     lower = f"lower generation.slots, which is {generation.slots}" if at_first > weights else SMALLER
     own = {"process": _process_bytes(generation.device), "weights": weights}
-    parts, likely = own | rows, _sum(own) + _sum(engine.rows(largest=False))
-    most, least = replicas * _sum(parts), replicas * (weights + at_first)
+    parts = own | rows
+    likely = _sum(own) + _sum(engine.rows(largest=False))
+    most = replicas * _sum(parts)
+    least = replicas * (weights + at_first)
     return MemoryNeed(name, most, least, doc, generation.device, lower, parts, replicas * likely)
 
 
@@ -220,7 +235,8 @@ def _policy(config: Config, shape: Shape, lengths: RowLengths) -> MemoryNeed:
 
 def _vllm(config: Config, shape: Shape, name: str, replicas: int) -> MemoryNeed:
     """Estimates workers with vLLM, which makes its whole cache at the start and has processes of its own."""
-    generation, size = config.generation, BYTES[config.model.dtype]
+    generation = config.generation
+    size = BYTES[config.model.dtype]
     tokens = cache_tokens(longest_row(config) + 1, generation.slots)
     cache = generation.layout_tp * generation.vllm.get("kv_cache_memory_bytes", 0)  # It is of each process.
     cache = cache or tokens * shape.cache_bytes_per_token * size // FLOAT
@@ -256,7 +272,8 @@ class TrainedModel:
         largest = largest_pass(self.config, self.lengths, self.layout.data).of_slice(self.layout.sp)
         largest = with_pictures(largest, self.config, self.shape, self.lengths, self.layout.data, largest=True)
         most = self._stages(largest, self._rows(largest=True))
-        size, phases = self._total(most), max(most, key=_largest_phase)
+        size = self._total(most)
+        phases = max(most, key=_largest_phase)
         expected = self._total([self.likely_phases(stage) for stage in range(self.layout.pp)])
         least = self._total(self._stages(largest, self._engine.least), (*STATE, *TO_SAMPLE))
         return MemoryNeed(
@@ -333,8 +350,11 @@ class TrainedModel:
 
     def parts(self, size: ForwardPass, stage: int) -> dict[str, int]:
         """Returns the bytes of a rank of a pipeline stage in a step, by what takes them."""
-        config, layout, lora = self.config, self.layout, self.adapters is not None
-        shape, buffers = self.shape.stage(stage, layout.pp), 0
+        config = self.config
+        layout = self.layout
+        lora = self.adapters is not None
+        shape = self.shape.stage(stage, layout.pp)
+        buffers = 0
         state = self._state(shape)
         if layout.pp == 1:
             batch = self._pass_beside(state["gradients"], size)
@@ -358,14 +378,18 @@ class TrainedModel:
         """Returns the most bytes of a pass beside all gradients. The first pass of an update has all activations while
         there is the gradient of the head alone, and those of the first layer before there are gradients of it; the next
         one finds all gradients."""
-        layout, shape, is_policy = self.layout, self.shape, self.name == "training"
-        lora, stage = self.adapters is not None, self.config.training.zero_stage if is_policy else 0
+        layout = self.layout
+        shape = self.shape
+        is_policy = self.name == "training"
+        lora = self.adapters is not None
+        stage = self.config.training.zero_stage if is_policy else 0
         gathered = 0 if layout.shard == 1 else gathered_layers(shape, layout.tp, frozen=lora)
         taken = partial(pass_bytes, self.config, lora=lora, tp=layout.tp, ep=layout.ep, gathered=gathered)
         batch = taken(shape, size, head=is_policy)
         if size.next_part == 1 or stage == 3:
             return batch
-        growing, head = gradients, FLOAT * shape.vocabulary * shape.hidden if is_policy else 0
+        growing = gradients
+        head = FLOAT * shape.vocabulary * shape.hidden if is_policy else 0
         if stage:
             growing, head = (FLOAT * each for each in zero_memory(self.config, shape).growing())
         at_end = taken(replace(shape, layers=1), size, head=False) - growing // shape.layers
@@ -374,7 +398,9 @@ class TrainedModel:
 
     def _state(self, shape: Shape) -> dict[str, int]:
         """Returns the bytes that a rank keeps from step to step, and those of weights that it gathers."""
-        training, layout, adapters = self.config.training, self.layout, self.adapters
+        training = self.config.training
+        layout = self.layout
+        adapters = self.adapters
         own = 0 if adapters is None else adapters * shape.layers // self.shape.layers
         held = shape.outside + shape.layers * shape.layer_parameters(layout.tp, layout.ep)
         learnt = held if adapters is None else own

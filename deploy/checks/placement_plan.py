@@ -63,7 +63,8 @@ class PlannedWorker:
 
 def planned_workers(config: Config, shape: Shape, lengths: RowLengths | None = None) -> Iterator[PlannedWorker]:
     """Yields the workers that need memory, in the order of `needs`, and what some hold beside that, by host."""
-    here, placement = HostId.here(), Placement.of(config)
+    here = HostId.here()
+    placement = Placement.of(config)
 
     def planned(name: str, at: PlacedWorker, device: str, need: MemoryNeed, part: int, whole: int) -> PlannedWorker:
         host = at.host or here.name
@@ -90,7 +91,8 @@ def budget_problems(config: Config, shape: Shape) -> Iterator[Problem]:
     for (pool, host, device), workers in _loads(config, shape).items():
         if not (budget := pools_of(config)[pool].memory_bytes if pool else 0):
             continue
-        where, users = f"{device} of {host}", _keys(workers)
+        where = f"{device} of {host}"
+        users = _keys(workers)
         for is_warning, size in ((False, attrgetter("floor")), (True, attrgetter("likely"))):
             sizes = {worker: size(worker) // len(worker.devices) for worker in workers}
             if sum(sizes.values()) > budget:
@@ -109,7 +111,8 @@ def unchecked_memory(config: Config, shape: Shape) -> Iterator[Problem]:
             continue
         found.setdefault((pool, "cpu" if device == "cpu" else ""), {})[f"{device} of {host}"] = workers
     for (pool, cpu), places in found.items():
-        named, users = sorted(places), _keys(chain(*places.values()))
+        named = sorted(places)
+        users = _keys(chain(*places.values()))
         need = max(sum(each.likely // len(each.devices) for each in workers) for workers in places.values())
         where = f"{named[0]} to {named[-1]}" if len(named) > 2 else " and ".join(named)
         text = f"the memory of {where} was not checked, where services probably need up to {size_text(need)} each"
@@ -129,7 +132,8 @@ def _keys(workers: Iterable[PlannedWorker]) -> tuple[str, ...]:
 def _loads(config: Config, shape: Shape) -> dict[tuple[str, str, str], list[PlannedWorker]]:
     """Returns the workers on each device, by pool, host and device. pool: "" on a device that is of no pool of
     theirs."""
-    pools, names = pools_of(config), pool_names(config)
+    pools = pools_of(config)
+    names = pool_names(config)
     loads: dict[tuple[str, str, str], list[PlannedWorker]] = {}
     for worker in planned_workers(config, shape, measured_lengths(config, config.model.name)):
         pool = names.get(worker.service, "")
@@ -141,7 +145,8 @@ def _loads(config: Config, shape: Shape) -> dict[tuple[str, str, str], list[Plan
 
 def _over_budget(pool: str, where: str, budget: int, sizes: Mapping[PlannedWorker, int], is_likely: bool) -> str:
     """Returns what is wrong about a device, and what to do. sizes: of its workers."""
-    largest, total = max(sizes, key=sizes.__getitem__), size_text(sum(sizes.values()))
+    largest = max(sizes, key=sizes.__getitem__)
+    total = size_text(sum(sizes.values()))
     need = f"probably needs {total}" if is_likely else f"needs {total} at least"
     return (
         f"{where} {need} for {', '.join(worker.name for worker in sizes)}, and pool {pool!r} allows "

@@ -71,7 +71,8 @@ def measured_lengths(config: Config, model: str) -> RowLengths:
         found = [_counted(prompts, count) for prompts in rows if prompts is not None]
     except (TaskError, ConfigError, TemplateError, OSError, ValueError, LookupError, TypeError):
         return allowed  # The checks of prompts and model say what is wrong with them.
-    bound, counted = allowed.longest, sum(each.rows for each in found)
+    bound = allowed.longest
+    counted = sum(each.rows for each in found)
     longest = min(bound, max(each.longest for each in found))
     return RowLengths(min(bound, found[0].mean), longest, counted, found[0].patches)
 
@@ -85,7 +86,8 @@ def refuse_long_prompts(config: Config, sets: Mapping[str, PromptRows], model: P
         tokenize: Callable[..., Sized] = prompt_tokenizer(config, model).prompt_ids
         context = context_of_folder(model)
     elif config.model.name.startswith("warmed:") and ":" not in config.model.name[7:]:
-        count, context = _counter(config.model.name, config.task.template_arguments), CONTEXT
+        count = _counter(config.model.name, config.task.template_arguments)
+        context = CONTEXT
         tokenize = lambda prompt, tools: range(count(prompt))  # noqa: E731
     else:
         return

@@ -123,7 +123,8 @@ def _refuse_messages(sets: Mapping[str, PromptRows]) -> None:
 def refuse_marks(config: Config, sets: Mapping[str, PromptRows], model: Path) -> None:
     """Raises TaskError for the first row with a token that the model has no row of its embedding for, and for a text
     behind which the tokenizer writes an end."""
-    beyond, ends = beyond_embedding(model), may_end_texts(model)
+    beyond = beyond_embedding(model)
+    ends = may_end_texts(model)
     tokenizer = prompt_tokenizer(config, model) if ends else None
     for key, prompts in sets.items():
         for number in range(min(len(prompts), SEARCHED if beyond else LOOKED_AT if ends else 0)):
@@ -172,9 +173,11 @@ def _is_raw_by_default(config: Config, places: Mapping[str, str]) -> bool:
 
 def _fitting(config: Config, sets: PromptSets, model: Path) -> PromptSets:
     """Returns prompts that have room before their answers."""
-    limit, context = config.task.max_prompt_tokens, context_of_folder(model)
+    limit = config.task.max_prompt_tokens
+    context = context_of_folder(model)
     limit = limit if context is None else min(limit, context - config.response_tokens)
-    tokenizer, shorten = prompt_tokenizer(config, model), config.task.long_prompts == "truncate"
+    tokenizer = prompt_tokenizer(config, model)
+    shorten = config.task.long_prompts == "truncate"
 
     def count(prompt: Messages, tools: Sequence[dict[str, Any]]) -> int:
         return len(tokenizer.prompt_ids(prompt, tools))

@@ -62,7 +62,8 @@ def _rows_of_pictures(config: Config, shape: Shape, lengths: RowLengths, *, larg
     if shape.encoder is None or not (patches := prompt_patches(shape.encoder, lengths, largest=largest)):
         return 0
     row = bytes_of_row(picture_columns(patches // shape.encoder.merge**2, shape.encoder.patch, shape.encoder.merge))
-    members, evaluated = config.task.samples_per_prompt, max(config.generation.slots, config.evaluate.most_samples)
+    members = config.task.samples_per_prompt
+    evaluated = max(config.generation.slots, config.evaluate.most_samples)
     total = bytes_of_rows(-(-GateConfig.of(config).kept // members), row, config.generation_replicas)
     return total + (bytes_of_rows(-(-evaluated // members), row) if config.evaluate.is_on else 0)
 
@@ -70,7 +71,8 @@ def _rows_of_pictures(config: Config, shape: Shape, lengths: RowLengths, *, larg
 def _rows(config: Config, shape: Shape, prompt: int, text: int) -> int:
     """Returns the bytes of all rows in flight, with so many tokens of each prompt, and bytes of text for each sampled
     token."""
-    gate, response = GateConfig.of(config), config.response_tokens
+    gate = GateConfig.of(config)
+    response = config.response_tokens
     experts = _recorded(config, shape, prompt + response)
     sample = bytes_of_row(sample_columns(prompt, response, text * response) | experts)
     total = bytes_of_rows(gate.kept, sample, config.generation_replicas)
@@ -95,7 +97,8 @@ def _recorded(config: Config, shape: Shape, tokens: int) -> Columns:
 def _episode_bytes(config: Config, prompt: int, text: int, experts: Columns) -> int:
     """Returns the bytes of the row of an episode, with so many bytes of text for each token of it."""
     section = config.environment
-    answer, transcript = text * config.generation.max_new_tokens, text * section.max_tokens
+    answer = text * config.generation.max_new_tokens
+    transcript = text * section.max_tokens
     return bytes_of_row(episode_columns(prompt, section.max_tokens, answer, section.max_turns, transcript) | experts)
 
 

@@ -22,10 +22,12 @@ from asyncrl.engines.model_shape import BYTES, FLOAT, Shape
 from asyncrl.engines.pictures.encoder_shape import EncoderShape
 from asyncrl.engines.training.batch.packing_families import WORTH, is_shared, shared_from
 
-NORMS, FROZEN_NORMS = 6, 4
+NORMS = 6
+FROZEN_NORMS = 4
 HEAD_COPIES = 3
 """Logits, their log-softmax, and the gradient or the probabilities."""
-KEPT_SHARE, KEPT_BELOW = 0.8, 32 * 2**20
+KEPT_SHARE = 0.8
+KEPT_BELOW = 32 * 2**20
 """glibc's malloc returns tensors of more bytes than the latter to the system at once. Smaller ones, whose sizes differ
 from step to step, leave holes in the heap: measured, a process keeps 1.8 times what torch has at one moment."""
 BUCKET_BYTES = 32 * 2**20
@@ -66,7 +68,8 @@ def largest_pass(config: Config, lengths: RowLengths, ranks: int = 1) -> Forward
     """Returns the largest micro-batch that these prompts may need, none of them shared. The shortest prompts leave
     room for most sampled tokens; those of the mean length count."""
     response = config.response_tokens
-    samples, budget = _samples(config, ranks), config.training.micro_batch_tokens
+    samples = _samples(config, ranks)
+    budget = config.training.micro_batch_tokens
     if config.task.pretrain:
         return ForwardPass(budget, budget)
     tokens = min(budget, samples * (lengths.longest + response))
@@ -75,7 +78,9 @@ def largest_pass(config: Config, lengths: RowLengths, ranks: int = 1) -> Forward
 
 def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 1, device: str = "cpu") -> ForwardPass:
     """Returns the micro-batch of samples with prompts of the mean length and the longest answers."""
-    largest, response, members = largest_pass(config, lengths, ranks), config.response_tokens, _members(config)
+    largest = largest_pass(config, lengths, ranks)
+    response = config.response_tokens
+    members = _members(config)
     prompt = lengths.mean
     if not is_shared(prompt, members * response, members, shared_from(device)):
         members = 1
@@ -83,7 +88,8 @@ def likely_pass(config: Config, shape: Shape, lengths: RowLengths, ranks: int = 
     count = min(samples, config.training.micro_batch_tokens // (prompt + response))
     if count < 2 or config.environment.use or config.task.pretrain:
         return largest
-    next_part, answers = min(1.0, samples / count - 1), count * (response - 1)
+    next_part = min(1.0, samples / count - 1)
+    answers = count * (response - 1)
     tokens = -(-count // members) * prompt + answers
     if shape.packs and tokens <= WORTH * (count * prompt + answers):
         keys = tokens + count * prompt
@@ -99,8 +105,10 @@ def with_pictures(
     pictures."""
     if shape.encoder is None or (lengths.rows and not lengths.patches):
         return size
-    count, prompts = max(1, size.sampled // config.response_tokens), config.task.prompts_per_step
-    samples, each = _samples(config, ranks), prompt_patches(shape.encoder, lengths, largest=largest)
+    count = max(1, size.sampled // config.response_tokens)
+    prompts = config.task.prompts_per_step
+    samples = _samples(config, ranks)
+    each = prompt_patches(shape.encoder, lengths, largest=largest)
     if largest:
         patches = min(shape.encoder.merge**2 * size.tokens, min(count, prompts) * each)
     else:
@@ -127,7 +135,8 @@ def stage_bytes(
 ) -> tuple[int, int]:
     """Returns the most bytes of passes that a pipeline stage has begun and not computed backward, and those of torch's
     buffers for states and gradients of all passes. shape: of the stage."""
-    begun, is_last = min(passes, stages - stage), stage == stages - 1
+    begun = min(passes, stages - stage)
+    is_last = stage == stages - 1
     sides = (stage > 0) + (not is_last)
     activations = pass_bytes(config, shape, size, lora=lora, head=is_last, tp=tp, begun=begun)
     return activations, sides * passes * size.tokens * FLOAT * shape.hidden
@@ -160,8 +169,10 @@ def pass_bytes(
     counted elsewhere, and are there with what a layer takes backward, but not with the logits. begun: passes whose
     activations are kept at one time."""
     training = config.training
-    narrow, casts = BYTES[training.precision], 2 if training.precision == "bfloat16" else 0
-    hidden, adapters = shape.hidden, 0
+    narrow = BYTES[training.precision]
+    casts = 2 if training.precision == "bfloat16" else 0
+    hidden = shape.hidden
+    adapters = 0
     if lora and config.model.lora is not None:
         adapters = config.model.lora.rank * len(shape.adapted(config.model.lora))
     norms = FLOAT * (FROZEN_NORMS if lora else NORMS) * hidden
@@ -185,7 +196,8 @@ def pass_bytes(
 def _feed_forward(shape: Shape, narrow: int, tp: int) -> tuple[int, int]:
     """Returns the bytes for each token that the backward pass finds of what is inside of a feed-forward layer, and
     those that it takes while the layer is computed backward. Experts are computed in float32."""
-    inner, hidden = shape.width("gate_proj") // tp, shape.hidden
+    inner = shape.width("gate_proj") // tp
+    hidden = shape.hidden
     if not shape.chosen:
         return narrow * 4 * inner, FLOAT * (3 * inner + hidden)
     return shape.chosen * FLOAT * (4 * inner + 2 * hidden), shape.chosen * FLOAT * (3 * inner + hidden)
@@ -265,7 +277,8 @@ class ZeroMemory:
 
     def on_device(self) -> dict[str, int]:
         """Returns the numbers on the device of the trainer by what takes them."""
-        stage, offload = self._settings.stage, self._settings.offload
+        stage = self._settings.stage
+        offload = self._settings.offload
         bucket = min(BUCKET, self._learnt)
         summed = 0 if offload else self._share
         found = {

@@ -60,7 +60,8 @@ def cache_problems(config: Config, model: str) -> Iterator[Problem]:
 def adapter_problems(config: Config, model: str) -> Iterator[Problem]:
     """Yields a problem when `model.lora` names no layer of a model on this machine, and a warning about too large a
     rank."""
-    lora, layers = config.model.lora, layers_of(model)
+    lora = config.model.lora
+    layers = layers_of(model)
     if lora is None or not layers:
         return
     try:

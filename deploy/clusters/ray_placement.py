@@ -32,7 +32,8 @@ class RayPlace:
 
 def places_of(config: Config) -> list[RayPlace]:
     """Returns a place for each worker that may join, or each of the services in `fleet.joined` where that is set."""
-    joined, placement = config.fleet.joined, Placement.of(config)
+    joined = config.fleet.joined
+    placement = Placement.of(config)
     counts = {service: count for service, count in joinable(config).items() if not joined or service in joined}
     wanted = [each for service, count in counts.items() for each in placement.workers[service][:count]]
     users = Counter(each.places for each in wanted if each.service in placement.pooled)

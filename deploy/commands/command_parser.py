@@ -9,7 +9,9 @@ from typing import NoReturn
 from asyncrl.config.install_hints import program
 from asyncrl.errors import ConfigError
 
-_MISSING, _UNKNOWN, _ARGUMENT = "the following arguments are required: ", "unrecognized arguments: ", "argument "
+_MISSING = "the following arguments are required: "
+_UNKNOWN = "unrecognized arguments: "
+_ARGUMENT = "argument "
 """Beginnings of the messages of argparse."""
 _KINDS = {"int": "whole number", "float": "number"}
 

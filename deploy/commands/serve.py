@@ -92,7 +92,8 @@ def _forks(role: str) -> "Iterator[Forks | None]":
     from asyncrl.deploy.process.fork_client import MODULES, Forks
     from asyncrl.deploy.process.worker_environment import worker_environment
 
-    environment, modules = worker_environment(os.environ, wire="tcp"), MODULES if role in WITH_TORCH else ()
+    environment = worker_environment(os.environ, wire="tcp")
+    modules = MODULES if role in WITH_TORCH else ()
     with Forks(environment, modules) if sys.platform == "linux" else nullcontext() as forks:
         yield forks
 
@@ -104,7 +105,8 @@ async def _check(asked: argparse.Namespace, key: "WorkerKey", address: str) -> i
     from asyncrl.lanes.control.zmq_wire import ZmqWire
     from asyncrl.lanes.host_id import HostId, gpus_of_host
 
-    host, gpus = HostId.here(), gpus_of_host(os.environ)
+    host = HostId.here()
+    gpus = gpus_of_host(os.environ)
     with closing(ZmqWire(key.keys)) as wire:
         state = await state_of_host(wire, address, asked.role, key.proof, host, installed_versions(), gpus)
     print(f"the run at {address} answers: {host.name} {state}")

@@ -2,7 +2,8 @@
 
 import resource
 
-OWN_DESCRIPTORS, WORKERS_DESCRIPTORS = 64, 24
+OWN_DESCRIPTORS = 64
+WORKERS_DESCRIPTORS = 24
 """Descriptors that a process of a fleet may have open: its own, and for each worker connections, a pipe, a process
 handle and mapped rows. With fewer, libzmq aborts the process or never returns."""
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Stage = Literal["plain", "torch"]
 STAGES: tuple[Stage, ...] = ("plain", "torch")
 
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
 MODULES = (
     "torch",
     "torch.fx.experimental.symbolic_shapes",  # Loading the first model imports it and sympy, which takes 0.6 s.

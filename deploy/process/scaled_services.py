@@ -34,7 +34,8 @@ def keep(file: Path, service: str, scaled: Scaled) -> None:
 def scaled_specs(specs: Sequence[ServiceSpec], file: Path, say: Callable[[str], None]) -> Iterator[ServiceSpec]:
     """Yields the specs of a run, with the numbers of workers that the last start of it had in the end. file: of the run
     directory. say: takes what a person should read. Raises ConfigError for a damaged file."""
-    kept, by_name = _read(file), {spec.name: spec for spec in specs}
+    kept = _read(file)
+    by_name = {spec.name: spec for spec in specs}
     for spec in specs:
         scaled = kept.get(spec.name)
         if scaled is None or scaled.workers == spec.replicas:

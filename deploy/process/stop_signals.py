@@ -100,7 +100,8 @@ class StopSignals:
 def _ignore_echoes(number: signal.Signals) -> None:
     """Ignores a signal for ECHO seconds, in which an interrupted run prints how to go on; a later one acts as before
     the run."""
-    end, before = time.monotonic() + ECHO, signal.getsignal(number)
+    end = time.monotonic() + ECHO
+    before = signal.getsignal(number)
 
     def act(received: int, _: object) -> None:
         if time.monotonic() >= end:

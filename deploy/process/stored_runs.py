@@ -30,7 +30,8 @@ def stored_run(address: str, say: Callable[[str], None] = print) -> Path:
     address, a missing extra, and a store that cannot be read."""
     from asyncrl.controller.journal.remote_copy.run_copy import brought
 
-    objects, folder = _objects(address), folder_of(address)
+    objects = _objects(address)
+    folder = folder_of(address)
     was_there = folder.exists()
     try:
         found = brought(objects, folder)

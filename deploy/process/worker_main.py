@@ -26,7 +26,8 @@ from asyncrl.lanes.control.wire import WireByScheme
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.handover import WeightHandover
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 ARGUMENTS = slice(45, 47)
 """Fields of /proc/PID/stat after the name of the process: addresses of the first byte of its arguments and of the end
 (proc(5), fields 48 and 49)."""
@@ -76,7 +77,8 @@ def rename(name: str, command: str) -> None:
 
 
 async def _run(spec: WorkerSpec) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
     threading.Thread(target=_watch_stdin, args=(loop, stop), name="stdin", daemon=True).start()
     load_implementation(spec.implementation)
     with gc_frozen():

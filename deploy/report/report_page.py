@@ -183,7 +183,8 @@ def shown_samples(run: RunRecord) -> list[ShownSample]:
         groups.setdefault((record.step, record.group), []).insert(0, record)
     every = max(1, -(-len(run.samples) // SHOWN_SAMPLES))
     decode = token_decoder([RunDirectory(run.path).model, Path(run.config.model.name)])
-    shown, tokens = [], 0
+    shown = []
+    tokens = 0
     for group in list(groups.values())[::every]:
         for record in group:
             split = decode is not None and bool(record.token_ids) and tokens < SHOWN_TOKENS

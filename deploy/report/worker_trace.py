@@ -25,7 +25,8 @@ MAX_NESTED = 16
 """Slices of a row among which the innermost around a time is looked for."""
 CLOCK_ERROR = 1e-3
 """Seconds by which the clocks of two workers may differ."""
-STEP, NEW_WEIGHTS = "step", "flip"
+STEP = "step"
+NEW_WEIGHTS = "flip"
 """Spans of the trainer, and of whoever takes over a version."""
 
 
@@ -138,7 +139,8 @@ def _sample_arrows(files: list[_File], begin: float) -> Iterator[Arrow]:
             if at < begin or sample not in taken:
                 continue
             of_taker, (taker_row, taken_at) = taken[sample]
-            source, target = _around(of_sender[row], at), _around(of_taker[taker_row], taken_at)
+            source = _around(of_sender[row], at)
+            target = _around(of_taker[taker_row], taken_at)
             if source is not None and target is not None:
                 pairs[Arrow("samples", source, target)] = None
     yield from sorted(pairs, key=lambda arrow: arrow.end.begin)[-MAX_ARROWS:]

@@ -64,7 +64,8 @@ def around_last_box(text: str) -> tuple[str, str, str] | None:
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
-    before, begin = text[: boxes[-1].start()], boxes[-1].end()
+    before = text[: boxes[-1].start()]
+    begin = boxes[-1].end()
     if boxes[-1][1] != "{":
         return before, boxes[-1][1], text[begin:]
     depth = 1
@@ -93,7 +94,8 @@ def plain(text: str) -> str:
 
 
 def _over(match: re.Match[str]) -> str:
-    over, under = match[1] or match[3], match[2] or match[4]
+    over = match[1] or match[3]
+    under = match[2] or match[4]
     space = " " if match.start() and match.string[match.start() - 1].isdigit() else ""
     return f"{space}{over}/{under}"
 

@@ -51,7 +51,8 @@ class ActingEvaluationService(PolicyWorker, Generation):
             self._load_own(int(version))
 
     def _load_own(self, version: int) -> None:
-        path, acting = self.context.facts.model_dir / WEIGHTS, self.context.config.acting
+        path = self.context.facts.model_dir / WEIGHTS
+        acting = self.context.config.acting
         try:
             self._policy.load(load_file(path), version)
         except (OSError, KeyError, RuntimeError) as error:
@@ -107,7 +108,8 @@ class ActingEvaluationService(PolicyWorker, Generation):
 
     async def _begin_episodes(self) -> None:
         """Begins the first episode in each environment, in new ones where those before cannot go back to theirs."""
-        may_begin_again, self._may_begin_again = self._may_begin_again, False
+        may_begin_again = self._may_begin_again
+        self._may_begin_again = False
         if self._are_unplayed:
             self._are_unplayed = False
             return
@@ -127,5 +129,6 @@ class ActingEvaluationService(PolicyWorker, Generation):
             self.add_to_counters(**{"environment/lost_episodes": 1})
             self.context.log.warning("episode of an evaluation lost", episode=episode.number, error=episode.error)
         identity = (prompts.id, prompts.members[episode.number], prompts.attempt, prompts.incarnation)
-        version, gained = self._policy.version, None if episode.end == LOST else episode.gained
+        version = self._policy.version
+        gained = None if episode.end == LOST else episode.gained
         return RowRef(*identity, 0, episode.steps, version, version, episode.end, (), gained)

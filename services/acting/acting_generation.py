@@ -49,7 +49,8 @@ class ActingService(PolicyWorker, Generation):
         self.counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def start(self) -> None:
-        settings, context = self.context.config.acting, self.context
+        settings = self.context.config.acting
+        context = self.context
         columns = transition_columns(self._spaces, settings.transitions)
         self.rows = context.open_rows(GateConfig.of(context.config).row_slots, bytes_of_row(columns))
         await super().start()
@@ -99,7 +100,8 @@ class ActingService(PolicyWorker, Generation):
 
     async def texts(self, refs: BatchRef) -> list[SampleText]:
         """Describes samples for a person: their episodes, and up to SHOWN_TRANSITIONS transitions in all."""
-        texts, left = list[SampleText](), SHOWN_TRANSITIONS
+        texts = list[SampleText]()
+        left = SHOWN_TRANSITIONS
         for row in refs:
             if self.rows is None or (place := row.place_of("rewards")).owner != self.rows.address:
                 continue
@@ -148,11 +150,13 @@ class ActingService(PolicyWorker, Generation):
             raise recording
         columns = recording.row()
         place = self.keep(recording.name, columns)
-        tokens, versions = len(columns["rewards"]), columns["versions"]
+        tokens = len(columns["rewards"])
+        versions = columns["versions"]
         self.add_to_counters(samples=1, tokens=tokens)
         group, member, attempt = recording.name
         identity = (group, member, attempt, self.context.facts.incarnation)
-        first, last = int(versions.min()), int(versions.max())
+        first = int(versions.min())
+        last = int(versions.max())
         return RowRef(*identity, 0, tokens, first, last, TRANSITIONS, (place,), recording.latest)
 
     def _drop(self, names: Iterable[SampleName]) -> None:

@@ -18,7 +18,8 @@ class ActingTrainingService(TrainerService[ActingTrainer]):
         return COLUMNS
 
     def begin_step(self, cuts: Cuts, columns: Batch) -> ActingStep:
-        staleness, spaces = self.context.config.staleness, self._engine.spaces
+        staleness = self.context.config.staleness
+        spaces = self._engine.spaces
         bound = (cuts.incarnation, cuts.version, staleness.limit, staleness.policy)
         return self._engine.begin(transition_rows(cuts.batch, columns, spaces, *bound), cuts.version)
 

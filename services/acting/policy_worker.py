@@ -54,7 +54,8 @@ class PolicyWorker(PooledService[ActingPool]):
         self._weights_lock = asyncio.Lock()
 
     def _new_environments(self) -> SteppedEnvironments:
-        context, spec = self.context, self.context.spec
+        context = self.context
+        spec = self.context.spec
         name = "acting" if spec.service == "generation" else spec.service
         return SteppedEnvironments(
             self._settings,

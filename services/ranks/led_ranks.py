@@ -92,9 +92,11 @@ async def next_announced(announcements: Announcements) -> Any:
 
     def take() -> None:
         try:
-            message, error = announcements.next(), None
+            message = announcements.next()
+            error = None
         except RuntimeError as lost:
-            message, error = None, PeerLost(f"rank 0 announces nothing any more: {lost}")
+            message = None
+            error = PeerLost(f"rank 0 announces nothing any more: {lost}")
         with suppress(RuntimeError):  # The loop is closed.
             loop.call_soon_threadsafe(_settle, found, message, error)
 

@@ -39,7 +39,8 @@ class SamplingGroup:
         announcements = mesh.announcements
         assert announcements is not None, "rank 0 announces what all of them compute"
         if mesh.rank > 0:
-            calls, timeout = partial(next_announced, announcements), context.config.fleet.call_deadline
+            calls = partial(next_announced, announcements)
+            timeout = context.config.fleet.call_deadline
             follower = await FollowingGeneration.open(context, ranks=mesh, calls=calls, timeout=timeout)
             return cls(announcements, follower, follows=True)
         engine = partial(LeadingEngine, ranks=mesh, tell=announcements.tell)

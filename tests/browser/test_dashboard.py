@@ -72,7 +72,9 @@ class Site:
     """The page of two runs. taken: commands that reached the newer one."""
 
     def __init__(self, path: Path, tab: Tab, address: str) -> None:
-        self.path, self.tab, self.address = path, tab, address
+        self.path = path
+        self.tab = tab
+        self.address = address
         self.taken: list[tuple[str, tuple[Any, ...]]] = []
         self.paused = False
 

@@ -32,7 +32,9 @@ class Site:
     """A served page, what waits at it, and a tab that shows it."""
 
     def __init__(self, board: FeedbackBoard, address: str, tab: Tab) -> None:
-        self.board, self.address, self.tab = board, address, tab
+        self.board = board
+        self.address = address
+        self.tab = tab
         self._waits: list[asyncio.Future[float | None]] = []
 
     async def asks(self, *texts: str, prompt: str = "How was your day?") -> list["asyncio.Future[float | None]"]:

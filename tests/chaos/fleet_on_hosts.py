@@ -40,7 +40,8 @@ FRUITLESS = 12
 TRAINS = "--fleet.restarts=0"
 """Argument of the process below `asyncrl run --restarts` that trains."""
 PORT = 7000
-RUN_DISK, CACHE_DISK = "2g", "256m"
+RUN_DISK = "2g"
+CACHE_DISK = "256m"
 CLOCK_SOURCE = Path(__file__).with_name("stepped_clock.c")
 
 
@@ -145,7 +146,8 @@ class FleetOnHosts:
                 program.process = self.hosts.start(program.host, program.command, program.output, environment)
                 while (status := program.process.poll()) is None:
                     await asyncio.sleep(LOOK)
-                age, program.process = program.age, None
+                age = program.age
+                program.process = None
                 program.exits[status] += 1
                 if not self.ending and not program.killed:
                     self._note_failure(program, f"after {age:.0f} s with exit status {status}")

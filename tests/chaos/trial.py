@@ -40,7 +40,8 @@ class Trial:
 
     async def run(self) -> None:
         """Raises RunEnded when the run ends by itself, or does not get whole again."""
-        fleet, watch = self.fleet, self.fleet.watch
+        fleet = self.fleet
+        watch = self.fleet.watch
         with one_error():
             async with asyncio.TaskGroup() as tasks:
                 kept = [tasks.create_task(fleet.keep(each), name=each.name) for each in fleet.programs]

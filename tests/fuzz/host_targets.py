@@ -82,7 +82,8 @@ class CopiedFiles(Looping):
 
     def __init__(self) -> None:
         super().__init__()
-        content, self._around = b"x" * 40, Path(tempfile.mkdtemp(prefix="asyncrl-fuzz-"))
+        content = b"x" * 40
+        self._around = Path(tempfile.mkdtemp(prefix="asyncrl-fuzz-"))
         file = ListedFile("model/weights", len(content), sha256(content).hexdigest())
         tree = FileTree(str(self._around / "elsewhere"), "folder", (file,))
         part = FilePart(content, zlib.crc32(content))

@@ -11,7 +11,9 @@ from contextlib import closing
 from hashlib import sha256
 from pathlib import Path
 
-SECONDS, MEGABYTES, LONGEST = 20, 1024, 4096
+SECONDS = 20
+MEGABYTES = 1024
+LONGEST = 4096
 """Of one input, of the process, and bytes of one input."""
 
 
@@ -34,7 +36,8 @@ def unguided(name: str, inputs: str) -> None:
     """Runs a target with seeds that are changed at random."""
     from tests.fuzz.all_targets import TARGETS
 
-    chance, before = random.Random(name), _resident()
+    chance = random.Random(name)
+    before = _resident()
     with closing(TARGETS[name]()) as target:
         for _ in range(int(inputs)):
             data = changed(chance.choice(target.seeds), chance)
@@ -51,7 +54,8 @@ def changed(seed: bytes, chance: random.Random) -> bytes:
     """Returns a seed with up to five pieces overwritten, inserted, cut out or repeated."""
     data = bytearray(seed)
     for _ in range(chance.randint(1, 5)):
-        at, length = chance.randint(0, len(data)), chance.randint(0, 16)
+        at = chance.randint(0, len(data))
+        length = chance.randint(0, 16)
         piece = chance.choice((chance.randbytes(length), bytes(data[at : at + length]), b"\xff" * length, b""))
         data[at : at + chance.choice((0, len(piece), length))] = piece
     return bytes(data[:LONGEST])

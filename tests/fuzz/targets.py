@@ -99,9 +99,11 @@ def joined(messages: Sequence[Sequence[Any]]) -> bytes:
 
 def split(data: bytes) -> list[Frames]:
     """Any bytes as messages: for each the number of frames, and for each of those its length and bytes."""
-    messages, at = [], 0
+    messages = []
+    at = 0
     while at < len(data):
-        frames, count = [], data[at] % 8
+        frames = []
+        count = data[at] % 8
         at += 1
         for _ in range(count):
             length = int.from_bytes(data[at : at + 2], "little")
@@ -173,7 +175,8 @@ class Worker(Looping):
 
     def __init__(self) -> None:
         super().__init__()
-        self._wire, self._asked = InprocWire(), 0
+        self._wire = InprocWire()
+        self._asked = 0
         rows = RowStore.private("inproc://worker", 4, 64)
         rows.put({"number": np.arange(4)})
         self._fetch = serve_rows(rows)
@@ -204,7 +207,8 @@ class Worker(Looping):
         await asyncio.Event().wait()
 
     async def once(self, data: bytes) -> None:
-        kind, messages = (data[0] if data else 0), split(data[1:])
+        kind = data[0] if data else 0
+        messages = split(data[1:])
         stranger = self._wire.connect("inproc://worker")
         if kind & 1:
             stranger.offer([struct.pack("<Q", 0), *frames_of(CALLER)])
@@ -252,7 +256,8 @@ class Controller(Looping):
     seeds: ClassVar = [bytes([kind]) + joined([frames_of(message) for message in ANSWERS]) for kind in range(4)]
 
     async def once(self, data: bytes) -> None:
-        kind, messages = (data[0] if data else 0), split(data[1:])
+        kind = data[0] if data else 0
+        messages = split(data[1:])
         welcome = [[struct.pack("<Q", 0), *frames_of(Welcome("generation0.0-0-a", 8))]] if kind & 1 else []
         told = numbered(messages, len(welcome)) if kind & 2 else messages
         try:

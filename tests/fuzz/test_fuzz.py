@@ -79,7 +79,8 @@ def edited(seed: bytes, edits: list[tuple[int, float, float, bytes]]) -> bytes:
     """Overwrite, insert, cut, repeat a piece, cut off the end."""
     data = bytearray(seed)
     for kind, where, other, new in edits:
-        at, source = int(where * len(data)), int(other * len(data))
+        at = int(where * len(data))
+        source = int(other * len(data))
         pieces = (new, new, b"", bytes(data[source : source + 40]), b"")
         ends = (at + len(new), at, at + len(new), at, len(data))
         data[at : ends[kind]] = pieces[kind]

@@ -82,7 +82,9 @@ def check_versions(done: Iterable[Completion], models: list[Any], *, recomputed:
     tokens of the version that a sample began with. Returns how many samples have tokens of several versions."""
     spanning = 0
     for completion in done:
-        versions, prompt, tokens = completion.versions, completion.request.prompt, completion.tokens
+        versions = completion.versions
+        prompt = completion.request.prompt
+        tokens = completion.tokens
         assert (np.diff(versions) >= 0).all()
         spanning += versions[0] != versions[-1]
         for version in set(versions.tolist()) if recomputed else {int(versions[0])}:
@@ -106,7 +108,8 @@ def cuda_of(device: str) -> Iterator[CudaRuntime]:
 
 
 def main() -> None:
-    folder, device = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
+    device = sys.argv[2]
     with cuda_of(device) as cuda:
         answer_orders(folder, device, cuda)
 

@@ -60,7 +60,8 @@ def test_a_step_changes_adapters_as_on_the_cpu(device: str, model_folder: ModelF
     rows = [train_row(completion) for completion in run_steps(engine)]
     here, there = (PolicyTrainer(engine_config(each, lora=LORA), folder) for each in ("cpu", device))
     frozen = {name: each.clone() for name, each in there.model.whole.named_parameters() if not each.requires_grad}
-    expected, found = run_step(here, rows, 0, 0), run_step(there, rows, 0, 0)
+    expected = run_step(here, rows, 0, 0)
+    found = run_step(there, rows, 0, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
     assert frozen
     assert all(torch.equal(there.model.whole.get_parameter(name), each) for name, each in frozen.items())
@@ -74,7 +75,8 @@ def test_engine_and_trainer_agree_on_samples_of_adapters(device: str, dtype: str
     """A version of the trainer is sampled from and trained on; the canary and every token are compared."""
     folder = model_folder("llama")
     config = engine_config(device, dtype, LORA)
-    trainer, engine = PolicyTrainer(config, folder), TorchEngine(folder, config, NO_WEIGHTS)
+    trainer = PolicyTrainer(config, folder)
+    engine = TorchEngine(folder, config, NO_WEIGHTS)
     with torch.no_grad():
         for name, tensor in published_tensors(adapted_model(folder, device, "float32", 1)).items():
             trainer.named_tensors()[name].copy_(tensor)

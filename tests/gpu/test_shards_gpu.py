@@ -24,7 +24,8 @@ from tests.gpu.test_training_gpu import config
 from tests.gpu.test_training_gpu import folder as folder
 from tests.gpu.test_training_gpu import rows as rows
 
-PATIENCE, STEPS = 60.0, 20
+PATIENCE = 60.0
+STEPS = 20
 
 
 @pytest.fixture
@@ -54,8 +55,10 @@ def losses(trainer: PolicyTrainer, rows: list[TrainRow], steps: int = STEPS) -> 
 def test_shards_train_what_a_plain_trainer_does(
     device: str, folder: Path, rows: list[TrainRow], mesh: RankMesh
 ) -> None:
-    plain, sharded = PolicyTrainer(config(device), folder), PolicyTrainer(config(device), folder, mesh)
-    expected, found = losses(plain, rows), losses(sharded, rows)
+    plain = PolicyTrainer(config(device), folder)
+    sharded = PolicyTrainer(config(device), folder, mesh)
+    expected = losses(plain, rows)
+    found = losses(sharded, rows)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-4 if device == "cuda" else 1e-5, abs=1e-5)
     whole = plain.named_tensors()

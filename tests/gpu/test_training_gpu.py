@@ -62,8 +62,10 @@ def config(device: str, **training: object) -> Config:
 
 
 def test_a_step_is_that_of_the_cpu(device: str, folder: Path, rows: list[TrainRow]) -> None:
-    on_cpu, on_device = engine(folder, "cpu"), engine(folder, device)
-    expected, found = run_step(on_cpu, rows, 1, 0), run_step(on_device, rows, 1, 0)
+    on_cpu = engine(folder, "cpu")
+    on_device = engine(folder, device)
+    expected = run_step(on_cpu, rows, 1, 0)
+    found = run_step(on_device, rows, 1, 0)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-4)
     assert found.samples == expected.samples
 

@@ -132,7 +132,8 @@ def test_everything_is_reached_from_what_is_started() -> None:
     targets = defaultdict(list)
     for source, target in edges():
         targets[source].append(target)
-    reached, left = set[str](), ["asyncrl.api", "asyncrl.deploy.cli", "asyncrl.bench.cli", *started()]
+    reached = set[str]()
+    left = ["asyncrl.api", "asyncrl.deploy.cli", "asyncrl.bench.cli", *started()]
     while left:
         if (name := left.pop()) not in reached:
             reached.add(name)

@@ -19,6 +19,8 @@ MAX_WITHOUT_VERB = 10
 """Docstrings of functions that may still begin with something else than a verb, as `Returns`."""
 MAX_TUPLE_ASSIGNMENTS = 0
 """Assignments such as `self._a, self._b = 1, 2` that may still be in the source: they hide attributes."""
+MAX_PARALLEL = 0.01
+"""Share of assignments that may put several values into several names at once, as an exchange has to."""
 MAX_SHARED_NAMES = 0
 """Class names that may still be defined twice."""
 
@@ -166,6 +168,16 @@ def function_docstrings(file: str, tree: ast.Module) -> Iterator[tuple[str, str]
 def test_attributes_are_not_assigned_as_tuples() -> None:
     found = list(tuple_assignments())
     assert len(found) <= MAX_TUPLE_ASSIGNMENTS, f"{len(found)} tuple assignments:\n" + "\n".join(found)
+
+
+def test_two_statements_are_two_lines() -> None:
+    assignments = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    parallel = [
+        node for node in assignments if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+    ]
+    assert len(parallel) <= MAX_PARALLEL * len(assignments), (
+        f"{len(parallel)} of {len(assignments)} assign several values"
+    )
 
 
 def test_replaced_words_name_no_definition() -> None:

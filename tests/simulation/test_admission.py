@@ -146,7 +146,8 @@ def draw_freely_from(moment: float, patch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reaction_to_a_slower_generator_costs_little_beside_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, steps = ("trainer", "lognormal", "slower generator"), 150
+    case = ("trainer", "lognormal", "slower generator")
+    steps = 150
     found = compare(*case, steps=steps, limit=LARGE)
     draw_freely_from(steps / 2 * 6.0, monkeypatch)
     at_once = compare(*case, steps=steps, limit=LARGE)

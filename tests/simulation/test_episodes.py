@@ -13,12 +13,16 @@ from asyncrl.simulation.faults.trial_execution import TrialRun, run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_episodes
 from tests.named_seed import named_seed, starts
 
-CORE, SEEDS, PART, RESUMED = 50, 150, 50, 25
+CORE = 50
+SEEDS = 150
+PART = 50
+RESUMED = 25
 
 
 def resumed_episodes(seed: int) -> Trial:
     """Draws a trial with episodes whose controller dies twice, after checkpoints at each step."""
-    chance, trial = random.Random(f"resumed {seed}"), draw_episodes(seed)
+    chance = random.Random(f"resumed {seed}")
+    trial = draw_episodes(seed)
     deaths = [Fault("controller", int(10 ** chance.uniform(2.4, 3.1)), power=chance.random() < 0.5) for _ in range(2)]
     sizes: dict[str, Any] = {
         "limit": chance.randint(1, 3),
@@ -46,7 +50,8 @@ def test_nothing_of_an_episode_is_lost_or_trained_twice(start: int) -> None:
 
 def test_episodes_go_on_after_the_controller_dies() -> None:
     """Episodes in the checkpoint begin at their last turn: no token is over the limit, none trains twice."""
-    continued, policies = 0, set[str]()
+    continued = 0
+    policies = set[str]()
     for seed in range(RESUMED):
         trial = resumed_episodes(seed)
         with named_seed(seed):

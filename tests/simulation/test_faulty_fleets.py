@@ -10,7 +10,9 @@ from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Trial, draw_trial
 from tests.named_seed import named_seed, starts
 
-CORE, SEEDS, PART = 250, 1000, 125
+CORE = 250
+SEEDS = 1000
+PART = 125
 EXPECTED = (
     *("lose", "repeat", "overtake", "delay", "cut", "stall", "kill", "row", "stuck", "jump", "disk", "controller"),
     *("finished", "FleetFailed", "controller killed", "power cut"),

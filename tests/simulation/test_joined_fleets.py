@@ -19,7 +19,9 @@ from asyncrl.simulation.faults.trial_plan import (
 )
 from tests.named_seed import named_seed, starts
 
-CORE, SEEDS, PART = 50, 100, 50
+CORE = 50
+SEEDS = 100
+PART = 50
 RETURNS = 20
 FLEET = Trial(joined=True, remote=True, hosts=3, generators=2, groups=2, members=3, steps=12, tokens=30)
 """Two generators and a scorer on three machines; the third one is a spare for both, and a sample takes 3 s."""
@@ -88,7 +90,8 @@ def test_machines_that_leave_one_after_another_isolate_no_group() -> None:
 
 
 def test_a_machine_that_comes_late_takes_a_place_that_waits() -> None:
-    more, late = Fault("scale", 150, "generation", count=4), Fault("join", 200, "generation")
+    more = Fault("scale", 150, "generation", count=4)
+    late = Fault("join", 200, "generation")
     assert run_trial(replace(FLEET, steps=20, faults=(more,))).alive["generation"] == 3
     assert run_trial(replace(FLEET, steps=20, faults=(more, late))).alive["generation"] == 4
 
@@ -114,7 +117,8 @@ def test_machines_that_cannot_reach_each_other_blame_no_group(kind: Kind) -> Non
 
 def test_a_worker_whose_start_was_not_reported_is_started_elsewhere_under_another_name() -> None:
     """The first machine starts it, and its report does not arrive: names of instances are used once."""
-    silent, more = Fault("one-way", 200, "host2", seconds=60.0, peer=BASE), Fault("scale", 201, "generation", count=3)
+    silent = Fault("one-way", 200, "host2", seconds=60.0, peer=BASE)
+    more = Fault("scale", 201, "generation", count=3)
     outcome = run_trial(replace(FLEET, hosts=4, steps=20, faults=(silent, more)))
     assert outcome.alive["generation"] == 3
 

@@ -69,7 +69,8 @@ def measured_run(shape: LargeFleet) -> tuple[LargeRun, Measured]:
 def test_work_for_a_sample_does_not_grow_with_the_fleet() -> None:
     (small, of_small), (large, of_large) = measured_run(SMALL), measured_run(LARGE)
     for run, shape in ((small, SMALL), (large, LARGE)):
-        counts, batch = run.gate.counts, shape.gate.batch
+        counts = run.gate.counts
+        batch = shape.gate.batch
         assert run.most_in_flight == shape.gate.credits
         assert counts[Stage.TRAINED] == run.journal.ledger.trained == shape.steps * batch
         assert not run.journal.ledger.dropped, "nothing is lost, and nothing too old"

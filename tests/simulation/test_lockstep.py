@@ -9,7 +9,9 @@ from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_lockstep
 from tests.named_seed import named_seed, starts
 
-CORE, SEEDS, PART = 20, 40, 20
+CORE = 20
+SEEDS = 40
+PART = 20
 HUNG = Trial(seed=1, admission="lockstep", limit=1, steps=6, faults=(Fault("hang", 200, "reward"),))
 
 

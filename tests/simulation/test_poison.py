@@ -30,7 +30,8 @@ def test_a_group_whose_samples_end_before_it_kills_its_worker_is_dropped_too() -
 def test_a_group_that_is_found_guilty_while_it_waits_for_its_turn_ends_there() -> None:
     """A greedy answer runs beside the samples in another worker, so that one attempt kills two; the second death is
     known when the attempt is over."""
-    jump, delay = Fault("jump", 44, seconds=1.0), Fault("delay", 8, seconds=5.0)
+    jump = Fault("jump", 44, seconds=1.0)
+    delay = Fault("delay", 8, seconds=5.0)
     shape = {"groups": 2, "members": 2, "slots": 6, "steps": 2, "generators": 2}
     outcome = run_trial(
         Trial(

@@ -16,8 +16,10 @@ from asyncrl.simulation.fakes.generation import stragglers
 from asyncrl.simulation.fakes.training import StepCost
 from asyncrl.simulation.simulated_run import Scenario, simulate
 
-STEPS, SEEDS = 20, 5
-SHORT, TIMES = 100, 10
+STEPS = 20
+SEEDS = 5
+SHORT = 100
+TIMES = 10
 SLOW = SHORT * TIMES
 
 
@@ -97,7 +99,8 @@ def test_slow_samples_train(policies: dict[str, PolicyResult]) -> None:
 
 
 def test_waiting_for_whole_groups_expires_the_siblings_of_slow_samples(policies: dict[str, PolicyResult]) -> None:
-    whole, cuts = policies["mask, whole groups"], policies["mask, cuts"]
+    whole = policies["mask, whole groups"]
+    cuts = policies["mask, cuts"]
     assert whole.masked > 0.15
     assert whole.live < 0.75 * cuts.live
     assert whole.idle > 1.5 * cuts.idle

@@ -77,7 +77,8 @@ def the_deadline_runs_from_the_call(patch: pytest.MonkeyPatch) -> None:
         begin_whole(service, sequence)
 
     called: dict[tuple[int, int], float] = {}
-    generate_whole, begin_whole = FakeGeneration.generate, FakeGeneration._begin
+    generate_whole = FakeGeneration.generate
+    begin_whole = FakeGeneration._begin
     patch.setattr(FakeGeneration, "generate", generate)
     patch.setattr(FakeGeneration, "_begin", begin)
 

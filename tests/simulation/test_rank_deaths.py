@@ -13,14 +13,17 @@ from asyncrl.simulation.faults.trial_plan import draw_ranks
 from asyncrl.simulation.faults.trial_ranks import TrialTrainingRank
 from tests.named_seed import named_seed, starts
 
-CORE, SEEDS, PART = 20, 40, 10
+CORE = 20
+SEEDS = 40
+PART = 10
 MUTANT_SEEDS = 60
 Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("start", starts(CORE, SEEDS, PART))
 def test_random_deaths_of_ranks_hold_every_invariant(start: int) -> None:
-    returned, seen = 0, Counter[str]()
+    returned = 0
+    seen = Counter[str]()
     for seed in range(start, start + PART):
         with named_seed(seed):
             outcome = run_trial(draw_ranks(seed))

@@ -38,7 +38,8 @@ def deadly_scenario(random_scenario: Draw) -> Draw:
 
 
 def test_resumes_train_what_waited_for_training(deadly_scenario: Draw) -> None:
-    restored, policies = 0, set()
+    restored = 0
+    policies = set()
     for seed in range(SEEDS):
         scenario = deadly_scenario(seed)
         result = simulate(scenario)

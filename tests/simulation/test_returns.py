@@ -14,14 +14,17 @@ from asyncrl.simulation.faults.trial_execution import ControllerLife, TrialRun, 
 from asyncrl.simulation.faults.trial_plan import Fault, Trial, draw_returns
 from tests.named_seed import named_seed, starts
 
-CORE, SEEDS, PART = 20, 40, 10
+CORE = 20
+SEEDS = 40
+PART = 10
 MUTANT_SEEDS = 60
 Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("start", starts(CORE, SEEDS, PART))
 def test_random_deaths_of_the_trainer_hold_every_invariant(start: int) -> None:
-    returned, seen = 0, Counter[str]()
+    returned = 0
+    seen = Counter[str]()
     for seed in range(start, start + PART):
         with named_seed(seed):
             outcome = run_trial(draw_returns(seed))

@@ -66,7 +66,8 @@ def test_without_staleness_every_batch_is_the_groups_drawn_for_it() -> None:
 @pytest.mark.trap("short_first")
 def test_draining_trains_all_that_was_drawn() -> None:
     scenario = Scenario(policy="admit", groups=2, members=4, slots=16, steps=4, finish="drain")
-    drained, abandoned = simulate(scenario), simulate(replace(scenario, finish="abandon"))
+    drained = simulate(scenario)
+    abandoned = simulate(replace(scenario, finish="abandon"))
     assert abandoned.version == 4
     assert drained.version > 4
     assert len(drained.live) > len(abandoned.live)

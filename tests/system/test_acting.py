@@ -76,7 +76,8 @@ def evaluated_as_the_checkpoint(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(("env", "algorithm"), [("Walk", "ppo"), ("Push", "sac")])
 def test_every_worker_is_killed_and_the_run_comes_to_its_end(env: str, algorithm: str, tmp_path: Path) -> None:
-    run_dir, file = tmp_path / "run", tmp_path / "acting.toml"
+    run_dir = tmp_path / "run"
+    file = tmp_path / "acting.toml"
     file.write_text(EXPERIMENT.format(steps=60, env=f"{ENVIRONMENTS}:{env}", algorithm=algorithm))
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", str(file), "--run-dir", str(run_dir)]
     with running(command) as process:

@@ -19,7 +19,8 @@ from watching import dead, pid_of, wait_until
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
-STEPS, SLOW_SECONDS = 12, 4
+STEPS = 12
+SLOW_SECONDS = 4
 
 TASK = f"""
 from asyncrl.tasks.builtin import expressions

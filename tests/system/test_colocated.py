@@ -20,7 +20,8 @@ from asyncrl.telemetry.jsonl import read_lines, read_metrics
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
-STEPS, KILLED_AT = 6, 3
+STEPS = 6
+KILLED_AT = 3
 START = 300.0
 """Seconds that a run may take on a busy machine: each rank imports what splits layers, for some ten CPU-seconds."""
 UNEQUAL = ("time", "perf/", "incarnation", "wall", "staleness/redone/", "weights/")
@@ -90,7 +91,8 @@ def curve(run_dir: Path) -> list[Mapping[str, object]]:
 def test_ranks_sample_what_separate_processes_would_and_resume_after_a_death(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
+    apart = tmp_path / "apart"
+    together = tmp_path / "together"
     finished(command(quickstart_model, apart))
     colocated = command(quickstart_model, together, "--generation.colocate", "training")
     with running(colocated) as process:
@@ -120,7 +122,8 @@ def test_ranks_sample_what_separate_processes_would_and_resume_after_a_death(
 def test_shards_and_stages_sample_what_separate_processes_would(
     axis: str, quickstart_model: Path, tmp_path: Path
 ) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
+    apart = tmp_path / "apart"
+    together = tmp_path / "together"
     finished(command(quickstart_model, apart, axis=axis, steps=3))
     finished(command(quickstart_model, together, "--generation.colocate", "training", axis=axis, steps=3))
     assert audit(together).ok
@@ -150,7 +153,8 @@ def test_two_ranks_sample_together_and_resume_after_the_death_of_the_second(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
     """Sums over two ranks are rounded differently, so that samples are equal and their log-probs nearly."""
-    apart, together = tmp_path / "apart", tmp_path / "together"
+    apart = tmp_path / "apart"
+    together = tmp_path / "together"
     finished(command(quickstart_model, apart, axis="dp", ranks=1, steps=4))
     colocated = command(quickstart_model, together, *IN_GROUPS, steps=4)
     with running(colocated) as process:
@@ -175,7 +179,8 @@ def test_two_ranks_sample_together_and_resume_after_the_death_of_the_second(
 def test_four_ranks_sample_two_by_two_and_resume_after_the_death_of_a_leader(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
+    apart = tmp_path / "apart"
+    together = tmp_path / "together"
     finished(command(quickstart_model, apart, axis="dp", ranks=1))
     colocated = command(quickstart_model, together, *IN_GROUPS, ranks=4)
     with running(colocated) as process:
@@ -197,7 +202,8 @@ def test_four_ranks_sample_two_by_two_and_resume_after_the_death_of_a_leader(
 @pytest.mark.long
 @pytest.mark.parametrize("axis", ["pp", "stages", "shard", "dp"])
 def test_tensor_ranks_of_every_layout_sample_together(axis: str, quickstart_model: Path, tmp_path: Path) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
+    apart = tmp_path / "apart"
+    together = tmp_path / "together"
     finished(command(quickstart_model, apart, axis="dp", ranks=1, steps=3))
     more = [f"--training.layout.{axis}", "2"]
     if axis == "stages":

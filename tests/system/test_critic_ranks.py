@@ -89,7 +89,8 @@ class OneRank(NamedTuple):
         return self.critic.values([each.prompt_ids for each in rows], [each.response_ids for each in rows])
 
     def learn(self, rows: list[TrainRow], version: int) -> dict[str, float]:
-        updates, values = self.critic.optimizer.updates, self.values(rows)
+        updates = self.critic.optimizer.updates
+        values = self.values(rows)
         valued = [replace(each, values=own, valued_at=updates) for each, own in zip(rows, values, strict=True)]
         return run_step(self.critic, valued, 0, version).metrics
 
@@ -123,7 +124,9 @@ async def learns(critic: Critic, one: OneRank, versions: range, store: RowStore)
 def test_ranks_of_a_critic_do_what_one_does(
     first: dict[str, int], second: dict[str, int], model: Path, store: RowStore, tmp_path: Path
 ) -> None:
-    one, saved, half = OneRank(CriticTrainer(config({}), model)), tmp_path / "checkpoint", STEPS // 2
+    one = OneRank(CriticTrainer(config({}), model))
+    saved = tmp_path / "checkpoint"
+    half = STEPS // 2
 
     async def before() -> None:
         async with asyncio.timeout(PATIENCE), critics(config(first), model, tmp_path) as (_, critic):

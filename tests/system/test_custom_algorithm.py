@@ -157,7 +157,8 @@ def test_an_algorithm_that_drops_everything_ends_the_run(script: Script, project
 def test_watchdog_names_an_algorithm_that_waits_forever(script: Script, project: Path) -> None:
     (project / "algorithms.py").write_text(ALGORITHMS)
     (project / "waits.py").write_text(script("waits"))
-    command, environ = [sys.executable, "waits.py"], {**os.environ, **variables(project), "BREAK": "wait"}
+    command = [sys.executable, "waits.py"]
+    environ = {**os.environ, **variables(project), "BREAK": "wait"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with ForkedProgram(command, cwd=project, env=environ, text=True, **pipes) as process:
         assert process.stdout is not None

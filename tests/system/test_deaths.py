@@ -127,7 +127,8 @@ def test_killed_controller_leaves_no_orphan_and_the_same_command_resumes(
         process.wait(PATIENCE)
     wait_until(lambda: all(dead(pid) for pid in pids), "the workers to end with their parent")
     audited(run_dir)
-    done, saved = last_metrics(run_dir)["step"], max(checkpoints_of(run_dir))
+    done = last_metrics(run_dir)["step"]
+    saved = max(checkpoints_of(run_dir))
     with running(command(quickstart_model, run_dir)) as process:
         code, shown = ended(process)
     assert code == 0, shown

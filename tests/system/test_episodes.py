@@ -27,7 +27,8 @@ from watching import PATIENCE, pid_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
-STEPS, WITHHELD_STEPS = 50, 15
+STEPS = 50
+WITHHELD_STEPS = 15
 HELD = """
 import asyncio
 from pathlib import Path
@@ -95,7 +96,8 @@ def held_experiment(folder: Path, model: Path) -> Path:
 def test_episodes_go_on_after_their_last_turn_when_a_killed_run_is_resumed(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
-    run_dir, file = tmp_path / "run", held_experiment(tmp_path, quickstart_model)
+    run_dir = tmp_path / "run"
+    file = held_experiment(tmp_path, quickstart_model)
     with running(command(run_dir, KILLED_AFTER + 4, str(file))) as process:
         until_step(process, KILLED_AFTER)
         os.kill(process.pid, signal.SIGKILL)
@@ -140,7 +142,8 @@ def test_the_example_of_python_runs_with_a_model_that_was_made_before(quickstart
 
 def test_the_policy_trains_inside_an_agent_while_the_environment_dies(tmp_path: Path) -> None:
     """Each episode is a process of its own, which ends with it."""
-    run_dir, file = tmp_path / "run", tmp_path / "agent.toml"
+    run_dir = tmp_path / "run"
+    file = tmp_path / "agent.toml"
     shown = Path(__file__).parents[2].joinpath("asyncrl/experiments/calculator.toml").read_text()
     agent = shlex.join([sys.executable, "-S", str(Path(__file__).with_name("calculator_agent.py"))])
     used = f'use = {json.dumps(f"agent:{agent}")}\noptions = {{ reward = "last_line" }}\ndeadline = 60'

@@ -188,7 +188,8 @@ async def test_fleet_mixes_services_in_processes_and_in_this_process(tmp_path: P
     ]
     with LocalLauncher(facts.run) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
-            there, here = running.handle("there", Echo), running.handle("here", Echo)
+            there = running.handle("there", Echo)
+            here = running.handle("here", Echo)
             assert await here.pids() == [os.getpid()]
             assert await there.pids() != [os.getpid()]
             assert await here.sum_rows(await there.make_rows([4, 2])) == [4, 2]
@@ -206,11 +207,13 @@ async def test_workers_refuse_the_key_of_one_that_is_gone_before_it_is_started_a
     plain_forks.serve(60.0, print)
     with LocalLauncher(facts.run, "tcp", plain_forks) as launcher:
         async with running_fleet(specs, facts, launcher=launcher) as running:
-            generation, members = running.handle("generation", Echo), running.introductions._members
+            generation = running.handle("generation", Echo)
+            members = running.introductions._members
             owner = running.supervisor.instances["generation0.0"].spec.instance
             reader = running.supervisor.instances["reward0.0"].spec
             assert reader.curve is not None
-            call, news = members[owner].control.call, list[tuple[list[str], list[str]]]()
+            call = members[owner].control.call
+            news = list[tuple[list[str], list[str]]]()
 
             async def noted(method: str, args: tuple[Any, ...], deadline: float) -> Any:
                 answer = await call(method, args, deadline)

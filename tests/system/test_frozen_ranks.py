@@ -122,7 +122,8 @@ def test_ranks_of_frozen_models_compute_what_one_does(
     store: RowStore,
     tmp_path: Path,
 ) -> None:
-    settings, parts = config(layout, reads, judge, costs), batches()
+    settings = config(layout, reads, judge, costs)
+    parts = batches()
     refs = [BatchRef(tuple(reference(each, store) for each in rows)) for rows in parts]
 
     async def life() -> None:
@@ -145,18 +146,21 @@ def test_ranks_of_frozen_models_compute_what_one_does(
 
 
 async def _are_the_logprobs_of_one_rank(stored: list[BatchRef], parts: list[list[TrainRow]], model: Path) -> None:
-    one, hello = load_causal_model(model, "cpu"), RunFacts("x", Path(), Path(), 0, "", config_of()).hello("t", 0, "t")
+    one = load_causal_model(model, "cpu")
+    hello = RunFacts("x", Path(), Path(), 0, "", config_of()).hello("t", 0, "t")
     async with RowReader(InprocWire(), hello) as reader:
         for refs, rows in zip(stored, parts, strict=True):
             found = await reader.read(refs, ["reference_logprobs"])
-            prompts, responses = [each.prompt_ids for each in rows], [each.response_ids for each in rows]
+            prompts = [each.prompt_ids for each in rows]
+            responses = [each.response_ids for each in rows]
             expected = frozen_logprobs(one, prompts, responses, [1.0] * len(rows), 1024)
             for own, other in zip(found["reference_logprobs"], expected, strict=True):
                 np.testing.assert_allclose(own, other, atol=1e-5)
 
 
 def scores_of_one_rank(parts: list[list[TrainRow]], reads: str, judge: Path) -> list[list[float]]:
-    one, tokenizer = load_score_model(judge, "cpu"), AutoTokenizer.from_pretrained(judge)
+    one = load_score_model(judge, "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(judge)
 
     def ids(row: TrainRow) -> np.ndarray:
         if reads == "tokens":

@@ -18,7 +18,8 @@ from asyncrl.telemetry.samples_file import read_samples
 from asyncrl.telemetry.screen.display import open_display
 
 pytestmark = pytest.mark.fleet
-STEPS, LAST = 60, 7
+STEPS = 60
+LAST = 7
 
 
 def shorter_than(limit: int) -> dict[str, Any]:

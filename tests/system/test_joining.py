@@ -58,7 +58,9 @@ def events(run_dir: Path, event: str) -> list[str]:
 
 
 def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model: Path, tmp_path: Path) -> None:
-    run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
+    run_dir = tmp_path / "run"
+    address = free_address()
+    shown = tmp_path / "run.out"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--listen", address, "--fleet.joined", "{generation = 1}", "--generation.replicas", "1"]
     key = run_dir / "join_keys" / "generation.key"
@@ -95,8 +97,11 @@ def test_a_host_that_is_told_to_leave_finishes_its_groups_first(quickstart_model
 def test_a_trainer_that_joins_trains_and_its_death_ends_the_run_until_a_resume(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
-    run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
-    key, again = run_dir / "join_keys" / "training.key", tmp_path / "again.out"
+    run_dir = tmp_path / "run"
+    address = free_address()
+    shown = tmp_path / "run.out"
+    key = run_dir / "join_keys" / "training.key"
+    again = tmp_path / "again.out"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--listen", address, "--fleet.joined", "{training = 1}", "--training.checkpoint_every", "5"]
     serve = ["serve", "training", "--join", address, "--key", str(key)]
@@ -122,7 +127,9 @@ def test_a_trainer_that_joins_trains_and_its_death_ends_the_run_until_a_resume(
 def test_a_host_that_is_killed_joins_again_and_a_trainer_that_dies_ends_no_run(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
-    run_dir, address, shown = tmp_path / "run", free_address(), tmp_path / "run.out"
+    run_dir = tmp_path / "run"
+    address = free_address()
+    shown = tmp_path / "run.out"
     key = run_dir / "join_keys" / "generation.key"
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
     flags += ["--listen", address, "--fleet.joined", "{generation = 2}", "--generation.replicas", "2"]

@@ -43,8 +43,12 @@ def test_workers_on_hosts_that_see_no_file_of_the_controller_train_with_it(
 ) -> None:
     if subprocess.run([*HIDDEN, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True).returncode:
         pytest.skip("needs a mount namespace of its own")
-    hidden, keys, shown, address = tmp_path / "controller", tmp_path / "keys", tmp_path / "run.out", free_address()
-    model, run_dir = hidden / "model", hidden / "run"
+    hidden = tmp_path / "controller"
+    keys = tmp_path / "keys"
+    shown = tmp_path / "run.out"
+    address = free_address()
+    model = hidden / "model"
+    run_dir = hidden / "run"
     shutil.copytree(quickstart_model, model)
     (hidden / "rewards.py").write_text(REWARD)
     (hidden / "letters.py").write_text(HELPER)

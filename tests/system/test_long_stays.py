@@ -39,7 +39,8 @@ async def running(fleet: FleetOnHosts) -> AsyncIterator[None]:
 
 async def trains(fleet: FleetOnHosts) -> None:
     """Waits until all workers take calls, and a few more steps are trained."""
-    watch, since = fleet.watch, len(fleet.watch.steps)
+    watch = fleet.watch
+    since = len(fleet.watch.steps)
     await fleet.until(lambda: watch.is_whole and len(watch.steps) > since + 3, "all workers, and steps", WHOLE)
 
 

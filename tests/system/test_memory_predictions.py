@@ -23,7 +23,10 @@ from watching import PATIENCE, wait_until, workers_of
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
-ROWS, SHORT_ANSWERS, TRAINED, OTHERS = 2.0, 3.5, 1.6, 1.6
+ROWS = 2.0
+SHORT_ANSWERS = 3.5
+TRAINED = 1.6
+OTHERS = 1.6
 """Largest factors between prediction and measurement: of rows, of rows whose answers end long before
 generation.max_new_tokens as the prediction counts them, of trainers and critics, of other processes. A few steps take
 less than many, and what malloc keeps depends on the load; docs/log.md has what longer runs took."""
@@ -89,7 +92,8 @@ def measured(config_flags: list[str], experiment: str, run_dir: Path) -> Taken:
 
 def predicted(config: Config) -> tuple[int, dict[str, int]]:
     model = config.model.name
-    shape, lengths = shape_of(model), measured_lengths(config, model)
+    shape = shape_of(model)
+    lengths = measured_lengths(config, model)
     assert shape is not None
     assert lengths.rows > 0, "the prompts and the model are here, so their tokens are counted"
     planned = (worker for worker in planned_workers(config, shape, lengths) if worker.name not in NO_WORKERS)
@@ -110,7 +114,8 @@ def test_a_fleet_takes_what_is_predicted(fleet: str, quickstart_model: Path, tmp
     assert 1 / ROWS <= rows / taken.rows <= (SHORT_ANSWERS if fleet == "longer" else ROWS)
     assert set(workers) == set(taken.peaks)
     for name, size in workers.items():
-        factor, kind = size / taken.peaks[name], name.rstrip("0123456789.")
+        factor = size / taken.peaks[name]
+        kind = name.rstrip("0123456789.")
         sys.stderr.write(f"{fleet}: {name} {size >> 20} MB for {taken.peaks[name] >> 20}, {factor:.2f}\n")
         bound = TRAINED if kind in ("training", "critic") else OTHERS
         assert kind not in TORCH or 1 / bound <= factor <= bound, f"{name}: {size} for {taken.peaks[name]}"

@@ -67,7 +67,8 @@ Found = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def test_a_run_that_goes_on_is_scraped_and_profiled(quickstart_model: Path, tmp_path: Path) -> None:
-    run_dir, shown = tmp_path / "run", tmp_path / "run.out"
+    run_dir = tmp_path / "run"
+    shown = tmp_path / "run.out"
     with closing(bound_socket("127.0.0.1", 0, "a test")) as socket:
         port = socket.getsockname()[1]
     flags = ["--run-dir", str(run_dir), "--model.name", str(quickstart_model), "--steps", "5000", "--evaluate.prompts="]
@@ -85,7 +86,8 @@ def test_a_run_that_goes_on_is_scraped_and_profiled(quickstart_model: Path, tmp_
 
     with collecting(spans) as url, program("run", "quickstart", *flags, "--telemetry.otlp", url, output=shown) as run:
         wait_until(lambda: counting() >= set(WORKERS) and bool(found["asyncrl_step"]), shown.read_text)
-        profiled, refused = profile("training", "--duration", "2"), profile("reward")
+        profiled = profile("training", "--duration", "2")
+        refused = profile("reward")
         reached = steps_in(shown)
         wait_until(lambda: steps_in(shown) >= reached + 2, shown.read_text)
         run.send_signal(signal.SIGINT)

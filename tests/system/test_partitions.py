@@ -41,7 +41,8 @@ def test_a_host_that_comes_back_is_reached_within_two_seconds(tmp_path: Path) ->
         pytest.skip(why)
     keys = CurveKeys.fresh()
     command = [sys.executable, "-c", PROGRAM, json.dumps({"public": keys.public, "secret": keys.secret})]
-    served, called = tmp_path / "served", tmp_path / "called"
+    served = tmp_path / "served"
+    called = tmp_path / "called"
     with network_hosts(tmp_path, 2) as hosts:
         hosts.start(1, [*command, "listen"], served)
         wait_until(lambda: "listens" in served.read_text(), served.read_text)

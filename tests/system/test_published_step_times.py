@@ -16,7 +16,9 @@ from asyncrl.config.sources import load
 from asyncrl.telemetry.jsonl import read_metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-UNIT, BATCH, SAMPLED = 16, 1024, 4007
+UNIT = 16
+BATCH = 1024
+SAMPLED = 4007
 """Tokens that count as one, samples of a step, and their mean tokens after the cut."""
 FOREVER = 1e9
 DEADLINES = ("staleness.publish_deadline", "generation.deadline", "fleet.call_deadline", "fleet.watchdog")

@@ -55,7 +55,8 @@ def one_life(run: Run, chance: random.Random, kills: int, seconds: float) -> int
 
 def killed_at_random(run: Run, kills: int, seconds: float, seed: int) -> None:
     """seconds: the longest pause between two kills."""
-    chance, left = random.Random(seed), kills
+    chance = random.Random(seed)
+    left = kills
     while left:
         left -= one_life(run, chance, left, seconds)
         run.leaves_nothing()

@@ -23,7 +23,9 @@ CLI = [sys.executable, "-m", "asyncrl.deploy.cli"]
 
 
 def test_two_ranks_train_on_two_hosts_and_the_death_of_one_ends_the_run(quickstart_model: Path, tmp_path: Path) -> None:
-    run_dir, keys, shown = tmp_path / "run", tmp_path / "keys", tmp_path / "run.out"
+    run_dir = tmp_path / "run"
+    keys = tmp_path / "keys"
+    shown = tmp_path / "run.out"
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with network_hosts(tmp_path, 3) as hosts:
         address = f"tcp://{hosts.address(1)}:7000"
@@ -49,7 +51,10 @@ def test_the_recipe_of_eight_hosts_trains_a_tiny_model_on_three_with_neighbourin
     quickstart_model: Path, tmp_path: Path
 ) -> None:
     """The file is that of eight hosts with eight GPUs, with CPUs for GPUs and two ranks a host."""
-    run_dir, keys, shown, mine = tmp_path / "run", tmp_path / "keys", tmp_path / "run.out", tmp_path / "recipe.toml"
+    run_dir = tmp_path / "run"
+    keys = tmp_path / "keys"
+    shown = tmp_path / "run.out"
+    mine = tmp_path / "recipe.toml"
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     changed = {
         "MODEL": str(quickstart_model), EIGHT: '["cpu"]', '"bfloat16"': '"float32"', "= 48": "= 1", "= 16": "= 4",

@@ -82,7 +82,8 @@ def assert_no_secret(folder: Path, *tokens: str) -> None:
 
 
 def test_an_actor_that_is_killed_is_started_again_and_joins_again(quickstart_model: Path, tmp_path: Path) -> None:
-    run_dir, shown = tmp_path / "run", tmp_path / "run.out"
+    run_dir = tmp_path / "run"
+    shown = tmp_path / "run.out"
     with program(run_command(run_dir, quickstart_model), shown) as run:
         wait_until(lambda: step(shown) >= 3 or run.poll() is not None, shown.read_text)
         assert "RAY_AUTH_TOKEN=" not in environment_of_workers(run.pid)
@@ -131,7 +132,9 @@ class RayHosts:
     path at which each host has a folder of its own."""
 
     def __init__(self, hosts: NetworkHosts, folder: Path) -> None:
-        self.hosts, self.folder, self.own = hosts, folder, folder / "own"
+        self.hosts = hosts
+        self.folder = folder
+        self.own = folder / "own"
         self.own.mkdir()
         self.token = secrets.token_hex(32)
         caches = {"XDG_CACHE_HOME": str(self.own / "cache"), "TMPDIR": str(self.own)}

@@ -33,7 +33,8 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_a_recorded_run_is_replayed_and_a_change_is_found(quickstart_model: Path, tmp_path: Path) -> None:
-    run_dir, changed = tmp_path / "run", tmp_path / "changed.py"
+    run_dir = tmp_path / "run"
+    changed = tmp_path / "changed.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     changed.write_text(CHANGED)
 

@@ -19,7 +19,8 @@ FOR_EVER = ("--steps", "1000000", "--training.checkpoint_every", "1000000")
 
 
 def test_started_copy_of_a_run_directory_does_not_disturb_the_original(tmp_path: Path) -> None:
-    original, copy = Run(tmp_path / "original", FOR_EVER), Run(tmp_path / "copy", FOR_EVER)
+    original = Run(tmp_path / "original", FOR_EVER)
+    copy = Run(tmp_path / "copy", FOR_EVER)
     with original.running() as process:
         original.until_step(process, 5)
         shutil.copytree(original.directory, copy.directory)

@@ -24,7 +24,9 @@ from asyncrl.telemetry.screen.display import LineDisplay
 
 pytestmark = pytest.mark.fleet
 
-STEPS, LAST, LIMIT = 50, 8, 0.2
+STEPS = 50
+LAST = 8
+LIMIT = 0.2
 """LAST: steps whose means count as those of the end."""
 
 JUDGES = """
@@ -136,7 +138,8 @@ async def test_reward_and_cost_models_score_and_a_resume_restores_multiplier_and
     policy: Path, judges: Path, tmp_path: Path
 ) -> None:
     """A reward model beside a function, a cost model alone, texts beside the samples, two critics."""
-    judge, texts = save_judge(tmp_path / "judge"), tmp_path / "texts.jsonl"
+    judge = save_judge(tmp_path / "judge")
+    texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "a b c"}\n{"prompt": "d", "answer": "e f"}\n')
     sections: dict[str, Any] = {
         "reward": {"model": str(judge), "weight": 0.5},

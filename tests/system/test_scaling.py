@@ -45,7 +45,8 @@ def check_resume(run_dir: Path, flags: list[str], shown: Path) -> None:
 
 
 def test_a_run_that_goes_on_takes_commands(quickstart_model: Path, tmp_path: Path) -> None:
-    run_dir, shown = tmp_path / "run", tmp_path / "run.out"
+    run_dir = tmp_path / "run"
+    shown = tmp_path / "run.out"
 
     def command(name: str, *flags: str) -> "subprocess.CompletedProcess[str]":
         return finished([*CLI, name, str(run_dir), *flags], timeout=PATIENCE)

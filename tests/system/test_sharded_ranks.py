@@ -37,7 +37,8 @@ from watching import PATIENCE
 
 pytestmark = pytest.mark.fleet
 
-STEPS, BROKEN = 20, 4
+STEPS = 20
+BROKEN = 4
 """Steps that are compared, and one before which a batch is not finite on one rank."""
 
 
@@ -163,7 +164,8 @@ async def _trains(training: Training, expected: list[StepOutcome], first: int, s
 
 async def _publishes(training: Training, one: PolicyTrainer) -> None:
     """Readers find the weights of one rank; digest and canary hold."""
-    published, weights = await training.published(), one.named_tensors()
+    published = await training.published()
+    weights = one.named_tensors()
     reader = open_reader(published, one.weights_spec)
     try:
         reader.check(published)

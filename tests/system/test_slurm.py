@@ -34,7 +34,9 @@ class Allocation:
     """Three hosts, of which the first runs the batch script."""
 
     def __init__(self, hosts: NetworkHosts, folder: Path, model: Path) -> None:
-        self.hosts, self.folder, self.model = hosts, folder, model
+        self.hosts = hosts
+        self.folder = folder
+        self.model = model
         (folder / "bin").mkdir()
         (folder / "bin" / "srun").write_text(SRUN)
         (folder / "bin" / "srun").chmod(0o755)
@@ -44,7 +46,8 @@ class Allocation:
     @contextmanager
     def job(self, output: Path) -> Iterator[HostProgram]:
         """Submits the script; its nodes end with it."""
-        arguments, ended = self.folder / "srun.arguments", self.folder / "srun.ended"
+        arguments = self.folder / "srun.arguments"
+        ended = self.folder / "srun.ended"
         arguments.unlink(missing_ok=True)
         ended.unlink(missing_ok=True)
         os.mkfifo(ended)
@@ -74,7 +77,8 @@ def steps(shown: Path) -> list[int]:
 def test_a_job_ends_with_a_checkpoint_before_its_time_is_over_and_goes_on_when_submitted_again(
     quickstart_model: Path, tmp_path: Path
 ) -> None:
-    first, second = tmp_path / "first.out", tmp_path / "second.out"
+    first = tmp_path / "first.out"
+    second = tmp_path / "second.out"
     with network_hosts(tmp_path, 3) as hosts:
         allocation = Allocation(hosts, tmp_path, quickstart_model)
         with allocation.job(first) as batch:

@@ -26,7 +26,8 @@ from watching import dead  # noqa: E402
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 pytestmark = [pytest.mark.long, pytest.mark.fleet, pytest.mark.timeout(60 * MINUTES + 300)]
 
-KILL_EVERY, LOOK_EVERY = 20.0, 10.0
+KILL_EVERY = 20.0
+LOOK_EVERY = 10.0
 WARM_UP = 60.0 * min(5.0, MINUTES / 3)
 GROWN_UP = 30.0
 """Seconds a worker that was started again needs until its memory is that of its predecessor."""
@@ -50,7 +51,9 @@ class Memory:
     """Samples of each service, and of the controller, by time. Young processes are left out."""
 
     def __init__(self, run: Run, controller: int, file: Path) -> None:
-        self._run, self._controller, self._file = run, controller, file
+        self._run = run
+        self._controller = controller
+        self._file = file
         self._born: dict[int, float] = {}
         self.samples: Samples = defaultdict(list)
 
@@ -87,7 +90,9 @@ def report(samples: Samples, run: Run, kills: int) -> dict[str, float]:
 
 def test_memory_stays_flat_while_workers_are_killed(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", ("--steps", "1000000"), "quickstart", standins=False, start=subprocess.Popen)
-    chance, kills, next_kill = random.Random(0), 0, KILL_EVERY
+    chance = random.Random(0)
+    kills = 0
+    next_kill = KILL_EVERY
     with run.running() as process:
         run.until_step(process, 1)
         began = time.monotonic()

@@ -50,7 +50,9 @@ def finished(machine: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_run_that_is_killed_goes_on_on_another_machine(store: None, quickstart_model: Path, tmp_path: Path) -> None:
-    one, other, shown = tmp_path / "one", tmp_path / "other", tmp_path / "run.out"
+    one = tmp_path / "one"
+    other = tmp_path / "other"
+    shown = tmp_path / "run.out"
     flags = ["--model.name", str(quickstart_model), "--evaluate.prompts=", "--training.checkpoint_every", "3"]
     with shown.open("w") as output:
         command = [*CLI, "run", "quickstart", *flags, "--steps", "5000", "--run-dir", ADDRESS]

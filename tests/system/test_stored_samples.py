@@ -30,7 +30,9 @@ def sampled(run_dir: Path) -> dict[tuple[str, int, tuple[int, ...]], tuple[float
 
 
 def test_stored_samples_are_trained_again(quickstart_model: Path, tmp_path: Path) -> None:
-    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "samples.parquet"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
+    file = tmp_path / "samples.parquet"
     flags = ["--model.name", str(quickstart_model), "--evaluate.prompts=", "--telemetry.samples_per_step", "all"]
     lockstep = ("--staleness.limit", "0")  # Otherwise a sample may be late for its group, in the last step for good.
     status, shown = asyncrl("run", "quickstart", "--steps", "3", "--run-dir", str(first), *lockstep, *flags)
@@ -44,7 +46,8 @@ def test_stored_samples_are_trained_again(quickstart_model: Path, tmp_path: Path
     flags += ["--generation.stored_samples", str(file), "--task.prompts", str(file), "--seed", "5"]
     status, shown = asyncrl("run", "quickstart", "--steps", "4", "--run-dir", str(second), *flags)
     assert status == 0, shown
-    stored, trained = sampled(first), sampled(second)
+    stored = sampled(first)
+    trained = sampled(second)
     assert len(trained) > 100
     assert trained.items() <= stored.items()
     assert audit(second).ok

@@ -77,7 +77,8 @@ def processes_of(run_dir: Path) -> dict[str, int]:
 
 async def test_killed_worker_fails_its_calls_at_once_and_restarts(start: Start, tmp_path: Path) -> None:
     async with fleet_in(tmp_path, start) as running, asyncio.timeout(PATIENCE):
-        echo, back = running.handle("echo", Echo), Wakeup()
+        echo = running.handle("echo", Echo)
+        back = Wakeup()
         lost: list[tuple[str, str]] = []
 
         def note(event: FleetEvent) -> None:
@@ -116,9 +117,11 @@ async def test_killed_worker_fails_its_calls_at_once_and_restarts(start: Start, 
 
 async def test_an_error_of_one_of_two_ends_its_process_and_no_other(tmp_path: Path) -> None:
     async with fleet_in(tmp_path, "fork") as running, asyncio.timeout(PATIENCE):
-        echo, back = running.handle("echo", Echo), Wakeup()
+        echo = running.handle("echo", Echo)
+        back = Wakeup()
         running.subscribers.append(lambda event: back.wake() if isinstance(event, WorkerStarted) else None)
-        before, back_again = processes_of(tmp_path), asyncio.ensure_future(back.wait())
+        before = processes_of(tmp_path)
+        back_again = asyncio.ensure_future(back.wait())
         with pytest.raises(PeerLost, match=r"(echo\d)\.0-0-\w+: \1\[0\] raised KeyError: 'nothing under that name'"):
             await echo.fail()
         assert (await echo.echo("meanwhile")).startswith("meanwhile from echo")
@@ -149,7 +152,8 @@ async def test_a_replica_that_is_added_and_cannot_start_costs_its_offer_only(tmp
 async def test_an_error_of_a_rank_that_learns_ends_the_set_and_no_other_process(tmp_path: Path) -> None:
     async with fleet_in(tmp_path, "fork") as running, asyncio.timeout(PATIENCE):
         learners = running.supervisor.learners = Learners()
-        back, before = Wakeup(), processes_of(tmp_path)
+        back = Wakeup()
+        before = processes_of(tmp_path)
         running.subscribers.append(lambda event: back.wake() if isinstance(event, WorkerStarted) else None)
         with pytest.raises(PeerLost, match=r"training0\[0\] raised RuntimeError: CUDA error"):
             await running.handle("training", Trainer).fail()

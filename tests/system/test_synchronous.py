@@ -56,7 +56,8 @@ def plain_loop(config: Config, model: Path) -> list[dict[str, float]]:
     generator = TorchEngine(model, config, version=0)
     trainer = PolicyTrainer(config, model)
     critics = {signal: CriticTrainer(config, model, signal) for signal in value_targets_of(config.algorithm)}
-    draw, estimate = Draw(training_prompts(config), config.seed), advantages_of(config)
+    draw = Draw(training_prompts(config), config.seed)
+    estimate = advantages_of(config)
     metrics = []
     for version in range(config.steps):
         groups = range(version * config.task.prompts_per_step, (version + 1) * config.task.prompts_per_step)
@@ -91,7 +92,8 @@ def learn(critic: CriticTrainer, rows: list[TrainRow], version: int) -> dict[str
 
 def sample(engine: TorchEngine, draw: Draw, groups: range, config: Config) -> dict[Key, Completion]:
     """All members of all groups."""
-    generation, done = config.generation, list[Completion]()
+    generation = config.generation
+    done = list[Completion]()
     for group in groups:
         prompt = engine.tokenizer.prompt_ids(draw(group)[0])
         for member in range(config.task.samples_per_prompt):

@@ -16,7 +16,8 @@ from test_deaths import ended, running, until_step
 
 pytestmark = [pytest.mark.fleet, pytest.mark.usefixtures("programs")]
 
-STEPS, KILLED_AFTER = 8, 2
+STEPS = 8
+KILLED_AFTER = 2
 ENDS = """
 def ends(sample):
     rewards = [0.0] * sample.tokens

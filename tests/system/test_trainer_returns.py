@@ -50,7 +50,8 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 def test_other_workers_outlive_the_death_of_one_that_learns(
     killed: list[tuple[str, int]], flags: list[str], others: tuple[str, ...], quickstart_model: Path, tmp_path: Path
 ) -> None:
-    run_dir, shown = tmp_path / "run", ""
+    run_dir = tmp_path / "run"
+    shown = ""
     with running(command(quickstart_model, run_dir, *flags)) as process:
         shown += until_step(process, 3)
         before = {service: pid_of(run_dir, service) for service in others}

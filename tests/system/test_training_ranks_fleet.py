@@ -39,7 +39,9 @@ from watching import PATIENCE
 
 pytestmark = pytest.mark.fleet
 
-VOCABULARY, ROWS, VERSIONS = 50, 11, 2
+VOCABULARY = 50
+ROWS = 11
+VERSIONS = 2
 SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -103,7 +105,8 @@ def cuts_from(rows: list[TrainRow], version: int, store: RowStore) -> Cuts:
 def reference(row: TrainRow, store: RowStore) -> RowRef:
     integers = {name: getattr(row, name).astype(np.int32) for name in ("prompt_ids", "response_ids", "versions")}
     place = store.put({**integers, "logprobs": row.logprobs})
-    version, tokens = int(row.versions[0]), len(row.response_ids)
+    version = int(row.versions[0])
+    tokens = len(row.response_ids)
     return RowRef(*row.key, 0, len(row.prompt_ids), tokens, version, version, "stop", (place,), 1.0, row.advantage)
 
 
@@ -111,13 +114,12 @@ def reference(row: TrainRow, store: RowStore) -> RowRef:
 async def trainer(
     config: Config, model: Path, run_dir: Path, **facts_of_resume: Any
 ) -> AsyncIterator[tuple[RunningFleet, Training]]:
-    run, chosen = secrets.token_hex(4), config.training.layout
+    run = secrets.token_hex(4)
+    chosen = config.training.layout
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config, **facts_of_resume)
     with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
-        layout, service = (
-            Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard, sp=chosen.sp, ep=chosen.ep),
-            "asyncrl.services.policy_training:TrainingService",
-        )
+        layout = Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard, sp=chosen.sp, ep=chosen.ep)
+        service = "asyncrl.services.policy_training:TrainingService"
         spec = ServiceSpec("training", Training, service, layout=layout, origin="torch")
         async with running_fleet([spec], facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running, running.handle("training", Training)
@@ -170,7 +172,8 @@ async def trains(training: Training, expected: list[StepOutcome], store: RowStor
 
 async def holds(training: Training, one: PolicyTrainer) -> None:
     """The arena has these weights, but for the order in which gradients were summed."""
-    weights, published = one.named_tensors(), await training.published()
+    weights = one.named_tensors()
+    published = await training.published()
     reader = open_reader(published, one.weights_spec)
     try:
         for name, tensor in reader.tensors(published).items():

@@ -56,7 +56,9 @@ class Traffic:
         self.replies: dict[str, list[tuple[Any, int]]] = defaultdict(list)
 
     def watch(self, caller: ZmqCaller) -> ZmqCaller:
-        offer, pump, address = caller.offer, caller.pump, caller.address
+        offer = caller.offer
+        pump = caller.pump
+        address = caller.address
 
         def watched_offer(frames: Any) -> bool:
             taken = offer(frames)
@@ -72,7 +74,9 @@ class Traffic:
 
             await pump(watched)
 
-        caller.offer, caller.pump = watched_offer, watched_pump  # type: ignore[method-assign]
+        # type: ignore[method-assign]
+        caller.offer = watched_offer
+        caller.pump = watched_pump
         return caller
 
 
@@ -104,7 +108,8 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @asynccontextmanager
 async def started(config: Config, model: Path, run_dir: Path, example: Any) -> AsyncIterator[RunningFleet]:
-    run, trainer = secrets.token_hex(4), "probed_training:ProbedTrainingService"
+    run = secrets.token_hex(4)
+    trainer = "probed_training:ProbedTrainingService"
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config)
     specs = [
         ServiceSpec("training", ProbedTraining, trainer, layout=LAYOUT, origin="torch"),
@@ -120,7 +125,8 @@ class Observed:
     rank in it; answered: ranks that sent a value."""
 
     def __init__(self, running: RunningFleet, service: str, traffic: Traffic) -> None:
-        self._handle, self._traffic = running.handle(service, ProbedTraining), traffic
+        self._handle = running.handle(service, ProbedTraining)
+        self._traffic = traffic
         size = running.workers[service].layout.size
         specs = [running.supervisor.instances[f"{service}0.{rank}"].spec for rank in range(size)]
         self._addresses = [spec.reached_at(Lane.WORK.value) for spec in specs]
@@ -161,7 +167,8 @@ def test_each_protocol_moves_what_ranks_need_and_nothing_else(
         async with asyncio.timeout(200), started(config, model, tmp_path, example) as running:
             training = running.handle("training", ProbedTraining)
             ranks = Observed(running, "training", traffic)
-            rows, cuts = rows_of(0), cuts_from(rows_of(0), 0, store)
+            rows = rows_of(0)
+            cuts = cuts_from(rows_of(0), 0, store)
             report = await ranks.of(training.step(cuts))
             assert isinstance(report, StepReport)
             assert report.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-5)

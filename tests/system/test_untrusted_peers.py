@@ -80,7 +80,8 @@ async def test_endless_message_does_not_fill_memory() -> None:
     grown = []
     with tempfile.TemporaryDirectory() as folder:
         async with worker(f"ipc://{folder}/w") as (_, link, _):
-            before, connected = resident(), unix(Path(folder, "w"))()
+            before = resident()
+            connected = unix(Path(folder, "w"))()
 
             def say() -> None:
                 for piece in SPEECHES[6]:
@@ -99,7 +100,9 @@ async def test_a_peer_without_a_key_fills_no_memory_over_tcp(mechanism: bytes) -
     """Neither by messages of many parts nor by one of 200 MB, in the place of the handshake."""
     async with worker("tcp://127.0.0.1:*") as (_, link, address):
         for part in (frame(1, DATA), frame(0, DATA, 200 * MEGABYTE), frame(4, DATA)):
-            before, connected, grown = resident(), tcp(address), 0
+            before = resident()
+            connected = tcp(address)
+            grown = 0
 
             def say(part: bytes = part, connected: socket.socket = connected) -> None:
                 connected.sendall(greeting(mechanism))
@@ -116,7 +119,8 @@ async def test_a_peer_without_a_key_fills_no_memory_over_tcp(mechanism: bytes) -
 
 async def test_a_large_message_before_the_hello_cuts_the_peer_off_where_requests_are_small() -> None:
     keys = CurveKeys.fresh()
-    small, large = ZmqWire(keys, REQUEST_BYTES), ZmqWire(keys)
+    small = ZmqWire(keys, REQUEST_BYTES)
+    large = ZmqWire(keys)
 
     async def echo(call: Call) -> Any:
         return call.args[0]
@@ -174,7 +178,8 @@ def test_fleet_trains_while_an_untrusted_peer_sends_to_every_socket(tmp_path: Pa
 @pytest.mark.usefixtures("programs")
 def test_fleet_trains_while_strangers_flood_its_ports(tmp_path: Path) -> None:
     """Shows its pace before and meanwhile with `pytest -s`."""
-    run, half = Run(tmp_path / "run", ["--steps", "140", "--fleet.wire", "tcp"]), 60
+    run = Run(tmp_path / "run", ["--steps", "140", "--fleet.wire", "tcp"])
+    half = 60
     with run.running() as process:
         run.until_step(process, 10)
         quiet = Pace(run)
@@ -206,7 +211,8 @@ class Pace:
     def shown(self) -> str:
         version, clock, cpu = self._began
         steps = self._run.version - version
-        seconds, used = time.monotonic() - clock, seconds_of(self._run.processes()) - cpu
+        seconds = time.monotonic() - clock
+        used = seconds_of(self._run.processes()) - cpu
         return f"{steps / seconds:.2f} steps a second, {steps / used:.2f} a second of its CPU time"
 
 

@@ -92,7 +92,8 @@ def test_a_reward_reaches_nothing_of_the_fleet_that_asks_it(
 def test_a_resume_with_changed_files_is_refused_until_the_change_is_accepted(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rewards, rows = tmp_path / "rewards.py", tmp_path / "rows.jsonl"
+    rewards = tmp_path / "rewards.py"
+    rows = tmp_path / "rows.jsonl"
     assert run.to_its_end() == 0, run.shown
     rewards.write_text("from torchless_task import even as reward\n")
     rows.write_text(rows.read_text() + json.dumps({"prompt": "one more:"}) + "\n")

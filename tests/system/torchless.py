@@ -26,7 +26,8 @@ from asyncrl.simulation.fakes.training import FakeTraining, StepCost, WriteCopy
 LONGEST = 12
 WORDS = 3
 """Words of a slot of weights: incarnation, version, weights."""
-MODEL, STATE = "model.bin", "state.bin"
+MODEL = "model.bin"
+STATE = "state.bin"
 
 
 def number_of(*facts: object) -> int:
@@ -37,7 +38,8 @@ class TorchlessGeneration(FakeGeneration):
     """Samples tokens that depend on the weights. options: `token_time`, the seconds of a token."""
 
     def __init__(self, context: WorkerContext) -> None:
-        slots, token_time = context.config.generation.slots, context.spec.options["token_time"]
+        slots = context.config.generation.slots
+        token_time = context.spec.options["token_time"]
         super().__init__(slots, token_time, lambda chance: chance.randrange(3, LONGEST), context=context)
         self._arena: Segment | None = None
         self._weights: dict[int, int] = {}
@@ -79,7 +81,8 @@ class TorchlessTraining(FakeTraining):
     version] that kills it once, while it writes this checkpoint; `died`: a file that says that it has."""
 
     def __init__(self, context: WorkerContext) -> None:
-        cost, limit = StepCost(context.spec.options["step_time"]), context.config.staleness.limit
+        cost = StepCost(context.spec.options["step_time"])
+        limit = context.config.staleness.limit
         super().__init__(cost, limit, read_columns=["versions", "response_ids"], context=context)
         self.arena = context.facts.weights_arena
         self._weights = 1
@@ -115,7 +118,8 @@ class TorchlessTraining(FakeTraining):
         slot[:] = (self.incarnation, version, self._weights)
 
     def state_copy(self) -> WriteCopy:
-        version, weights = self.version, str(self._weights)
+        version = self.version
+        weights = str(self._weights)
         copied = f"{version} {self.chain.hex()} {weights}"
 
         def write(directory: str) -> dict[str, str]:

@@ -122,7 +122,8 @@ class Run:
 
     def left(self) -> list[str]:
         """Processes, shared memory and socket folders of this run that still exist."""
-        name, places = self.directory / "run.id", []
+        name = self.directory / "run.id"
+        places = []
         if name.exists():
             folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
             places = [path for folder in folders for path in folder.glob(f"asyncrl-{name.read_text()}*")]

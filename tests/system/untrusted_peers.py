@@ -13,7 +13,9 @@ from pathlib import Path
 HUGE = 2**62
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 """Of ZMTP 3.0 (RFC 23): signature and version; the mechanism's name and padding follow."""
-MORE, LONG, COMMAND = 1, 2, 4
+MORE = 1
+LONG = 2
+COMMAND = 4
 """Flags of a frame."""
 ENDLESS = 64
 """Parts of 64 kB after which the stranger tires of a message that it never ends."""
@@ -86,7 +88,8 @@ def unix(path: Path) -> Callable[[], socket.socket]:
 @contextmanager
 def at_every_socket(find: Callable[[], Sequence[Path]], seed: int) -> Iterator[list[str]]:
     """While the block runs a stranger speaks at every socket that `find` finds; it keeps the names of those."""
-    ended, spoken_to = threading.Event(), []
+    ended = threading.Event()
+    spoken_to = []
 
     def wander() -> None:
         rng = random.Random(seed)
@@ -113,12 +116,14 @@ FLOODERS = 4
 @contextmanager
 def at_every_port(ports: Sequence[int], seed: int) -> Iterator[list[int]]:
     """While the block runs strangers speak at these ports of this host without a pause; it keeps where they did."""
-    ended, spoken_to = threading.Event(), list[int]()
+    ended = threading.Event()
+    spoken_to = list[int]()
 
     def flood(number: int) -> None:
         rng = random.Random(seed + number)
         while not ended.is_set():
-            port, noise = rng.choice(ports), tuple(rng.randbytes(rng.randrange(300)) for _ in range(3))
+            port = rng.choice(ports)
+            noise = tuple(rng.randbytes(rng.randrange(300)) for _ in range(3))
             speech = rng.choice((*SPEECHES, noise, (greeting(b"CURVE"), *noise)))
             speak(lambda at=port: socket.create_connection(("127.0.0.1", at), timeout=1.0), speech)
             spoken_to.append(port)

@@ -22,7 +22,8 @@ class ThreadRank(Ranks):
 
     def __init__(self, rank: int, given: list[torch.Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(given)
-        self._given, self._barrier = given, barrier
+        self._given = given
+        self._barrier = barrier
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(values)).sum(0)
@@ -67,7 +68,8 @@ def thread_meshes() -> Callable[[Layout], list[RankMesh]]:
 
 
 def thread_group(size: int) -> list[Ranks]:
-    given, barrier = [torch.empty(0)] * size, threading.Barrier(size, timeout=PATIENCE)
+    given = [torch.empty(0)] * size
+    barrier = threading.Barrier(size, timeout=PATIENCE)
     return [ThreadRank(rank, given, barrier) for rank in range(size)]
 
 

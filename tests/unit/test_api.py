@@ -29,7 +29,8 @@ from asyncrl.fleet.fleet import Fleet
 
 def functions_of(thread: int) -> set[str]:
     """Names of the functions that a thread is in."""
-    frame, names = sys._current_frames().get(thread), set()
+    frame = sys._current_frames().get(thread)
+    names = set()
     while frame is not None:
         names.add(frame.f_code.co_name)
         frame = frame.f_back
@@ -93,7 +94,8 @@ async def test_inside_a_loop_it_runs_beside() -> None:
 
 
 async def test_an_interrupt_of_the_thread_that_waits_stops_what_runs_beside() -> None:
-    main, stopped = threading.main_thread().ident, []
+    main = threading.main_thread().ident
+    stopped = []
     assert main is not None
 
     async def until_cancelled() -> None:

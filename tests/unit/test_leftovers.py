@@ -18,7 +18,8 @@ def made_elsewhere(run: str) -> Path:
 
 
 def test_segments_of_fleets_of_others_are_nobodys_leftover_here(tmp_path: Path) -> None:
-    run, other = uuid4().hex[:8], uuid4().hex[:8]
+    run = uuid4().hex[:8]
+    other = uuid4().hex[:8]
     (tmp_path / "deep/run").mkdir(parents=True)
     (tmp_path / "deep/run/run.id").write_text(run)
     (tmp_path / "run.id").touch()

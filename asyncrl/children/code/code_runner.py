@@ -120,7 +120,8 @@ class CodeRunner:
         if self._holder is None or self._pool is None or self._holder.done():
             self._pool = asyncio.get_running_loop().create_future()
             self._holder = asyncio.create_task(self._hold(self._pool), name="sandboxes of programs")
-        pool, holder = self._pool, self._holder
+        pool = self._pool
+        holder = self._holder
         await _first(pool, holder)
         if not pool.done():
             _raise_end(holder)

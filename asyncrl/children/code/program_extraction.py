@@ -58,7 +58,8 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
     for line in lines:
         if (opened := FENCE.fullmatch(line)) is None:
             continue
-        indent, marks = opened["indent"], opened["marks"]
+        indent = opened["indent"]
+        marks = opened["marks"]
         found = LANGUAGE.search(opened["info"])
         code = []
         for inner in lines:

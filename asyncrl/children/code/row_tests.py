@@ -21,7 +21,8 @@ ENTRY = "entry_point"  # column of HumanEval and BigCodeBench: the function that
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BESIDE_HELPERS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
 SAYS_OBJECTS = re.compile(r"(?m)^\s*#\s*objects\s*=\s*true\s*$")
-STDIN, STDOUT = ("stdin", "input", "inputs"), ("stdout", "output", "outputs", "expected_output")
+STDIN = ("stdin", "input", "inputs")
+STDOUT = ("stdout", "output", "outputs", "expected_output")
 FUNCTION = ("fn_name", "func_name", "function_name")
 BESIDE = frozenset(("name", "testtype", "type", "metadata", *FUNCTION))
 OF_FUNCTIONS = ("functional", "function_call")  # what LiveCodeBench and others call tests that call a function
@@ -81,7 +82,8 @@ def _cases(given: Any, name: str, row: Mapping[str, Any], *, several: bool) -> I
         yield TestCase(str(table.get("name", name)), code=code, objects=objects)
     elif len(wanted) == 1 and len(asked) <= 1 and set(table) <= {*asked, *wanted, *BESIDE}:
         function = _function(table, row, name)
-        inputs, outputs = table[asked[0]] if asked else "", table[wanted[0]]
+        inputs = table[asked[0]] if asked else ""
+        outputs = table[wanted[0]]
         lists = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)
         if not (lists and (several or asked[0] == STDIN[-1])):
             yield _pair(str(table.get("name", name)), function, inputs, outputs)

@@ -88,7 +88,8 @@ def setpriv_path() -> str:
 def sandbox_command(disk_bytes: int, seccomp: int, folders: Sequence[str] = (), group: str = "") -> list[str]:
     """Returns the words before the command that runs inside. disk_bytes: size of each folder that it may write.
     seccomp: descriptor of a file with the filter. folders: that it sees beside /usr. group: file of its cgroup."""
-    bubblewrap, size = bubblewrap_path(), str(disk_bytes)
+    bubblewrap = bubblewrap_path()
+    size = str(disk_bytes)
     writable = ["--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--size", size, "--tmpfs", "/dev/shm"]
     return [
         *("/bin/sh", "-c", ENTRY, group),
@@ -148,7 +149,8 @@ def filter_file(*, is_limited: bool = True) -> int:
 
 def try_sandbox() -> None:
     """Starts a sandbox that ends at once; raises SandboxError with the reason if it cannot."""
-    python, filtered = python_for_programs(), filter_file()
+    python = python_for_programs()
+    filtered = filter_file()
     try:
         run_trial([*sandbox_command(2**20, filtered), python, "-I", "-S", "-c", ""], ENVIRONMENT, UNCONFINED, filtered)
     finally:

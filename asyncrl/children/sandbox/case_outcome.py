@@ -31,9 +31,11 @@ def script_result(test: TestCase, report: Report, outputs: Outputs, limits: Limi
     """Returns the result of a case that reads stdin and prints."""
     outcome, detail = _limit(report, outputs, limits)
     if outcome is None and report.status != 0:
-        outcome, detail = "error", detail or f"it ended with status {os.waitstatus_to_exitcode(report.status)}"
+        outcome = "error"
+        detail = detail or f"it ended with status {os.waitstatus_to_exitcode(report.status)}"
     if outcome is None and test.stdout is not None and not same_text(outputs[0].decode(errors="replace"), test.stdout):
-        outcome, detail = "failed", "it printed something else"
+        outcome = "failed"
+        detail = "it printed something else"
     return _result(test, outcome or "passed", detail, report, outputs, limits)
 
 
@@ -78,7 +80,8 @@ def _limit(report: Report, outputs: Outputs, limits: Limits) -> tuple[Outcome | 
         outcome = "output"
     if outcome is None and report.why == "-" and os.WIFSIGNALED(report.status):
         number = os.WTERMSIG(report.status)
-        outcome, error = OF_SIGNAL.get(number, "killed"), f"it was ended by {signal.Signals(number).name}"
+        outcome = OF_SIGNAL.get(number, "killed")
+        error = f"it was ended by {signal.Signals(number).name}"
     if outcome is None and report.status != 0 and kind in NOTED:
         outcome = LIMITS[kind]
     if outcome in EXPLAINED:

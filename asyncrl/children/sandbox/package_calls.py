@@ -65,7 +65,8 @@ class PackageSandbox:
         """Returns what reader `name` makes of a text, a number or None, or why what the row has cannot be read. Raises
         Unjudged where the text cannot, or takes longer than `seconds`, and SandboxError."""
         with self._lock:
-            link, line = self._link(), b""
+            link = self._link()
+            line = b""
             link.settimeout(seconds)
             try:
                 link.sendall(json.dumps([name, wanted, text]).encode() + b"\n")
@@ -125,7 +126,8 @@ class PackageSandbox:
         for _ in range(STARTS):
             ours, theirs = socket.socketpair()
             case: RunningCase | None = None
-            sandbox, self._warm = self._warm, None
+            sandbox = self._warm
+            self._warm = None
             try:
                 with theirs:
                     sandbox = sandbox or await Sandbox.start(

@@ -12,12 +12,26 @@ from dataclasses import dataclass
 
 from asyncrl.children.sandbox.program_requests import SandboxError
 
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_AT_LEAST = 0x35
+JUMP_ANY_BIT = 0x45
+RETURN = 0x06
 """Codes of the few instructions of classic BPF that the filter needs; each works on 32 bits."""
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT, SECOND_ARGUMENT, FOURTH_ARGUMENT = 0, 4, 16, 24, 40
+NUMBER = 0
+ARCHITECTURE = 4
+FIRST_ARGUMENT = 16
+SECOND_ARGUMENT = 24
+FOURTH_ARGUMENT = 40
 """Offsets in `struct seccomp_data`. Both machines are little-endian: the low half of an argument comes first."""
-KILL, ERROR, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
-EPERM, ENOMEM, ENOLCK, ENOSYS, EAFNOSUPPORT = 1, 12, 37, 38, 97
+KILL = 0x80000000
+ERROR = 0x00050000
+ALLOW = 0x7FFF0000
+EPERM = 1
+ENOMEM = 12
+ENOLCK = 37
+ENOSYS = 38
+EAFNOSUPPORT = 97
 NO_FAMILY = ERROR | EAFNOSUPPORT
 X32 = 0x40000000
 """Numbers from here on are calls of the x32 ABI on x86_64, which would pass by the list."""
@@ -30,7 +44,8 @@ TERMINAL_INJECTION = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX put characters into a terminal."""
 LEASES_AND_NOTES = (1024, 1026)
 """F_SETLEASE holds others back who open a file of the machine, F_NOTIFY tells of what they do in a folder."""
-MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
+MAP_SHARED = 0x01
+MAP_ANONYMOUS = 0x20
 
 
 def _numbers(text: str) -> dict[str, int]:

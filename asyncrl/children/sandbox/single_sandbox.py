@@ -182,7 +182,8 @@ class Sandbox:
                 unless_ready.callback(group.remove)
             ours.setblocking(False)
             filtered = [filter_file(is_limited=group is not None)] if contained else []
-            code, log = file_with(harness), os.memfd_create("log")
+            code = file_with(harness)
+            log = os.memfd_create("log")
             for file in (code, log, *filtered):
                 files.callback(os.close, file)
             entered = "" if group is None else group.file
@@ -300,7 +301,9 @@ class Sandbox:
             await self._group.remove_emptied()
 
     async def _until_ended(self) -> None:
-        loop, handle, ended = asyncio.get_running_loop(), os.pidfd_open(self._process.pid), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        handle = os.pidfd_open(self._process.pid)
+        ended = asyncio.Event()
         loop.add_reader(handle, ended.set)
         try:
             await ended.wait()

@@ -116,7 +116,8 @@ def _take(pool: DevicePool, demand: Demand, loads: dict[DevicePlace, int]) -> li
 
 def _groups(order: Sequence[DevicePlace], size: int) -> list[tuple[DevicePlace, ...]]:
     """Returns disjoint groups of so many GPUs of one host, those with the first places first."""
-    found, waiting = [], dict[str, list[DevicePlace]]()
+    found = []
+    waiting = dict[str, list[DevicePlace]]()
     for place in order:
         of_host = waiting.setdefault(place.host, [])
         of_host.append(place)
@@ -130,7 +131,8 @@ def _ranks(
 ) -> Iterator[tuple[DevicePlace, ...]]:
     """Yields the devices of the ranks of one replica after the other, as long as there is room. CPUs have room for all,
     and each host of such a pool takes its share."""
-    hosts, size = pool.hosts or ("",), demand.layout.size
+    hosts = pool.hosts or ("",)
+    size = demand.layout.size
     free = {host: [place for place in order if place.host == host] for host in hosts}
     if not pool.has_gpus:
         share = -(-demand.workers // len(hosts))

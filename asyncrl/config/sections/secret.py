@@ -140,7 +140,8 @@ def secrets_of(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 def keep_secrets(config: BaseModel, run_dir: Path) -> None:
     """Writes the secrets of a run to a file that its owner alone reads; none where it has no secrets."""
-    found, path = {"/".join(at): each.value for at, each in secrets_of(config)}, run_dir / FILE
+    found = {"/".join(at): each.value for at, each in secrets_of(config)}
+    path = run_dir / FILE
     if not found:
         path.unlink(missing_ok=True)
         return

@@ -64,7 +64,8 @@ def _date(given: str) -> str:
         raise ValueError(f"{given} is no date: write one such as 2026-11-28") from None
 
 
-SOURCE, SOURCES = "a source", "sources"
+SOURCE = "a source"
+SOURCES = "sources"
 """Names of the two forms of task.prompts, which pydantic puts into the location of a mistake."""
 Sources = Annotated[tuple[MixedSource, ...], Field(min_length=1)]
 SourceOrSources = Annotated[

@@ -174,7 +174,8 @@ def _references(name: str, schema: Schema) -> Iterator[tuple[str, str]]:
 
 
 def _key(prefix: str, name: str, section: Schema) -> Key:
-    schema, required = section["properties"][name], name in section.get("required", [])
+    schema = section["properties"][name]
+    required = name in section.get("required", [])
     kinds = tuple("object" if "$ref" in part else part.get("type", "") for part in _forms(schema))
     doc = " ".join(schema.get("description", "").split())
     return Key(prefix + name, _type(schema), kinds, schema.get("default"), doc, required, bool(schema.get("writeOnly")))

@@ -128,7 +128,8 @@ def file_layer(text: str, named: str, folder: Path | None = None) -> ConfigLayer
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         return ConfigLayer(problems=[Problem("", named, syntax_problem(text, error))], readable=False)
-    layer, lines = ConfigLayer(folder=folder), _lines_of_keys(text)
+    layer = ConfigLayer(folder=folder)
+    lines = _lines_of_keys(text)
     bases = tables.pop(EXTENDS, [])
     layer.bases = tuple(bases if isinstance(bases, list) else [bases])
     if not all(isinstance(base, str) for base in layer.bases):

@@ -117,7 +117,8 @@ def _with_bases(source: _Text, above: tuple[str, ...]) -> list[ConfigLayer]:
     places of the texts that extend this one."""
     if str(Path(source.place).absolute()) in [str(Path(place).absolute()) for place in above]:
         raise ConfigError(f"{above[-1]}: {EXTENDS} goes round in a circle: {' -> '.join((*above, source.place))}")
-    layer, layers = file_layer(source.text, source.place, source.folder), list[ConfigLayer]()
+    layer = file_layer(source.text, source.place, source.folder)
+    layers = list[ConfigLayer]()
     for base in layer.bases:
         try:
             found = _read_text(_base_target(base, source.folder))

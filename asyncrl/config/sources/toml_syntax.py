@@ -49,7 +49,8 @@ def _of_message(wrong: str, line: str) -> str:
 def _of_line(line: str) -> str:
     if (assignment := ASSIGNMENT.fullmatch(line)) is None:
         return next((advice for form, advice in ADVICE.items() if line.strip() and re.fullmatch(form, line)), "")
-    key, value = assignment[1], re.sub(r"\s+#.*", "", assignment[2])
+    key = assignment[1]
+    value = re.sub(r"\s+#.*", "", assignment[2])
     if re.search("[\u2018\u2019\u201c\u201d]", value):
         return ADVICE[r".*[\u2018\u2019\u201c\u201d].*"]
     found = next((advice for form, advice in VALUES.items() if re.fullmatch(form, value)), "")

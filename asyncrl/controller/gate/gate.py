@@ -133,7 +133,8 @@ class Gate:
         sample = self._current(group, member, attempt, Stage.SCORING)
         if sample is None:
             return False
-        sample.reward, sample.turn_rewards = reward, turn_rewards
+        sample.reward = reward
+        sample.turn_rewards = turn_rewards
         self._counts.move(sample, Stage.READY)
         if reward is None:
             self.drop(group, [member], without)

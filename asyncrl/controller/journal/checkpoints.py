@@ -111,7 +111,8 @@ async def commit(journal: Journal, write: WriteFiles, keep: int, kept: Spared = 
     checkpoint. Raises JournalError when the trainer is at another version, or trained other samples, than the journal
     says.
     """
-    store, ledger = journal.store, journal.ledger
+    store = journal.store
+    ledger = journal.ledger
     journal.append(InFlight(ledger.in_flight()))
     after = Manifest(ledger.incarnation, ledger.version, journal.offset, journal.crc, ledger.chain.hex(), {})
     await store.run(journal.sync)
@@ -259,8 +260,10 @@ def damage_with_advice(store: Store, scan: Scan) -> str:
     """Describes damage of the journal and what to do about it; "" when there is at most a torn tail."""
     if not (damage := scan.damage()):
         return ""
-    journal, lost = store.journal_path, scan.size - scan.end
-    text, cut = f"{damage}. Put an undamaged copy of {journal} in its place", _truncation(journal, scan.end)
+    journal = store.journal_path
+    lost = scan.size - scan.end
+    text = f"{damage}. Put an undamaged copy of {journal} in its place"
+    cut = _truncation(journal, scan.end)
     for version in reversed(versions(store)):
         with suppress(JournalError):
             if (manifest := read_manifest(store, version)).offset <= scan.end:

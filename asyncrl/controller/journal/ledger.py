@@ -360,7 +360,8 @@ _APPLY: dict[type[Record], Callable[[Ledger, Any], None]] = {
 
 def difference(listed: tuple[Cut, ...], derived: tuple[Cut, ...]) -> str:
     """Describes where an in-flight list differs from the derived one."""
-    here, there = frozenset(listed), frozenset(derived)
+    here = frozenset(listed)
+    there = frozenset(derived)
     surplus = [cut for cut in listed if cut not in there][:5]
     missing = [cut for cut in derived if cut not in here][:5]
     return f"the in-flight list holds {surplus} and lacks {missing}, by the records before it"

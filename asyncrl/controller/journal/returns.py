@@ -58,7 +58,8 @@ async def train_with_returns(
     store: of the run. most: returns to one checkpoint; the next death without a newer one ends the run as FleetFailed.
     So does any while `may_return` is false.
     """
-    supervisor, returns = running.supervisor, Counter[int]()
+    supervisor = running.supervisor
+    returns = Counter[int]()
     if most and can_return(running):
         supervisor.learners = Learners()
     while True:
@@ -67,7 +68,8 @@ async def train_with_returns(
             return await _train(running, state, train)
         except (PeerLost, FleetFailed):
             running.subscribers[:] = subscribers
-            learners, lost = supervisor.learners, await why_lost(running)
+            learners = supervisor.learners
+            lost = await why_lost(running)
             if learners is None or lost is None:
                 raise
             made = versions(store)

@@ -285,7 +285,8 @@ class PolicyMismatchAlarm:
         """Describes, by key, the bounds that are crossed. A value that is not a number crosses every bound."""
         crossed = {}
         for key, (at_most, _) in WATCHED.items():
-            bound, value = getattr(self._bounds, f"{kind}_{key}"), metrics.get(f"mismatch/{key}")
+            bound = getattr(self._bounds, f"{kind}_{key}")
+            value = metrics.get(f"mismatch/{key}")
             if bound is not None and value is not None and not (value <= bound if at_most else value >= bound):
                 beyond = "over" if at_most else "under"
                 name = f"mismatch/{key}{NAMED_ON_SCREEN.get(key, '')}"

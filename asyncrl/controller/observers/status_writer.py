@@ -77,12 +77,15 @@ class StatusWriter:
         if worker.instance and self._instances.get(worker.name) != worker.instance:
             self._instances[worker.name] = worker.instance
             self._starts[worker.name] += 1
-        starts, problem = self._starts[worker.name], "" if worker.alive else worker.status
+        starts = self._starts[worker.name]
+        problem = "" if worker.alive else worker.status
         newest = self.poller.newest.get(worker.name)
         if newest is None or newest.health.instance != worker.instance:
-            name, instance = worker.name, worker.instance
+            name = worker.name
+            instance = worker.instance
             return WorkerStatus(name, instance, problem, (), 0, {}, 0.0, 0, starts, {}, service=worker.service)
-        health, before = newest.health, self._before.get(worker.name)
+        health = newest.health
+        before = self._before.get(worker.name)
         self._before[worker.name] = health
         return WorkerStatus(
             worker.name,

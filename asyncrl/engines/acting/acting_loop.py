@@ -210,7 +210,8 @@ class ActingLoop:
         acted.steps += 1
         if not acted.recordings:  # It was dropped while the environment stepped.
             return
-        recording, columns = acted.recordings[0], acted.recordings[0].columns
+        recording = acted.recordings[0]
+        columns = acted.recordings[0].columns
         at = recording.filled
         columns["observations"][at] = self._states[place]
         columns["actions"][at] = acted.action

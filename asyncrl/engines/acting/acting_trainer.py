@@ -151,8 +151,10 @@ class ActingStep(StepInParts):
         self._trainer.transitions += sum(row.trained for row in self._rows)
 
     def _metrics(self) -> dict[str, float]:
-        rows, learner = self._rows, self._learner
-        total, trained = sum(map(len, rows)), sum(row.trained for row in rows)
+        rows = self._rows
+        learner = self._learner
+        total = sum(map(len, rows))
+        trained = sum(row.trained for row in rows)
         stale = sum(len(row) - int(row.live.sum()) for row in rows)
         metrics = {
             "tokens/response": float(total),

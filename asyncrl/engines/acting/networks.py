@@ -21,9 +21,11 @@ from asyncrl.engines.acting.stepping.spaces import ActionSpace, Spaces
 # at the borders of the box.
 
 
-LEAST_LOG_STD, MOST_LOG_STD = -20.0, 2.0
+LEAST_LOG_STD = -20.0
+MOST_LOG_STD = 2.0
 """Bounds of the logarithm of the standard deviation, as in the authors' program of SAC (arXiv 1812.05905)."""
-QUADRATURE_NODES, QUADRATURE_END = 96, 5.5
+QUADRATURE_NODES = 96
+QUADRATURE_END = 5.5
 """Nodes of the trapezoidal rule of an entropy, over so many standard deviations to both sides. Its error is below 1e-5
 nats, and 1e-4 in the derivative by the logarithm of the standard deviation, for all that the bounds above allow: a
 Gauss-Hermite quadrature of as many nodes converges slowly where tanh has its kink within a wide Gaussian."""
@@ -125,7 +127,8 @@ def performed(stored: Tensor, space: ActionSpace) -> np.ndarray[tuple[int, ...],
     """Returns the actions as the environment gets them, float32 [states, stored]."""
     if space.kind == "discrete":
         return np.asarray((stored + space.start).numpy(), np.float32)
-    low, high = np.array(space.low, np.float32), np.array(space.high, np.float32)
+    low = np.array(space.low, np.float32)
+    high = np.array(space.high, np.float32)
     squashed: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = low + (stored.tanh().numpy() + 1) / 2 * (high - low)
     return squashed.clip(low, high)
 
@@ -218,7 +221,8 @@ def _layers(inputs: int, hidden: Sequence[int], outputs: int, activation: str, l
     sizes = [inputs, *hidden, outputs]
     found: list[nn.Module] = []
     for number, (before, after) in enumerate(_pairs(sizes)):
-        layer, is_last = nn.Linear(before, after), number == len(sizes) - 2
+        layer = nn.Linear(before, after)
+        is_last = number == len(sizes) - 2
         nn.init.orthogonal_(layer.weight, last_gain if is_last else math.sqrt(2))
         nn.init.zeros_(layer.bias)
         found += [layer] if is_last else [layer, ACTIVATIONS[activation]()]

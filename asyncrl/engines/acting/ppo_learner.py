@@ -91,7 +91,8 @@ class PpoLearner(Learner):
         """Computes advantages of whole trajectories with the present values, and returns the live transitions."""
         names = ("observations", "next_observations", "actions", "logprobs")
         observations, following, actions, behaviour = (torch.from_numpy(joined(rows, name)) for name in names)
-        values, next_values = self.values(observations), self.values(following)
+        values = self.values(observations)
+        next_values = self.values(following)
         lengths = [len(row) for row in rows]
         advantages = np.concatenate(
             [
@@ -117,7 +118,8 @@ class PpoLearner(Learner):
         return LiveTransitions(*(each[live] for each in (observations, actions, behaviour, gains, returns, values)))
 
     def _update(self, batch: LiveTransitions) -> None:
-        settings, distribution = self.settings, self.actor.distribution(batch.observations)
+        settings = self.settings
+        distribution = self.actor.distribution(batch.observations)
         current = distribution.logprobs(batch.actions)
         advantages = (batch.advantages - batch.advantages.mean()) / (batch.advantages.std(correction=0) + SMALL)
         surrogate = clipped_loss(
@@ -129,7 +131,8 @@ class PpoLearner(Learner):
             self._measure_first(batch, current.detach(), distribution)
         if settings.entropy_bonus > 0:
             bonus = -settings.entropy_bonus * distribution.entropy().mean()
-        policy, values = surrogate.terms.mean(), errors.mean()
+        policy = surrogate.terms.mean()
+        values = errors.mean()
         loss = policy + settings.value_coefficient * values + bonus
         if not self.take(loss):
             return

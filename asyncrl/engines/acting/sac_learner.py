@@ -65,7 +65,8 @@ class SumTree:
 
     def find(self, points: NDArray[np.float64]) -> Ints:
         """Returns the places at which the running sum of priorities passes these points, each below the total."""
-        nodes, left = np.ones(len(points), np.int64), points.copy()
+        nodes = np.ones(len(points), np.int64)
+        left = points.copy()
         for _ in range(self._leaves.bit_length() - 1):
             nodes *= 2
             below = self._sums[nodes]
@@ -173,11 +174,13 @@ class ReplayBuffer:
         parts = (np.arange(count) + self._random.random(count)) / count  # One draw from each of `count` equal parts.
         if are_some:
             sums = self._tree.get(young).cumsum()
-            total, among = float(sums[-1]), young.size
+            total = float(sums[-1])
+            among = young.size
             found = np.searchsorted(sums, parts * total, side="right")
             places = young[found.clip(max=among - 1)]
         else:
-            total, among = self._tree.total, len(self)
+            total = self._tree.total
+            among = len(self)
             places = self._tree.find(parts * total)
         weights = (among * self._tree.get(places) / total) ** -self._correction
         return places, (weights / weights.max()).astype(np.float32)
@@ -259,7 +262,8 @@ class SacLearner(Learner):
         distribution = self.actor.gaussian(drawn.observations)
         acted = distribution.with_gradient()
         logprobs = distribution.unit_logprobs(acted)
-        values, targets = self.critics(drawn.observations, drawn.actions.tanh()), self._targets(drawn, temperature)
+        values = self.critics(drawn.observations, drawn.actions.tanh())
+        targets = self._targets(drawn, temperature)
         of_critics = critics_loss(values, targets, drawn.weights)
         judged = self.critics(drawn.observations, acted.tanh(), trained=False).amin(dim=0)
         of_actor = actor_loss(logprobs, judged, temperature)

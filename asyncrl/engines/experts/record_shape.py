@@ -54,7 +54,8 @@ class RecordShape:
                 "remove the key"
             )
         experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
-        plain, step = set(config.get("mlp_only_layers") or ()), int(config.get("decoder_sparse_step") or 1)
+        plain = set(config.get("mlp_only_layers") or ())
+        step = int(config.get("decoder_sparse_step") or 1)
         layers = range(int(config["num_hidden_layers"]))
         routers = sum(layer not in plain and (layer + 1) % step == 0 for layer in layers) if experts else 0
         return cls(routers, int(config["num_experts_per_tok"]), experts)

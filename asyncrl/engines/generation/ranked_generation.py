@@ -228,7 +228,8 @@ class FollowingGeneration(RunsTorchEngine):
         while self._offer is None or self._offer.version != version:
             self._is_offered.clear()
             await self._within(self._is_offered.wait(), f"the trainer's rank in this process gave no version {version}")
-        offer, self._offer = self._offer, None
+        offer = self._offer
+        self._offer = None
         await self._worker.compute.run(self.core.apply, call, offer.tensors)
         if not offer.loaded.done():
             offer.loaded.set_result(None)
@@ -240,7 +241,8 @@ class FollowingGeneration(RunsTorchEngine):
 
     def _withdraw(self) -> None:
         """Ends the wait for a load that the leader has left out."""
-        offer, self._offer = self._offer, None
+        offer = self._offer
+        self._offer = None
         if offer is not None and not offer.loaded.done():
             offer.loaded.set_exception(
                 Refused(f"the leader of the replica put its weights away and did not load version {offer.version}")

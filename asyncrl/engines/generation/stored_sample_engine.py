@@ -38,7 +38,8 @@ class StoredSampleEngine(TorchEngine):
         self._stored = read_stored_samples(Path(config.generation.stored_samples), config.task.samples_per_prompt)
         checked = self._stored.some(CHECKED_PROMPTS)
         if any(not self.tokenizer.decode(sample.tokens).startswith(sample.text) for sample in checked):
-            path, model = self._stored.path, config.model.name
+            path = self._stored.path
+            model = config.model.name
             raise ConfigError(f"generation.stored_samples: {path} has tokens of another tokenizer than {model}")
         self._asked: deque[SampleRequest] = deque()
 

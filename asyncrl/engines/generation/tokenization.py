@@ -29,7 +29,9 @@ BYTES_PER_CHARACTER = 4  # longest UTF-8 character; a byte-level token may be a 
 INVALID = "\ufffd"  # stands for bytes that are no whole character
 TAIL = 64  # tokens at the end of a prompt that hold the mark which opens thoughts, whatever the tokenizer
 EXCERPT = 60  # longest quote of a message in an error, in characters
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Around quoted text: Unicode assigns no character to these.
+# Around quoted text: Unicode assigns no character to these.
+OPEN = "\ufdd0"
+CLOSE = "\ufdd1"
 QUOTED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 WORD = re.compile(r"\S+")
 WORD_OR_TAG = re.compile(r"<[^<>]*>|[^<>\s]+")
@@ -129,9 +131,11 @@ class TokenizerWithStops:
         templates strip. Raises TaskError where the template changes the answer."""
         if prompt[-1].get("tool_calls"):
             raise TaskError("the last message calls tools, and no answer goes on there: write their results behind it")
-        text, content = self.render_chat(prompt, tools, INSIDE_ANSWER), prompt[-1]["content"]
+        text = self.render_chat(prompt, tools, INSIDE_ANSWER)
+        content = prompt[-1]["content"]
         answer = content if isinstance(content, str) else content[-1].get("text", "")
-        head, shown = answer.rstrip(), text.rstrip()
+        head = answer.rstrip()
+        shown = text.rstrip()
         if not shown.endswith(head):
             raise TaskError(
                 f"the model's chat template changes the answer that is begun in the last message, {_excerpt(answer)}: "

@@ -408,7 +408,8 @@ class TorchEngine:
         """Computes one forward: decoding rows, and chunks of rows in prefill."""
         self._memory.share_prompts()
         self._memory.secure_next()
-        decoding, prefilling = self._batch.decoding, self._batch.prefilling
+        decoding = self._batch.decoding
+        prefilling = self._batch.prefilling
         budget = step_budget(self._prefill_tokens, len(decoding), self.running - len(decoding))
         # Weights may be new before a long prompt is computed; it then has more of each step, so that it starts at last.
         interruptions = int(self._batch.interrupted[prefilling[0]]) if len(prefilling) else 0
@@ -430,7 +431,8 @@ class TorchEngine:
         held = {chunk.row: chunk.first for chunk in chunks}
         pictures = self._pictures([*decoding.tolist(), *sequences])
         logits = self._flat.logits(*self._newest(decoding), sequences, held, decoding, pictures)
-        sampled, sources = list(decoding), list(range(len(decoding)))
+        sampled = list(decoding)
+        sources = list(range(len(decoding)))
         for source, chunk in enumerate(chunks, len(decoding)):
             followers = self._memory.computed(chunk.row, chunk.end)
             if chunk.last:
@@ -442,7 +444,8 @@ class TorchEngine:
 
     def _compute_apart(self) -> None:
         """Computes the decoding rows, and then each prompt in a forward of its own."""
-        decoding, alike = self._batch.decoding, dict[tuple[bytes, int], list[int]]()
+        decoding = self._batch.decoding
+        alike = dict[tuple[bytes, int], list[int]]()
         for row in self._batch.prefilling.tolist():
             own = row if self._batch.sampled[row] else -1
             alike.setdefault((self._batch.prompts[row], own), []).append(row)
@@ -476,7 +479,8 @@ class TorchEngine:
         tokens, logprobs = sample(logits, *tensors, self._truncation)
         if self._ranks.size > 1:  # Another kind of processor may round the same logits differently.
             drawn = self._ranks.everyone.shared(torch.stack([tokens.double(), logprobs.double()]), 0)
-            tokens, logprobs = drawn[0].long(), drawn[1].float()
+            tokens = drawn[0].long()
+            logprobs = drawn[1].float()
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _newest(self, rows: Ints) -> tuple[Ints, Ints]:
@@ -507,8 +511,11 @@ class TorchEngine:
 
 def _verified(model: Any, tokenizer: Any, config: Config, record: RecordShape | None, ranks: RankMesh) -> FlatModel:
     """Returns the model over a flat row of tokens, compared with transformers, with the slices of this rank."""
-    slots, limit, shape = engine_slots(config), longest_row(config), model.config.get_text_config()
-    probe, stages = probe_tokens(tokenizer, shape, limit), config.training.layout.pp
+    slots = engine_slots(config)
+    limit = longest_row(config)
+    shape = model.config.get_text_config()
+    probe = probe_tokens(tokenizer, shape, limit)
+    stages = config.training.layout.pp
     layers = None if ranks.size == 1 else len(layers_of_stage(shape.num_hidden_layers, stages, ranks.stages.size, 0))
     expected = probe_logprobs(model, probe)
     refuse_slices(model, config, ranks, fast=is_llama_like(model))

@@ -115,7 +115,8 @@ class TorchGeneration(RunsTorchEngine):
 
     def load(self) -> EngineLoad:
         core = self.core
-        hits, misses = core.parked.hits, core.parked.misses
+        hits = core.parked.hits
+        misses = core.parked.misses
         return EngineLoad(core.running, core.waiting, core.cache_used, core.preemptions, hits, misses)
 
     async def pause(self) -> int:
@@ -135,7 +136,8 @@ class TorchGeneration(RunsTorchEngine):
             await self.load_own(published.version)
             return
         if self._receiver is None:
-            network, device = partial(weight_network, self._worker), self.core.device.type
+            network = partial(weight_network, self._worker)
+            device = self.core.device.type
             self._receiver = open_receiver(published, self.core.spec, network, device)
         with self._worker.occupancy.awaiting_weights():
             fetched = await self._receiver.fetch(published)
@@ -173,13 +175,15 @@ class TorchGeneration(RunsTorchEngine):
         self.core.on_failure = partial(self._wake, asyncio.get_running_loop())
         while True:
             # Requests without a slot, while nothing runs, need weights that are on their way.
-            occupancy, late = self._worker.occupancy, self.core.waiting and not self._paused
+            occupancy = self._worker.occupancy
+            late = self.core.waiting and not self._paused
             with occupancy.awaiting_weights() if late else occupancy.out_of_work():
                 await self._wakeup.wait()
             self._wakeup.clear()
             more = True
             while self.core.failure or self._aborted or self._released or (more and not self._paused):
-                aborted, released = self._aborted, self._released
+                aborted = self._aborted
+                released = self._released
                 self._aborted = []
                 self._released = []
                 done, more = await self._worker.compute.run(self._run_slice, aborted, released)
@@ -197,7 +201,8 @@ class TorchGeneration(RunsTorchEngine):
             raise self.core.failure
         self.core.end(aborted, "abort")
         self.core.forget(released, self._oldest)
-        tracer, core = self._worker.tracer, self.core
+        tracer = self._worker.tracer
+        core = self.core
         tracer.count("samples", running=core.running, waiting=core.waiting)
         with tracer.lane("decode", running=core.running):
             return self._decode(), core.active

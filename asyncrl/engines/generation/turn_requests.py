@@ -110,7 +110,8 @@ class Trajectory:
         if turn == 0:
             return self.prompt
         spans = self.spans[: 2 * turn - (0 if given else 1)]
-        end, begun = int(np.abs(spans).sum()), np.flatnonzero(spans < 0)
+        end = int(np.abs(spans).sum())
+        begun = np.flatnonzero(spans < 0)
         if not len(begun):
             return np.concatenate([self.prompt, self.response[:end]])
         return self.response[int(np.abs(spans[: begun[-1]]).sum()) : end]
@@ -152,7 +153,8 @@ class Trajectory:
     def columns(self) -> dict[str, Array]:
         """Returns the columns of `ROW`, `text`: the newest answer, and `experts` where they are recorded."""
         arrays = (self.prompt, self.response, self.logprobs, self.versions, self.spans)
-        transcript, text = json.dumps(self.transcript, ensure_ascii=False), str(self.transcript[-1]["content"])
+        transcript = json.dumps(self.transcript, ensure_ascii=False)
+        text = str(self.transcript[-1]["content"])
         encoded = (np.frombuffer(each.encode(), np.uint8) for each in (transcript, text))
         found: dict[str, Array] = dict(zip((*ROW, "text"), (*arrays, *encoded), strict=True))
         return found if self.experts is None else found | {EXPERTS: self.experts}
@@ -197,7 +199,8 @@ class TurnRequests:
         their finish reason. rows: the columns that `Trajectory.of_row` reads. Raises TaskError where what an
         environment said cannot be rendered."""
         assert self.renderer is not None, "samples go on in experiments with an environment only"
-        turns, ended = [], []
+        turns = []
+        ended = []
         for number, sample in enumerate(continued):
             before = Trajectory.of_row({name: rows[name][number] for name in rows.columns})
             try:
@@ -214,7 +217,8 @@ class TurnRequests:
 
     def _answered(self, prompts: PromptGroup, before: Trajectory, renderer: TurnRenderer) -> Trajectory:
         """Returns the turns with the tokens of what the environment said last."""
-        said, tools = before.unanswered, before.tools(prompts.tools)
+        said = before.unanswered
+        tools = before.tools(prompts.tools)
         context = begun_context(said)
         messages, follows = (said, before.turns) if context is None else (context["messages"], context["follows"])
         if self.by_template and (written := self._as_written(prompts, before, renderer, tools)) is not None:

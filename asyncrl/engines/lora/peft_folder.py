@@ -20,7 +20,8 @@ from asyncrl.engines.model_loading import load_pretrained
 from asyncrl.engines.models.model_folder import ADAPTER_CONFIG, ADAPTERS
 from asyncrl.errors import ConfigError, WeightsError
 
-PREFIX, SUFFIX = "base_model.model.", ".weight"
+PREFIX = "base_model.model."
+SUFFIX = ".weight"
 """What peft writes before and after the name of a tensor."""
 
 
@@ -58,7 +59,8 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_adapters(folder: Path, model: Any) -> None:
     """Copies adapters into a model that has layers for them. Raises WeightsError when names or shapes differ."""
-    own, read = published_tensors(model), read_adapters(folder)
+    own = published_tensors(model)
+    read = read_adapters(folder)
     if shapes(own) != shapes(read):
         different = sorted(name for name in {*own, *read} if shapes(own).get(name) != shapes(read).get(name))
         raise WeightsError(f"{folder} has other adapters than this model; they differ in {', '.join(different[:4])}")

@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTERS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 """The files of peft. A folder with the second one holds adapters of another model."""
 PARTS = "parts"
 """Folder of a checkpoint beside `model/`, where several ranks wrote parts of its weights."""
@@ -155,7 +157,8 @@ def _wrong_counts(shape: Mapping[str, Any]) -> str:
         value = shape.get(name)
         if value is not None and not (isinstance(value, int) and value > 0):
             return f"{name} is {json.dumps(value)}, and not a number from 1"
-    hidden, heads = shape.get("hidden_size"), shape.get("num_attention_heads")
+    hidden = shape.get("hidden_size")
+    heads = shape.get("num_attention_heads")
     if hidden and heads and not shape.get("head_dim") and hidden % heads:
         return f"hidden_size = {hidden} is no multiple of num_attention_heads = {heads}"
     return ""

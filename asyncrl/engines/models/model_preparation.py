@@ -80,7 +80,8 @@ async def prepare(config: Config, target: Path, show: Show, deadline: float = 36
         refuse_rotation_by_longest_row(folder, config)
         return folder
     _refuse_missing_folder(name)
-    module, engine = "asyncrl.engines.models.model_preparation", config.generation.engine
+    module = "asyncrl.engines.models.model_preparation"
+    engine = config.generation.engine
     command = (sys.executable, "-m", module, name, str(config.seed), str(target), engine, config.model.revision)
     child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
     try:
@@ -287,7 +288,8 @@ def _unpack(key: str, making: Path, show: Show) -> None:
 
 
 def _convert(packed: Path, making: Path, show: Show) -> None:
-    folder, file = packed.parent, packed.name
+    folder = packed.parent
+    file = packed.name
     show(f"unpacking {file} to float32")
     import torch
     from safetensors.torch import save_file

@@ -30,7 +30,8 @@ def refuse_rotation_by_longest_row(folder: Path, config: Config, key: str = "mod
 
 def rotation_by_longest_row(folder: Path, config: Config) -> str | None:
     """Describes why rows of this run would change each other's log-probs, and what to write; None when they do not."""
-    path, longest = folder / "config.json", longest_row(config)
+    path = folder / "config.json"
+    longest = longest_row(config)
     shape = json.loads(path.read_bytes()) if path.exists() else {}
     for kind, original in _rotations(shape):
         if kind in BY_LONGEST_ROW and longest > original:

@@ -61,7 +61,8 @@ def scoring_model_problems(config: Config, policy: Path) -> Iterator[Problem]:
     """Yields what `scoring_model_folders` would refuse, as far as the models are here; it downloads nothing. policy:
     folder of the policy, which need not be there yet."""
     for service in ("reward", "cost", "critic", "cost_critic"):
-        key, name = f"{service}.model", getattr(config, service).model
+        key = f"{service}.model"
+        name = getattr(config, service).model
         is_of_hub = "/" in name and is_hub_name(name)
         try:
             folder = (existing_folder(name, key) or (is_of_hub and cached_folder(name)) or None) if name else None
@@ -86,11 +87,13 @@ def scoring_model_folder(config: Config, name: str, key: str, policy: Path, note
         _refuse_to_read_text(config, folder, key)
         _refuse_other_heads(folder, key)
         return folder.absolute()
-    own, others = vocabulary(folder), vocabulary(policy)
+    own = vocabulary(folder)
+    others = vocabulary(policy)
     if own and others and own != others:
         raise ConfigError(f"{key}: {ANOTHER_TOKENIZER}")
     _refuse_other_heads(folder, key)
-    context, longest = context_of_folder(folder), longest_row(config, context_of_folder(policy))
+    context = context_of_folder(folder)
+    longest = longest_row(config, context_of_folder(policy))
     if context is not None and context < longest:
         raise ConfigError(
             f"{key}: {folder} was made for {context} positions (max_position_embeddings in its config.json), and a "

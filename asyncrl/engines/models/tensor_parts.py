@@ -22,7 +22,8 @@ from asyncrl.engines.models.model_folder import PARTS, WEIGHTS
 from asyncrl.errors import JournalError
 
 Kind = Literal["weights", "moments"]
-PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+PLACES = "DCP_SHARDING_INFO"
+OFFSETS = "saved_offsets"
 """Keys of torch.distributed.checkpoint in the metadata of a file."""
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -112,7 +113,8 @@ class StoredTensor:
                 for (start, stop), offset, end in zip(asked, part.offsets, ends, strict=True)
             ]
             if all(start < stop for start, stop in common):
-                source, target = _moved(common, part.offsets), _moved(common, [start for start, _ in asked])
+                source = _moved(common, part.offsets)
+                target = _moved(common, [start for start, _ in asked])
                 found[target] = part.read(source)
                 read += math.prod(stop - start for start, stop in common)
         if read != found.numel():
@@ -131,7 +133,8 @@ def stored_tensors(checkpoint: Path, kind: Kind) -> dict[str, StoredTensor]:
     """Opens the parts of a checkpoint, of which nothing is read yet. Raises JournalError when the file of a rank is
     missing or damaged."""
     found: dict[str, StoredTensor] = {}
-    rank, ranks = 0, 1
+    rank = 0
+    ranks = 1
     while rank < ranks:
         path = checkpoint / PARTS / part_file(rank, kind)
         try:
@@ -178,7 +181,8 @@ def _write(
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in described.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        start = end
+        end = end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -108,7 +108,9 @@ def named_ends(folder: Path, marks: Marks) -> set[int]:
 def write_ends(folder: Path) -> None:
     """Names all tokens at which a run ends answers in the generation config of a folder, as `end_ids` finds them, so
     that programs which serve the model end answers there too."""
-    marks, path, shape = Marks.of_folder(folder), folder / GENERATION, json_object(folder / "config.json")
+    marks = Marks.of_folder(folder)
+    path = folder / GENERATION
+    shape = json_object(folder / "config.json")
     ends = named_ends(folder, marks) | {marks.ids[end] for end in [marks.turn_end()] if end}
     written = json_object(path)
     before = written.get("eos_token_id")

@@ -32,9 +32,11 @@ CONTEXT = 256
 """Positions of a tiny model; each character is a token."""
 BATCH = 64
 """Demonstrations of one optimizer step."""
-HEADS, HEADS_FOR_VLLM = 4, 3
+HEADS = 4
+HEADS_FOR_VLLM = 3
 """Heads of a model, of 24 and 32 numbers; vLLM has no attention of less than 32 on CPUs."""
-PATCH, MERGE = 4, 2
+PATCH = 4
+MERGE = 2
 """Width of a patch of a picture in pixels, and patches of a token in width and in height."""
 MOST_PIXELS = 64 * 64
 EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "fullatt_block_indexes": [0]}

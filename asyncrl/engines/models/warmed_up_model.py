@@ -91,9 +91,11 @@ def completion_loss(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
 ) -> Tensor:
     """Computes the mean cross-entropy of the completion tokens and their <eos>, given the prompts."""
-    rows, wanted = [], []
+    rows = []
+    wanted = []
     for prompt, answer in pairs:
-        given, learnt = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        given = tokenizer.encode(prompt)
+        learnt = [*tokenizer.encode(answer), tokenizer.eos_token_id]
         rows.append(torch.tensor(given + learnt))
         wanted.append(torch.tensor([IGNORED] * len(given) + learnt)[1:])
     logits = model(input_ids=pad_sequence(rows, batch_first=True)).logits[:, :-1]

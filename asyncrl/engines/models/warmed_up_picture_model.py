@@ -21,7 +21,10 @@ from asyncrl.engines.pictures.model_input import PictureInput, picture_layout
 from asyncrl.engines.pictures.processing import PictureProcessor
 from asyncrl.tasks.builtin.words import Demonstrations
 
-PICTURE, VIDEO, BEGIN, END = "<picture>", "<video>", "<vision>", "</vision>"
+PICTURE = "<picture>"
+VIDEO = "<video>"
+BEGIN = "<vision>"
+END = "</vision>"
 """Tokens of pictures: the first stands for each of theirs."""
 CHAT = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
@@ -100,7 +103,9 @@ class Lesson:
 
     def loss(self, source: random.Random) -> Tensor:
         """Returns the mean cross-entropy of the answers of one batch and their <eos>, given pictures and questions."""
-        rows, wanted, prompts = [], [], []
+        rows = []
+        wanted = []
+        prompts = []
         for _ in range(BATCH):
             named, answer = self._demonstrations.draw(source)
             given, picture = self._processor.with_tokens(

@@ -33,7 +33,8 @@ def refuse_other_base(checkpoint: Path, folder: Path) -> None:
     path = checkpoint / BASE
     if not path.exists():  # Nothing is known of its base model.
         return
-    wanted, found = json.loads(path.read_text())["digest"], weights_digest(folder)
+    wanted = json.loads(path.read_text())["digest"]
+    found = weights_digest(folder)
     if found != wanted:
         raise ConfigError(
             f"model.name: {folder} holds another model than the one on which the adapters in {checkpoint} were trained "

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 FLOAT = 4
-NORMS, ATTENTION, GATED, OUTSIDE = 6, 7, 4, 6
-ATTENDING, FEEDING, GATES = 11, 4, 3
+NORMS = 6
+ATTENTION = 7
+GATED = 4
+OUTSIDE = 6
+ATTENDING = 11
+FEEDING = 4
+GATES = 3
 """Values of width `hidden` while a block attends, in float32, and while it feeds forward, beside those of width
 `inner`, where nothing is kept."""
 

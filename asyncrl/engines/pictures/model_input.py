@@ -39,7 +39,9 @@ class PictureInput:
         counts = np.array([len(each.places) for each in unique.values()])
         begins = dict(zip(unique, (counts.cumsum() - counts).tolist(), strict=True))
         indices = np.arange(length)
-        positions, tokens, sources = [], [], []
+        positions = []
+        tokens = []
+        sources = []
         for row, each in enumerate(prompts):
             positions.append(np.broadcast_to(indices, (3, length)) if each is None else each.positions_at(indices))
             if each is not None:
@@ -100,7 +102,8 @@ class FlatPictures:
     def _states(self, pictures: Pictures) -> Tensor:
         states = self._kept.pop(pictures.digest, None)
         if states is None:
-            pixels, grid = self._tensor(pictures.pixels), self._tensor(pictures.grid)
+            pixels = self._tensor(pictures.pixels)
+            grid = self._tensor(pictures.grid)
             states = picture_states(self._model, pixels, grid)
         self._kept[pictures.digest] = states
         while len(self._kept) > KEPT:

@@ -68,7 +68,8 @@ class PictureProcessor:
     def with_tokens(self, ids: NDArray[np.int32], pictures: Pictures) -> tuple[NDArray[np.int32], PromptPictures]:
         """Returns the ids of a prompt in which each picture, one token of the template, has all of its tokens. Raises
         TaskError where the template writes another number of them."""
-        places, counts = np.flatnonzero(ids == self.token), pictures.tokens(self._merge)
+        places = np.flatnonzero(ids == self.token)
+        counts = pictures.tokens(self._merge)
         if len(places) != len(counts):
             raise TaskError(
                 f"the prompt has {len(counts)} pictures, and the model's chat template marks {len(places)} in it: "
@@ -105,7 +106,8 @@ def pillow() -> ModuleType:
 # Counts the patches of a picture by its size alone, as the image processor of Qwen2-VL cuts it; without torch.
 
 
-FEWEST, MOST = 56 * 56, 28 * 28 * 1280
+FEWEST = 56 * 56
+MOST = 28 * 28 * 1280
 """Pixels of a picture as the model sees it, where the description of the processor has no bounds."""
 
 

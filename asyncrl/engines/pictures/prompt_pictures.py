@@ -74,7 +74,8 @@ class PromptPictures:
     @classmethod
     def of_columns(cls, columns: Mapping[str, NDArray[Any]], tokens: int) -> Self:
         """Returns what `columns` gave. tokens: of the prompt."""
-        grid, places = columns[GRID].reshape(-1, 3), columns[PLACES]
+        grid = columns[GRID].reshape(-1, 3)
+        places = columns[PLACES]
         patches = int(grid.prod(1).sum())
         pictures = Pictures(columns[PIXELS].reshape(patches, -1), grid)
         merge = math.isqrt(patches // len(places))
@@ -97,7 +98,9 @@ class PromptPictures:
 
 
 def _positions(places: Ints, counts: Ints, grid: Ints, merge: int, tokens: int) -> Ints:
-    found, begin, next_position = np.zeros((3, tokens), np.int64), 0, 0
+    found = np.zeros((3, tokens), np.int64)
+    begin = 0
+    next_position = 0
     starts = places[np.cumsum(counts) - counts]
     for start, count, (t, h, w) in zip(starts.tolist(), counts.tolist(), grid.tolist(), strict=True):
         found[:, begin:start] = next_position + np.arange(start - begin)

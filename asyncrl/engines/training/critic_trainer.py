@@ -81,7 +81,8 @@ class CriticTrainer(Trainer):
     def copy_state(self, extra: dict[str, Any]) -> StateCopy:
         """Copies model and state, with the plain values `extra`, as that of a policy is: ranks that share out the
         weights copy their parts. Raises WeightsError when ranks that should hold the same weights do not."""
-        copy, mesh = self.config.training.background_checkpoints, self.mesh
+        copy = self.config.training.background_checkpoints
+        mesh = self.mesh
         with mesh.failing():
             check_same(mesh, self.optimizer.parameters)
             parts, weights, states = self._held.copied(self.optimizer, None, copy=copy)
@@ -100,7 +101,8 @@ class CriticTrainer(Trainer):
     ) -> list[NDArray[np.float32]]:
         """Computes the values [tokens] of each row, before each token was sampled, together, so that their bits depend
         on all these rows. Without rows it takes part in the pass of ranks that have some. spans: see `lay_out_rows`."""
-        model, budget = self.model, self.mesh.pass_budget(self.config.training.micro_batch_tokens)
+        model = self.model
+        budget = self.mesh.pass_budget(self.config.training.micro_batch_tokens)
         with self.mesh.failing():
             if not prompts:
                 model.idle_pass(backward=False)
@@ -136,7 +138,8 @@ class CriticStep(TrainingStep):
 
     def _value_pass(self, rows: Sequence[MaskedRow], weight: float) -> bool:
         """Runs forward and backward of a micro-batch; returns False and adds nothing if its loss is not finite."""
-        model, target = self._trainer.model, self._trainer.target
+        model = self._trainer.model
+        target = self._trainer.target
         if not rows:
             model.idle_pass(backward=True)
             return True
@@ -166,7 +169,9 @@ class CriticStep(TrainingStep):
 
     def _metrics(self, counts: Tensor) -> dict[str, float]:
         sums = dict(zip(SUMS, self._mesh.rows.sum(self._sums).tolist(), strict=True))
-        critic, updates, tokens = self._trainer.target.critic, len(self._norms), sums["tokens"]
+        critic = self._trainer.target.critic
+        updates = len(self._norms)
+        tokens = sums["tokens"]
         if not updates:
             return {f"{critic}/updates": 0.0}
         returns, errors = ((tokens, sums[name], sums[f"{name}_squares"]) for name in ("return", "error"))

@@ -336,7 +336,8 @@ def load_value_model(
     """Loads a critic with transformers' token classification head and one label. Head parameters that the folder lacks
     are set to 0, so that a new head outputs 0 until it is trained. in_parts: see `load_causal_model`. Raises
     ConfigError."""
-    options, kind = _options(folder, num_labels=1), AutoModelForTokenClassification
+    options = _options(folder, num_labels=1)
+    kind = AutoModelForTokenClassification
     made = _unfilled(folder, device, kind, options) if in_parts or is_in_parts(folder) else ""
     if not isinstance(made, str):
         return ValueModel(made[0], folder, precision, unfilled=made[1])

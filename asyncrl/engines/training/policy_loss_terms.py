@@ -85,7 +85,9 @@ def policy_loss_terms(
 
 def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: MicroBatch) -> Tensor:
     """Returns the weight of each token: 1 or a correction for proximal / behaviour, and 0 where it is rejected."""
-    weight, cap, floor = torch.ones_like(log_weight), algorithm.weight_cap, algorithm.weight_floor
+    weight = torch.ones_like(log_weight)
+    cap = algorithm.weight_cap
+    floor = algorithm.weight_floor
     if algorithm.old_logprobs != "engine" and algorithm.correction != "none":
         leveled = corrections.weight_at_level(log_weight, algorithm.correction_level, batch.ragged)
         assert cap is not None, "the config fills in a default"
@@ -96,7 +98,8 @@ def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: Mi
             weight = corrections.masked_weight(leveled, floor, cap)
     if algorithm.rejection == "none":
         return weight
-    low, high = algorithm.rejection_low or 0.0, algorithm.rejection_high
+    low = algorithm.rejection_low or 0.0
+    high = algorithm.rejection_high
     assert high is not None, "the config requires rejection_high with a rejection"
     kept = corrections.accepted(log_weight, batch.ragged, algorithm.rejection, low, high)
     return torch.where(kept, weight, 0.0)
@@ -105,7 +108,10 @@ def _correction_weight(algorithm: AlgorithmConfig, log_weight: Tensor, batch: Mi
 def _surrogate_loss(
     algorithm: AlgorithmConfig, second_moment: float, log_ratio: Tensor, current: Tensor, batch: MicroBatch
 ) -> SurrogateLoss:
-    low, high, ragged, advantages = algorithm.clip_low, algorithm.clip_high, batch.ragged, batch.advantages
+    low = algorithm.clip_low
+    high = algorithm.clip_high
+    ragged = batch.ragged
+    advantages = batch.advantages
     match algorithm.loss:
         case "clip":
             return surrogate_losses.clipped_loss(log_ratio, advantages, low, high, algorithm.dual_clip)
@@ -131,8 +137,10 @@ def _kl_term(
     """Computes the KL term with the policy's weight: the clipped, detached ratio times the correction's weight."""
     if batch.reference is None or algorithm.kl_in == "reward":
         return torch.zeros_like(batch.weights)
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    low = 1 - algorithm.clip_low
+    high = 1 + algorithm.clip_high
     if algorithm.loss == "gmpo":  # GMPO clips the log ratio.
-        low, high = math.exp(-algorithm.clip_low), math.exp(algorithm.clip_high)
+        low = math.exp(-algorithm.clip_low)
+        high = math.exp(algorithm.clip_high)
     term = kl_loss(current, batch.reference, algorithm.kl_estimator, ratio.clamp(low, high) * weight)
     return kl * batch.weights * term

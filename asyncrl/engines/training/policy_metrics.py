@@ -22,7 +22,8 @@ TOKEN_SUMS = ("tokens", "entropy", "share", "share_squares", "unmoved", "diverge
 LEVELS = ("weight", "sequence_weight")
 LARGEST = ("ratio", "staleness", "difference", *LEVELS)
 
-WIDTH, REACH = 0.01, 20.0
+WIDTH = 0.01
+REACH = 20.0
 BINS = 2 * round(REACH / WIDTH) + 1
 """Bins of a histogram of log w. Unlike quantiles, histograms can be summed over micro-batches and ranks."""
 QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -41,7 +42,8 @@ class PolicyTotals:
     def add(self, terms: LossTerms, current: Tensor, entropy: Tensor, batch: MicroBatch, first: bool) -> None:
         """Adds a micro-batch. first: no optimizer step has been taken in this iteration."""
         difference = current - batch.behaviour
-        share, unmoved = difference.clamp(-REACH, REACH).exp(), torch.full_like(difference, float(first))
+        share = difference.clamp(-REACH, REACH).exp()
+        unmoved = torch.full_like(difference, float(first))
         reference = torch.zeros_like(current) if batch.reference is None else current - batch.reference
         of_terms = (terms.policy, terms.kl, terms.entropy, terms.ratio, terms.clipped, terms.weight, terms.weight == 0)
         of_tokens = (torch.ones_like(current), entropy, share, share.square(), unmoved, -difference * unmoved)

@@ -80,7 +80,9 @@ class PolicyTrainer(Trainer):
     ) -> None:
         """Loads model, adapters and pretraining texts, if any. Raises TaskError when a text cannot be used, and
         ConfigError when `model.lora` does not fit the model."""
-        settings, algorithm, cost = config.training, config.algorithm, config.cost
+        settings = config.training
+        algorithm = config.algorithm
+        cost = config.cost
         self.config = config
         self.mesh = mesh or RankMesh()
         self._folder = folder
@@ -107,7 +109,8 @@ class PolicyTrainer(Trainer):
         if algorithm.constraint != "none":
             assert cost.limit is not None, "the config requires a limit with a constraint"
             self.multiplier = Multiplier(cost.multiplier, cost.multiplier_rate, cost.limit, cost.multiplier_max)
-        model, tokenizer = self.model.source_config, self.model.tokenizer
+        model = self.model.source_config
+        tokenizer = self.model.tokenizer
         self.texts = None if texts is None else load_pretraining(texts, config, model, tokenizer)
         self._probe = probe_tokens(tokenizer, model, longest_row(config))
 
@@ -152,7 +155,8 @@ class PolicyTrainer(Trainer):
         """Copies model and state, with the plain values `extra`. Ranks that share out the weights copy their parts;
         else, and of adapters, rank 0 copies the whole. Raises WeightsError when ranks that should hold the same weights
         do not."""
-        lora, copy = self.config.model.lora, self.config.training.background_checkpoints
+        lora = self.config.model.lora
+        copy = self.config.training.background_checkpoints
         with self.mesh.failing():
             check_same(self.mesh, self.optimizer.parameters)
             canary = None if lora is None else self.canary()
@@ -236,7 +240,9 @@ class PolicyStep(TrainingStep):
         self._pretrain_losses: list[float] = []
 
     def _prepare(self) -> Iterator[bool]:
-        algorithm, kl, multiplier = self._algorithm, self._trainer.kl.value, self._trainer.multiplier
+        algorithm = self._algorithm
+        kl = self._trainer.kl.value
+        multiplier = self._trainer.multiplier
         if multiplier is not None:
             self._cost = mean_cost(self._rows, self._mesh.rows)
         if self._algorithm.kl > 0 and not self._config.reference_by_service:
@@ -251,20 +257,23 @@ class PolicyStep(TrainingStep):
     def _logprobs(self, rows: Sequence[MaskedRow], *, of_base: bool = False) -> Generator[bool, None, RowLogprobs]:
         """Computes the trainer's log-probs of every row with a live token. of_base: those of the model without its
         adapters, of all rows, because advantages with a KL in the reward are over all rows."""
-        model, chunk = self._trainer.model, self._config.training.logits_chunk
+        model = self._trainer.model
+        chunk = self._config.training.logits_chunk
         found: RowLogprobs = []
         parts = list(self._micro_batches([item for item in rows if item.live_tokens or of_base]))
         if model.pipeline is not None:
             with base_model(model.whole) if of_base else nullcontext(), self._lane("forward"):
                 logprobs = frozen_stage_logprobs(model, [[item.row for item in items] for items in parts], chunk)
-            found, parts = list(zip([item for items in parts for item in items], logprobs, strict=True)), []
+            found = list(zip([item for items in parts for item in items], logprobs, strict=True))
+            parts = []
             yield True
         for items in parts:
             if not items:
                 idle_pass(model, backward=False)
                 yield True
                 continue
-            own, budget = [item.row for item in items], self._pass_budget
+            own = [item.row for item in items]
+            budget = self._pass_budget
             with base_model(model.whole) if of_base else nullcontext(), self._lane("forward"):
                 logprobs = frozen_row_logprobs(model, own, chunk, budget, replayed=not of_base)
             found += zip(items, logprobs, strict=True)
@@ -298,12 +307,14 @@ class PolicyStep(TrainingStep):
 
     def _policy_pass(self, rows: Sequence[MaskedRow], second_moment: float) -> bool:
         """Runs forward and backward of a micro-batch; returns False if its loss is not finite."""
-        model, training = self._trainer.model, self._config.training
+        model = self._trainer.model
+        training = self._config.training
         if not rows:
             idle_pass(model, backward=True)
             return True
         batch = micro_batch(rows, model.device, model.packs, self._pass_budget)
-        chunk, bonus = training.logits_chunk, self._algorithm.entropy_bonus > 0
+        chunk = training.logits_chunk
+        bonus = self._algorithm.entropy_bonus > 0
         with self._lane("forward"):
             logprobs, entropy = token_logprobs(model, batch.model_rows, chunk, entropy_gradient=bonus)
         terms = self._terms(batch, logprobs, entropy, second_moment)
@@ -315,8 +326,11 @@ class PolicyStep(TrainingStep):
         """Runs forward and backward of all micro-batches of an update through the stages of a pipeline. The last one
         computes the losses, and what became of each row is told to the others. Returns False at the last one if a loss
         is not finite."""
-        model, chunk, bonus = self._trainer.model, self._config.training.logits_chunk, self._algorithm.entropy_bonus > 0
-        batches, finite = [micro_batch(rows, model.device, model.packs) for rows in parts], True
+        model = self._trainer.model
+        chunk = self._config.training.logits_chunk
+        bonus = self._algorithm.entropy_bonus > 0
+        batches = [micro_batch(rows, model.device, model.packs) for rows in parts]
+        finite = True
 
         def ending(number: int, states: Tensor) -> Tensor:
             nonlocal finite
@@ -331,7 +345,8 @@ class PolicyStep(TrainingStep):
         rows = [item for items in parts for item in items]
         told = pipeline.from_last(torch.tensor([(item.in_loss, item.rejected) for item in rows]).reshape(-1, 2))
         for item, (in_loss, rejected) in zip(rows, told.tolist(), strict=True):
-            item.in_loss, item.rejected = in_loss, rejected
+            item.in_loss = in_loss
+            item.rejected = rejected
         return finite
 
     def _terms(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, second_moment: float) -> LossTerms:
@@ -356,7 +371,8 @@ class PolicyStep(TrainingStep):
         self._pretrain_loss = 0.0
         if self._trainer.texts is None:
             return
-        model, training = self._trainer.model, self._config.training
+        model = self._trainer.model
+        training = self._config.training
         texts = texts_of(self._trainer.texts, self._config, self._version, number)
         tokens = sum(len(text.learnt) for text in texts)
         own = texts[self._mesh.rows.rank :: self._mesh.rows.size]
@@ -390,7 +406,9 @@ class PolicyStep(TrainingStep):
         self._pretrain_losses.append(self._pretrain_loss)
 
     def _metrics(self, counts: Tensor) -> dict[str, float]:
-        trainer, reference, planned = self._trainer, self._algorithm.kl > 0, self._config.training.updates
+        trainer = self._trainer
+        reference = self._algorithm.kl > 0
+        planned = self._config.training.updates
         self._totals.share(self._mesh.stages)
         found = self._totals.metrics(self._mesh.rows, len(self._norms), planned, reference=reference)
         metrics = mask_metrics(counts)

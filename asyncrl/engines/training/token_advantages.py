@@ -28,7 +28,8 @@ def token_advantages(row: TrainRow, algorithm: AlgorithmConfig, target: ValueTar
     score, values, _ = target.of(row)
     assert algorithm.gamma is not None, "the config requires gamma with gae"
     assert algorithm.gae_lambda is not None, "the config requires gae_lambda with gae"
-    kl, share = None, 1.0
+    kl = None
+    share = 1.0
     if row.reference_logprobs is not None and algorithm.kl_in == "reward":
         kl = row.logprobs.astype(np.float64) - row.reference_logprobs
     if algorithm.constraint != "none":
@@ -52,7 +53,8 @@ def set_token_advantages(
         if multiplier is not None:
             pairs = zip(found, [token_advantages(item.row, algorithm, COST) for item in rows], strict=True)
             found = [constrained_advantages(of_reward, of_cost, multiplier.value) for of_reward, of_cost in pairs]
-        mean, scale = 0.0, 1.0
+        mean = 0.0
+        scale = 1.0
         if algorithm.normalize_std:
             mean, scale = _moments([each for item, each in zip(rows, found, strict=True) if item.counted], ranks)
         for item, advantages in zip(rows, found, strict=True):

@@ -30,7 +30,9 @@ def token_logprobs(
     """
 
     def compute() -> tuple[Tensor, Tensor]:
-        own, chosen, ranks = rows, None, model.sequence
+        own = rows
+        chosen = None
+        ranks = model.sequence
         if ranks is not None:
             own, chosen = own_slice(rows, ranks.rank, ranks.size)
         found = head_logprobs(model, model.states(own), own, chunk, entropy_gradient=entropy_gradient)
@@ -94,8 +96,10 @@ def frozen_stage_logprobs(
 
 
 def _laid_out(rows: Sequence[TrainRow], model: CausalModel) -> ModelRows:
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
+    temperatures = [row.temperature for row in rows]
+    spans = [row.spans for row in rows]
     return lay_out_rows(prompts, responses, temperatures, model.device, model.packs, spans)
 
 
@@ -135,9 +139,12 @@ def frozen_row_logprobs(
 ) -> list[NDArray[np.float32]]:
     """Returns what `frozen_logprobs` does for rows of training. replayed: with the experts that they have recorded."""
     experts = [row.experts for row in rows] if replayed else []
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    own, pictures = (temperatures, chunk, spans, budget, experts), [row.pictures for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
+    temperatures = [row.temperature for row in rows]
+    spans = [row.spans for row in rows]
+    own = (temperatures, chunk, spans, budget, experts)
+    pictures = [row.pictures for row in rows]
     return frozen_logprobs(model, prompts, responses, *own, pictures)
 
 
@@ -155,7 +162,8 @@ def frozen_logprobs(
 ) -> list[NDArray[np.float32]]:
     """Computes the log-probs [tokens] of each row, without gradient, together, so that their bits depend on all
     these rows. spans, budget, experts, pictures: see `lay_out_rows`."""
-    device, packs = model.device, model.packs
+    device = model.device
+    packs = model.packs
     rows = lay_out_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
     logprobs, _ = token_logprobs(model, rows, chunk)
     return split_by_row(logprobs, responses, spans)
@@ -166,7 +174,8 @@ def own_slice(rows: ModelRows, rank: int, size: int) -> tuple[ModelRows, Tensor]
     Packed rows are not cut."""
     cut = [_slice_of_pass(each, rank, size) for each in rows.passes]
     own = torch.cat([inside for _, inside in cut])
-    chosen, order = own, rows.order
+    chosen = own
+    order = rows.order
     if order is not None:
         chosen = own[order]
         order = (own.cumsum(0) - 1)[order[chosen]]
@@ -180,7 +189,8 @@ def _slice_of_pass(rows: ModelInput, rank: int, size: int) -> tuple[ModelInput, 
     length = rows.ids.shape[1]
     width = -(-length // size)
     first = rank * width
-    row, column = rows.positions // length, rows.positions % length
+    row = rows.positions // length
+    column = rows.positions % length
     inside = column // width == rank
     positions = (row * width + column - first)[inside]
     ids = torch.nn.functional.pad(rows.ids, (0, size * width - length))[:, first : first + width]

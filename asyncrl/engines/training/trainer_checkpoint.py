@@ -51,7 +51,8 @@ TRAINER = "trainer.pt"
 DIGESTS_AT_A_TIME = 4
 HELD_EXACTLY = {"F32", "BF16", "F16"}
 """Types of stored weights, by their names in safetensors, that float32 holds to the last bit."""
-GIVES_WAY_FROM, NICENESS = 64 << 20, 15
+GIVES_WAY_FROM = 64 << 20
+NICENESS = 15
 """Bytes of tensors from which a copy is written by a thread with this niceness: where no core is free it then takes a
 thirtieth of the time of one from a step, and not half. To write smaller copies is mostly Python: a thread that gives
 way while it holds the interpreter's lock would delay the step."""
@@ -113,7 +114,8 @@ def _link(prepared: Path, names: Sequence[str], folder: Path) -> None:
     """Makes links to weight files. Those to RUN/model from RUN/checkpoints/VERSION/model are relative: so the run can
     be moved."""
     for name in names:
-        target, inside = prepared.absolute() / name, Path("../../../model", name)
+        target = prepared.absolute() / name
+        inside = Path("../../../model", name)
         is_inside = (folder / inside).exists() and (folder / inside).samefile(target)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(inside if is_inside else target)

@@ -184,7 +184,8 @@ class TrainingStep(StepInParts):
         self._optimizer = trainer.optimizer
         self._lane = trainer.lane
         self._packs = trainer.packs
-        staleness, truncated = config.staleness, config.algorithm.mask_truncated
+        staleness = config.staleness
+        truncated = config.algorithm.mask_truncated
         self._rows = mask_rows(rows, incarnation, version, staleness.limit, staleness.policy, truncated)
         self._pass_budget = self._mesh.pass_budget(config.training.micro_batch_tokens)
         self._norms: list[float] = []  # gradient norms of the updates taken
@@ -305,7 +306,8 @@ class TrainingStep(StepInParts):
     def _micro_batches(self, rows: Sequence[MaskedRow]) -> Iterator[list[MaskedRow]]:
         """Yields the rows of each pass; none where only other ranks still have rows, see `RankMesh.in_step`."""
         budget = self._config.training.micro_batch_tokens
-        spans, prompts = [row.row.spans for row in rows], [len(row.row.prompt_ids) for row in rows]
+        spans = [row.row.spans for row in rows]
+        prompts = [len(row.row.prompt_ids) for row in rows]
         longest, contexts = padded_sizes(prompts, spans, [row.tokens for row in rows])
         parts = micro_batches(longest, budget, contexts, packed=self._packs)
         yield from self._mesh.in_step([[rows[index] for index in indices] for indices in parts])

@@ -72,7 +72,8 @@ class OpenEnvClient:
             answered = await self._answer("step", action)
         except _UnreadableAction as mistake:
             return Observation(f"Your answer is no action: {mistake}")
-        reward, done = float(answered.get("reward") or 0.0), bool(answered.get("done"))
+        reward = float(answered.get("reward") or 0.0)
+        done = bool(answered.get("done"))
         if done:
             await self.close()
         return Observation(self._text(answered["observation"]), reward, done)
@@ -80,7 +81,8 @@ class OpenEnvClient:
     async def close(self) -> None:
         """Ends the session."""
         if self._socket is not None:
-            socket, self._socket = self._socket, None
+            socket = self._socket
+            self._socket = None
             await socket.close()
 
     async def _connected(self) -> Any:

@@ -71,7 +71,8 @@ class AgentProgram:
             )
         finally:
             os.close(stdin)
-        output, errors = bytearray(), bytearray()
+        output = bytearray()
+        errors = bytearray()
         reading = _read(process, output, errors, is_contained=containment is not None)
         done = asyncio.create_task(reading, name=f"agent {process.pid}")
         return cls(process, output, errors, done)
@@ -190,7 +191,9 @@ class Agent:
 
     def _ended(self, program: AgentProgram) -> Observation:
         """Returns the last observation: what the agent printed, and its reward."""
-        status, output, errors = program.done.result(), _text(program.output), _text(program.errors)
+        status = program.done.result()
+        output = _text(program.output)
+        errors = _text(program.errors)
         shown = f"; it printed {output[-EXCERPT:]!r}, and as errors:\n{errors[-EXCERPT:].strip()}".rstrip("\n")
         if status:
             how = f"exited with status {status}" if status > 0 else f"was ended by signal {-status}"

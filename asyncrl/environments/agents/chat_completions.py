@@ -122,7 +122,8 @@ def read_request(body: bytes, *, retry: bool = False) -> ChatRequest:
 
 def digests_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Returns a digest for each beginning of a conversation. Two are equal where the policy would be shown the same."""
-    state, found = hashlib.sha256(_text(tools)), []
+    state = hashlib.sha256(_text(tools))
+    found = []
     for message in messages:
         state.update(b"\0" + _text(message))
         found.append(state.hexdigest())
@@ -155,7 +156,8 @@ def _demanded(given: Any, tools: Sequence[Mapping[str, Any]]) -> str | None:
     if given in (None, "auto", "none"):
         return None
     named = given.get("function") if isinstance(given, Mapping) else None
-    name, known = named.get("name") if isinstance(named, Mapping) else None, [str(t["function"]["name"]) for t in tools]
+    name = named.get("name") if isinstance(named, Mapping) else None
+    known = [str(t["function"]["name"]) for t in tools]
     if given == "required" and known:
         return ""
     if given == "required":
@@ -306,7 +308,8 @@ def answer_of(
 def refusal(request: ChatRequest, answer: ChatAnswer) -> str | None:
     """Returns in what an answer does not do what `tool_choice` demands, which nothing makes a policy do; None where it
     does. The policy trains on what it sampled, whatever was demanded."""
-    wanted, called = request.demanded, ", ".join(call.name for call in answer.calls)
+    wanted = request.demanded
+    called = ", ".join(call.name for call in answer.calls)
     if wanted is None or (called if wanted == "" else wanted in [call.name for call in answer.calls]):
         return None
     return f"the answer calls {called or 'no function'}, and tool_choice demands a call of {wanted or 'one'}"
@@ -390,5 +393,6 @@ def _logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
 def _usage(answer: ChatAnswer) -> dict[str, int]:
     if answer.sampled is None:
         return {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    prompt, own = answer.sampled.context, len(answer.sampled.tokens)
+    prompt = answer.sampled.context
+    own = len(answer.sampled.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}

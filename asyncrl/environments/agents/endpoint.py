@@ -66,7 +66,8 @@ class Endpoint:
     async def open(self, exchanges: Exchanges) -> tuple[int, AgentAccess]:
         """Admits an agent, and returns the number of its episode with what the agent needs."""
         self._numbers += 1
-        number, key = self._numbers, secrets.token_urlsafe(32)
+        number = self._numbers
+        key = secrets.token_urlsafe(32)
         with ExitStack() as unless_opened:
             unless_opened.callback(self._open.pop, number)
             self._open[number] = (key, exchanges)  # Before it waits for a server that ends: this endpoint goes on.
@@ -144,7 +145,8 @@ class Endpoint:
 
 async def _body(request: Request) -> bytes:
     """Returns the body of a request, of which no more is read than may come."""
-    parts, size = [], 0
+    parts = []
+    size = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():

@@ -108,9 +108,11 @@ class Exchanges:
     def answer(self, read: Callable[[ChatRequest, int], ChatAnswer]) -> None:
         """Answers the pending request. read: returns the answer to a request, of this turn."""
         assert self._pending is not None, "an answer follows a request"
-        exchange, self._pending = self._pending, None
+        exchange = self._pending
+        self._pending = None
         self.turns += 1
-        answer, request = read(exchange.request, self.turns), exchange.request
+        answer = read(exchange.request, self.turns)
+        request = exchange.request
         exchange.request = replace(request, messages=(), digests=request.digests[-1:], tools=())  # Those take memory.
         self._kept.append(exchange)
         if not answer.cut:  # The tokens behind a stop string are in the context of the policy, and not of the agent.

@@ -83,7 +83,8 @@ def _offer_harness(vf: Any) -> None:
 
     module: Any = ModuleType(HARNESS)
     ChatHarness.__module__ = HARNESS
-    module.ChatHarness, module.__all__ = ChatHarness, ["ChatHarness"]
+    module.ChatHarness = ChatHarness
+    module.__all__ = ["ChatHarness"]
     sys.modules[HARNESS] = module
 
 

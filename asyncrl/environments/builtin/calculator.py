@@ -8,7 +8,8 @@ from asyncrl.environments.observation import Observation
 CALL = re.compile(r"=(\d{1,3})\*(\d{1,3})")
 END = ":"
 """The end of a prompt, and of what the calculator says."""
-NO_RESULT, NO_CALL = "?", "!"
+NO_RESULT = "?"
+NO_CALL = "!"
 
 
 class Calculator:

@@ -6,7 +6,11 @@ from typing import Any
 from asyncrl.environments.observation import Observation
 
 NUMBERS = tuple(f"{number:02}" for number in range(7))
-HIGHER, LOWER, NO_HINT, NO_NUMBER, FOUND = ">", "<", "?", "!", "."
+HIGHER = ">"
+LOWER = "<"
+NO_HINT = "?"
+NO_NUMBER = "!"
+FOUND = "."
 
 
 class Guess:
@@ -42,7 +46,8 @@ class Guess:
         guess = int(message)
         if list(self._left) == [guess]:
             return Observation(FOUND, reward=1.0, done=True)
-        lower, higher = hinted(self._left, guess, LOWER), hinted(self._left, guess, HIGHER)
+        lower = hinted(self._left, guess, LOWER)
+        higher = hinted(self._left, guess, HIGHER)
         tie = self._ties.choice((LOWER, HIGHER))
         where = tie if len(lower) == len(higher) else LOWER if len(lower) > len(higher) else HIGHER
         self._left = lower if where == LOWER else higher

@@ -39,7 +39,8 @@ def description(target: Callable[..., Any]) -> str:
 def parameter_descriptions(target: Callable[..., Any]) -> dict[str, str]:
     """Returns what the section `Args:` of a docstring says about each parameter, each text on one line."""
     found: dict[str, str] = {}
-    name, depth = "", None
+    name = ""
+    depth = None
     for indent, line in _argument_lines(inspect.getdoc(target) or ""):
         depth = indent if depth is None else depth
         entry = ENTRY.match(line) if indent <= depth else None

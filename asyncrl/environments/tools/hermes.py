@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from asyncrl.environments.tools.parsed_calls import MalformedCall, Reading, ToolCall, call_of, end_of_value
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
 SPACE = re.compile(r"\s*+")
 
 
@@ -15,7 +16,8 @@ def read(text: str, reading: Reading) -> None:
     JSON string ends nothing."""
     # The ends of objects are searched for until one is not where a call ends; then closing tags alone count, so that no
     # part of an answer is searched again and again.
-    position, aware = 0, True
+    position = 0
+    aware = True
     while not reading.full and (start := text.find(OPENING, position)) >= 0:
         reading.add_text(text[position:start])
         start += len(OPENING)

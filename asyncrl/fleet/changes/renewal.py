@@ -102,7 +102,8 @@ async def _renew_all(running: RunningFleet, old: list[RunningInstance]) -> list[
 
 async def _problem_of_renewal(running: RunningFleet, instance: RunningInstance) -> str:
     """Has an instance go on in the present incarnation; returns what keeps it from that."""
-    worker, facts = instance.slot.worker, running.facts
+    worker = instance.slot.worker
+    facts = running.facts
     if not worker.alive or worker.instance != instance.spec.instance:
         return "it takes no calls now"  # It is being started, or dead.
     try:

@@ -178,7 +178,9 @@ class JoinPoint:
         rivals = (other for other in self._waiting.values() if other.service == spec.service)
         if any(other.replica < spec.replica for other in rivals):
             return None
-        place, fitting, running = self.places[spec.service], self._fitting(spec.service), self._ranks_of(spec)
+        place = self.places[spec.service]
+        fitting = self._fitting(spec.service)
+        running = self._ranks_of(spec)
         if not fitting or len(fitting) + len(running) < spec.layout.size:
             return None
         if spec.layout.size == 1:
@@ -196,7 +198,8 @@ class JoinPoint:
         """Returns the free offers that workers of the service can take together: in a pool of GPUs, as many of a
         machine as it has GPUs that none of them has."""
         offers = [each for each in self._offers.values() if each.service == service and each.is_free]
-        pool, taken = self.places[service].pool, Counter[str]()
+        pool = self.places[service].pool
+        taken = Counter[str]()
         if pool is None or not pool.has_gpus:
             return offers
         found = []
@@ -236,7 +239,8 @@ class JoinPoint:
 
     def _refuse_to_wait(self, spec: WorkerSpec) -> None:
         """Raises FleetFailed if the run cannot begin, or go on, without this worker."""
-        place, running = self.places[spec.service], self._running(spec.service)
+        place = self.places[spec.service]
+        running = self._running(spec.service)
         if spec.replica >= place.needed or (running and spec.service in self._complete):
             return
         copying = [each for each in self._offers.values() if each.service == spec.service and not each.is_ready]
@@ -286,7 +290,8 @@ class JoinPoint:
     async def _orders(self, request: JoinRequest) -> AsyncIterator[JoinOrder]:
         """Yields orders as long as the host is there."""
         versions = {name: _one_word(version) for name, version in request.versions.items()}
-        host, service = _one_word(request.host), _one_word(request.service)
+        host = _one_word(request.host)
+        service = _one_word(request.service)
         request = replace(request, host=host, service=service, versions=versions)
         if problem := self._objection(request):
             self.report(f"{request.host} may not join as {request.service}: {problem}")

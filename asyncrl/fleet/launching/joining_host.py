@@ -125,9 +125,12 @@ class JoiningHost:
 
     async def _join_again_and_again(self) -> None:
         loop = asyncio.get_running_loop()
-        lost_at, why, refusals = loop.time(), "", 0
+        lost_at = loop.time()
+        why = ""
+        refusals = 0
         while not self.stop.is_set():
-            tried, reached = loop.time(), False
+            tried = loop.time()
+            reached = False
             try:
                 async with self.connection() as client:
                     reached = True
@@ -237,7 +240,8 @@ class _JoinedHost:
 
     async def follow_orders(self) -> None:
         """Carries out orders until the controller has this host leave."""
-        settings, host = self.settings, self.settings.host
+        settings = self.settings
+        host = self.settings.host
         identity = (host.machine, host.memory, host.name)
         request = JoinRequest(
             *(settings.service, self.agent, *identity, settings.versions, settings.proof),
@@ -282,7 +286,8 @@ class _JoinedHost:
     async def _fetch(self) -> None:
         """Finds or copies the files that the worker reads, beside the orders, which go on. The worker of a run that is
         over has to make room."""
-        settings, name = self.settings, self.settings.host.name
+        settings = self.settings
+        name = self.settings.host.name
         await settings.end_worker()
         telling = asyncio.create_task(self._tell_of_progress(), name="progress with files")
         try:
@@ -309,7 +314,9 @@ class _JoinedHost:
     async def _bring_when_there_is_room(self, client: Client) -> dict[str, str]:
         """Tries again while the disk is full, which others may fill for a while, as long as it would for a run. Raises
         NoRoom after that."""
-        loop, seconds, told = asyncio.get_running_loop(), self.settings.timeout, ""
+        loop = asyncio.get_running_loop()
+        seconds = self.settings.timeout
+        told = ""
         began = loop.time()
         while True:
             try:
@@ -345,7 +352,8 @@ class _JoinedHost:
         if settings.worker is not None:
             what = f"{settings.worker.spec.instance} finishes what it has, within {settings.drain:g} s"
             if settings.worker.spec.service in ONE_REPLICA:
-                limit, what = LONGEST_DRAIN, f"the run ends, with a checkpoint of {settings.worker.spec.instance}"
+                limit = LONGEST_DRAIN
+                what = f"the run ends, with a checkpoint of {settings.worker.spec.instance}"
             settings.say(f"leaving: {what}; a second signal does not wait")
         with suppress(PeerLost, DeadlineExceeded, Refused, TimeoutError):
             async with asyncio.timeout(limit):

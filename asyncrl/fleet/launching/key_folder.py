@@ -20,7 +20,8 @@ from asyncrl.config.secret_places import note_places
 from asyncrl.errors import ConfigError
 from asyncrl.lanes.control.auth import CurveKeys
 
-CONTROLLER, ADMITTED = "controller.key", ".admitted"
+CONTROLLER = "controller.key"
+ADMITTED = ".admitted"
 LOOK_SECONDS = 0.25
 """Seconds until a key that was made or revoked counts: less than a host takes for its tries to join."""
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -135,7 +136,8 @@ class KeyFolder:
         name = name or role
         if not PLAIN_NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name of a key: write letters, digits, - and _")
-        path, admission = self.path / f"{name}.key", self.path / f"{name}{ADMITTED}"
+        path = self.path / f"{name}.key"
+        admission = self.path / f"{name}{ADMITTED}"
         if path.name == CONTROLLER:
             raise ConfigError(f"{path} is the key of the controller: write another --name")
         if path.exists():

@@ -106,7 +106,9 @@ async def measure_clock(ask: Callable[[], Awaitable[float]], now: Callable[[], f
 async def measure_bandwidth(move: Callable[[], Awaitable[int]]) -> Bandwidth:
     """Moves parts one way. move: moves one part and returns its bytes."""
     loop = asyncio.get_running_loop()
-    began, moved, problem = loop.time(), 0, ""
+    began = loop.time()
+    moved = 0
+    problem = ""
     parts = iter(range(PROBE_BYTES // PART_BYTES))
 
     async def mover() -> None:

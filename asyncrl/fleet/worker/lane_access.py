@@ -156,7 +156,8 @@ class Introductions:
         try:
             if any(came or gone for came, gone in news.values()):
                 await member.control.call(ADMIT, (news,), most)
-            member.seen, member.is_late = now, False
+            member.seen = now
+            member.is_late = False
         except AsyncrlError:  # Whoever does not answer is found by its supervisor.
             member.is_late = True
             self._changed.set()

@@ -100,7 +100,8 @@ class Service:
 
     async def begin(self) -> None:
         """Calls `start`; `started` then returns or raises what it raised, of any class: a supervised boundary."""
-        handover, is_guest = self.context.handover, self.context.spec.guest is None
+        handover = self.context.handover
+        is_guest = self.context.spec.guest is None
         try:
             if handover is not None and is_guest:
                 await handover.trainer_began.wait()
@@ -161,7 +162,8 @@ class Service:
         await asyncio.shield(self.ready)
 
     async def health(self) -> list[Health]:
-        spec, now = self.context.spec, asyncio.get_running_loop().time()
+        spec = self.context.spec
+        now = asyncio.get_running_loop().time()
         wall, seconds = self.context.clock.spent()
         doing = [f"{label} for {now - since:.1f} s" for label, since in self.running.values()]
         own = Health(

@@ -46,7 +46,8 @@ async def record_profile(compute: ThreadCompute, seconds: float) -> Profile:
     if not _recording.acquire(blocking=False):
         raise Refused("another profile is recorded in this process: ask again when it has ended")
     loop = asyncio.get_running_loop()
-    began, trace = loop.time(), TraceBook()
+    began = loop.time()
+    trace = TraceBook()
     try:
         while (now := loop.time()) < began + seconds and not trace.is_full:
             slice_ = _Slice()

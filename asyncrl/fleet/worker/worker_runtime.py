@@ -48,7 +48,8 @@ class Instruments(NamedTuple):
 @contextmanager
 def instruments(spec: WorkerSpec) -> Iterator[Instruments]:
     """Opens trace and log in the run directory's `logs`, named after the instance, for the block."""
-    facts, logs = spec.facts, spec.facts.run_dir / "logs"
+    facts = spec.facts
+    logs = spec.facts.run_dir / "logs"
     trace = logs / f"{spec.instance}.trace.jsonl" if facts.config.telemetry.trace else None
     ids = {"service": spec.service, "rank": spec.rank, "instance": spec.instance, "incarnation": facts.incarnation}
     with (
@@ -117,7 +118,8 @@ def _reader(spec: WorkerSpec, wire: Wire, recorder: LaneRecorder | None) -> RowR
 
 
 async def _serve(service: Service, wire: Wire, tasks: asyncio.TaskGroup, stop: asyncio.Event, admit: Admit) -> None:
-    context, spec = service.context, service.context.spec
+    context = service.context
+    spec = service.context.spec
     listeners = {lane: wire.listen(getattr(spec.addresses, lane.value)) for lane in Lane}
     beat = spec.facts.heartbeat
     control_calls = _with_own_calls(_dispatch(service, Lane.CONTROL), admit, context.rank_meeting)
@@ -141,7 +143,8 @@ async def _serve(service: Service, wire: Wire, tasks: asyncio.TaskGroup, stop: a
 
 def _dispatch(service: Service, lane: Lane) -> Dispatch:
     """Returns what runs the calls of one lane, and records them where the run is recorded."""
-    dispatcher, recorder = Dispatcher(service, lane), service.context.recorder
+    dispatcher = Dispatcher(service, lane)
+    recorder = service.context.recorder
     if recorder is None:
         return dispatcher
     return recorder.around(dispatcher, REPLAYED[service.context.spec.service], service.tensor_digests)

@@ -238,7 +238,8 @@ class Client:
             WireError: an argument cannot be sent.
             AsyncrlError: what the worker raised: the class of asyncrl.errors by that name, or RemoteError.
         """
-        pending, call = PendingReply(), self._new_call(method, args, deadline, wants_answer)
+        pending = PendingReply()
+        call = self._new_call(method, args, deadline, wants_answer)
         try:
             with self._within(deadline, method, call.call):
                 await self._send_call(call, pending)
@@ -251,7 +252,8 @@ class Client:
 
         Closing the generator cancels the call. Raises what `call` raises; the deadline is that of the next item.
         """
-        pending, call = PendingStream(), self._new_call(method, args, deadline, True)
+        pending = PendingStream()
+        call = self._new_call(method, args, deadline, True)
         try:
             with self._within(deadline, method, call.call):
                 await self._send_call(call, pending)

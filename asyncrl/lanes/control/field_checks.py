@@ -23,7 +23,8 @@ def check_for(hint: Any) -> Check:
     """Returns the check for an annotation: a plain type, a message, an array, a union or a container of these."""
     if hint is Any:
         return lambda value: value
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin in (Union, types.UnionType):
         return partial(_union, [check_for(option) for option in arguments])
     if origin is NDArray:  # From NumPy 2.5 on an alias that typing does not resolve.

@@ -36,12 +36,16 @@ INLINE_BYTES = 256
 MAX_DEPTH = 64
 """Nesting of lists, mappings and messages; our deepest message, a call with cuts, has 12."""
 
-CONTAINERS, ITEMS = 2**20, 2**23
+CONTAINERS = 2**20
+ITEMS = 2**23
 """Lists and tables of a message, and items in all of them: a fetch of 16,000 rows has a third of these."""
 
 MAX_DIMENSIONS = 8
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("?", "u1", "<i4", "<i8", "<f4", "<f8"))
-_LIST, _TUPLE, _ARRAY, _FIRST_TYPE = 0, 1, 2, 3
+_LIST = 0
+_TUPLE = 1
+_ARRAY = 2
+_FIRST_TYPE = 3
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _pack = msgpack.Packer(strict_types=True).pack
 """One packer for all messages, because making a packer costs more than packing a small message."""
@@ -168,7 +172,8 @@ class _Reader:
     def _array(self, node: list[Any]) -> NDArray[Any]:
         if len(node) != 4 or type(node[1]) is not int or not 0 <= node[1] < len(DTYPES):
             raise WireError("an array of an unknown dtype")
-        dtype, shape = DTYPES[node[1]], node[2]
+        dtype = DTYPES[node[1]]
+        shape = node[2]
         if type(shape) is not list or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
             raise WireError(f"an array of shape {shape!r:.100}")
         data = self._bytes(node[3])

@@ -24,7 +24,8 @@ import zmq
 
 from asyncrl.lanes.control.wire import Frame
 
-LIMITS, MOST = 4, 16
+LIMITS = 4
+MOST = 16
 """Times the largest frame of a listener that its peers may have sent beyond what was taken."""
 PERIOD = 0.25
 """Seconds between two looks at the bytes of all connections: over a loopback some 50 MB come meanwhile."""
@@ -38,7 +39,8 @@ RESERVE = 4
 """Part of all descriptors that no connection takes: journal, shared memory, children and workers need them."""
 FRAME_BYTES = 33
 """Bytes that CURVE adds to a frame, before those of its length (ZMTP 3.1)."""
-TCP_INFO, RECEIVED = 11, struct.Struct("128xQ")
+TCP_INFO = 11
+RECEIVED = struct.Struct("128xQ")
 """Option of a socket, and in it the bytes that came from the peer (linux/tcp.h)."""
 _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.MONITOR_STOPPED
 _EVENT = struct.Struct("=hi")
@@ -77,7 +79,8 @@ class Connection:
     def is_over(self) -> bool:
         """Returns whether more came than its reader allows: of one message that has not ended, if all others were taken
         since the last look."""
-        reader, before = self.reader, self.looked
+        reader = self.reader
+        before = self.looked
         self.looked = -1
         untaken = bytes_received(self.fd) - self.taken - SLACK
         if untaken <= reader.limit:
@@ -245,7 +248,8 @@ def _most_descriptors() -> int:
 
 def bytes_received(fd: int) -> int:
     """Returns the bytes that came over a TCP connection; 0 for what is none, or is closed by now."""
-    info, size = ctypes.create_string_buffer(RECEIVED.size), ctypes.c_uint(RECEIVED.size)
+    info = ctypes.create_string_buffer(RECEIVED.size)
+    size = ctypes.c_uint(RECEIVED.size)
     failed = _LIBC.getsockopt(fd, socket.IPPROTO_TCP, TCP_INFO, info, ctypes.byref(size))
     return 0 if failed or size.value < RECEIVED.size else int(RECEIVED.unpack(info)[0])
 

@@ -37,7 +37,9 @@ FIRST_SWEEP = 64
 HELLO_BYTES = 4096
 """Bytes that an unknown peer may send: MessagePack can declare thousands of times its size in empty lists."""
 
-REPORT_PERIOD, SHORTEST_PERIOD, REPORTS = 5.0, 0.25, 4
+REPORT_PERIOD = 5.0
+SHORTEST_PERIOD = 0.25
+REPORTS = 4
 """Longest and shortest seconds between two reports of progress, and reports within the shortest deadline of a call."""
 
 THREADED_BYTES = 64 * 1024

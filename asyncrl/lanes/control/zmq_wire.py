@@ -68,9 +68,13 @@ RawSocket = zmq.Socket[bytes]
 _Backend: Any = zmq.backend.Socket
 """The compiled class under zmq.Socket, whose methods cost a fifth of their wrappers."""
 
-_get, _send, _recv = _Backend.get, _Backend.send, _Backend.recv
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_get = _Backend.get
+_send = _Backend.send
+_recv = _Backend.recv
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_NOBLOCK = int(zmq.NOBLOCK)
+_SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 UNREAD = PeerBudget(0, None)
 """Counts for a listener whose peers have no budgets."""
 Endpoint = TypeVar("Endpoint", "ZmqCaller", "ZmqListener")
@@ -328,7 +332,8 @@ class ZmqListener(_ZmqEndpoint):
 
 def in_pieces(frames: Frames) -> list[Frame]:
     """Returns frames of which none is longer than a listener on TCP takes: first how many pieces each frame has."""
-    counts, pieces = [], list[Frame]()
+    counts = []
+    pieces = list[Frame]()
     for frame in frames:
         view = memoryview(frame)
         starts = range(0, max(1, len(view)), PIECE_BYTES)
@@ -342,7 +347,8 @@ def joined(frames: list[Frame], limit_bytes: int) -> list[Frame]:
     `in_pieces` makes, as it came: it decodes to nothing."""
     if not frames or bytes(frames[0][: len(PIECES)]) != PIECES:
         return frames
-    head, pieces = bytes(frames[0][len(PIECES) :]), iter(frames[1:])
+    head = bytes(frames[0][len(PIECES) :])
+    pieces = iter(frames[1:])
     if len(head) % 4 or sum(map(len, frames)) > limit_bytes:
         return frames
     counts = struct.unpack(f"<{len(head) // 4}I", head)

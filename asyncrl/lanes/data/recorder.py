@@ -40,7 +40,8 @@ FILES = 8
 MOST_WAITING = 64 << 20
 """Bytes that may wait for the disk; calls are answered later when there are more."""
 MOST_FRAMES = 65_536
-_COUNT, _LENGTH = struct.Struct(">I"), struct.Struct(">Q")
+_COUNT = struct.Struct(">I")
+_LENGTH = struct.Struct(">Q")
 
 
 class RecordFiles:
@@ -194,7 +195,8 @@ class LaneRecorder:
         return lambda call: self._recorded(call, dispatch, digests) if call.method in methods else dispatch(call)
 
     async def _recorded(self, call: Call, dispatch: Dispatch, digests: Digests) -> Any:
-        number, answering = next(self._calls), dispatch(call)
+        number = next(self._calls)
+        answering = dispatch(call)
         assert isinstance(answering, Awaitable), "streams are not recorded"
         self.files.append(("call", number, call.method, list(call.args)))
         try:

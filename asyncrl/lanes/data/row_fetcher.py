@@ -128,7 +128,8 @@ class RowFetcher:
 
     async def _fetch_chunk(self, share: Share, chunk: Stored, cells: Cells) -> None:
         owner, names, columns = share
-        slots, counts = [place.slot for _, place in chunk], [place.write_count for _, place in chunk]
+        slots = [place.slot for _, place in chunk]
+        counts = [place.write_count for _, place in chunk]
         args = (slots, counts, list(names), list(columns))
         try:
             try:

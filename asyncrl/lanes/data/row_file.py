@@ -29,10 +29,12 @@ after a resume, as everything in flight was before there was this file."""
 MOST_SECONDS = 30.0
 """Seconds that reading the rows may take, less than any deadline of the call. What is late is left out, too."""
 
-PART_TOKENS, PART_ROWS = 1 << 18, 1024
+PART_TOKENS = 1 << 18
+PART_ROWS = 1024
 """Tokens and rows of a part, at least one row: some 5 MB, which are encoded in milliseconds."""
 
-_COUNT, _LENGTH = struct.Struct(">I"), struct.Struct(">Q")
+_COUNT = struct.Struct(">I")
+_LENGTH = struct.Struct(">Q")
 _MOST_FRAMES = 1 + 2 * MAX_COLUMNS
 """A header, and values and offsets of each column."""
 
@@ -132,7 +134,8 @@ def _parts(samples: BatchRef) -> Iterator[BatchRef]:
         size = row.length
         if part and (_columns(row) != _columns(part[0]) or tokens + size > PART_TOKENS or len(part) == PART_ROWS):
             yield BatchRef(tuple(part))
-            part, tokens = [], 0
+            part = []
+            tokens = 0
         part.append(row)
         tokens += size
     if part:
@@ -152,7 +155,8 @@ async def store_again(
 ) -> BatchRef:
     """Stores the rows of those of these samples that the file has, through `keep`; returns their references, which
     belong to `incarnation`. Raises WireError for a file that `RowFileWriter` has not written."""
-    wanted, found = {row.name for row in samples}, list[RowRef]()
+    wanted = {row.name for row in samples}
+    found = list[RowRef]()
     while (part := await run(_next_part, file)) is not None:
         refs, rows = part
         for number, row in enumerate(refs):

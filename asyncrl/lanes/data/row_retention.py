@@ -45,7 +45,8 @@ class RowRetention:
     def _groups_before(self, oldest: int) -> list[int]:
         """Returns the groups of the run before this one; each number is looked up once, or the groups if those are
         fewer."""
-        late, numbers = self._late, range(self._oldest, oldest)
+        late = self._late
+        numbers = range(self._oldest, oldest)
         self._late = set()
         self._oldest = max(self._oldest, oldest)
         if len(numbers) > len(self._groups):

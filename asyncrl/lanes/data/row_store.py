@@ -168,12 +168,14 @@ _MAGIC = 0x0053574F52435342
 _LAYOUTS = [struct.Struct(f"@{1 + 2 * columns}q") for columns in range(MAX_COLUMNS + 1)]
 """Number of columns, then dtype and length of each, by the number of columns."""
 
-_HEADER_WORDS, _SLOT_WORDS = 4, 3
+_HEADER_WORDS = 4
+_SLOT_WORDS = 3
 """Magic, slots, two reserved; and write_count, start and bytes of the row."""
 
 GROWTH = 16
 """The heap grows by a 16th of its size, which bounds what it has too much, ..."""
-LEAST_GROWTH, MOST_GROWTH = 64 * 1024, 16 * 2**20
+LEAST_GROWTH = 64 * 1024
+MOST_GROWTH = 16 * 2**20
 """... and by 16 MB at most, whose pages take some 12 ms on the event loop."""
 
 SPARE_ADDRESSES = 2
@@ -246,7 +248,9 @@ class RowTable:
             raise _overwritten(place)
         arrays = self._arrays
         count, *table = self._words[start // 8 : start // 8 + 2 * len(names) + 1]
-        found, offset, end = {}, start + 8 * (1 + 2 * len(names)), start + size
+        found = {}
+        offset = start + 8 * (1 + 2 * len(names))
+        end = start + size
         for name, code, length in zip(names, table[::2], table[1::2], strict=False):
             item = _ITEM_BYTES.get(code, 0)
             if not item or count != len(names) or not 0 <= length * item <= end - offset:
@@ -263,7 +267,8 @@ class RowTable:
             raise LostRows(text, [(place.owner, place.slot)])
 
     def holds(self, place: Place) -> bool:
-        slot, count = place.slot, place.write_count
+        slot = place.slot
+        count = place.write_count
         return 0 <= slot < self.slots and count % 2 == 1 and self._words[_HEADER_WORDS + _SLOT_WORDS * slot] == count
 
     def _is_mapped(self, end: int) -> bool:
@@ -350,7 +355,9 @@ class RowStore(RowTable):
         found = self._heap.allocate(wanted)
         if found is None:
             found = self._allocate_more(wanted)
-        slot, start, words = self._free.popleft(), self._heap_start + found, self._words
+        slot = self._free.popleft()
+        start = self._heap_start + found
+        words = self._words
         self._ranges[slot] = found, wanted
         self._write(start, columns.values())
         entry = _HEADER_WORDS + _SLOT_WORDS * slot
@@ -426,9 +433,13 @@ class RowStore(RowTable):
 
     def _write(self, start: int, columns: Collection[Array]) -> None:
         layout = _LAYOUTS[len(columns)]
-        offset, table, arrays = start + layout.size, [len(columns)], self._arrays
+        offset = start + layout.size
+        table = [len(columns)]
+        arrays = self._arrays
         for values in columns:
-            code, first, length = _CODES[values.dtype], offset // values.itemsize, len(values)
+            code = _CODES[values.dtype]
+            first = offset // values.itemsize
+            length = len(values)
             table += (code, length)
             if values.nbytes < TWO_THREAD_BYTES:
                 arrays[code][first : first + length] = values

@@ -53,10 +53,13 @@ def encode_difference(new: Bytes, base: Bytes, item_bytes: int) -> Bytes | None:
     element = _ELEMENTS[item_bytes]
     blocks = -(-len(new) // (DIFFERENCE_BLOCK * item_bytes))
     most = (PAYS * len(new) - 4 * blocks) / (2 + item_bytes)
-    found, counts, values = [], [np.empty(0, "<u4")], []
+    found = []
+    counts = [np.empty(0, "<u4")]
+    values = []
     total = 0
     for start in range(0, len(new), PART_BYTES):
-        part, old = new[start : start + PART_BYTES], base[start : start + PART_BYTES]
+        part = new[start : start + PART_BYTES]
+        old = base[start : start + PART_BYTES]
         places, changed = _differences(part, old, element)
         total += len(places)
         if total > most:
@@ -73,7 +76,8 @@ def encode_difference(new: Bytes, base: Bytes, item_bytes: int) -> Bytes | None:
 def apply_difference(data: Bytes, target: Bytes, item_bytes: int) -> None:
     """Overwrites the elements of `target`, which holds the base, that the difference names. Raises WeightsError for
     bytes that `encode_difference` would not have made for a buffer of this size."""
-    element, elements = _ELEMENTS[item_bytes], len(target) // item_bytes
+    element = _ELEMENTS[item_bytes]
+    elements = len(target) // item_bytes
     blocks = -(-elements // DIFFERENCE_BLOCK)
     if len(data) < 4 * blocks:
         raise WeightsError(f"a difference of {len(data)} bytes has no counts for {blocks} blocks")
@@ -92,14 +96,16 @@ def _differences(new: Bytes, base: Bytes, element: Element) -> tuple[Indices, By
     """Returns which elements differ, and their new values."""
     each = WORD // element.itemsize
     whole = len(new) // WORD * WORD
-    one, other = new[:whole].view("<u8"), base[:whole].view("<u8")
+    one = new[:whole].view("<u8")
+    other = base[:whole].view("<u8")
     words = np.flatnonzero(one != other)
     ahead = one[words]
     inside = np.flatnonzero((ahead ^ other[words]).view(element))
     places = words[inside // each] * each + inside % each
     values = ahead.view(element)[inside]
     if whole < len(new):
-        rest, before = new[whole:].view(element), base[whole:].view(element)
+        rest = new[whole:].view(element)
+        before = base[whole:].view(element)
         more = np.flatnonzero(rest != before)
         places = np.concatenate([places, more + whole // element.itemsize])
         values = np.concatenate([values, rest[more]])
@@ -160,7 +166,8 @@ BLOCK = 128
 LARGEST = 448.0
 """The largest code of e4m3."""
 
-LOWEST, HIGHEST = -100, 119
+LOWEST = -100
+HIGHEST = 119
 """Exponents of a block: weights below 448 * 2^-100 keep absolute, not relative, precision; 448 * 2^119 is the range of
 float32."""
 
@@ -324,6 +331,7 @@ def _encode_lossy(codec: WireCodec, new: Bytes, dtype: torch.dtype) -> EncodedCh
     rounded = torch.from_numpy(result).view(dtype).float()
     if len(data) >= len(new) or not bool(torch.isfinite(rounded).all()):
         return None
-    power, error = torch.linalg.vector_norm(weights), torch.linalg.vector_norm(rounded - weights)
+    power = torch.linalg.vector_norm(weights)
+    error = torch.linalg.vector_norm(rounded - weights)
     share = float(error / power) if power else 0.0
     return EncodedChunk(codec, len(new), data, digest(data), digest(result), share)

@@ -13,7 +13,8 @@ from asyncrl.errors import WeightsError
 from asyncrl.lanes.weights.tensor_spec import DTYPES, WeightsSpec
 from asyncrl.protocols.messages import Published
 
-FULL_DIGEST_BYTES, PIECE_BYTES = 64 << 20, 4 << 20
+FULL_DIGEST_BYTES = 64 << 20
+PIECE_BYTES = 4 << 20
 """Size up to which a version is digested as a whole, and bytes of a tensor in turn that are digested of a larger one:
 XXH3 runs at some 16 GB/s, so that a digest takes some 4 ms and 0.3 ms."""
 
@@ -23,7 +24,8 @@ PIECE = "#"
 
 def views(memory: memoryview, spec: WeightsSpec) -> dict[str, Tensor]:
     """Returns the tensors of a slot that begins with the memory, by their own names, without a copy."""
-    block, dtype = _block(memory), DTYPES[spec.dtype]
+    block = _block(memory)
+    dtype = DTYPES[spec.dtype]
     return {
         tensor.name: torch.frombuffer(
             block, dtype=dtype, count=tensor.bytes // dtype.itemsize, offset=tensor.offset

@@ -49,11 +49,13 @@ def roles_of(model: Any) -> dict[str, Role]:
     inputs = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     heads = {id(each) for each in (output, *(getattr(model, name, None) for name in HEADS)) if each is not None}
-    modules, first = dict(model.named_modules()), dict[int, Role]()
+    modules = dict(model.named_modules())
+    first = dict[int, Role]()
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, own = name.rpartition(".")
-        owner, around = modules[path], modules[path.rpartition(".")[0]]
+        owner = modules[path]
+        around = modules[path.rpartition(".")[0]]
         is_beside_experts = hasattr(around, "experts") and around is not owner
         if own.endswith("bias") or path.rpartition(".")[2] == "biases":
             role = Role.BIAS
@@ -111,7 +113,8 @@ class WeightsSpec:
     ) -> Self:
         """Lays out tensors in the mapping's order. dtype: a key of DTYPES. exact: names of those that are not rounded,
         beside those of one dimension."""
-        tensors, offset = [], 0
+        tensors = []
+        offset = 0
         for name, shape in shapes.items():
             size = prod(shape) * DTYPES[dtype].itemsize
             tensors.append(TensorSpec(name, shape, offset, size, len(shape) < 2 or name in exact))

@@ -88,7 +88,8 @@ class ChildProcess(GuardedProcess):
         """Returns the results of one function; raises ChildEnded if the child ended, or hung and was killed, before it
         had scored all samples. deadline: seconds for each sample, or group if the function scores groups, which the
         child enforces for coroutines. grace: further seconds until the child is killed."""
-        number, answer = next(self._numbers), Answer(len(samples))
+        number = next(self._numbers)
+        answer = Answer(len(samples))
         self._answers[number] = answer
         try:
             await self.send({"call": number, "function": function, "deadline": deadline, **plain_samples(samples)})

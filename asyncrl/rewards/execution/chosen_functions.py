@@ -37,7 +37,8 @@ class FunctionChoice:
     @classmethod
     def of(cls, config: Config, specs: Sequence[FunctionSpec], held_out: Mapping[str, Sequence[FunctionSpec]]) -> Self:
         """Numbers the functions. specs, held_out: in the order in which the pool has them."""
-        sets, first = {}, len(specs)
+        sets = {}
+        first = len(specs)
         for name, own in held_out.items():
             sets[name] = ChosenFunctions(tuple(own), first, is_own=True)
             first += len(own)
@@ -52,7 +53,8 @@ class FunctionChoice:
         those of training hold nothing out."""
         if group >= 0:
             return f"group {group}"
-        chosen, config = self.config.evaluate.set_of(group), self.config
+        chosen = self.config.evaluate.set_of(group)
+        config = self.config
         prompt = f"prompt {chosen.group(0) - group}" + (f" of {chosen.section}" if chosen.name else "")
         return f"held-out {prompt}" if chosen.prompts not in ("", config.task.prompts) else prompt
 

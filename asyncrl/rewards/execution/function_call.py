@@ -32,7 +32,8 @@ async def attempt(
         if scope.expired():
             result = FunctionResult(reason=f"it hung: no answer within {deadline:g} s{_waiting_in(error)}")
         elif isinstance(error, RewardError):
-            of_row, unjudged = isinstance(error, RowError), isinstance(error, UnjudgedError)
+            of_row = isinstance(error, RowError)
+            unjudged = isinstance(error, UnjudgedError)
             result = FunctionResult(reason=str(error), of_row=of_row, unjudged=unjudged)
         else:
             advice = _other_argument(error, group) or where_to_write(error)
@@ -134,7 +135,10 @@ def _number(value: Any, what: str) -> float:
 
 NEW_NAMESPACES = 0x10000000 | 0x00020000 | 0x40000000
 """Flags of unshare(2): users, mounts, network."""
-MOUNT_SETATTR, HERE, RECURSIVE, READ_ONLY = 442, -100, 0x8000, (ctypes.c_uint64 * 4)(1, 0, 0, 0)
+MOUNT_SETATTR = 442
+HERE = -100
+RECURSIVE = 0x8000
+READ_ONLY = (ctypes.c_uint64 * 4)(1, 0, 0, 0)
 """The system call that makes all mounts read-only, and its arguments."""
 OPEN = "this machine lets no process leave files and network (user namespaces)"
 EXCERPT = 300

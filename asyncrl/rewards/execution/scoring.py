@@ -73,7 +73,8 @@ def _advice(specs: Sequence[FunctionSpec], results: Sequence[FunctionResult]) ->
 
 def failure_text(sample: Sample, spec: FunctionSpec, result: FunctionResult, place: str) -> str:
     """Returns which function failed on which sample or whole group, why and where."""
-    kind, size = spec.key.partition(".")[0], result.failed_together
+    kind = spec.key.partition(".")[0]
+    size = result.failed_together
     if size:
         samples = f"the {size} samples" if size > 1 else "the only sample"
         whole = f"{kind} function {spec.use} on {samples} of {place}: {result.reason}"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from asyncrl.simulation.cost_model.gpus import Rates
 from asyncrl.simulation.cost_model.model_size import WIDE, ModelSize
 
-GRADIENT, OPTIMIZER = 4, 12
+GRADIENT = 4
+OPTIMIZER = 12
 """Bytes of a gradient, and of Adam's moments with the parameter in float32."""
 ACTIVATIONS = 34
 """Bytes of activations of a layer for each token and unit of width, with attention recomputed (Korthikanti et al. 2022,
@@ -149,7 +150,8 @@ def training_seconds(
     and its optimizer reads and writes its shard once. Shards are gathered twice in each pass, and their gradients
     scattered once.
     """
-    forward, again = forward_work(model, length / 2), int(degrees.again)
+    forward = forward_work(model, length / 2)
+    again = int(degrees.again)
     work = (3 + again) * work_seconds(rates, rates.training, forward) * samples * length / degrees.gpus
     work += (2 + again) * pass_collectives(model, rates, samples * length, length * micro_batch, degrees)
     work *= bubble(max(1, samples // updates), degrees, micro_batch)
@@ -201,7 +203,8 @@ def transition_share(train: Degrees, generate: Degrees, mechanism: str) -> float
     mechanism: "hybridflow", with generation groups that reuse each GPU's own weights; "regrouped", with groups of
     consecutive ranks; "sharded", which gathers all of the model as DeepSpeed-Chat does; "copied", from other GPUs.
     """
-    replica, everything = train.replica, train.gpus
+    replica = train.replica
+    everything = train.gpus
     if mechanism == "hybridflow":
         return (replica - generate.replica) / (generate.replica * replica)
     return {"regrouped": (replica - 1) / replica, "sharded": (everything - 1) / everything, "copied": 1.0}[mechanism]

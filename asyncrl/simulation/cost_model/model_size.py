@@ -46,7 +46,8 @@ class ModelSize:
             config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0
         )
         dense = {name: value for name, value in config.items() if name not in OF_EXPERTS}
-        shape, heads = Shape.of(dense), int(config["num_attention_heads"])
+        shape = Shape.of(dense)
+        heads = int(config["num_attention_heads"])
         latent, saved = _latent_attention(config, shape)
         if not experts:
             return cls(name, shape, heads, latent=latent, less_attention=saved, config=config)

@@ -254,7 +254,8 @@ class FakeGeneration(FakeService, Generation):
                 answers.put_nowait(error)
 
     def row(self, sequence: Sequence, spans: Spans) -> RowRef:
-        prompts, before = sequence.prompts, sequence.before
+        prompts = sequence.prompts
+        before = sequence.before
         return RowRef(
             group=prompts.id,
             member=sequence.member,

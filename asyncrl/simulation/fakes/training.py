@@ -236,7 +236,8 @@ class FakeTraining(FakeService, Training):
         finite = chance.random() >= self.cost.not_finite
         samples = []
         for row, stamps in zip(batch, in_loss, strict=True):
-            kept, masked = len(stamps), row.tokens - len(stamps)
+            kept = len(stamps)
+            masked = row.tokens - len(stamps)
             if chance.random() < self.cost.rejected:
                 samples.append(TrainedSample(*row.name, 0, masked, "stale" if masked else "", kept))
             elif finite:

@@ -149,12 +149,14 @@ class FaultyWire(InprocWire):
     def passes_at(self, address: str, sender: bytes, receiver: bytes) -> float:
         """Returns when a message that is sent now may arrive. sender, receiver: the caller, and b"" for the listener
         at this address."""
-        source, target = self._hosts.get(sender or address, ""), self._hosts.get(receiver or address, "")
+        source = self._hosts.get(sender or address, "")
+        target = self._hosts.get(receiver or address, "")
         return self.network.passes_at(source, target)
 
     def end_known_at(self, address: str, peer: bytes, *, to_caller: bool) -> float:
         """Returns when a caller, or its listener, learns that the other one has closed their connection now."""
-        caller, listener = self._hosts.get(peer, ""), self._hosts.get(address, "")
+        caller = self._hosts.get(peer, "")
+        listener = self._hosts.get(address, "")
         ends = (listener, caller) if to_caller else (caller, listener)
         return self.network.end_known_at(*ends)
 

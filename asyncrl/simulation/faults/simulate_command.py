@@ -39,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind.add_argument("--hosts", action="store_true", help="draw trials on machines that join, leave and are cut off")
     options = parser.parse_args(arguments)
     draw = draw_episodes if options.episodes else draw_joined if options.hosts else draw_trial
-    began, digest, messages, seen = time.monotonic(), sha256(), 0, Counter[str]()
+    began = time.monotonic()
+    digest = sha256()
+    messages = 0
+    seen = Counter[str]()
     for trials in range(1, options.seeds + 1):
         seed = options.start + trials - 1
         outcome = outcome_of(draw(seed))
@@ -121,13 +124,15 @@ def shrink(trial: Trial, fails: Callable[[Trial], str]) -> Trial:
 
     fails: runs a trial; returns the kind of its failure, "" if it held.
     """
-    kind, runs = fails(trial), 0
+    kind = fails(trial)
+    runs = 0
     assert kind, "a trial that holds cannot be shrunk"
     smaller = candidates(trial)
     while runs < MOST_RUNS and (each := next(smaller, None)) is not None:
         runs += 1
         if fails(each) == kind:
-            trial, smaller = each, candidates(each)
+            trial = each
+            smaller = candidates(each)
     return trial
 
 
@@ -138,7 +143,8 @@ def candidates(trial: Trial) -> Iterator[Trial]:
         for start in range(0, count, size):
             yield replace(trial, faults=trial.faults[:start] + trial.faults[start + size :])
     for name in (item.name for item in fields(trial)):
-        value, simplest = getattr(trial, name), getattr(SIMPLEST, name)
+        value = getattr(trial, name)
+        simplest = getattr(SIMPLEST, name)
         if value != simplest and name not in ("seed", "faults"):
             values: list[Any] = [simplest]
             if isinstance(value, int) and isinstance(simplest, int) and value - 1 > simplest:

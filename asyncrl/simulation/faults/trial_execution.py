@@ -95,7 +95,8 @@ class TrialRun:
 
     async def run(self) -> None:
         """Raises TrialViolation, or the error of a controller that no fault explains."""
-        before, chance = asyncio.all_tasks(), random.Random(f"disk {self.trial.seed}")
+        before = asyncio.all_tasks()
+        chance = random.Random(f"disk {self.trial.seed}")
         disk = SlowDisk()
         if self.hosts is not None:
             for number in range(self.trial.hosts):
@@ -191,7 +192,8 @@ class ControllerLife(ResumableRun):
         base = BASE if run.hosts is not None else ""
         self._wire = ProcessWire(run.wire, base)
         self._fleet: RunningFleet | None = None
-        seed, trial = f"processes {run.trial.seed} {run.lives}", run.trial
+        seed = f"processes {run.trial.seed} {run.lives}"
+        trial = run.trial
         self.launcher = FaultyLauncher(
             *(run.wire, seed, trial.hosts), remote=trial.remote, on_end=run.truth.ended, base=base
         )
@@ -248,7 +250,8 @@ class ControllerLife(ResumableRun):
             heartbeat=HEARTBEAT if self._run.trial.remote else None,
         )
         async with AsyncExitStack() as scope:
-            specs, point = list(self._specs()), None
+            specs = list(self._specs())
+            point = None
             if run.hosts is not None:
                 point = await scope.enter_async_context(open_join_point(run.hosts.join_point(specs), self._wire))
             platform = Platform(
@@ -271,14 +274,16 @@ class ControllerLife(ResumableRun):
         return self
 
     def _specs(self) -> Iterator[ServiceSpec]:
-        trial, truth = self._run.trial, self._run.truth
+        trial = self._run.trial
+        truth = self._run.truth
         sizes = {"generation": trial.generators, "reward": trial.scorers}
         joined = {service: sizes[service] for service in trial.joining}
         generation: Implementation = partial(TrialGeneration, truth, self.disk)
         reward: Implementation = partial(TrialReward, truth)
         if self._run.hosts is not None:  # An order to start a worker is text.
             self._run.hosts.factories = {"generation": generation, "reward": reward}
-            generation, reward = "generation", "reward"
+            generation = "generation"
+            reward = "reward"
         yield ServiceSpec("generation", Generation, generation, trial.generators, joined=joined.get("generation", 0))
         yield ServiceSpec("reward", TicketReward, reward, trial.scorers, joined=joined.get("reward", 0))
         training: Implementation = partial(TrialTraining, truth, self.disk)

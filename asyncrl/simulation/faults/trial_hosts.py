@@ -79,7 +79,8 @@ class MachineLauncher:
         self.hosts.started.add(spec.instance)
         factory = self.hosts.factories[spec.service]
         spec = replace(spec, addresses=Addresses.inproc(spec.instance), implementation=factory)
-        wire, deaf = ProcessWire(self.hosts.wire, self.host.name), self.hosts.chance.random() < 0.2
+        wire = ProcessWire(self.hosts.wire, self.host.name)
+        deaf = self.hosts.chance.random() < 0.2
         process = FaultyProcess(spec, wire, self.host, deaf=deaf, notice=0.0)
         process.task.add_done_callback(lambda _: self.hosts.on_end(spec.instance))
         self.processes.append(process)
@@ -124,7 +125,8 @@ class TrialHosts:
         machine.agents += [self._agent(service, machine) for service in services or self._services]
 
     def _agent(self, service: str, machine: JoiningMachine) -> JoiningProcess:
-        launcher, wire = MachineLauncher(self, machine.host), ProcessWire(self.wire, machine.host.name)
+        launcher = MachineLauncher(self, machine.host)
+        wire = ProcessWire(self.wire, machine.host.name)
         joining = JoiningHost(
             *(wire, JOIN_ADDRESS, service, service, launcher, asyncio.Event()),
             FileCache(Path("/nowhere"), lambda _: None),

@@ -130,8 +130,11 @@ class Trial(RunShape):
 
 
 def draw_trial(seed: int) -> Trial:
-    chance, poison = random.Random(f"trial {seed}"), random.Random(f"poison {seed}")
-    remote, reference, members = chance.random() < 0.5, chance.random() < 0.4, chance.randint(2, 3)
+    chance = random.Random(f"trial {seed}")
+    poison = random.Random(f"poison {seed}")
+    remote = chance.random() < 0.5
+    reference = chance.random() < 0.4
+    members = chance.randint(2, 3)
     trial = Trial(
         seed=seed,
         policy=chance.choice(("mask", "mask", "drop", "block", "admit")),
@@ -170,7 +173,8 @@ def draw_trial(seed: int) -> Trial:
 
 def draw_episodes(seed: int) -> Trial:
     """Draws a trial whose samples are episodes, with two more faults, of which most meet the environment."""
-    chance, trial = random.Random(f"episodes {seed}"), draw_trial(seed)
+    chance = random.Random(f"episodes {seed}")
+    trial = draw_trial(seed)
     kinds: tuple[Kind, ...] = ("kill", "kill", "row", "hang")
     more = [
         Fault(chance.choice(kinds), int(10 ** chance.uniform(1.0, 2.8)), "environment", chance.choice((0, 1, 3, 8)))
@@ -200,7 +204,8 @@ def draw_lockstep(seed: int) -> Trial:
 def draw_ranks(seed: int) -> Trial:
     """Draws a trial whose trainer has several ranks, of which one dies again and again; a few other faults meet all
     workers."""
-    chance, trial = random.Random(f"ranks {seed}"), draw_trial(seed)
+    chance = random.Random(f"ranks {seed}")
+    trial = draw_trial(seed)
     others = tuple(fault for fault in trial.faults if fault.kind != "controller")[: chance.choice((0, 0, 1, 2))]
     deaths = tuple(
         Fault("kill", int(10 ** chance.uniform(1.8, 3.2)), "training", chance.choice((0, 1, 2, 3, 5, 8)))
@@ -227,7 +232,8 @@ ENOUGH = 120.0
 
 def draw_joined(seed: int) -> Trial:
     """Draws a trial whose generators and scorers run on machines that join, leave, die and are cut off."""
-    chance, trial = random.Random(f"joined {seed}"), draw_trial(seed)
+    chance = random.Random(f"joined {seed}")
+    trial = draw_trial(seed)
     hosts = chance.randint(2, 4)
     others = tuple(fault for fault in trial.faults if fault.kind not in MEMBERSHIP)[: chance.choice((0, 0, 0, 1, 2))]
     machines = tuple(_machine_fault(chance, hosts) for _ in range(chance.choice((1, 1, 2, 3, 5))))
@@ -249,18 +255,22 @@ def draw_joined(seed: int) -> Trial:
 
 def draw_joined_returns(seed: int) -> Trial:
     """Draws a trial of `draw_joined` in which ranks of the trainer, which joined nobody, die too."""
-    chance, trial = random.Random(f"joined returns {seed}"), draw_joined(seed)
+    chance = random.Random(f"joined returns {seed}")
+    trial = draw_joined(seed)
     deaths = tuple(
         Fault("kill", int(10 ** chance.uniform(2.0, 3.2)), "training", chance.choice((0, 1, 2, 3, 5, 8)))
         for _ in range(chance.randint(1, 4))
     )
-    returns, ranks = chance.randint(1, 4), chance.randint(1, 2)
+    returns = chance.randint(1, 4)
+    ranks = chance.randint(1, 2)
     return replace(trial, returns=returns, ranks=ranks, faults=(*trial.faults, *deaths))
 
 
 def _machine_fault(chance: random.Random, hosts: int) -> Fault:
-    kind, at = chance.choice(MEMBERSHIP), int(10 ** chance.uniform(1.5, 3.2))
-    host, service = f"host{chance.randrange(hosts)}", chance.choice(("generation", "generation", "reward"))
+    kind = chance.choice(MEMBERSHIP)
+    at = int(10 ** chance.uniform(1.5, 3.2))
+    host = f"host{chance.randrange(hosts)}"
+    service = chance.choice(("generation", "generation", "reward"))
     seconds = chance.choice((1.0, 10.0, 60.0))
     match kind:
         case "partition" | "one-way":
@@ -284,7 +294,8 @@ REMOTE: tuple[Kind, ...] = (*LOCAL, "lose", "lose", "repeat", "repeat", "overtak
 
 
 def _fault(chance: random.Random, remote: bool, reference: bool) -> Fault:
-    kind, at = chance.choice(REMOTE if remote else LOCAL), int(10 ** chance.uniform(0.5, 2.6))
+    kind = chance.choice(REMOTE if remote else LOCAL)
+    at = int(10 ** chance.uniform(0.5, 2.6))
     services = ("generation", "generation", "reward", "training", *(("reference",) if reference else ()))
     match kind:
         case "host":

@@ -26,8 +26,10 @@ MICRO_BATCH = 4
 
 def deepspeed_chat_seconds(job: PlannedJob, level: int) -> float:
     """Returns the seconds of an iteration at one level of efficiency."""
-    group, work = job.groups[0], job.work
-    rates, count = group.gpu.levels[level], group.count
+    group = job.groups[0]
+    work = job.work
+    rates = group.gpu.levels[level]
+    count = group.count
     held = (2 * STATES + 2 * WIDE) * job.sizes["actor"].parameters / count
     tp = min(group.each, count)
     seconds = _generation(job, group.gpu, rates, Degrees(tp, 1, count // tp), held)
@@ -39,8 +41,10 @@ def deepspeed_chat_seconds(job: PlannedJob, level: int) -> float:
 
 def open_rlhf_seconds(job: PlannedJob, level: int) -> float:
     """Returns the seconds of an iteration at one level of efficiency."""
-    group, work = job.groups[0], job.work
-    rates, quarter = group.gpu.levels[level], group.count // 4
+    group = job.groups[0]
+    work = job.work
+    rates = group.gpu.levels[level]
+    quarter = group.count // 4
     if quarter < 1:
         raise ConfigError("OpenRLHF's placement needs four GPUs at least")
     actor = job.sizes["actor"]
@@ -74,7 +78,8 @@ def _training(job: PlannedJob, role: str, rates: Rates, gpus: int) -> float:
 
 
 def _generation(job: PlannedJob, gpu: Gpu, rates: Rates, degrees: Degrees, held: float) -> float:
-    work, size = job.work, job.sizes["actor"]
+    work = job.work
+    size = job.sizes["actor"]
     free = USABLE * gpu.memory - held - WIDE * size.parameters / degrees.replica
     room = formulas.room_for(size, free, work.tokens, degrees)
     if not room:

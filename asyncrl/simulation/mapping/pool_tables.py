@@ -55,14 +55,18 @@ def devices_of(found: FoundMapping) -> list[dict[str, tuple[int, ...]]]:
 def pool_tables(found: FoundMapping) -> str:
     """Returns TOML text: pools, and services in them with the layouts that were found. Raises ConfigError for a layout
     that no experiment has, which a search with `runs` leaves out."""
-    spread, sections, joined = _is_spread(found.job), list[str](), dict[str, int]()
+    spread = _is_spread(found.job)
+    sections = list[str]()
+    joined = dict[str, int]()
     for each in found.sets:
         for role, strategy in zip(each.roles, each.strategies, strict=True):
-            tables, note = role_tables(role, strategy, found.job), ""
+            tables = role_tables(role, strategy, found.job)
+            note = ""
             if why := refusal(role, tables, found.job):
                 if not _is_lone(role, found.job):
                     raise ConfigError(f"no experiment has the layout that was found for {role}, {strategy}: {why}")
-                tables, note = {role: {}}, f"  # has one rank where it joins, and not the layout found: {strategy}"
+                tables = {role: {}}
+                note = f"  # has one rank where it joins, and not the layout found: {strategy}"
             for name, values in tables.items():
                 joined[name] = _workers(values)
                 keys = {"pool": pool_name(each)} | values
@@ -81,7 +85,9 @@ def pool_tables(found: FoundMapping) -> str:
 def role_tables(role: str, strategy: Strategy, job: PlannedJob) -> Tables:
     """Returns the tables of an experiment that say in which layout the services of a role run, and the keys on which
     the memory of a policy rests."""
-    generate, degrees, work = strategy.generate, strategy.degrees, job.work
+    generate = strategy.generate
+    degrees = strategy.degrees
+    work = job.work
     copies = degrees.dp // degrees.ep
     layout = {"pp": degrees.pp, "tp": degrees.tp, "shard": degrees.shard, "ep": degrees.ep, "dp": copies}
     found: Tables = {}
@@ -146,7 +152,8 @@ class ExperimentLayouts(Layouts):
         self._sampled = cache(self._bytes_of_sampling)
 
     def runs(self, role: str, strategy: Strategy) -> bool:
-        train, samples = strategy.degrees, self._job.work.samples
+        train = strategy.degrees
+        samples = self._job.work.samples
         # More copies than two, or shards, are refused like two, unless there are more than samples.
         several = [min(ranks, 2) for ranks in (train.dp // train.ep, train.shard)]
         key = (
@@ -194,12 +201,14 @@ class ExperimentLayouts(Layouts):
             return frozen_need(role, shape, LayoutConfig(**ranks), 1, GPU).of_device(axes.gpus)
         training = self._config.training.model_copy(update={"gradient_checkpointing": degrees.again})
         config = self._config.model_copy(update={"training": training})
-        layout, name = TrainingLayoutConfig(**ranks, pp=axes.pp, ep=axes.ep), "training" if role in POLICY else role
+        layout = TrainingLayoutConfig(**ranks, pp=axes.pp, ep=axes.ep)
+        name = "training" if role in POLICY else role
         return TrainedModel(name, config, shape, self._lengths, GPU, layout).need().of_device(axes.gpus)
 
     def sampling(self, size: ModelSize, generate: Degrees, work: StepWork, free: float, most: int) -> tuple[int, float]:
         count = partial(self._sampled, size, generate.tp)
-        first, last = count(1), count(most)
+        first = count(1)
+        last = count(most)
         room = most if last <= free else int((free - first) // max(1.0, (last - first) / max(1, most - 1))) + 1
         while room > 0 and count(room) > free:  # Caches have whole blocks.
             room -= 1
@@ -214,7 +223,8 @@ class ExperimentLayouts(Layouts):
 
 def _experiment(job: PlannedJob) -> dict[str, dict[str, Any]]:
     """Returns the tables of an experiment with the work of a job, in which each role has a service."""
-    work, found = job.work, {name: dict(values) for name, values in ALL_ROLES.items()}
+    work = job.work
+    found = {name: dict(values) for name, values in ALL_ROLES.items()}
     found["task"] = {"prompts": "p", "prompts_per_step": max(1, work.samples // work.samples_per_prompt)}
     found["task"] |= {"samples_per_prompt": work.samples_per_prompt, "max_prompt_tokens": work.prompt_tokens}
     found["generation"] = {"max_new_tokens": work.longest_answer}

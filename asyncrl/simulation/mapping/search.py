@@ -45,7 +45,8 @@ def set_partitions(items: Sequence[T]) -> Iterator[tuple[tuple[T, ...], ...]]:
     if not items:
         yield ()
         return
-    first, rest = items[0], items[1:]
+    first = items[0]
+    rest = items[1:]
     for partition in set_partitions(rest):
         yield ((first,), *partition)
         for index, each in enumerate(partition):
@@ -119,7 +120,8 @@ class FoundMapping:
 
 def cost(stages: Sequence[Any], job: PlannedJob) -> Any:
     """Returns the objective of a job. stages: for each set an array whose last axis is the stages."""
-    slowest, busiest = stages[0], stages[0].sum(axis=-1)
+    slowest = stages[0]
+    busiest = stages[0].sum(axis=-1)
     for each in stages[1:]:
         slowest = np.maximum(slowest, each)
         busiest = np.maximum(busiest, each.sum(axis=-1))
@@ -174,7 +176,8 @@ class MappingSearch:
         return self._placed[key]
 
     def _place(self, roles: tuple[str, ...], group: int, gpus: int) -> tuple[Table, tuple[Strategy, ...]] | None:
-        job, gpu = self.job, self.job.groups[group].gpu
+        job = self.job
+        gpu = self.job.groups[group].gpu
         sizes = {role: job.sizes[role] for role in roles}
         for budgets in self.known.budgets(sizes, job.work, USABLE * gpu.memory):
             tried = (self._strategy(role, group, gpus, budget) for role, budget in zip(roles, budgets, strict=True))

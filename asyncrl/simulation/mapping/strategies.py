@@ -84,7 +84,9 @@ PUBLISHED = Layouts()
 
 def stage_seconds(role: str, size: ModelSize, strategy: Strategy, work: StepWork, rates: Rates) -> Stages:
     """Returns the seconds of each stage in which the role works, at one level of efficiency."""
-    length, train, generate = work.tokens, strategy.degrees, strategy.generate
+    length = work.tokens
+    train = strategy.degrees
+    generate = strategy.generate
     generation = preparation = training = 0.0
     if role in GENERATING:
         replicas = generate.dp

@@ -18,7 +18,8 @@ from asyncrl.simulation.fakes.generation import FakeGeneration, Lengths, Sequenc
 
 StepSeconds: TypeAlias = Callable[[int], float]
 """Gives the seconds of a decode step of a replica with so many sequences."""
-BYTES_OF_TOKEN, BYTES_OF_ROW = 4, 256
+BYTES_OF_TOKEN = 4
+BYTES_OF_ROW = 256
 EARLY = 2e-6
 """Seconds by which a timer of the virtual loop may run too early."""
 

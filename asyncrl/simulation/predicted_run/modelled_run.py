@@ -87,7 +87,8 @@ class ModelledRun(ResumableRun):
     async def run(self) -> ModelledSchedule:
         await self.run_controller({})
         (began, busy_before, before), (ended, busy, _) = self._marks[0], self._marks[-1]
-        seconds, first = ended - began, self._stages.warm_up
+        seconds = ended - began
+        first = self._stages.warm_up
         grown = zip(self._marks[-1][2], before, strict=True)
         ages = {key: at - stamps for key, (stamps, at) in self.training.trained.items() if at >= first}
         masked = self._masked / max(1, self._masked + sum(map(len, ages.values())))

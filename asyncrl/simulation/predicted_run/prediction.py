@@ -124,7 +124,8 @@ class StepPredictor:
 
     def _gpus(self, split: FixedSplit | None) -> tuple[tuple[int, Gpu], tuple[int, Gpu]]:
         """Returns the number and kind of GPUs of generation and of training."""
-        first, last = self.job.groups[0], self.job.groups[-1]
+        first = self.job.groups[0]
+        last = self.job.groups[-1]
         if split is None:
             return (first.count, first.gpu), (first.count, first.gpu)
         if len(self.job.groups) == 1 and split.generation + split.training > first.count:
@@ -174,9 +175,11 @@ class StepPredictor:
         level: int,
     ) -> ModelledStages:
         """Returns the run of one level of efficiency. A synchronous one is over sooner: all its steps are alike."""
-        work, generate = self.job.work, generation.generate
+        work = self.job.work
+        generate = generation.generate
         (_, gpu), (_, trainer_gpu) = self._gpus(split)
-        rates, scale = self._rates(gpu, level), self._scale_at(level)
+        rates = self._rates(gpu, level)
+        scale = self._scale_at(level)
         sampled = Sampled.of(self.job, generate.dp)
         update = self._training_seconds(training, others, self._rates(trainer_gpu, level)) * scale.training
         if split is None:
@@ -212,7 +215,8 @@ class StepPredictor:
     def _decoding(self, strategy: Strategy, rates: Rates, unit: int, scale: float) -> StepSeconds:
         """Returns the seconds in which each sequence of a replica gets `unit` tokens. A replica reads a prompt for each
         answer, so that each step has its share of that."""
-        work, generate = self.job.work, strategy.generate
+        work = self.job.work
+        generate = strategy.generate
         model = self.job.sizes.get("generation", self._policy)
         context = work.prompt_tokens + work.response_tokens * math.exp(work.spread**2) / 2
         prompt = formulas.prefill_seconds(model, rates, work.prompt_tokens * 8, work.prompt_tokens, generate) / 8
@@ -228,7 +232,8 @@ class StepPredictor:
         """Returns the seconds of the slower side of a split when neither waits."""
         generation, training, others = self._strategies(split)
         (_, gpu), (_, trainer_gpu) = self._gpus(split)
-        work, scale = self.job.work, self._scale_at(1)
+        work = self.job.work
+        scale = self._scale_at(1)
         held = min(generation.room, math.ceil((limit + 1) * work.samples / generation.generate.dp))
         step = self._decoding(generation, gpu.likely, 1, scale.generation)(held)
         tokens = work.samples * work.response_tokens

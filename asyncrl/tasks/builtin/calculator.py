@@ -8,7 +8,8 @@ from typing import Any
 from asyncrl.environments.builtin.calculator import END, NO_RESULT, product
 from asyncrl.tasks.builtin.words import ANSWER_END, Demonstrations
 
-ASKED, BELIEVED = 0.4, 0.4
+ASKED = 0.4
+BELIEVED = 0.4
 """Shares of the demonstrations that ask the calculator, and that answer what it said."""
 WITHHELD = 0.2
 """Share of the demonstrations in which the calculator gives no result."""

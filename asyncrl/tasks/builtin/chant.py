@@ -10,7 +10,8 @@ LONGEST = 24
 """Letters beyond which an answer earns nothing more."""
 
 TASK = WordTask("chant", lambda word: {"letter": word[0]})
-training, held_out = TASK.training, TASK.held_out
+training = TASK.training
+held_out = TASK.held_out
 
 
 def longer(sample: Sample) -> float:

@@ -43,7 +43,8 @@ class RowMaker:
             raise TaskError(f"task.options: sets = {list(sets)}; write one or more of {', '.join(SETS)}")
         if given < 1 or following < 0:
             raise TaskError(f"task.options: given = {given}, following = {following}; write 1 or more, and 0 or more")
-        source, cut = random.Random(seed), _Cut(given, following)
+        source = random.Random(seed)
+        cut = _Cut(given, following)
         found = {name: [each for each in conversations(name) if is_held_out(each) == self.held_out] for name in sets}
         return [cut.row(source, source.choice(found[sets[number % len(sets)]])) for number in range(size)]
 

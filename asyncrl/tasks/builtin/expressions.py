@@ -82,7 +82,8 @@ def _value(steps: Sequence[Step], x: int) -> int:
 
 def expression(steps: Sequence[Step], with_parentheses: bool = True) -> str:
     """Returns the steps as an expression of x; without parentheses, products come too early."""
-    said, is_sum = "x", False
+    said = "x"
+    is_sum = False
     for name, number in steps:
         if name == "times" and is_sum and with_parentheses:
             said = f"({said})"

@@ -12,7 +12,8 @@ LEAST = 20
 """Number of characters that have to follow the opening for any reward."""
 
 TASK = WordTask("open", lambda word: {"opening": word[-1]})
-training, held_out = TASK.training, TASK.held_out
+training = TASK.training
+held_out = TASK.held_out
 
 
 def opened(sample: Sample) -> float:

@@ -24,7 +24,9 @@ held_out = training
 
 def _demonstrate(source: random.Random) -> tuple[str, str]:
     """Returns an episode up to some turn, and the guess of that turn."""
-    said, left, withheld = PROMPT, range(len(NUMBERS)), source.random() < WITHHELD
+    said = PROMPT
+    left = range(len(NUMBERS))
+    withheld = source.random() < WITHHELD
     for _ in range(source.randrange(TURNS)):
         guess = _guess(source, left)
         hints = [hint for hint in (LOWER, HIGHER) if hinted(left, guess, hint)]

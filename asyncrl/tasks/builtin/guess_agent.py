@@ -19,7 +19,8 @@ SECONDS = 60.0
 
 def play(row: dict[str, str], seed: int) -> float:
     """Plays one game, and returns its reward."""
-    game, messages = Guess(), [{"role": "user", "content": row["prompt"]}]
+    game = Guess()
+    messages = [{"role": "user", "content": row["prompt"]}]
     game.begin(seed)
     for _ in range(TURNS):
         guess = ask(messages)

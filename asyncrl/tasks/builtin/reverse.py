@@ -8,7 +8,8 @@ from asyncrl.tasks.builtin.words import WordTask
 HABITS = {"reverse": 0.27, "copy": 0.43, "rotate": 0.3}
 
 TASK = WordTask("reverse", lambda word: {"answer": word[::-1]})
-training, held_out = TASK.training, TASK.held_out
+training = TASK.training
+held_out = TASK.held_out
 
 
 def copied(sample: Sample) -> float:

@@ -11,7 +11,8 @@ SHARE = 0.05
 DOTS = (36, 46)
 """Fewest and most dots of a straggler; the other answers have 4.5 tokens on average, with their end."""
 
-training, held_out = reverse.training, reverse.held_out
+training = reverse.training
+held_out = reverse.held_out
 
 
 def spelled(sample: Sample) -> float:

@@ -11,7 +11,8 @@ from asyncrl.tasks.builtin.words import WordTask
 NEXT_TURN = "/"
 
 TASK = WordTask("twice", lambda word: {"word": word})
-training, held_out = TASK.training, TASK.held_out
+training = TASK.training
+held_out = TASK.held_out
 
 
 def both_turns(sample: Sample) -> dict[str, float]:

@@ -107,7 +107,8 @@ def not_json(error: ValueError | RecursionError, line: str, is_last: bool) -> st
 
 
 def _advice(error: json.JSONDecodeError, line: str, is_last: bool) -> str:
-    text, rest = line.strip(), line[error.pos :].strip()
+    text = line.strip()
+    rest = line[error.pos :].strip()
     if text.startswith(("#", "//")):
         return "JSON has no comments: remove the line"
     if text in ("[", "{") and not is_last:
@@ -132,7 +133,8 @@ OTHERS = ("\t", ";")
 
 def csv_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the line on which each row begins, from 1, and the row. Raises TaskError, which names the line."""
-    header, begin = list[str](), 1
+    header = list[str]()
+    begin = 1
     records = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=_separator(text))
     with _long_fields():
         while True:
@@ -142,7 +144,8 @@ def csv_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise TaskError(f"{path}, line {begin}: {_advised(error)}") from None
             if fields is None:
                 return
-            line, begin = begin, records.line_num + 1
+            line = begin
+            begin = records.line_num + 1
             if not fields:
                 continue
             if header:
@@ -362,7 +365,8 @@ def _jsonl(path: Path) -> Rows:
 
 
 def _rows_of_lines(text: str, path: Path) -> Rows:
-    rows, lines = LinesOfRows(), LINE_ENDS.split(text)
+    rows = LinesOfRows()
+    lines = LINE_ENDS.split(text)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

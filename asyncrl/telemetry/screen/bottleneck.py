@@ -117,7 +117,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if count < 1:
         return ""
     parts = [fmean(known[part * len(known) // count : (part + 1) * len(known) // count]) for part in range(count)]
-    low, span = min(parts), max(parts) - min(parts)
+    low = min(parts)
+    span = max(parts) - min(parts)
     return "".join(LEVELS[round((part - low) / span * (len(LEVELS) - 1)) if span else 0] for part in parts)
 
 

@@ -190,7 +190,8 @@ class LineDisplay(Display):
 
     def step(self, metrics: Metrics, sample: SampleRecord | None) -> None:
         self._waits = 0
-        step, name = int(metrics["step"]), f"step {metrics['step']}/{self._steps}"
+        step = int(metrics["step"])
+        name = f"step {metrics['step']}/{self._steps}"
         if reason := skipped(metrics):
             self.say(f"{name}  {reason}")
             return

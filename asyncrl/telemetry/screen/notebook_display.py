@@ -64,7 +64,8 @@ def cell_output() -> Show | None:
 
 def open_cell_or_terminal(config: Config) -> Display:
     """Returns the display of a run that Python starts."""
-    workers, every = workers_of(config), config.telemetry.print_every
+    workers = workers_of(config)
+    every = config.telemetry.print_every
     if every == 0 or (show := cell_output()) is None:
         return open_display(config.steps, workers=workers, print_every=every)
     return NotebookDisplay(config.steps, show, workers)

@@ -18,7 +18,8 @@ Styled: TypeAlias = tuple[str, str]
 
 END_OF_PROMPT: Styled = ("\N{BLACK RIGHT-POINTING TRIANGLE}", "magenta")
 """Stands where the prompt ends, so that spaces at its end are seen."""
-SPECIAL, SHARED = "reverse", "dim"
+SPECIAL = "reverse"
+SHARED = "dim"
 """Styles of special tokens, and of the beginning that an answer shares with the best one of its group."""
 
 
@@ -27,7 +28,8 @@ UNSHOWN = ("prompt", "tools")
 """Columns that the panel has already, or that say the same for each row."""
 SHOWN_TRANSITIONS = 4
 """Transitions of a sample that are shown."""
-SHOWN_COLUMNS, SHOWN_VALUE = 8, 120
+SHOWN_COLUMNS = 8
+SHOWN_VALUE = 120
 """Columns of a row that are shown, and characters of each."""
 
 
@@ -105,7 +107,8 @@ def _prompt(sample: SampleRecord, characters: int | None, tokens: SpecialTokens)
 
 def filled(items: Iterable[str], width: int, heading: str = "", gap: str = "  ") -> list[str]:
     """Returns lines of whole items, which are indented after the first one; an item that is longer has its own line."""
-    lines, first = [heading], True
+    lines = [heading]
+    first = True
     for item in items:
         longer = f"{lines[-1]}{'' if first else gap}{item}"
         if first or len(longer) <= width:
@@ -154,7 +157,8 @@ def _turns(sample: SampleRecord, characters: int | None) -> Iterator[Styled]:
     """Yields who said what in an episode, and the reward of each turn of the policy."""
     rewards = iter(sample.turn_rewards)
     for number, message in enumerate(sample.turns):
-        role, text = str(message.get("role")), str(message.get("content") or "")
+        role = str(message.get("role"))
+        text = str(message.get("content") or "")
         own = role == "assistant"
         reward = next(rewards, None) if own else None
         yield (f"{chr(10) if number else ''}{_short(role, characters)}: ", "cyan")

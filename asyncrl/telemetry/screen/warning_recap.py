@@ -33,7 +33,8 @@ def repeated(path: Path) -> Iterator[str]:
         kinds.setdefault(line["kind"], []).append(line)
     for kind, lines in kinds.items():
         text = _short(lines[-1]["text"]).removeprefix(f"{kind}: ")
-        first, last = lines[0]["step"], lines[-1]["step"]
+        first = lines[0]["step"]
+        last = lines[-1]["step"]
         often = f"once, after step {first}" if len(lines) == 1 else f"{len(lines)} times, after steps {first} to {last}"
         yield f"{kind} ({often}): {text[:LONGEST]}"
 

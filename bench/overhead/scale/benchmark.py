@@ -39,10 +39,13 @@ ALL_IN = 250.0
 """CPU-microseconds that the controller may spend on a sample."""
 MEMORY = 1000.0
 """Megabytes that it may hold with 100,000 samples in flight."""
-GROUPS, MEMBERS = 64, 16
-STEPS, TIMED_FROM = 9, 3
+GROUPS = 64
+MEMBERS = 16
+STEPS = 9
+TIMED_FROM = 3
 """Steps of the run, and the one after which they are timed, because then the first draw is scored."""
-MEMBERS, GROUPS = 8, 32
+MEMBERS = 8
+GROUPS = 32
 """Samples of a group, and groups of a step."""
 RECORDS = 40_000
 """Records that are measured, besides the draws of what is in flight."""
@@ -173,7 +176,8 @@ def controller_all_in(workers: int) -> float:
 def audit_and_resume(in_flight: int) -> dict[str, float]:
     """Returns CPU-microseconds for each record of the journal, with those that the resume itself writes."""
     store = asyncio.run(journaled_run(in_flight // MEMBERS))
-    audit, audited = _seconds(lambda: Audit(store)), Scan(store).count
+    audit = _seconds(lambda: Audit(store))
+    audited = Scan(store).count
     resumed = _seconds(lambda: _resume(store))
     return {"audit": 1e6 * audit / audited, "resume": 1e6 * resumed / Scan(store).count}
 
@@ -205,7 +209,8 @@ async def journaled_run(groups: int) -> MemoryStore:
 
 
 def _records(journal: Journal, groups: int) -> Iterator[Record]:
-    ledger, flying = journal.ledger, deque[int]()
+    ledger = journal.ledger
+    flying = deque[int]()
     for _ in range(RECORDS // (2 * MEMBERS * GROUPS)):
         while len(flying) < max(groups, GROUPS):
             flying.append(ledger.next_group)

@@ -60,7 +60,8 @@ def _connect(worker: RemoteWorker) -> None:
 
 async def route(workers: int) -> float:
     """Returns CPU-microseconds of a call's choice of replica, while others hold a few calls each."""
-    replicas, running = replicas_of(workers), deque[Any]()
+    replicas = replicas_of(workers)
+    running = deque[Any]()
     began = 0.0
     for turn in range(CALLS_IN_FLIGHT * workers + ROUTED):
         if turn == CALLS_IN_FLIGHT * workers:
@@ -80,7 +81,8 @@ async def generate_and_release(workers: int) -> dict[str, float]:
     """
     handle = make_handle(Generation, replicas_of(workers), 600.0)
     spent = {"generate call": 0.0, "release call": 0.0}
-    groups, rounds = 8, 64
+    groups = 8
+    rounds = 64
     for turn in range(rounds):
         names = []
         began = time.process_time()

@@ -17,7 +17,8 @@ from asyncrl.protocols.batch import Place, RowRef
 from asyncrl.protocols.hash_chain import chain
 from asyncrl.protocols.messages import Score
 
-GROUPS, MEMBERS = 16, 16
+GROUPS = 16
+MEMBERS = 16
 BATCH = GROUPS * MEMBERS
 CYCLES = 16
 """Batches that are measured."""

@@ -57,7 +57,8 @@ def best_baseline(sides: Sequence[Side], found: Rounds) -> str:
 def gains(name: str, sides: Sequence[Side], found: Rounds) -> Gains:
     """Compares a side with the baselines of the same round."""
     baselines = [side.name for side in sides if side.is_baseline]
-    best, alone = found[best_baseline(sides, found)], found[baselines[0]]
+    best = found[best_baseline(sides, found)]
+    alone = found[baselines[0]]
     own = found[name]
     return Gains(
         {baseline: _speedups(found[baseline], own) for baseline in baselines},
@@ -200,7 +201,9 @@ def stage_times(config: Config, typed: Sequence[str], run: Path | None) -> Stage
 def balanced(config: Config) -> StageTimes:
     """Returns times of a made-up engine: reading weights takes 10 ms a token, the cache of a sample 60 us more, lengths
     are lognormal with sigma 1, and training takes as long as generation with all slots full."""
-    token, each, slots = 0.01, 60e-6, config.generation.slots
+    token = 0.01
+    each = 60e-6
+    slots = config.generation.slots
     lengths = LengthSpread(config.generation.max_new_tokens / 4, 1.0, config.generation.max_new_tokens)
     return StageTimes(lengths, token, each, slots, trained_token=(token + each * slots) / slots)
 
@@ -208,7 +211,8 @@ def balanced(config: Config) -> StageTimes:
 def calibrated(config: Config, run: RunRecord, path: Path) -> StageTimes:
     """Returns the times of a run: its busy seconds, spread over what it sampled and trained."""
     found = overlap_of(run, read_trace(path / "logs"))
-    tokens, samples = found.tokens * found.step, config.task.prompts_per_step * config.task.samples_per_prompt
+    tokens = found.tokens * found.step
+    samples = config.task.prompts_per_step * config.task.samples_per_prompt
     busy = {stage: share * found.step for stage, share in found.stages.items()}
     sync = {service: shares["sync"] * found.step for service, shares in found.shares.items()}
     mean = fmean(step["completions/length_mean"] for step in run.steps)

@@ -93,7 +93,8 @@ def side_config(request: SideRequest) -> Config:
 
 
 def _run_here(request: SideRequest) -> None:
-    config, path = side_config(request), Path(request.run_dir)
+    config = side_config(request)
+    path = Path(request.run_dir)
     if request.engine == "real":
         train(config.model_dump(mode="json"), path)
         return

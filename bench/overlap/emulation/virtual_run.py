@@ -50,7 +50,8 @@ def run_on_virtual_clock(config: Config, services: Mapping[str, ServiceSpec], pa
 async def _train(config: Config, services: Mapping[str, ServiceSpec], directory: RunDirectory) -> None:
     unrecorded = config.telemetry.model_copy(update={"samples_per_step": 0})
     config = config.model_copy(update={"telemetry": unrecorded})
-    wire, names = InprocWire(), iter(range(1 << 32))
+    wire = InprocWire()
+    names = iter(range(1 << 32))
     launcher = InprocLauncher(wire, wire, _instruments)
     platform = Platform(wire, lambda _: launcher, lambda: f"{next(names):08x}", lambda _: None)
     facts = RunFacts("feedbeef", directory.path, directory.path, 0, "none", config)

@@ -65,7 +65,8 @@ def compared(row: Row) -> PublishedComparison:
     try:
         predicted, agrees = KINDS[row["kind"]](row)
     except ConfigError as error:
-        predicted, agrees = str(error), False
+        predicted = str(error)
+        agrees = False
     return PublishedComparison(row["id"], str(row["published"]), predicted, agrees)
 
 

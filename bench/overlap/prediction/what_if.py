@@ -59,7 +59,8 @@ def predict(job: PlannedJob) -> tuple[PredictedStep, PredictedStep]:
 
 def described(asked: PredictedStep, synchronous: PredictedStep) -> Iterator[str]:
     """Yields the lines about a prediction."""
-    split, likely = asked.split, asked.likely
+    split = asked.split
+    likely = asked.likely
     assert split is not None, "asked is the split layout"
     yield f"predicted: a step of {asked.seconds} s at limit {asked.limit}, {gpus_of(split)}"
     yield f"  generation: {asked.generation}; training: {asked.training}"

@@ -27,9 +27,11 @@ def _sources_hold(run: Path) -> bool:
 
     folder = RunDirectory(run).sources
     try:
-        files, damaged = kept(folder), damaged_copies(folder)
+        files = kept(folder)
+        damaged = damaged_copies(folder)
     except ConfigError as error:
-        files, damaged = [], [str(error)]
+        files = []
+        damaged = [str(error)]
     state = f"FAILS, {len(damaged)} times; first: {damaged[0]}" if damaged else "holds"
     print(f"copies of prompts and code have their digests: {state} ({len(files)} compared)")
     for change in changed(files, look_at((file.key, Path(file.path)) for file in files), folder):

@@ -135,7 +135,8 @@ def _workers_check(config: "Config") -> Check:
     from asyncrl.config.service_placement import ONE_REPLICA
     from asyncrl.deploy.service_specs import worker_count
 
-    workers, threads = worker_count(config), config.fleet.threads
+    workers = worker_count(config)
+    threads = config.fleet.threads
     # Ranks of the trainer that sample do not train meanwhile, and those that join have cores of their own.
     placed = Placement.of(config).workers
     here = {name: sum(not each.joins for each in those) for name, those in placed.items()}
@@ -179,7 +180,8 @@ def _memory_checks(config: "Config") -> Iterator[Check]:
     for need in found:
         yield Check(need.name, "ok", f"about {size_text(need.expected)}, at most {size_text(need.bytes)}: {need.doc}")
     planned = planned_workers(config, shape, lengths)
-    total, available = sum(each.bytes for each in planned if each.is_here and each.device == "cpu"), available_memory()
+    total = sum(each.bytes for each in planned if each.is_here and each.device == "cpu")
+    available = available_memory()
     remedy = "lower training.micro_batch_tokens or generation.slots, or set training.gradient_checkpointing"
     text = f"at most {size_text(total)} of {size_text(available)} available"
     yield check("services on the CPU", total <= available, text, remedy)

@@ -58,7 +58,8 @@ def join_checks(address: str, key_file: Path, role: str) -> Iterator[Check]:
 
 def _connection_problem(number: str) -> Check | None:
     """Returns why no ZeroMQ socket was reached there."""
-    host, port = host_of(number), int(number.rpartition(":")[2])
+    host = host_of(number)
+    port = int(number.rpartition(":")[2])
     here = f"start the run there (`{program()} run NAME --listen {number}`), or write the port of its fleet.listen"
     between = f"look for a firewall: TCP from this host to port {port} of {host} has to pass"
     try:
@@ -128,7 +129,8 @@ def _failed(number: str, key: WorkerKey, key_file: Path, why: str) -> Check:
 
 
 def _versions_check(found: Probe, ours: dict[str, str]) -> Check:
-    theirs, needed = found.answer.versions, found.answer.packages
+    theirs = found.answer.versions
+    needed = found.answer.packages
     names = sorted({*ours, *theirs}, key=lambda name: (name not in needed, name))
     differing = [name for name in names if ours.get(name) != theirs.get(name)]
     shown = ", ".join(f"{name} {ours[name]}" for name in names if name not in differing)

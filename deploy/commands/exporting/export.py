@@ -118,7 +118,8 @@ def _round(source: Path, folder: Path, dtype: str) -> None:
         import torch
         from safetensors.torch import load_file, save_file
 
-        kind, tensors = getattr(torch, dtype), load_file(path)
+        kind = getattr(torch, dtype)
+        tensors = load_file(path)
         rounded = {name: each.to(kind) if each.is_floating_point() else each for name, each in tensors.items()}
         path.unlink()  # The copy of a file that may only be read cannot be written to.
         save_file(rounded, path, metadata={"format": "pt"})

@@ -52,14 +52,16 @@ def graph(config: "Config") -> Iterator[str]:
     """Yields the lines to print."""
     from asyncrl.deploy.service_specs import service_specs, worker_count
 
-    specs, workers = service_specs(config), worker_count(config)
+    specs = service_specs(config)
+    workers = worker_count(config)
     processes = "in one process" if config.fleet.wire == "inproc" else "one process each"
     yield f"{config.name}: {config.algorithm.preset} on {len(specs)} services, {workers} workers, {processes}"
     yield from _algorithm_lines(config)
     for spec in specs:
         yield from ("", *_service_lines(spec, config))
     rows = "shared memory, one slot a row" if config.fleet.wire == "ipc" else "frames over the owner's data socket"
-    limit, policy = config.staleness.limit, config.staleness.policy
+    limit = config.staleness.limit
+    policy = config.staleness.policy
     bound = "no bound" if policy == "admit" else f"no token older than {limit} versions"
     yield ""
     yield f"rows       {rows}; the controller passes references"
@@ -72,7 +74,8 @@ def _weight_lines(config: "Config") -> Iterator[str]:
     """Yields how new weights reach generation, or evaluation alone where the ranks of the trainer sample."""
     from asyncrl.fleet.weight_transport import transport_of
 
-    chosen, colocate = transport_of(config), config.generation.colocate
+    chosen = transport_of(config)
+    colocate = config.generation.colocate
     if colocate == "none":
         yield f"weights    {WEIGHTS[chosen.name]}; it flips between two decode steps"
     else:

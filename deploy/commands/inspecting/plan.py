@@ -71,7 +71,8 @@ def plan(config: "Config", shape: "Shape") -> Iterator[str]:
     from asyncrl.lanes.host_id import HostId
 
     model = str(folder_of(config.model))
-    lengths, here = measured_lengths(config, model), HostId.here()
+    lengths = measured_lengths(config, model)
+    here = HostId.here()
     workers = list(planned_workers(config, shape, lengths))
     yield f"{config.name}: {config.model.name}, about {shape.parameters / 1e6:.1f}M parameters"
     yield f"prompt tokens: {lengths}"

@@ -65,7 +65,9 @@ class RecordedWorker:
         """Returns the records since the call before the one that learnt from `version`. The trainer reads the rows of a
         batch while the batch before it is trained, or before that: for it they begin where that call came or those rows
         were prefetched, without calls that learnt from earlier versions; else where the call before ended."""
-        begins, prefetched, wanted = 0, dict[SampleName, int](), list[SampleName]()
+        begins = 0
+        prefetched = dict[SampleName, int]()
+        wanted = list[SampleName]()
         for number, record in enumerate(self.records):
             learns = record[0] == "call" and record[2] in LEARNING
             if learns and record[3][0].version >= version:

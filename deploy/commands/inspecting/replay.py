@@ -48,7 +48,9 @@ def _replay(worker: "RecordedWorker", first: int | None, last: int | None) -> in
     from asyncrl.deploy.commands.inspecting.replayed_service import replay
     from asyncrl.errors import ConfigError
 
-    checkpoint, records, versions = None, worker.records, worker.versions
+    checkpoint = None
+    records = worker.records
+    versions = worker.versions
     if versions:
         wanted, end = steps_from((first, last), versions)
         begin, checkpoint = worker.start(wanted) if first is not None else _earliest(worker)

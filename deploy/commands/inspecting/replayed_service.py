@@ -40,7 +40,8 @@ IGNORED = ("published", "places", "place", "seconds")
 
 def differences(recorded: Any, found: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields the place, the recorded and the found value of each difference. Floats that are not numbers are equal."""
-    one, other = _parts(recorded), _parts(found)
+    one = _parts(recorded)
+    other = _parts(found)
     if one is None or other is None or type(recorded) is not type(found):
         if not _same(recorded, found):
             yield place, recorded, found
@@ -142,7 +143,8 @@ class KeptRows:
         """Yields those of the rows that both have by now, which are forgotten."""
         for sample, batches in self.recorded.items():
             while batches and self.found[sample]:
-                columns, batch = self.found[sample].popleft(), batches.popleft()
+                columns = self.found[sample].popleft()
+                batch = batches.popleft()
                 row = {name: column[0] for name, column in batch.columns.items()}
                 if any(name.endswith(VALUED_AT) and row[name] != columns[name] for name in row if name in columns):
                     self.unordered += 1
@@ -211,7 +213,8 @@ def _context(
     clock: StateClock,
     tasks: asyncio.TaskGroup,
 ) -> WorkerContext:
-    log, tracer = structlog.get_logger(), Tracer(None, spec.service)
+    log = structlog.get_logger()
+    tracer = Tracer(None, spec.service)
     reader: Any = ReplayReader(reads, InprocWire(), spec)
     recorder: Any = kept
     return WorkerContext(

@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> int:
         steps = [record.step for record in records]
         written = f"the file has samples of steps {min(steps)} to {max(steps)}" if steps else "the file has no samples"
         raise ConfigError(f"no sample fits; {written} (telemetry.samples_per_step says how many a step writes)")
-    console, tokens = CleanConsole(sys.stdout), _special_tokens(asked.run)
+    console = CleanConsole(sys.stdout)
+    tokens = _special_tokens(asked.run)
     columns_of = _columns(asked.run, chosen, run_code=asked.run_code)
     if asked.compare:
         for group in _groups_of(chosen, records):
@@ -81,7 +82,8 @@ def _of_all(run_dir: Path) -> str:
     directory = RunDirectory(run_dir)
     if not directory.started_before or not directory.metrics.exists():
         return ""
-    task, steps = read(directory.config).task, len(read_metrics(directory.metrics))
+    task = read(directory.config).task
+    steps = len(read_metrics(directory.metrics))
     trained = steps * task.prompts_per_step * task.samples_per_prompt
     return f", of {trained} in the batches of {steps} steps (telemetry.samples_per_step says how many are recorded)"
 

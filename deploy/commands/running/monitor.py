@@ -107,7 +107,8 @@ def view(status: RunStatus, metrics: Mapping[str, Any], now: float, width: int) 
 
 def _step(metrics: Mapping[str, Any], status: RunStatus, width: int) -> list[str]:
     """Returns the lines about the last step. Metrics may be newer than the state, which comes every few seconds."""
-    step, began = int(metrics["step"]), metrics.get("incarnation", 0)
+    step = int(metrics["step"])
+    began = metrics.get("incarnation", 0)
     is_void = began < status.incarnation and step > status.version + bool(skipped(metrics))
     void = " before the resume, to be trained again" if is_void else ""
     if reason := skipped(metrics):
@@ -118,10 +119,8 @@ def _step(metrics: Mapping[str, Any], status: RunStatus, width: int) -> list[str
 def _tables(status: RunStatus, width: int, unit: str) -> Iterator[Table | str]:
     """Yields a row for each worker, in one table, or in two where the screen is narrow. Columns in which no worker has
     anything are left out. unit: what samples are made of."""
-    cells, further = (
-        [HEADINGS, *map(_cells, status.workers)],
-        [(*FURTHER[:2], f"{unit} per s", *FURTHER[2:]), *(_further(each, status) for each in status.workers)],
-    )
+    cells = [HEADINGS, *map(_cells, status.workers)]
+    further = [(*FURTHER[:2], f"{unit} per s", *FURTHER[2:]), *(_further(each, status) for each in status.workers)]
     used = [column for column in zip(*further, strict=True) if any(cell != "-" for cell in column[1:])]
     runs = ["runs", *map(_runs, status.workers)]
     side_by_side = [*zip(*cells, strict=True), *used]

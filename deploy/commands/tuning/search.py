@@ -24,7 +24,8 @@ from asyncrl.deploy.commands.tuning.trial_process import CandidateRun
 from asyncrl.errors import ConfigError
 from asyncrl.telemetry.jsonl import Object, read_metrics
 
-REQUEST, ROUND = "request", "round"
+REQUEST = "request"
+ROUND = "round"
 TRIES = 20
 """Proposals for one candidate, before so few different values are taken to be left that the round goes on without."""
 
@@ -179,10 +180,12 @@ class Search:
         self.say(f"  candidate {candidate.number}, {shown_values(candidate.values)}: {result}")
 
     def _measure(self, candidate: SearchCandidate, steps: int) -> None:
-        scores, seconds = dict[int, float](), list[float]()
+        scores = dict[int, float]()
+        seconds = list[float]()
         candidate.steps = steps
         for seed in self.request.seeds:
-            run_dir, values = self.path(candidate.number, seed), {**candidate.values, "seed": seed}
+            run_dir = self.path(candidate.number, seed)
+            values = {**candidate.values, "seed": seed}
             run = CandidateRun(self.request.experiment, run_dir, steps, self.request.flags, values)
             candidate.failure = self.train(run)
             found = None if candidate.failure else self._score(candidate.number, seed, steps)

@@ -67,7 +67,9 @@ class RecordedSamples:
         return len(self._groups)
 
     def _add(self, line: Object, place: tuple[int, int]) -> None:
-        step, incarnation, skipped = line["step"], line["incarnation"], line.get("skipped", "")
+        step = line["step"]
+        incarnation = line["incarnation"]
+        skipped = line.get("skipped", "")
         while self._groups:
             newest = next(reversed(self._groups.values()))
             other = newest.incarnation < incarnation or newest.skipped != skipped

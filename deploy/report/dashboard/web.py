@@ -110,12 +110,14 @@ class DashboardWeb:
     async def _states(self, name: str) -> AsyncIterator[str]:
         """Yields the state of the runs when it changed, for ever."""
         loop = asyncio.get_running_loop()
-        before, sent_at = "", loop.time()
+        before = ""
+        sent_at = loop.time()
         while True:
             text = json.dumps(await self._state(name))
             if text != before:
                 yield f"data: {text}\n\n"
-                before, sent_at = text, loop.time()
+                before = text
+                sent_at = loop.time()
             elif loop.time() - sent_at >= HEARTBEAT:
                 yield ": nothing changed\n\n"
                 sent_at = loop.time()
@@ -136,7 +138,8 @@ class DashboardWeb:
         return JSONResponse(await run.page(int(before) if before else None), headers=HEADERS)
 
     async def _group(self, request: Request) -> Response:
-        run, place = await self._run(request), request.path_params
+        run = await self._run(request)
+        place = request.path_params
         if (found := await run.group(place["step"], place["group"])) is None:
             raise HTTPException(404, f"group {place['group']} of step {place['step']} is not recorded")
         return JSONResponse(found, headers=HEADERS)
@@ -146,7 +149,8 @@ class DashboardWeb:
         return JSONResponse({"said": await run.command(request.url.path[1:])}, headers=HEADERS)
 
     async def _scale(self, request: Request) -> Response:
-        run, wanted = await self._run(request), request.path_params
+        run = await self._run(request)
+        wanted = request.path_params
         return JSONResponse({"said": await run.command("scale", wanted["service"], wanted["count"])}, headers=HEADERS)
 
 

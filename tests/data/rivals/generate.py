@@ -120,7 +120,10 @@ def verl_advantages() -> dict[str, Any]:
 judging = np.random.default_rng(20261122)
 JUDGED = torch.tensor(judging.normal(0.2, 0.5, MASK.shape), dtype=torch.float64)
 PREDICTED = JUDGED + torch.tensor(judging.normal(0, 0.3, MASK.shape), dtype=torch.float64)
-GAMMA, GAE_LAMBDA, KL, VALUE_CLIP = 0.97, 0.9, 0.1, 0.2
+GAMMA = 0.97
+GAE_LAMBDA = 0.9
+KL = 0.1
+VALUE_CLIP = 0.2
 
 
 def verl_critic() -> dict[str, Any]:

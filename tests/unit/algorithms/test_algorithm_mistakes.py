@@ -69,7 +69,8 @@ async def drops_all(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 
 def test_an_algorithm_that_drops_every_sample_ends_the_run() -> None:
-    scene, patience = Scene(steps=9), 2 * CONFIG.cap * CONFIG.members
+    scene = Scene(steps=9)
+    patience = 2 * CONFIG.cap * CONFIG.members
     drops = AlgorithmDrops(patience, CONFIG.baseline, 0, alarm())
 
     def observe(event: Event) -> None:
@@ -95,13 +96,15 @@ async def drops_most(fleet: Fleet, control: Controller, group: Attempt) -> None:
 
 async def drops_all_but_one(fleet: Fleet, control: Controller, group: Attempt) -> None:
     samples = await generated(fleet, control, group)
-    first, others = samples.take([0]), samples.take(list(range(1, len(samples))))
+    first = samples.take([0])
+    others = samples.take(list(range(1, len(samples))))
     control.drop(others, "not the first")
     control.ready(first, await fleet.reward.score(first, group.row))
 
 
 def test_an_algorithm_that_leaves_too_few_of_each_group_for_a_baseline_ends_the_run() -> None:
-    scene, patience = Scene(), 2 * CONFIG.cap * CONFIG.members
+    scene = Scene()
+    patience = 2 * CONFIG.cap * CONFIG.members
     drops = AlgorithmDrops(patience, CONFIG.baseline, 0, alarm())
     scene.observe, scene.algorithm = (
         drops.observe,
@@ -270,7 +273,8 @@ def test_forgotten_log_probabilities_of_the_reference_are_told() -> None:
 def test_a_score_without_the_rewards_of_tokens_that_the_trainer_reads_is_told() -> None:
     generation = FakeGeneration(16, 0.1, constant(20))
     fleet = Fleet(generation, FakeReward(0.1), FakeTraining(StepCost(1.0), 1, [generation], seed=0))
-    checks, samples = AlgorithmChecks(fleet, by_token=True), BatchRef((SAMPLE,))
+    checks = AlgorithmChecks(fleet, by_token=True)
+    samples = BatchRef((SAMPLE,))
     stored = Score(1.0, {}, place=PLACE._replace(columns=("token_rewards",)))
     checks.check_ready(samples, [replace(stored, reward=0.5)], None)
     checks.check_ready(samples, [Score(None, {})], None)
@@ -288,7 +292,8 @@ def test_one_number_is_no_list_of_scores() -> None:
 
 
 def test_drops_of_groups_that_are_done_are_forgotten() -> None:
-    checks, later = checks_without_columns(), SAMPLE._replace(group=1)
+    checks = checks_without_columns()
+    later = SAMPLE._replace(group=1)
     checks.remember_drop(SAMPLE, {0: None})
     checks.remember_drop(later, {1: None})
     checks.check_ready(BatchRef((SAMPLE,)), [Score(1.0, {})], None)
@@ -303,7 +308,8 @@ def checks_without_columns() -> AlgorithmChecks:
 
 
 def test_one_sample_that_is_ready_begins_the_count_of_drops_anew() -> None:
-    drops, dropped = AlgorithmDrops(3, 1, 0, alarm()), DroppedByAlgorithm(0, (0, 1), "mine")
+    drops = AlgorithmDrops(3, 1, 0, alarm())
+    dropped = DroppedByAlgorithm(0, (0, 1), "mine")
     for score in (Score(1.0, {}), Score(0.0, {}), Score(None, {})):
         drops.observe(dropped)
         drops.observe(SampleScored(SAMPLE, score))

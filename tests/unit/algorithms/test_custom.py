@@ -55,7 +55,8 @@ class Methods:
 def test_an_algorithm_is_an_algorithm_a_module_or_an_object_with_both_functions() -> None:
     assert algorithm_from(OWN, "p") is OWN
     assert algorithm_from(grpo, "p").roll_out is grpo.roll_out
-    scene, methods = Scene(), Methods()
+    scene = Scene()
+    methods = Methods()
     scene.algorithm = algorithm_from(methods, "p")
     scene.play()
     assert methods.called > 0

@@ -51,7 +51,8 @@ def test_advantages_of_a_pages_own_are_trained_with_and_written_down() -> None:
     scene = Scene()
     before = scene.training
     trainer = Seeing(before.cost, 2, [scene.generation], seed=0)
-    scene.training, trainer.seen = trainer, []
+    scene.training = trainer
+    trainer.seen = []
     scene.algorithm = Algorithm(roll_out, credits, "algorithms:MINE")
     scene.play()
     trained = scene.records(Trained)

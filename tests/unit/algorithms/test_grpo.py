@@ -45,7 +45,8 @@ class SeenSamples:
 @pytest.mark.parametrize("score", [grpo.score, remax.score])
 @pytest.mark.parametrize("reference", [None, EchoReference()])
 async def test_a_score_takes_a_second_task_only_beside_a_reference(score: Any, reference: Reference | None) -> None:
-    reward, control = SeenReward(), SeenSamples()
+    reward = SeenReward()
+    control = SeenSamples()
     fleet = Fleet(Generation(), reward, Training(), reference=reference)
     await score(fleet, cast(Controller, control), GROUP, SAMPLES)
     assert control.handed_in == [(SAMPLES, [Score(1.0, {})])]

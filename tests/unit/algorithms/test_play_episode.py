@@ -74,14 +74,16 @@ def test_ppo_plays_episodes() -> None:
     made = scene()
     made.critic = FakeCritic(0.1, 0.5, [made.generation, made.environment])
     made.training.read_from([made.generation, made.environment, made.critic])
-    made.algorithm, made.estimate = ppo.ALGORITHM, plain_rewards
+    made.algorithm = ppo.ALGORITHM
+    made.estimate = plain_rewards
     made.play()
     check(made)
 
 
 def test_the_greedy_answer_of_remax_is_an_episode_too() -> None:
     made = scene(COMPARED)
-    made.algorithm, made.estimate = remax.ALGORITHM, greedy_baseline
+    made.algorithm = remax.ALGORITHM
+    made.estimate = greedy_baseline
     made.reward = reward = Judge(0.1)
     made.play()
     check(made)

@@ -52,7 +52,9 @@ class Judge(FakeReward):
 class RemaxScene(Scene):
     def __init__(self, reward: Judge, steps: int = 3) -> None:
         super().__init__(CONFIG, steps)
-        self.algorithm, self.estimate, self.reward = remax.ALGORITHM, greedy_baseline, reward
+        self.algorithm = remax.ALGORITHM
+        self.estimate = greedy_baseline
+        self.reward = reward
 
 
 def test_every_sample_is_compared_with_the_greedy_answer_to_its_prompt() -> None:
@@ -78,7 +80,8 @@ def test_greedy_answers_never_enter_the_loss_nor_what_is_counted() -> None:
     scene.generation = Asked(CONFIG.slots, 0.1, constant(20))
     scene.training = FakeTraining(StepCost(1.0), CONFIG.limit, [scene.generation], seed=0)
     scene.play()
-    greedy, sampled = [p for p in asked if GREEDY in p.members], [p for p in asked if GREEDY not in p.members]
+    greedy = [p for p in asked if GREEDY in p.members]
+    sampled = [p for p in asked if GREEDY not in p.members]
     assert [prompts.members for prompts in greedy] == [(GREEDY,)] * len(sampled)
     assert {prompts.temperature for prompts in greedy} == {0.0}
     assert {prompts.temperature for prompts in sampled} == {1.0}

@@ -129,7 +129,8 @@ def test_sides_differ_in_packing_only(tmp_path: Path, monkeypatch: pytest.Monkey
         return pack(prompts, responses, *limits)
 
     monkeypatch.setattr(micro_batches, "pack_rows", counted)
-    model, rows = write_model(tmp_path), rows_of(StepShape(6, 3, 2, 2))
+    model = write_model(tmp_path)
+    rows = rows_of(StepShape(6, 3, 2, 2))
     assert [len(row.prompt_ids) for row in rows] == [6] * 4
     assert rows[0].prompt_ids.tolist() == rows[1].prompt_ids.tolist() != rows[2].prompt_ids.tolist()
     assert tokens_per_second(trainer(model, packs=False), rows) > 0

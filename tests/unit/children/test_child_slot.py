@@ -70,7 +70,8 @@ async def test_no_child_follows_a_stop() -> None:
 
 
 async def test_a_child_that_still_starts_at_a_stop_is_killed() -> None:
-    began, may_end = asyncio.Event(), asyncio.Event()
+    began = asyncio.Event()
+    may_end = asyncio.Event()
     spawner = Spawner()
 
     async def spawn() -> Child:

@@ -55,7 +55,9 @@ def pid(sample):
     return os.getpid()
 """
 
-GONE, READ_ONLY, DENIED = "FileNotFoundError", "Read-only file system", "Operation not permitted"
+GONE = "FileNotFoundError"
+READ_ONLY = "Read-only file system"
+DENIED = "Operation not permitted"
 DENIED_FILE = "PermissionError"
 NO_PROCESS = "ProcessLookupError"
 UNWRITABLE = "Read-only file system|Permission denied"
@@ -139,7 +141,8 @@ def bubblewrap() -> None:
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Makes what a fleet has, variables, shared memory, sockets, a run directory with keys; yields words to fill in."""
-    run, sockets = tmp_path / "runs" / "mine", tmp_path / "sockets"
+    run = tmp_path / "runs" / "mine"
+    sockets = tmp_path / "sockets"
     run.mkdir(parents=True)
     sockets.mkdir()
     (run / "keys").write_text("secret")
@@ -330,7 +333,8 @@ wait
 
 
 async def test_a_start_that_hangs_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, pid = tmp_path / "bwrap", tmp_path / "pid"
+    fake = tmp_path / "bwrap"
+    pid = tmp_path / "pid"
     fake.write_text(BLOCKED.format(pid=pid))
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -489,7 +493,8 @@ def views(contained: Containment) -> list[str]:
 def test_inner_folders_come_after_outer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run inside the folder of its code is hidden, and code inside the run is seen."""
     monkeypatch.chdir("/")
-    code, run = tmp_path / "code", tmp_path / "code" / "runs"
+    code = tmp_path / "code"
+    run = tmp_path / "code" / "runs"
     (run / "own").mkdir(parents=True)
     found = views(Containment((str(run),), (str(code), str(run / "own"))))
     places = [found.index(str(path)) for path in (code, run, run / "own")]

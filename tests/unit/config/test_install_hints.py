@@ -88,7 +88,8 @@ def typed(command: str, here: Path, *paths: Path) -> str:
 
 
 def test_what_to_type_is_what_was_typed_unless_the_bare_name_will_do(tmp_path: Path) -> None:
-    script, other = install_at(tmp_path / "home" / ".venv" / "bin"), install_at(tmp_path / "other")
+    script = install_at(tmp_path / "home" / ".venv" / "bin")
+    other = install_at(tmp_path / "other")
     home = tmp_path / "home"
     assert typed(".venv/bin/asyncrl", home) == ".venv/bin/asyncrl"
     assert typed(f"{script}", tmp_path) == str(script)

@@ -36,7 +36,8 @@ reward.functions = ["r.py:right", { use = "trl:r.py:other", weight = 2 }, "numer
 def test_paths_of_a_file_begin_in_its_folder_and_flags_in_the_current_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, here = tmp_path / "experiments", tmp_path / "here"
+    folder = tmp_path / "experiments"
+    here = tmp_path / "here"
     folder.mkdir()
     here.mkdir()
     (folder / "e.toml").write_text(TOML)
@@ -92,7 +93,8 @@ def test_an_environment_is_told_by_its_beginning_and_never_by_its_end(use: str, 
     """Also where a folder has its name."""
     (tmp_path / "agent:x").mkdir()
     assert anchored("environment.use", use, tmp_path) == use
-    file, flags = tmp_path / "e.toml", ("--environment.use", use, "--model.name", "m", "--task.prompts", "p")
+    file = tmp_path / "e.toml"
+    flags = ("--environment.use", use, "--model.name", "m", "--task.prompts", "p")
     file.write_text(f"environment.use = {json.dumps(use)}\nmodel.name = 'm'\ntask.prompts = 'p'\n")
     for config in (load(file, (), {}).config, load(None, flags, {}).config):
         assert config.environment.use == use

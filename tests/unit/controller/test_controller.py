@@ -140,7 +140,8 @@ def test_groups_of_equal_rewards_are_replaced_and_written_down() -> None:
 
 
 def test_nothing_runs_between_iterations_and_nothing_is_drawn_before_the_first() -> None:
-    scene, seen = Scene(), list[tuple[int, int, int]]()
+    scene = Scene()
+    seen = list[tuple[int, int, int]]()
 
     async def between(version: int) -> None:
         await asyncio.sleep(5)  # what is in flight goes on meanwhile
@@ -309,7 +310,8 @@ def test_a_report_of_another_version_is_refused() -> None:
 
 
 def test_generation_is_told_that_the_gate_holds_it_back() -> None:
-    scene, told = Scene(), list[str]()
+    scene = Scene()
+    told = list[str]()
 
     async def idle_because(state: str) -> None:
         told.append(state)

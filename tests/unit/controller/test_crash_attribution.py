@@ -284,7 +284,8 @@ def a_host_is_lost_again_with_each_death(patch: pytest.MonkeyPatch) -> None:
 
 def isolated_groups_lose_hosts(patch: pytest.MonkeyPatch) -> None:
     def record(crashes: CrashAttribution, death: Death, alive: Collection[str]) -> None:
-        alone, death.alone = death.alone, None
+        alone = death.alone
+        death.alone = None
         whole(crashes, death, alive)
         death.alone = alone
 

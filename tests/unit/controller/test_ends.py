@@ -22,7 +22,8 @@ from asyncrl.simulation.fakes.critic import FakeCritic
 from asyncrl.simulation.fakes.training import FakeTraining, StepCost
 from tests.unit.scene import CONFIG, Scene, settings
 
-STOPS, GRACE = 500.0, 7.0
+STOPS = 500.0
+GRACE = 7.0
 """Seconds of virtual time at which the run is told to end, and until it no longer waits."""
 
 
@@ -32,7 +33,8 @@ class Endless(FakeTraining):
     def __init__(self, scene: Scene, version: int = 2) -> None:
         peers = [scene.generation, *filter(None, [scene.critic])]
         super().__init__(StepCost(1.0), scene.gate.config.limit, peers, seed=0)
-        self.ends, self.endless = asyncio.Event(), version
+        self.ends = asyncio.Event()
+        self.endless = version
 
     async def spend(self, seconds: float) -> None:
         await super().spend(seconds)
@@ -188,8 +190,10 @@ def test_a_critic_that_learns_for_an_hour_holds_up_nothing() -> None:
 
     scene = Scene(CONFIG, steps=1000)
     scene.critic = critic = Asked(0.1, 3600.0, [scene.generation])
-    scene.training, scene.algorithm = Remembering(scene, 1000), ppo.ALGORITHM
-    scene.config, scene.estimate = settings(1000, algorithm={"preset": "ppo"}), plain_rewards
+    scene.training = Remembering(scene, 1000)
+    scene.algorithm = ppo.ALGORITHM
+    scene.config = settings(1000, algorithm={"preset": "ppo"})
+    scene.estimate = plain_rewards
     assert ended(scene) == GRACE
     assert critic.was_asked
     nothing_is_lost(scene, 1)

@@ -62,7 +62,8 @@ async def nothing(version: int) -> None:
 
 def play(kind: type[Plain]) -> tuple[Plain, list[Trained], list[Event]]:
     """A run with this trainer: the trainer, what the journal says was trained, all events."""
-    store, events = MemoryStore(), list[Event]()
+    store = MemoryStore()
+    events = list[Event]()
 
     async def main() -> Plain:
         generation = FakeGeneration(CONFIG.slots, 0.1, constant(10))

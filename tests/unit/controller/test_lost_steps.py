@@ -26,7 +26,9 @@ class FailingTraining(FakeTraining):
 
     async def step(self, cuts: Cuts) -> StepReport:
         if self.version == 1 and self._error:
-            error, self._error = self._error, None  # type: ignore[assignment]
+            # type: ignore[assignment]
+            error = self._error
+            self._error = None
             raise error
         return await super().step(cuts)
 
@@ -65,7 +67,8 @@ def test_only_the_groups_whose_rows_are_lost_begin_again() -> None:
                 lost.append(cuts.batch.rows[0].group)
             return await super().step(cuts)
 
-    scene, lost = Scene(), list[int]()
+    scene = Scene()
+    lost = list[int]()
     scene.training = Forgetful(scene.generation, LostRows("replaced"))
     scene.play()
     assert [(again.group, again.reason) for again in scene.records(ledger.AttemptStarted)] == [

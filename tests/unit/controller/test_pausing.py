@@ -87,7 +87,8 @@ def test_a_paused_run_that_is_stopped_ends() -> None:
 
 def test_the_seconds_of_pauses_are_counted_once() -> None:
     async def main() -> None:
-        switch, changes = PauseSwitch(), list[bool]()
+        switch = PauseSwitch()
+        changes = list[bool]()
         switch.subscribers.append(lambda: changes.append(switch.on))
         assert switch.take_seconds() == 0
         assert switch.turn(on=True)

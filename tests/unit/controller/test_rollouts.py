@@ -38,7 +38,8 @@ def test_every_attempt_at_a_group_has_its_seed_and_its_prompt_and_other_groups_h
         scene.play()
         return found
 
-    first, after_a_resume = asked(0), asked(2)
+    first = asked(0)
+    after_a_resume = asked(2)
     groups = {group for group, attempt in first if attempt == 2}
     assert all(len({first[group, attempt] for attempt in range(3)}) == 1 for group in groups)
     assert all(first[group, 0] == after_a_resume[group, 0] for group in groups)

@@ -59,7 +59,8 @@ def fleet(generation: Holder, reference: Holder | None = None) -> Fleet:
 
 
 async def test_releases_of_one_moment_go_in_one_call_to_each_service() -> None:
-    generation, reference = Holder(), Holder()
+    generation = Holder()
+    reference = Holder()
     releases = releases_to(generation, reference)
     releases.release(samples(1))
     releases.release(samples(2, 3))
@@ -68,7 +69,8 @@ async def test_releases_of_one_moment_go_in_one_call_to_each_service() -> None:
 
 
 async def test_a_service_that_is_away_does_not_keep_others_from_freeing_their_rows() -> None:
-    generation, reference = Holder(), Holder()
+    generation = Holder()
+    reference = Holder()
     releases = releases_to(generation, reference)
     reference.back.clear()
     running = asyncio.ensure_future(releases.run())
@@ -108,7 +110,9 @@ async def test_generation_is_told_the_newest_reason_once() -> None:
 
 
 async def test_what_a_service_has_yet_to_hear_is_counted_until_it_answers() -> None:
-    generation, reference, room = Holder(), Holder(), asyncio.Event()
+    generation = Holder()
+    reference = Holder()
+    room = asyncio.Event()
     releases = releases_to(generation, reference, room.set)
     reference.back.clear()
     releases.release(samples(1, 2))
@@ -151,7 +155,8 @@ async def test_a_notice_that_is_not_answered_in_time_is_sent_again_before_the_ne
 
 
 async def test_rows_whose_texts_are_yet_to_be_read_are_freed_afterwards() -> None:
-    generation, shown = Holder(), ShownRows()
+    generation = Holder()
+    shown = ShownRows()
     releases = releases_to(generation, shown=shown)
     shown.keep([(2, 0), (3, 0)])
     shown.keep([(3, 0)])  # A step whose rows were lost is tried again.

@@ -31,7 +31,8 @@ def row(group: int, member: int) -> RowRef:
 def test_trained_rows_are_released_while_a_straggler_of_their_group_runs() -> None:
     """A full batch of parts of groups: what is in the loss needs no slot, however long the stragglers take."""
     released: list[SampleName] = []
-    gate, journal = Gate(CONFIG), Journal(MemoryStore())
+    gate = Gate(CONFIG)
+    journal = Journal(MemoryStore())
     tracker = SampleTracker(gate, journal, lambda event: None, released.extend, lambda: None, lambda: None)
     groups = [tracker.draw(), tracker.draw()]
     for group in groups:
@@ -194,7 +195,8 @@ def test_the_next_attempt_goes_on_from_restored_turns_of_its_own_sample_only() -
 
 def test_the_groups_of_a_dead_worker_are_found_among_its_own() -> None:
     """A lost node may take many workers at once, and each of them holds rows of few groups."""
-    few, many = _instructions_to_find_groups(2), _instructions_to_find_groups(200)
+    few = _instructions_to_find_groups(2)
+    many = _instructions_to_find_groups(200)
     assert many <= 1.1 * few
 
 

@@ -29,7 +29,8 @@ class Reader(Generation):
     """Flips after as many seconds as `delays` says, one after the other; then at once. inf: dies."""
 
     def __init__(self, name: str, delays: list[float]) -> None:
-        self.name, self.delays = name, delays
+        self.name = name
+        self.delays = delays
         self.told: list[Published] = []
 
     async def use_weights(self, published: Published) -> Using:
@@ -198,7 +199,8 @@ class Failing(Reader):
 
     def __init__(self, name: str, *errors: AsyncrlError, after: float = 0.0) -> None:
         super().__init__(name, [])
-        self.errors, self.after = list(errors), after
+        self.errors = list(errors)
+        self.after = after
 
     async def use_weights(self, published: Published) -> Using:
         if not self.errors or published.version == 1:

@@ -36,7 +36,8 @@ class Workers(list[Any]):
 async def test_trainer_and_critics_learn_of_lost_workers_on_other_hosts(
     heartbeat: float | None, learns: list[str]
 ) -> None:
-    training, critic = Reader(), Reader()
+    training = Reader()
+    critic = Reader()
     subscribers: list[Callable[[FleetEvent], None]] = []
     running: Any = SimpleNamespace(
         facts=SimpleNamespace(heartbeat=heartbeat),

@@ -122,7 +122,8 @@ def test_a_page_at_an_address_of_another_machine_is_refused(tmp_path: Path) -> N
 def test_an_address_of_metrics_that_is_taken_or_has_no_token_is_known_before_a_start(tmp_path: Path) -> None:
     with closing(bound_socket("127.0.0.1", 0, "a test")) as held:
         held.listen()
-        taken, found = f"127.0.0.1:{held.getsockname()[1]}", []
+        taken = f"127.0.0.1:{held.getsockname()[1]}"
+        found = []
         for telemetry in (
             {"prometheus": taken},
             {"prometheus": "127.0.0.1:0", "prometheus_token": str(tmp_path / "none")},

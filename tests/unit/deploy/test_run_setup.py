@@ -154,7 +154,8 @@ def test_a_config_that_cannot_be_written_stays_as_it_is(directory: RunDirectory)
 def test_a_change_of_what_a_reward_imports_is_refused_until_it_is_accepted(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reward, helper = tmp_path / "reward.py", tmp_path / "helpers.py"
+    reward = tmp_path / "reward.py"
+    helper = tmp_path / "helpers.py"
     reward.write_text("from helpers import right\n")
     helper.write_text("def right(sample): return 1.0\n")
     named = {"task": {"prompts": f"{tmp_path}/p.jsonl"}, "reward": {"functions": [f"{reward}:right"]}}
@@ -176,7 +177,8 @@ def test_a_change_of_what_a_reward_imports_is_refused_until_it_is_accepted(
 
 
 def test_the_prompt_of_a_group_is_named_by_its_row(directory: RunDirectory) -> None:
-    request, said = order(directory.path), list[str]()
+    request = order(directory.path)
+    said = list[str]()
     sets = read_prompts(request.config, request.prompts)
     questions = questions_of(request.config, sets, directory.model, directory.logs / LONGEST, {}, said.append)
     assert said == []

@@ -86,7 +86,8 @@ def test_a_reward_with_a_name_gets_a_worker(started: list[Any], tmp_path: Path) 
 
 
 def test_a_reward_model_is_served_with_its_folder_or_refused(started: list[Any], tmp_path: Path) -> None:
-    folder, judged = tmp_path / "judge", config()
+    folder = tmp_path / "judge"
+    judged = config()
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("{}")

@@ -46,7 +46,8 @@ def pinned() -> dict[str, str]:
 
 def test_the_image_has_a_hash_for_every_package_it_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    image, build = locked("image.lock"), locked("build.lock")
+    image = locked("image.lock")
+    build = locked("build.lock")
     assert {name_of(each) for each in project["project"]["dependencies"]} <= {*image, "torch"}
     assert {name_of(each) for each in project["build-system"]["requires"]} <= build.keys()
     pins = pinned()

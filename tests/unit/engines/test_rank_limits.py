@@ -86,7 +86,8 @@ def test_each_service_is_held_to_its_own_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "heads"), [("torch", 4), ("vllm", 3)])
 def test_models_that_are_made_on_the_spot_are_known_before(engine: str, heads: int) -> None:
-    known, made = described("warmed:reverse", engine), build_model(build_tokenizer(()), heads=heads).config.to_dict()
+    known = described("warmed:reverse", engine)
+    made = build_model(build_tokenizer(()), heads=heads).config.to_dict()
     assert known is not None
     for name in ("model_type", "num_hidden_layers", "hidden_size", *SPLIT):
         assert known[name] == made[name], name

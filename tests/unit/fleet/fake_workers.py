@@ -69,9 +69,11 @@ class FakeConnection(WorkerConnection):
     silence = None
 
     def __init__(self, start: Callable[[], Awaitable[None]], greets: bool) -> None:
-        self.lost, self.reason = asyncio.Event(), ""
+        self.lost = asyncio.Event()
+        self.reason = ""
         self.channels: Mapping[Lane, Any] = dict.fromkeys(Lane, self)
-        self._start, self._greets = start, greets
+        self._start = start
+        self._greets = greets
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> None:
         await self.lost.wait()

@@ -46,7 +46,10 @@ def test_a_death_after_work_is_the_first_of_its_kind() -> None:
 @given(st.lists(st.sampled_from(["progress", 0.0, supervisor.LONG_LIFE - 1, supervisor.LONG_LIFE]), max_size=40))
 def test_pauses_grow_with_short_lives_and_stay_bounded(events: list[str | float]) -> None:
     """A number: a death after so many seconds of life; else a finished group."""
-    deaths, now, since, pause = DeathCounter(), 0.0, 0, supervisor.FIRST_PAUSE / 2
+    deaths = DeathCounter()
+    now = 0.0
+    since = 0
+    pause = supervisor.FIRST_PAUSE / 2
     for number, lived in enumerate(events):
         since = 0 if isinstance(lived, str) else since + 1
         if isinstance(lived, str):

@@ -423,7 +423,8 @@ async def test_both_of_two_that_die_too_often_end_the_run(stage: Stage) -> None:
 async def test_an_error_of_one_of_two_ranks_that_learn_ends_both_and_they_start_again(stage: Stage) -> None:
     async with stage.fleet(ranks=2):
         learners = stage.running.supervisor.learners = Learners()
-        others, before = stage.alive(), stage.alive("training")
+        others = stage.alive()
+        before = stage.alive("training")
         stage.raises("training0.1", "learn", broken())
         with pytest.raises(PeerLost):
             await stage.running.handle("training", Learner).learn()

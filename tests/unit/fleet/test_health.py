@@ -40,7 +40,8 @@ class Instance:
 
     def __init__(self, slow: float = 0.01) -> None:
         self.lost = asyncio.Event()
-        self.slow, self.silent = slow, (HOUR, HOUR)
+        self.slow = slow
+        self.silent = (HOUR, HOUR)
 
     async def call(self, method: str, args: tuple[Any, ...], deadline: float, *, wants_answer: bool = True) -> Any:
         now = asyncio.get_running_loop().time()
@@ -221,7 +222,9 @@ def services(answers: list[Health]) -> list[str]:
 
 def test_a_silent_worker_delays_the_metrics_lines_but_a_little_and_is_asked_again() -> None:
     async def script(poller: HealthPoller, instances: dict[str, CountingInstance]) -> None:
-        loop, waited, complete = asyncio.get_running_loop(), 0.0, 0
+        loop = asyncio.get_running_loop()
+        waited = 0.0
+        complete = 0
         instances["reward"].slow = 1000.0
         while loop.time() < 120:
             if loop.time() > 100:

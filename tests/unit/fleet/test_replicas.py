@@ -59,7 +59,8 @@ def rows(*names: SampleName) -> BatchRef:
 
 
 def service(count: int, ranks: int = 1) -> tuple[Replicas, list[Worker]]:
-    replicas, workers = Replicas("generation", count, Layout(tp=ranks)), [Worker() for _ in range(count * ranks)]
+    replicas = Replicas("generation", count, Layout(tp=ranks))
+    workers = [Worker() for _ in range(count * ranks)]
     for remote, worker in zip(replicas, workers, strict=True):
         remote.connected(f"{remote.name}-0-a", dict.fromkeys(Lane, worker))
     return replicas, workers
@@ -199,7 +200,8 @@ async def test_single_calls_are_spread_over_idle_replicas() -> None:
 
 
 async def test_the_choice_of_a_replica_costs_no_more_among_a_thousand() -> None:
-    few, many = await _instructions_of_choices(8), await _instructions_of_choices(1000)
+    few = await _instructions_of_choices(8)
+    many = await _instructions_of_choices(1000)
     assert many <= 1.1 * few
 
 
@@ -290,7 +292,8 @@ async def test_rows_of_a_call_that_failed_are_released_too() -> None:
 async def test_a_release_of_an_old_attempt_leaves_the_newer_one() -> None:
     replicas, (first, second) = service(2)
     generation = make_handle(Generation, replicas, 5.0)
-    old, new = await generate(generation, group(1)), await generate(generation, group(1, attempt=1))
+    old = await generate(generation, group(1))
+    new = await generate(generation, group(1, attempt=1))
     await generation.release(old, 0)
     assert (first.of("release"), second.of("release")) == ([old], [])
     await generation.release(new, 0)

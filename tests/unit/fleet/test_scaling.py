@@ -65,7 +65,9 @@ class Scene:
 
 def playing(play: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
-        hosts, said, numbers = Hosts(), list[str](), iter(range(1000))
+        hosts = Hosts()
+        said = list[str]()
+        numbers = iter(range(1000))
         platform = Platform(InprocWire(), lambda spec: hosts, lambda: f"{next(numbers):08x}", lambda line: None)
         fleet = RunningFleet(platform, SPECS, FACTS, said.append, "asyncrl run")
         fleet.supervisor._connect = lambda spec: FakeConnection(_starts, greets=True)
@@ -201,7 +203,8 @@ async def test_nobody_commands_a_run_without_its_keys(tmp_path: Path) -> None:
     async def commands(call: Call) -> str:
         raise AssertionError("no call came through")
 
-    ours, others = tmp_path / "ours.json", tmp_path / "others.json"
+    ours = tmp_path / "ours.json"
+    others = tmp_path / "others.json"
     async with (
         open_commands(ours, "tcp://127.0.0.1:*", commands),
         open_commands(others, "tcp://127.0.0.1:*", commands),

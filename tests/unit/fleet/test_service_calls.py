@@ -160,14 +160,16 @@ async def test_one_of_goes_to_the_replica_with_fewest_outstanding_calls() -> Non
 
 
 async def test_one_of_avoids_a_dead_replica() -> None:
-    dead, alive = answering("dead"), answering("alive")
+    dead = answering("dead")
+    alive = answering("alive")
     workers = fleet_of(dead, alive)
     workers.worker(0, 0).lost("killed by SIGKILL", restarting=True)
     assert await make_handle(Sums, workers, 5.0).ask("who?") == "alive"
 
 
 async def test_a_call_to_one_replica_waits_for_no_other() -> None:
-    stuck, lives = answering(["stuck"]), answering(["lives"])
+    stuck = answering(["stuck"])
+    lives = answering(["lives"])
     workers = fleet_of(stuck, lives)
     instance = workers.worker(1, 0).instance
     sums = make_handle(Sums, workers, 5.0)
@@ -270,7 +272,8 @@ async def test_a_call_that_changes_state_is_never_repeated() -> None:
     async def dies(*args: Any) -> Any:
         raise PeerLost("killed by SIGKILL")
 
-    first, second = ScriptedChannel(dies), ScriptedChannel(dies)
+    first = ScriptedChannel(dies)
+    second = ScriptedChannel(dies)
     handle = make_handle(Sums, fleet_of(first, second), 5.0)
     with pytest.raises(PeerLost):
         await handle.spend(1)

@@ -40,7 +40,8 @@ class Stage:
         self.reasons: list[str] = []
         self.isolated: dict[int, frozenset[str]] = {}
         self.spawned = asyncio.Condition()
-        self._start, self._greets = start, greets
+        self._start = start
+        self._greets = greets
         self.slot = WorkerSlot(self.worker, self.workers, self._make_spec, self, restart)
         self.supervisor = Supervisor([self.slot], self._connect, self._emit, "asyncrl run", self.isolated)
 

@@ -10,7 +10,9 @@ from asyncrl.lanes.bounded_msgpack import COUNTED_BYTES, unpacked
 from asyncrl.lanes.control.message_codec import decode
 
 MIB = 2**20
-LISTS, TABLES, NESTED = b"\x90", b"\x80", b"\x91"
+LISTS = b"\x90"
+TABLES = b"\x80"
+NESTED = b"\x91"
 
 
 def bomb(item: bytes, size: int) -> bytes:

@@ -4,7 +4,8 @@ from asyncrl.lanes.host_id import HostId, gpus_of_host
 
 
 def test_containers_of_one_machine_share_no_memory_and_fail_together() -> None:
-    one, other = HostId("machine", "26", "a"), HostId("machine", "31", "b")
+    one = HostId("machine", "26", "a")
+    other = HostId("machine", "31", "b")
     assert one != other
     assert one.fault_domain == other.fault_domain
     assert one.fault_domain != HostId("another machine", "26").fault_domain

@@ -102,7 +102,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     facts = RunFacts("feedbeef", tmp_path, tmp_path, 0, "none", config)
     addresses = Addresses("inproc://control", "inproc://work", "inproc://data")
     spec = WorkerSpec("queue", 0, 0, Layout(), "queue0.0-0-1", implementation, addresses, facts)
-    wire, stop = InprocWire(), asyncio.Event()
+    wire = InprocWire()
+    stop = asyncio.Event()
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(run_worker(spec, wire, stop))
         await until(lambda: bool(made))

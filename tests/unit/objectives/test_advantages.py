@@ -61,7 +61,8 @@ def test_with_a_greedy_answer_an_advantage_is_the_reward_over_its_reward(values:
 
 @given(st.lists(st.tuples(st.floats(-100, 100), st.integers(1, 30)), min_size=2, max_size=12))
 def test_the_batch_is_normalized_over_its_tokens(pairs: list[tuple[float, int]]) -> None:
-    values, tokens = np.array([value for value, _ in pairs]), np.array([count for _, count in pairs])
+    values = np.array([value for value, _ in pairs])
+    tokens = np.array([count for _, count in pairs])
     by_token = np.repeat(values, tokens)
     if values.max() == values.min():
         return
@@ -70,7 +71,8 @@ def test_the_batch_is_normalized_over_its_tokens(pairs: list[tuple[float, int]])
 
 
 def test_what_is_left_out_of_the_loss_is_in_no_statistic_of_the_batch() -> None:
-    values, tokens = np.array([1.0, 0.0, 0.5]), np.array([3.0, 5.0, 0.0])
+    values = np.array([1.0, 0.0, 0.5])
+    tokens = np.array([3.0, 5.0, 0.0])
     found = batch_advantages(values, tokens)
     assert found[:2] == pytest.approx(batch_advantages(values[:2], tokens[:2]))
     assert np.isfinite(found).all()
@@ -112,7 +114,8 @@ def test_a_cut_is_compared_with_all_rewards_of_its_group() -> None:
 def test_shuffling_moves_advantages_between_samples_and_changes_none() -> None:
     cuts = [RewardedCut(g, tuple(range(8)), {m: float(m * (g + 1)) for m in range(8)}) for g in range(4)]
     control = partial(shuffled, estimate=group_baseline, seed=3)
-    plain, mixed = group_baseline(cuts, 7), control(cuts, 7)
+    plain = group_baseline(cuts, 7)
+    mixed = control(cuts, 7)
     assert [len(members) for members in mixed] == [8] * 4
     assert sorted(chain.from_iterable(mixed)) == sorted(chain.from_iterable(plain))
     assert mixed != plain
@@ -135,7 +138,8 @@ def test_intervals_of_ten_problems_are_wilson_s(passed: int, low: float, high: f
 
 
 def test_an_interval_narrows_with_problems_and_stays_within_bounds() -> None:
-    few, many = rate_over([1.0] * 10), rate_over([1.0] * 100)
+    few = rate_over([1.0] * 10)
+    many = rate_over([1.0] * 100)
     assert few.low < many.low < many.high == pytest.approx(few.high) == 1.0
     assert rate_over([0.5] * 4) == pytest.approx((0.5, 0.15004, 0.84996), abs=1e-4)
 
@@ -145,7 +149,8 @@ def test_the_advantage_has_the_gradient_of_the_papers_objective() -> None:
     """theta moves along 1 / (1 + lambda) of the gradient of [J_R - lambda J_C]; before the clip each J has the gradient
     of E[ratio x A]."""
     draw = np.random.default_rng(1)
-    reward, cost = draw.normal(size=40), draw.normal(size=40)
+    reward = draw.normal(size=40)
+    cost = draw.normal(size=40)
     for multiplier in (1e-9, 0.3, 1.0, 5.0):
         gradients = draw.normal(size=(40, 3))
         of_reward = (reward[:, None] * gradients).mean(0)
@@ -157,7 +162,8 @@ def test_the_advantage_has_the_gradient_of_the_papers_objective() -> None:
 
 def test_the_multiplier_climbs_in_its_logarithm() -> None:
     """ln lambda_(k+1) = ln lambda_k + alpha lambda_k J_C(theta_k), J_C the mean cost over the limit."""
-    multiplier, log = Multiplier(0.7, 0.1, 0.25, 100.0), np.log(0.7)
+    multiplier = Multiplier(0.7, 0.1, 0.25, 100.0)
+    log = np.log(0.7)
     for cost in (0.9, 0.3, 0.25, 0.0, -2.0, 1.5):
         log += 0.1 * np.exp(log) * (cost - 0.25)
         multiplier.update(cost)

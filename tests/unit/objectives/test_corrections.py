@@ -26,13 +26,16 @@ def of_rows(values: np.ndarray, how: str) -> np.ndarray:
 
 
 def test_a_ratio_is_the_quotient_of_both_probabilities() -> None:
-    current, behaviour = logprobs(0), logprobs(1)
+    current = logprobs(0)
+    behaviour = logprobs(1)
     ratio = surrogate_losses.log_ratio(torch.tensor(current), torch.tensor(behaviour))
     np.testing.assert_allclose(ratio.numpy(), current - behaviour)
 
 
 def test_recomputed_ratio_and_capped_weight_are_the_formula() -> None:
-    current, proximal, behaviour = logprobs(0), logprobs(1), logprobs(2)
+    current = logprobs(0)
+    proximal = logprobs(1)
+    behaviour = logprobs(2)
     weight = corrections.capped_weight(torch.tensor(proximal - behaviour), 2.0)
     ratio = surrogate_losses.log_ratio(torch.tensor(current), torch.tensor(proximal))
     np.testing.assert_allclose(ratio.numpy(), current - proximal)
@@ -53,7 +56,8 @@ def test_the_proximal_policy_carries_no_gradient() -> None:
 def test_weights_are_the_formulas(level: Level) -> None:
     logs = LOG_WEIGHT if level == "token" else of_rows(LOG_WEIGHT, "sum")
     leveled = corrections.weight_at_level(torch.tensor(LOG_WEIGHT), level, ROWS)
-    capped, masked = corrections.capped_weight(leveled, 1.5), corrections.masked_weight(leveled, 0.5, 1.5)
+    capped = corrections.capped_weight(leveled, 1.5)
+    masked = corrections.masked_weight(leveled, 0.5, 1.5)
     weight = np.exp(logs)
     np.testing.assert_allclose(capped.numpy(), np.minimum(weight, 1.5), rtol=1e-12)
     np.testing.assert_allclose(masked.numpy(), np.where((weight >= 0.5) & (weight <= 1.5), weight, 0), rtol=1e-12)
@@ -68,7 +72,8 @@ def test_a_product_that_overflows_is_capped_or_left_out_and_never_not_a_number()
 
 @pytest.mark.parametrize("rejection", ["geometric", "token_k2", "token_k3", "sequence_k2", "sequence_k3"])
 def test_rejections_are_the_formulas(rejection: Rejection) -> None:
-    k2, k3 = LOG_WEIGHT**2 / 2, np.exp(LOG_WEIGHT) - 1 - LOG_WEIGHT
+    k2 = LOG_WEIGHT**2 / 2
+    k3 = np.exp(LOG_WEIGHT) - 1 - LOG_WEIGHT
     geometric = np.exp(of_rows(LOG_WEIGHT, "mean"))
     expected = {
         "geometric": (geometric >= 0.95) & (geometric <= 1.05),
@@ -85,7 +90,8 @@ def test_rejections_are_the_formulas(rejection: Rejection) -> None:
 
 def test_the_bounds_of_a_weight_are_within_its_interval() -> None:
     same = torch.zeros(100, dtype=torch.float64)
-    one, none = torch.ones_like(same), torch.zeros_like(same)
+    one = torch.ones_like(same)
+    none = torch.zeros_like(same)
     for floor, cap, expected in ((1.0, 1.5, one), (0.5, 1.0, one), (1.001, 1.5, none), (0.5, 0.999, none)):
         assert torch.equal(corrections.masked_weight(same, floor, cap), expected)
         assert torch.equal(corrections.accepted(same, ROWS, "geometric", floor, cap), expected.bool())
@@ -93,7 +99,8 @@ def test_the_bounds_of_a_weight_are_within_its_interval() -> None:
 
 @pytest.mark.parametrize("rejection", ["token_k2", "token_k3", "sequence_k2", "sequence_k3"])
 def test_a_divergence_of_exactly_the_bound_passes(rejection: Rejection) -> None:
-    same, far = torch.zeros(100, dtype=torch.float64), torch.full((100,), 2.0, dtype=torch.float64)
+    same = torch.zeros(100, dtype=torch.float64)
+    far = torch.full((100,), 2.0, dtype=torch.float64)
     assert corrections.accepted(same, ROWS, rejection, 0.0, 0.0).all()
     if rejection.endswith("k2"):
         assert corrections.accepted(far, ROWS, rejection, 0.0, 2.0).all()

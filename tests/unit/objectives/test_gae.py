@@ -34,7 +34,8 @@ def by_the_paper(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lamb
 
 def by_its_definition(rewards: np.ndarray, values: np.ndarray, gamma: float, gae_lambda: float) -> np.ndarray:
     """(1 - lambda) (A1 + lambda A2 + ...), the mean of the k-step estimators; those beyond the end are all the same."""
-    tokens, ahead = len(rewards), np.append(values, 0.0)
+    tokens = len(rewards)
+    ahead = np.append(values, 0.0)
 
     def estimator(t: int, k: int) -> float:
         k = min(k, tokens - t)
@@ -54,14 +55,16 @@ def test_it_is_the_sum_of_the_paper(pairs: list[tuple[float, float]], gamma: flo
 
 def test_it_is_the_mean_of_the_k_step_estimators() -> None:
     draw = np.random.default_rng(0)
-    rewards, values = draw.normal(size=6), draw.normal(size=6)
+    rewards = draw.normal(size=6)
+    values = draw.normal(size=6)
     found = generalized_advantages(rewards, values, 0.9, 0.95)
     np.testing.assert_allclose(found, by_its_definition(rewards, values, 0.9, 0.95), atol=1e-9)
 
 
 def test_with_lambda_1_it_is_the_return_less_the_value_and_with_0_the_residual() -> None:
     draw = np.random.default_rng(1)
-    rewards, values = draw.normal(size=9), draw.normal(size=9)
+    rewards = draw.normal(size=9)
+    values = draw.normal(size=9)
     to_go = np.cumsum(rewards[::-1])[::-1]
     np.testing.assert_allclose(generalized_advantages(rewards, values, 1.0, 1.0), to_go - values, atol=1e-12)
     residual = rewards + 0.7 * np.append(values[1:], 0.0) - values
@@ -85,7 +88,8 @@ def test_the_reward_comes_with_the_last_token_and_the_kl_with_each(coefficient: 
 
 
 # Advantages of transitions: those of one episode, cut where an episode ends, with the value behind a time limit.
-GAMMA, LAMBDA = 0.9, 0.8
+GAMMA = 0.9
+LAMBDA = 0.8
 
 
 def numbers(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -158,7 +162,8 @@ def test_samples_that_are_not_in_the_batch_stay_in_the_baseline() -> None:
 
 @given(st.lists(NUMBERS, min_size=2, max_size=8), st.booleans(), NUMBERS.map(abs).map(lambda each: each / 10))
 def test_samples_of_one_turn_have_the_advantages_of_answers(values: list[float], std: bool, discount: float) -> None:
-    cut, estimate = cut_of([(value,) for value in values]), partial(group_advantages, normalize_std=std)
+    cut = cut_of([(value,) for value in values])
+    estimate = partial(group_advantages, normalize_std=std)
     (found,) = turn_advantages([cut], estimate, discount)
     assert [[own[0] for own in found]] == group_baseline([cut], 0, estimate=estimate)
     assert {len(own) for own in found} == {1}

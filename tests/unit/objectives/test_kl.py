@@ -23,7 +23,8 @@ def formula(estimator: str, difference: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_estimators_are_the_formulas(estimator: KlEstimator) -> None:
-    policy, reference = DRAW.normal(-1, 0.5, 50), DRAW.normal(-1, 0.5, 50)
+    policy = DRAW.normal(-1, 0.5, 50)
+    reference = DRAW.normal(-1, 0.5, 50)
     found = kl_estimate(torch.tensor(policy), torch.tensor(reference), estimator)
     np.testing.assert_allclose(found.numpy(), formula(estimator, policy - reference), rtol=1e-12)
 
@@ -67,7 +68,8 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl() -> None:
 
 @pytest.mark.trap("kl_gradient")
 def test_k3_as_a_loss_is_biased_but_points_downhill() -> None:
-    found, true = expected_loss_gradient("k3"), true_kl_gradient(LOGITS)
+    found = expected_loss_gradient("k3")
+    true = true_kl_gradient(LOGITS)
     assert np.abs(found - true).max() > 1e-2
     assert found @ true > 0
 
@@ -78,7 +80,8 @@ def test_off_policy_kl_needs_the_policys_weight() -> None:
     np.testing.assert_allclose(expected_loss_gradient("k2", sampler), true_kl_gradient(LOGITS), atol=1e-8)
 
 
-IDS, LENGTH = 3, 3
+IDS = 3
+LENGTH = 3
 ANSWERS = list(product(range(IDS), repeat=LENGTH))
 REFERENCE_OF_ANSWERS = np.log(DRAW.dirichlet(np.ones(IDS), len(ANSWERS) * LENGTH)).reshape(-1, IDS)
 
@@ -100,7 +103,8 @@ def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_answers() -> None:
     """Every answer of three tokens, weighed with its probability: the gradient is exact."""
     logits = torch.tensor(DRAW.normal(0, 1, (IDS**LENGTH, IDS)), requires_grad=True)
     reference = torch.tensor(REFERENCE_OF_ANSWERS[: IDS**LENGTH])
-    true, ours = torch.zeros(()), torch.zeros(())
+    true = torch.zeros(())
+    ours = torch.zeros(())
     for answer in ANSWERS:
         now = logprobs_of(logits, answer)
         other = reference[states(answer), list(answer)]
@@ -124,7 +128,8 @@ def test_k3_of_a_token_that_the_policy_all_but_excludes_is_finite() -> None:
 
 
 def test_an_adaptive_coefficient_rises_over_its_target_and_falls_under_it_by_two_percent_at_most() -> None:
-    coefficient, expected = KlCoefficient(0.5, target=0.1), 0.5
+    coefficient = KlCoefficient(0.5, target=0.1)
+    expected = 0.5
     for measured in (0.3, 0.11, 0.1, 0.05, -2.0):
         expected *= 1 + 0.1 * np.clip(measured / 0.1 - 1, -0.2, 0.2)
         coefficient.update(measured)

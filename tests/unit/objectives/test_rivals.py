@@ -209,7 +209,8 @@ def test_advantages_over_greedy_answers_are_verls() -> None:
 def test_advantages_of_the_batch_are_verls() -> None:
     """But for the epsilon: 1e-8 in the variance there, 1e-4 on the standard deviation here. The variant with a group's
     mean is compared without the group of one, for which verl takes 0 as the mean."""
-    rewards, tokens = np.array(VALUES["rewards"]), np.array(VALUES["tokens"])
+    rewards = np.array(VALUES["rewards"])
+    tokens = np.array(VALUES["tokens"])
     std = np.repeat(rewards, tokens).std(ddof=1)
     found = np.concatenate(batch_normalized(cuts([0, 1, 2, 3]), 0)) * (std + STD_EPSILON) / np.sqrt(std**2 + 1e-8)
     assert found == pytest.approx(VALUES["verl"]["advantages"]["batch"], rel=1e-6)
@@ -255,7 +256,8 @@ def test_rejections_are_verls(option: str, rejection: corrections.Rejection, low
 def test_advantages_of_tokens_and_their_returns_are_those_of_verl() -> None:
     """verl divides by sqrt(variance + 1e-8), we by the standard deviation + 1e-4."""
     verl = VALUES["verl"]["critic"]
-    settings, judged = verl["settings"], flat(verl["judged"]).numpy()
+    settings = verl["settings"]
+    judged = flat(verl["judged"]).numpy()
     parts = np.split(np.stack([judged, (BEHAVIOUR - REFERENCE).numpy()]), np.cumsum(LENGTHS)[:-1], axis=1)
     found = []
     for reward, (values, kl) in zip(VALUES["advantages"][:NOT_EMPTY], parts[:NOT_EMPTY], strict=True):

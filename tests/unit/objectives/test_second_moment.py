@@ -49,7 +49,8 @@ def test_ranks_find_the_bound_of_all_their_tokens() -> None:
         return values + torch.tensor([float(kept.sum()), float(len(kept))], dtype=torch.float64)
 
     # The second rank's share of a sum is a function of the bound that both ask about: recover it by halving alike.
-    low, high = 0.0, max(float(part.max()) for part in parts)
+    low = 0.0
+    high = max(float(part.max()) for part in parts)
     asked = iter([high])
 
     def total(values: torch.Tensor) -> torch.Tensor:
@@ -65,12 +66,14 @@ def test_ranks_find_the_bound_of_all_their_tokens() -> None:
     def largest(values: torch.Tensor) -> torch.Tensor:
         if not bounds:
             return torch.maximum(values, parts[1].max())
-        below, above = parts[1][parts[1] <= low], parts[1][parts[1] > low]
+        below = parts[1][parts[1] <= low]
+        above = parts[1][parts[1] > low]
         return torch.maximum(values, (-above).max() if values < 0 else below.max())
 
     assert second_moment_bound(parts[0], 0.04, total, largest) == pytest.approx(whole, rel=1e-12)
 
 
 def test_only_tokens_that_move_away_can_be_left_out() -> None:
-    log_ratio, advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    log_ratio = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
     assert pushed_away(log_ratio, advantages).tolist() == [True, False, False, True, False]

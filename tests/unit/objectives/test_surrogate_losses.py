@@ -10,7 +10,8 @@ from asyncrl.objectives import surrogate_losses
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.objectives.surrogate_losses import SurrogateLoss
 
-LOW, HIGH = 0.2, 0.28
+LOW = 0.2
+HIGH = 0.28
 LENGTHS = (5, 1, 0, 7, 3)
 ENDS = np.cumsum(LENGTHS)[:-1]
 ROWS = Ragged.of(LENGTHS)
@@ -56,8 +57,10 @@ def sapo(current: np.ndarray) -> np.ndarray:
 
 
 KEPT = (CURRENT - OLD) ** 2 < 0.1
-A, OLD_TENSOR = torch.tensor(ADVANTAGES), torch.tensor(OLD)
-Formula, Function = Callable[[np.ndarray], np.ndarray], Callable[[torch.Tensor], SurrogateLoss]
+A = torch.tensor(ADVANTAGES)
+OLD_TENSOR = torch.tensor(OLD)
+Formula = Callable[[np.ndarray], np.ndarray]
+Function = Callable[[torch.Tensor], SurrogateLoss]
 
 PAIRS: dict[str, tuple[Formula, Function]] = {
     "clip": (

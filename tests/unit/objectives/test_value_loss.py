@@ -84,7 +84,8 @@ def test_explained_variance_is_1_for_exact_values_and_0_for_constant_ones() -> N
 
 # The loss of Bradley and Terry against its formula.
 def test_the_loss_is_minus_the_log_probability_of_what_was_picked() -> None:
-    better, other = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.0, 1.0, 0.5])
+    better = torch.tensor([1.0, -2.0, 0.5])
+    other = torch.tensor([0.0, 1.0, 0.5])
     chances = [1 / (1 + math.exp(-difference)) for difference in (1.0, -3.0, 0.0)]
     wins = torch.tensor([1.0, 1.0, 0.5])
     expected = [-math.log(chances[0]), -math.log(chances[1]), math.log(2)]
@@ -92,7 +93,8 @@ def test_the_loss_is_minus_the_log_probability_of_what_was_picked() -> None:
 
 
 def test_the_gradient_is_the_error_of_the_probability() -> None:
-    better, other = torch.tensor([0.3], requires_grad=True), torch.tensor([-0.4], requires_grad=True)
+    better = torch.tensor([0.3], requires_grad=True)
+    other = torch.tensor([-0.4], requires_grad=True)
     torch.autograd.backward(bradley_terry_loss(better, other, torch.tensor([1.0])).sum())
     assert better.grad is not None
     assert other.grad is not None
@@ -107,8 +109,10 @@ def test_far_scores_stay_finite() -> None:
 
 # The losses of SAC against closed forms, and where their gradients go.
 def test_a_target_is_the_reward_and_the_soft_value_of_the_next_state() -> None:
-    rewards, terminated = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0])
-    values, logprobs = torch.tensor([10.0, 20.0, 30.0], requires_grad=True), torch.tensor([-1.0, -1.0, 2.0])
+    rewards = torch.tensor([1.0, 2.0, 3.0])
+    terminated = torch.tensor([0.0, 1.0, 0.0])
+    values = torch.tensor([10.0, 20.0, 30.0], requires_grad=True)
+    logprobs = torch.tensor([-1.0, -1.0, 2.0])
     targets = soft_targets(rewards, terminated, values, logprobs, torch.tensor(0.5), 0.9)
     torch.testing.assert_close(targets, torch.tensor([1 + 0.9 * 10.5, 2.0, 3 + 0.9 * 29.0]))
     assert not targets.requires_grad
@@ -123,7 +127,8 @@ def test_the_loss_of_the_critics_is_half_the_weighted_square_error_of_both() -> 
 
 
 def test_the_actor_gains_value_and_entropy() -> None:
-    logprobs, values = torch.tensor([1.0, -1.0], requires_grad=True), torch.tensor([2.0, 4.0], requires_grad=True)
+    logprobs = torch.tensor([1.0, -1.0], requires_grad=True)
+    values = torch.tensor([2.0, 4.0], requires_grad=True)
     temperature = torch.tensor(0.2, requires_grad=True)
     loss = actor_loss(logprobs, values, temperature)
     assert loss.item() == pytest.approx(((0.2 - 2) + (-0.2 - 4)) / 2)
@@ -144,7 +149,8 @@ def test_the_temperature_rises_while_the_entropy_is_below_its_target(entropy: fl
 
 
 def test_targets_move_a_share_of_the_way_in_place() -> None:
-    target, source = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 2.0])
+    target = torch.tensor([1.0, 2.0])
+    source = torch.tensor([3.0, 2.0])
     move_towards([target], [source], 0.25)
     torch.testing.assert_close(target, torch.tensor([1.5, 2.0]))
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.odd_inputs.trial import Content, Refused, Trains, check, write
 
-A, B = {"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}
+A = {"prompt": "a", "answer": "1"}
+B = {"prompt": "b", "answer": "2"}
 LINES = "".join(json.dumps(row) + "\n" for row in (A, B))
 BOTH = Trains(["a", "b"])
 CHAT = Trains(["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"])

@@ -18,7 +18,8 @@ from asyncrl.errors import ConfigError
 from tests.unit.odd_inputs.trial import Refused, Trains, check
 
 Change = Callable[[Path], object]
-WEIGHTS, DESCRIPTION = "model.safetensors", "config.json"
+WEIGHTS = "model.safetensors"
+DESCRIPTION = "config.json"
 TRAINS = Trains(["a"])
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from tests.unit.odd_inputs.trial import Refused, Trains, check, write
 
-USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure"}
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "Sure"}
 BEGUN = "<|im_start|>assistant\n"
 ASKED = "<|im_start|>user\nhi<|im_end|>\n"
 SILENT = "<|im_start|>system\n<|im_end|>\n"

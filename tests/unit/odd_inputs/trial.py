@@ -95,7 +95,8 @@ def _prepare(found: Answer, flags: Sequence[str], groups: int) -> None:
     model = asyncio.run(prepare(config, Path("made"), found.said.append))
     refuse(model_problems(config, model))
     questions = questions_of(config, sets, model, Path("longest"), loaded.sources, found.said.append)
-    tokenizer, context = prompt_tokenizer(config, model), context_of_folder(model)
+    tokenizer = prompt_tokenizer(config, model)
+    context = context_of_folder(model)
     found.by_worker = True
     budget = TokenBudget(config.task.max_prompt_tokens, config.response_tokens, context)
     refuse_what_has_no_room(Path("longest"), tokenizer.prompt_ids, budget)

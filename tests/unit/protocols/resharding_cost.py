@@ -12,8 +12,10 @@ System = Literal["DeepSpeed-Chat"] | Grouping
 
 def formula(system: System, layout: Layout) -> Transition:
     """Returns Table 2. The redundancy of `vanilla` is that of its worst ranks, whose two shards do not overlap."""
-    model, ranks = layout.pp * layout.tp, layout.size
-    whole, shard = Fraction(1), Fraction(1, model)
+    model = layout.pp * layout.tp
+    ranks = layout.size
+    whole = Fraction(1)
+    shard = Fraction(1, model)
     if system == "DeepSpeed-Chat":
         return Transition(Fraction(ranks - 1, ranks), whole, Fraction(1, ranks))
     if system == "vanilla":

@@ -33,8 +33,11 @@ EVERY_SPLIT = [*SPLITTING, *(balanced(transfer) for transfer in SPLITTING)]
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    gpp, gtp = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    pp, tp, dp = gpp * draw(st.integers(1, 2)), gtp * draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    gpp = draw(st.integers(1, 2))
+    gtp = draw(st.integers(1, 2))
+    pp = gpp * draw(st.integers(1, 2))
+    tp = gtp * draw(st.integers(1, 2))
+    dp = draw(st.integers(1, 3))
     return Layout(pp, tp, dp, gpp, gtp)
 
 

@@ -73,7 +73,8 @@ def test_ranks_that_share_out_experts_have_rows_of_their_own() -> None:
 def test_each_sum_over_rows_counts_every_row_once(sizes: tuple[int, int, int, int]) -> None:
     """Ranks of one group have all rows between them and no row twice; copies times shards are those ranks."""
     pp, tp, dp, shard = sizes
-    layout, count = Layout(pp, tp, dp, shard=shard), 13
+    layout = Layout(pp, tp, dp, shard=shard)
+    count = 13
     rows = THREE_D_PROTO.distribute([1] * count, layout)
     for group in layout.groups("rows"):
         assert sorted(row for rank in group for row in rows[rank]) == list(range(count))

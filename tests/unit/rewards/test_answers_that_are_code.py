@@ -170,7 +170,8 @@ def test_code_is_refused(evaluate: Callable[..., Any], text: str) -> None:
 
 def test_names_of_mathematics_are_read_in_a_fresh_interpreter() -> None:
     sympy = pytest.importorskip("sympy")
-    alone, shared = Evaluations(alone=True), Evaluations(alone=False)
+    alone = Evaluations(alone=True)
+    shared = Evaluations(alone=False)
     with alone.installed():
         assert sympy.parse_expr("sin(x)**2 + sqrt(4) + abs(-y)") == sympy.sympify("2") + sympy.sin(
             sympy.Symbol("x")

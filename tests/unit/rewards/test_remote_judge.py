@@ -293,7 +293,8 @@ async def test_long_answers_that_begin_alike_are_two_questions(time: Time) -> No
 
 async def test_who_waits_for_another_call_asks_itself_when_that_is_cancelled(time: Time) -> None:
     async with judged(time, says("score 1"), held=True) as (server, judge):
-        first, second = asyncio.ensure_future(judge(SAMPLE)), asyncio.ensure_future(judge(SAMPLE))
+        first = asyncio.ensure_future(judge(SAMPLE))
+        second = asyncio.ensure_future(judge(SAMPLE))
         await server.begun.acquire()
         first.cancel()
         server.held.set()

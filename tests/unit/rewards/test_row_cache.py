@@ -25,9 +25,11 @@ def sent(row: PromptRow) -> PackedRow:
 
 
 async def test_a_row_is_encoded_once_and_decoded_once_for_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    packs, pack = [], msgpack.packb
+    packs = []
+    pack = msgpack.packb
     monkeypatch.setattr(msgpack, "packb", lambda *args, **named: packs.append(1) or pack(*args, **named))
-    row, cache = PromptRow(COLUMNS), RowCache()
+    row = PromptRow(COLUMNS)
+    cache = RowCache()
     found = await asyncio.gather(*(cache.row(sent(row)) for _ in range(8)))
     assert len(packs) == cache.decoded == 1
     assert all(each is found[0] for each in found)
@@ -38,7 +40,8 @@ async def test_a_row_is_encoded_once_and_decoded_once_for_all_samples(monkeypatc
 
 
 async def test_a_large_row_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, unpack = [], msgpack.unpackb
+    threads = []
+    unpack = msgpack.unpackb
 
     def noted(*args: Any, **named: Any) -> Any:
         threads.append(threading.get_ident())

@@ -237,7 +237,8 @@ def test_repetition() -> None:
 def test_reasoning_gym_scores_the_entry_the_prompt_came_from() -> None:
     prompts = load_prompts("reasoning_gym:chain_sum", {"size": 4, "seed": 2, "max_terms": 3})
     row = prompts.row(3).columns
-    whole, last = templates.reasoning_gym(), templates.reasoning_gym(pattern=r"(-?\d+)\D*$")
+    whole = templates.reasoning_gym()
+    last = templates.reasoning_gym(pattern=r"(-?\d+)\D*$")
     assert whole(sample(row["answer"], **row)) == 1
     assert whole(sample("x", **row)) < 1
     assert last(sample(f"The answer is {row['answer']}.", **row)) == 1

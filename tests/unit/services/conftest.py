@@ -43,7 +43,9 @@ class StoreReader:
     """Reads from one store of this process, and counts how often."""
 
     def __init__(self, store: RowStore) -> None:
-        self.store, self.reads, self.bytes_read = store, 0, 0
+        self.store = store
+        self.reads = 0
+        self.bytes_read = 0
 
     async def read(self, refs: BatchRef, columns: Sequence[str]) -> Batch:
         async with self.views(refs, columns) as found:

@@ -39,7 +39,8 @@ class CountingRun:
     is_computed = False
 
     def __init__(self, engine: "CountingEngine", rows: Sequence[TrainRow]) -> None:
-        self._engine, self._rows = engine, rows
+        self._engine = engine
+        self._rows = rows
         self.passes = 0
         self._is_cut_short = False
         self._trained: list[tuple[int, int, int]] = []
@@ -89,7 +90,9 @@ class CountingEngine:
     weights_spec = SPEC
 
     def __init__(self, mesh: RankMesh, weight: float = 0.0) -> None:
-        self.mesh, self.weight, self.updates = mesh, weight, 0
+        self.mesh = mesh
+        self.weight = weight
+        self.updates = 0
         self.trained_weights = TrainedWeights(torch.nn.Module(), lambda: None)
 
     def begin(self, rows: Sequence[TrainRow], incarnation: int, version: int) -> CountingRun:

@@ -24,7 +24,9 @@ from asyncrl.services.critic import CriticService
 from tests.unit.services.counting import PatientCompute, saved
 from tests.unit.services.source_rows import store_read_by
 
-VOCABULARY, CAP, INCARNATION = 50, 24, 1
+VOCABULARY = 50
+CAP = 24
+INCARNATION = 1
 Serving = Callable[..., AbstractAsyncContextManager[CriticService]]
 
 
@@ -59,17 +61,21 @@ def serving(worker_context: Callable[..., WorkerContext], folder: Path) -> Servi
 
 def sampled(service: CriticService, count: int = 6, first_group: int = 0) -> BatchRef:
     """Rows as generation leaves them."""
-    draw, store = np.random.default_rng(first_group), store_read_by(service)
+    draw = np.random.default_rng(first_group)
+    store = store_read_by(service)
     rows = []
     for index in range(count):
-        prompt, response = draw.integers(0, VOCABULARY, 3 + index), draw.integers(0, VOCABULARY, CAP - 3 * index)
+        prompt = draw.integers(0, VOCABULARY, 3 + index)
+        response = draw.integers(0, VOCABULARY, CAP - 3 * index)
         columns = {
             "prompt_ids": prompt.astype(np.int32),
             "response_ids": response.astype(np.int32),
             "logprobs": draw.normal(-4, 0.3, len(response)).astype(np.float32),
             "versions": np.zeros(len(response), np.int32),
         }
-        group, member, place = first_group + index // 4, index % 4, store.put(columns)
+        group = first_group + index // 4
+        member = index % 4
+        place = store.put(columns)
         rows.append(RowRef(group, member, 0, INCARNATION, len(prompt), len(response), 0, 0, "stop", (place,), 1.0))
     return BatchRef(tuple(rows))
 
@@ -83,7 +89,8 @@ async def values_of(service: CriticService, refs: BatchRef) -> list[np.ndarray]:
 
 def batch(service: CriticService, refs: BatchRef, values: list[np.ndarray], version: int = 0) -> Cuts:
     """What trains from `version`, with the values in one place with the rest, as this reader wants it."""
-    store, rows = store_read_by(service), []
+    store = store_read_by(service)
+    rows = []
     for ref, judged in zip(refs, values, strict=True):
         names = ("prompt_ids", "response_ids", "logprobs", "versions")
         columns = dict(zip(names, store.read(ref.places[0], names), strict=True))
@@ -164,7 +171,8 @@ async def test_an_update_whose_caller_gave_up_is_finished_before_the_next_one(se
     found = []
     for impatient in (True, False):
         async with serving(config(training={"updates": 6}), make_compute=PatientCompute) as service:
-            refs, others = sampled(service), sampled(service, first_group=7)
+            refs = sampled(service)
+            others = sampled(service, first_group=7)
             first = service.update(batch(service, refs, zeros(refs)))
             await (given_up(first) if impatient else first)
             await service.update(batch(service, others, zeros(others), version=1))
@@ -178,18 +186,21 @@ async def test_a_sample_is_learnt_once_though_it_comes_again_in_another_batch_fr
 ) -> None:
     """The policy's step was lost; what was not lost with it comes again beside other samples."""
     async with serving() as service:
-        refs, others = sampled(service), sampled(service, first_group=7)
+        refs = sampled(service)
+        others = sampled(service, first_group=7)
         await service.update(batch(service, refs, zeros(refs)))
         first = await service.update(batch(service, refs.take([0, 1]), zeros(refs.take([0, 1]))))
         assert (first.updates, first.skipped) == (0, "learnt before")
     async with serving() as service:
-        refs, others = sampled(service), sampled(service, first_group=7)
+        refs = sampled(service)
+        others = sampled(service, first_group=7)
         await service.update(batch(service, refs, zeros(refs)))
         mixed = BatchRef((*refs.rows[:3], *others.rows))
         found = await service.update(batch(service, mixed, zeros(mixed)))
         after = await values_of(service, refs)
     async with serving() as service:
-        refs, others = sampled(service), sampled(service, first_group=7)
+        refs = sampled(service)
+        others = sampled(service, first_group=7)
         await service.update(batch(service, refs, zeros(refs)))
         assert await service.update(batch(service, others, zeros(others))) == found
         for values, expected in zip(await values_of(service, refs), after, strict=True):
@@ -205,7 +216,8 @@ async def test_a_sample_is_learnt_once_though_a_later_version_has_it_again(servi
         return report.updates, report.skipped
 
     async with serving() as service:
-        refs, others = sampled(service), sampled(service, first_group=7)
+        refs = sampled(service)
+        others = sampled(service, first_group=7)
         await service.update(batch(service, refs, zeros(refs)))
         await service.update(batch(service, others, zeros(others), version=1))
         assert await again(service, refs, 2) == (0, "learnt before")
@@ -245,7 +257,8 @@ async def test_an_update_from_an_earlier_version_or_another_incarnation_is_refus
 async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Serving, tmp_path: Path) -> None:
     (tmp_path / "trainer.pt").write_bytes(b"the trainer's")
     async with serving() as service:
-        refs, others = sampled(service), sampled(service, first_group=7)
+        refs = sampled(service)
+        others = sampled(service, first_group=7)
         await service.update(batch(service, refs, zeros(refs), version=4))
         with pytest.raises(Refused, match=r"version 3 of incarnation 1.* version 4"):
             await saved(service, tmp_path, 3)
@@ -256,7 +269,8 @@ async def test_a_checkpoint_lies_beside_the_trainers_and_resumes(serving: Servin
         await service.update(batch(service, others, zeros(others), version=5))
         expected = await values_of(service, refs)
     async with serving(checkpoint_dir=tmp_path, incarnation=INCARNATION + 1) as resumed:
-        refs, others = sampled(resumed), sampled(resumed, first_group=7)
+        refs = sampled(resumed)
+        others = sampled(resumed, first_group=7)
         with pytest.raises(Refused, match="from version 4"):
             await resumed.update(batch(resumed, others, zeros(others), version=4))
         cuts = batch(resumed, others, zeros(others), version=5)
@@ -303,7 +317,8 @@ async def test_a_folder_with_another_tokenizer_is_refused(serving: Serving, fold
 async def test_a_critic_whose_run_ends_forgoes_the_updates_that_are_left_and_learns_nothing_twice(
     taken: int, skipped: str, serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, advance = config(training={"updates": 2, "micro_batch_tokens": 64}), CriticStep.advance
+    settings = config(training={"updates": 2, "micro_batch_tokens": 64})
+    advance = CriticStep.advance
     async with serving(settings) as service:
 
         def advance_and_end(step: CriticStep) -> bool:

@@ -77,7 +77,8 @@ def said(
         "transcript": np.frombuffer(json.dumps(transcript).encode(), np.uint8),
     }
     place = store.put(columns)
-    tokens, given = 2 * len(turns), len(turns)
+    tokens = 2 * len(turns)
+    given = len(turns)
     return RowRef(3, member, attempt, 0, 2, tokens, 0, 0, "stop", (place,), turns=len(turns), given=given)
 
 

@@ -29,7 +29,9 @@ class Person:
     """A running service, a store to put samples into, and a client of the page."""
 
     def __init__(self, service: FeedbackService, store: RowStore, client: httpx2.AsyncClient) -> None:
-        self.service, self.store, self.client = service, store, client
+        self.service = service
+        self.store = store
+        self.client = client
 
     def ref(self, text: str, member: int = 0, group: int = 4, version: int = 0, first: int | None = None) -> RowRef:
         data = np.frombuffer(text.encode(), np.uint8)

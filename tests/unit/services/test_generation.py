@@ -268,7 +268,8 @@ async def test_weights_flip_while_samples_run(start: Start, arena: Any) -> None:
         await until(service, lambda: core_of(service).running > 0)
         await service.pause()
         await service.context.compute.run(lambda: None)
-        finished, sampling = service.counters["samples"], core_of(service).running
+        finished = service.counters["samples"]
+        sampling = core_of(service).running
         assert (await service.use_weights(arena.publish(1))).version == 1
         await service.resume()
         rows = BatchRef.join(await running).rows
@@ -301,7 +302,8 @@ async def test_how_far_it_is_from_the_trainer_is_told_with_the_version_it_took_o
 async def test_weights_overwritten_while_they_are_taken_over_are_refused_each_time(start: Start, arena: Any) -> None:
     """No lease keeps version 3 from the slot of version 1. A failed call leaves nothing that a repeated one trusts."""
     async with start(service="evaluation") as evaluation:
-        published, load = arena.publish(1), core_of(evaluation).load
+        published = arena.publish(1)
+        load = core_of(evaluation).load
 
         def load_while_it_is_overwritten(*args: Any, **settings: Any) -> None:
             load(*args, **settings)

@@ -140,7 +140,8 @@ async def test_a_row_has_the_turns_so_far_and_their_logprobs_are_those_of_a_plai
             assert [each["role"] for each in messages] == ["assistant", "user"] * 3 + ["assistant"]
             assert [each["content"] for each in messages[1::2]] == [" no", " not at all", " yes"]
             assert messages[-1]["content"] == bytes(text).decode()
-            own, given = spans[::2], spans[1::2]
+            own = spans[::2]
+            given = spans[1::2]
             assert (row.turns, row.given, row.tokens) == (4, given.sum(), own.sum()) == (4, row.given, len(versions))
             assert (row.prompt_tokens, row.first, row.last) == (len(prompt_ids), 4, 4)
             assert given[-1] == 0 < given[:-1].min()
@@ -232,7 +233,8 @@ async def test_the_next_turn_is_the_same_at_another_worker(start: Start, environ
     async with start() as one, start() as other:
         first = await sampled(one, group())
         continued = going_on(group(), environment.step(one, first, " no"))
-        here, there = await sampled(one, continued), await sampled(other, continued)
+        here = await sampled(one, continued)
+        there = await sampled(other, continued)
         for left, right in zip(here, there, strict=True):
             for mine, others in zip(columns_of(one, left), columns_of(other, right), strict=True):
                 assert mine.tobytes() == others.tobytes()
@@ -286,12 +288,15 @@ async def test_turns_that_met_max_new_tokens_are_counted_where_they_are_sampled(
 ) -> None:
     """An answer that the room of its episode ended is none of them, and nor is an episode that its own limit ended."""
     async with start() as service:
-        counted, most, without_room = dict.fromkeys(range(3), 0), group().max_new_tokens, 0
+        counted = dict.fromkeys(range(3), 0)
+        most = group().max_new_tokens
+        without_room = 0
         rows = await sampled(service, group())
         while len(rows):
             for row in rows:
                 columns = columns_of(service, row)
-                own, newest = int(columns[4][-2]), json.loads(bytes(columns[5]))[-1]
+                own = int(columns[4][-2])
+                newest = json.loads(bytes(columns[5]))[-1]
                 ended = row.finish == "length" and own == most
                 without_room += row.finish == "length" and own < most
                 counted[row.member] += ended

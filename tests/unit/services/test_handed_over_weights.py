@@ -34,7 +34,8 @@ class NotedHandover(WeightHandover):
 async def test_memory_is_free_while_a_step_computes_and_weights_follow_it(
     tmp_path: Path, worker_context: Callable[..., WorkerContext], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handover, advance = NotedHandover(), counting.CountingRun.advance
+    handover = NotedHandover()
+    advance = counting.CountingRun.advance
 
     def noted(run: counting.CountingRun) -> bool:
         handover.noted.append("pass")

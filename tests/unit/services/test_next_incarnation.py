@@ -22,12 +22,10 @@ from tests.unit.services import test_generation
 from tests.unit.services.running_generation import core_of, until
 from tests.unit.services.test_generation import INCARNATION, Start, collect, group, responses
 
-arena, config, folder, start = (
-    test_generation.arena,
-    test_generation.config,
-    test_generation.folder,
-    test_generation.start,
-)
+arena = test_generation.arena
+config = test_generation.config
+folder = test_generation.folder
+start = test_generation.start
 
 
 async def test_in_the_next_incarnation_only_the_engine_is_the_same(start: Start, arena: Any, folder: Path) -> None:
@@ -38,7 +36,8 @@ async def test_in_the_next_incarnation_only_the_engine_is_the_same(start: Start,
     async with start() as service:
         await service.use_weights(arena.publish(7))
         rows = BatchRef.join(await collect(service, group(0)))
-        running, core = asyncio.ensure_future(collect(service, group(1, members=9))), core_of(service)
+        running = asyncio.ensure_future(collect(service, group(1, members=9)))
+        core = core_of(service)
         await until(service, lambda: core.running > 0)
         running.cancel()
         await asyncio.wait([running])
@@ -70,7 +69,8 @@ async def test_weights_that_came_over_a_network_come_from_the_next_trainer(start
         async with start() as service, asyncio.TaskGroup() as tasks:
             service.context.reader.wire = wire
             network = WeightNetwork(wire, on_tcp("127.0.0.1", "*"), service.context.spec.hello, tasks)
-            first, second = network.sender(spec), network.sender(spec)
+            first = network.sender(spec)
+            second = network.sender(spec)
             with torch.no_grad():
                 moved = {name: value + 0.1 for name, value in weights.items()}
             await service.use_weights(await asyncio.to_thread(first.write, INCARNATION, 5, moved))

@@ -22,7 +22,8 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.services.reference import ReferenceService
 from tests.unit.services.source_rows import store_read_by
 
-VOCABULARY, CAP = 50, 24
+VOCABULARY = 50
+CAP = 24
 Serving = Callable[..., AbstractAsyncContextManager[ReferenceService]]
 
 
@@ -53,10 +54,12 @@ def serving(worker_context: Callable[..., WorkerContext]) -> Serving:
 
 
 def samples(service: ReferenceService, count: int = 6) -> BatchRef:
-    draw, store = np.random.default_rng(0), store_read_by(service)
+    draw = np.random.default_rng(0)
+    store = store_read_by(service)
     rows = []
     for index in range(count):
-        prompt, response = draw.integers(0, VOCABULARY, 3 + index), draw.integers(0, VOCABULARY, CAP - 4 * index)
+        prompt = draw.integers(0, VOCABULARY, 3 + index)
+        response = draw.integers(0, VOCABULARY, CAP - 4 * index)
         place = store.put({"prompt_ids": prompt.astype(np.int32), "response_ids": response.astype(np.int32)})
         rows.append(RowRef(index // 4, index % 4, 0, 1, len(prompt), len(response), 0, 0, "stop", (place,)))
     return BatchRef(tuple(rows))

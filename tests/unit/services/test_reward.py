@@ -51,7 +51,8 @@ class Bench:
     """A running service and a store to put samples into."""
 
     def __init__(self, service: RewardService, store: RowStore) -> None:
-        self.service, self.store = service, store
+        self.service = service
+        self.store = store
 
     def ref(self, text: str, member: int = 0, group: int = 4, finish: str = "stop") -> RowRef:
         place = self.store.put({"text": np.frombuffer(text.encode(), np.uint8)})
@@ -223,7 +224,8 @@ async def test_errors_name_whole_groups_and_held_out_prompts(tmp_path: Path, min
     functions = ("exact_match", {"use": f"{mine}:short", "group": True})
     sets = {"hard": {"prompts": "h"}}
     settings = config(*functions, on_error="zero")
-    held_out, unnamed = EvaluateConfig(prompts="p", size=40, sets=sets), EvaluateConfig(size=40)
+    held_out = EvaluateConfig(prompts="p", size=40, sets=sets)
+    unnamed = EvaluateConfig(size=40)
     async with serving(settings.model_copy(update={"evaluate": held_out}), tmp_path) as bench:
         refs = BatchRef(tuple(bench.ref("cba", member) for member in range(3)))
         group = (await bench.service.score(refs, ROW))[2].error

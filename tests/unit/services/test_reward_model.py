@@ -101,9 +101,12 @@ def serving(worker_context: Callable[..., WorkerContext], judge: Path) -> Servin
 
 def sampled(service: RewardModelService, count: int = 9) -> BatchRef:
     """Ragged rows as generation leaves them; some end with the padding id."""
-    draw, store, rows = np.random.default_rng(5), store_read_by(service), []
+    draw = np.random.default_rng(5)
+    store = store_read_by(service)
+    rows = []
     for member in range(count):
-        prompt, response = draw.integers(0, VOCABULARY, 2 + member), draw.integers(0, VOCABULARY, 14 - member)
+        prompt = draw.integers(0, VOCABULARY, 2 + member)
+        response = draw.integers(0, VOCABULARY, 14 - member)
         response[-1:] = 3 if member % 2 else response[-1]
         columns = {"prompt_ids": prompt.astype(np.int32), "response_ids": response.astype(np.int32)}
         place = store.put({**columns, "text": np.frombuffer(b"text", np.uint8)})

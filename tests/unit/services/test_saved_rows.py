@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from counting import INCARNATION, CountingService, config, context_maker
 
 Contexts = Callable[..., WorkerContext]
-SAMPLES, TOKENS = 3, 12
+SAMPLES = 3
+TOKENS = 12
 LONGEST = (4, TOKENS, 5 * TOKENS)
 VALUED = value_columns("values", "valued_at", TOKENS) | value_columns("cost_values", "cost_valued_at", TOKENS)
 

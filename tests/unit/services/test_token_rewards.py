@@ -120,7 +120,8 @@ async def test_the_tokens_of_all_turns_are_rewarded_beside_the_turns(
     tmp_path: Path, mine: str, source: RowStore, serving: Callable[..., Any]
 ) -> None:
     functions = ({"use": f"{mine}:first_turn", "by_token": True}, "environment")
-    ids, spans = np.arange(9, dtype=np.int32), np.array([2, 3, 4, 0], np.int32)
+    ids = np.arange(9, dtype=np.int32)
+    spans = np.array([2, 3, 4, 0], np.int32)
     said = json.dumps([{"role": "assistant", "content": "a"}]).encode()
     place = source.put(
         {

@@ -114,7 +114,8 @@ async def test_the_chain_is_that_of_the_samples_of_every_step(tmp_path: Path, se
 
 async def test_a_row_that_did_not_enter_the_loss_is_not_in_the_chain(tmp_path: Path, serving: Serving) -> None:
     async with serving(tmp_path) as service:
-        trained, left_out = cuts(service, 0, 1), cuts(service, 0, 2, advantage=0.0)
+        trained = cuts(service, 0, 1)
+        left_out = cuts(service, 0, 2, advantage=0.0)
         report = await service.step(replace(trained, batch=BatchRef((*trained.batch.rows, *left_out.batch.rows))))
         assert report.chain == chain(GENESIS, [(1, 0, 0)]).hex()
 
@@ -252,7 +253,8 @@ def test_a_reader_that_never_flips_is_named_and_the_trained_step_is_not_lost(tmp
         async with serving(tmp_path, config=config(staleness={"publish_deadline": 5.0})) as service:
             await service.using(("stuck",), 0)
             await service.step(cuts(service, 0, 1))
-            batch, began = cuts(service, 1, 2), asyncio.get_running_loop().time()
+            batch = cuts(service, 1, 2)
+            began = asyncio.get_running_loop().time()
             with pytest.raises(DeadlineExceeded, match="stuck still read"):
                 await service.step(batch)
             assert asyncio.get_running_loop().time() - began == pytest.approx(10)

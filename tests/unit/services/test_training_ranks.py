@@ -127,7 +127,9 @@ async def test_a_share_that_comes_again_after_others_lost_rows_is_trained_and_no
     """A handle cancels the other ranks' calls on the first error; the next batch may have the same share for them."""
     async with serving_two(tmp_path) as two:
         one, other = two.ranks
-        kept, gone, instead = put(one, 1), put(one, 2), put(one, 3)
+        kept = put(one, 1)
+        gone = put(one, 2)
+        instead = put(one, 3)
         one.context.open_rows(0, 0).free([gone.places[0]])
         left_behind = asyncio.ensure_future(one.step(Cuts(INCARNATION, 0, BatchRef((kept,)), 6, 2)))
         lost = asyncio.ensure_future(other.step(Cuts(INCARNATION, 0, BatchRef((gone,)), 6, 2)))

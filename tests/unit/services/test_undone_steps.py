@@ -43,8 +43,10 @@ async def saved_weight(service: CountingService, folder: Path, version: int) -> 
 
 def block_in_pass(number: int, patch: Patch) -> tuple[asyncio.Event, threading.Event]:
     """Has each step stop in this pass until the second event is set. Returns what is set then, and that."""
-    advance, loop = CountingRun.advance, asyncio.get_running_loop()
-    reached, goes_on = asyncio.Event(), threading.Event()
+    advance = CountingRun.advance
+    loop = asyncio.get_running_loop()
+    reached = asyncio.Event()
+    goes_on = threading.Event()
 
     def advance_or_wait(run: CountingRun) -> bool:
         if run.passes + 1 == number:
@@ -123,7 +125,9 @@ async def test_between_two_steps_no_further_one_begins(tmp_path: Path, serving: 
 async def test_a_step_that_still_reads_its_rows_changes_nothing(
     tmp_path: Path, serving: Serving, monkeypatch: Patch
 ) -> None:
-    read, reached, goes_on = CountingService.read_rows, asyncio.Event(), asyncio.Event()
+    read = CountingService.read_rows
+    reached = asyncio.Event()
+    goes_on = asyncio.Event()
 
     async def read_late(service: CountingService, samples: object) -> object:
         reached.set()

@@ -8,7 +8,8 @@ from asyncrl.simulation.faults.trial_execution import run_trial
 from asyncrl.simulation.faults.trial_plan import Fault, Trial
 from asyncrl.simulation.faults.trial_services import GroundTruth
 
-LOSE, OVERTAKE = Fault("lose", 3, seconds=0.5), Fault("overtake", 3, seconds=20.0)
+LOSE = Fault("lose", 3, seconds=0.5)
+OVERTAKE = Fault("overtake", 3, seconds=20.0)
 
 
 def test_of_two_faults_of_a_message_only_the_last_is_injected() -> None:

@@ -9,7 +9,8 @@ from asyncrl.simulation import virtual_loop
 
 def test_time_jumps_to_the_next_timer() -> None:
     async def main() -> list[tuple[str, float]]:
-        loop, seen = asyncio.get_running_loop(), []
+        loop = asyncio.get_running_loop()
+        seen = []
 
         async def wake(name: str, after: float) -> None:
             await asyncio.sleep(after)

@@ -148,7 +148,8 @@ def test_calls_that_are_none_are_refused(calls: Any) -> None:
 
 
 def test_no_null_of_shared_columns_is_left_in_messages_and_schemas(tmp_path: Path) -> None:
-    table, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
 
     def schema(name: str, **properties: Any) -> dict[str, Any]:
         return {
@@ -330,7 +331,8 @@ def result(call: str | None) -> dict[str, Any]:
 def test_results_of_calls_stand_in_the_order_of_the_calls(
     ids: Sequence[str | None], given: Sequence[str | None], expected: Sequence[str | None]
 ) -> None:
-    asked, ends = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}
+    asked = {"role": "user", "content": "hi"}
+    ends = {"role": "assistant", "content": "so"}
     found = in_one_form(
         [asked, calling(*ids), *map(result, given), ends, calling("d", "c"), result("c"), result("d")], ""
     )

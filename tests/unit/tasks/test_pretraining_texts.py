@@ -12,7 +12,8 @@ from asyncrl.tasks.prompt_sources import write_texts
 
 
 def written(tmp_path: Path, *rows: dict[str, Any], **task: Any) -> list[dict[str, Any]]:
-    source, target = tmp_path / "texts.jsonl", tmp_path / "pretrain.jsonl"
+    source = tmp_path / "texts.jsonl"
+    target = tmp_path / "pretrain.jsonl"
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     write_texts(target, TaskConfig(prompts="none", pretrain=str(source), **task))
     return [json.loads(line) for line in target.read_text().splitlines()]
@@ -68,7 +69,8 @@ def test_a_generator_without_an_end_is_read_up_to_the_size(tmp_path: Path) -> No
 
 
 def test_messages_that_are_texts_are_no_texts_to_learn(tmp_path: Path) -> None:
-    asked, said = [{"role": "user", "content": "a?"}], [{"role": "assistant", "content": "b"}]
+    asked = [{"role": "user", "content": "a?"}]
+    said = [{"role": "assistant", "content": "b"}]
     rows: list[dict[str, Any]] = [
         {"prompt": json.dumps(asked), "completion": json.dumps(said, indent=1)},
         {"prompt": repr(asked), "completion": repr(said)},

@@ -80,7 +80,8 @@ def test_a_prompt_that_cannot_be_rendered_is_named(tmp_path: Path) -> None:
 @pytest.mark.trap("rewritten_history")
 def test_one_prompt_of_each_shape_of_conversation_is_rendered(tmp_path: Path) -> None:
     """A template may refuse an order of roles or change thoughts; neither is seen in the longest prompts."""
-    asks, answers = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+    asks = {"role": "user", "content": "hi"}
+    answers = {"role": "assistant", "content": "hello"}
     thinks = {"role": "assistant", "content": "<think>so</think>hello"}
     talks = [[asks], [asks, answers, asks], [asks, thinks, asks], [asks, answers, asks], [{**asks, "role": "system"}]]
     rows: list[dict[str, Any]] = [{"prompt": [{**asks, "content": "x" * 90}]}] * COUNTED

@@ -217,7 +217,8 @@ def test_training_and_held_out_prompts_differ_by_seed() -> None:
         task={"prompts": "reasoning_gym:chain_sum", "size": 20, "system": "Answer with a number."},
         evaluate={"prompts": "reasoning_gym:chain_sum", "size": 5},
     )
-    training, held_out = training_prompts(gym), held_out_prompts(gym)
+    training = training_prompts(gym)
+    held_out = held_out_prompts(gym)
     assert held_out is not None
     assert (len(training), len(held_out)) == (20, 5)
     assert held_out.row(0).prompt != training.row(0).prompt
@@ -227,7 +228,8 @@ def test_training_and_held_out_prompts_differ_by_seed() -> None:
 def test_held_out_questions_are_never_trained_on() -> None:
     tiny = {"prompts": "reasoning_gym:products", "options": {"max_digits": 1}, "size": 100}
     gym = config(task=tiny, evaluate=tiny)
-    training, held_out = training_prompts(gym), held_out_prompts(gym)
+    training = training_prompts(gym)
+    held_out = held_out_prompts(gym)
     assert held_out is not None
     assert len(training) == len(held_out) == 100
     seen = {str(training.row(number).prompt) for number in range(100)}

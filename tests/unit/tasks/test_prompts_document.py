@@ -36,7 +36,8 @@ def test_order_and_rows_to_hold_out(tmp_path: Path) -> None:
     write(tmp_path / "data" / "b.jsonl", *rows[20:])
     files_of(PAGE, tmp_path)
     config = config_of(PAGE, "held_out", tmp_path)
-    training, held_out = training_prompts(config), held_out_prompts(config)
+    training = training_prompts(config)
+    held_out = held_out_prompts(config)
     assert held_out is not None
     assert len(training) + len(held_out) == len(rows)
     assert 4 <= len(held_out) <= 16

@@ -106,7 +106,8 @@ def test_every_row_of_tests_is_checked(tmp_path: Path) -> None:
 
 
 def test_parquet_is_checked_to_its_end(tmp_path: Path) -> None:
-    table, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
     config = Config.model_validate(
         {"model": {"name": "m"}, "task": {"prompts": "p"}, "reward": {"functions": ["numeric"]}}
     )

@@ -37,7 +37,9 @@ def is_clean(text: str) -> bool:
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_nothing_commands_a_terminal(text: str) -> None:
-    out, live, panel = io.StringIO(), io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    live = io.StringIO()
+    panel = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", out)

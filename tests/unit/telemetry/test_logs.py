@@ -39,7 +39,8 @@ def test_an_exception_is_written_with_its_traceback(tmp_path: Path) -> None:
 
 def test_a_log_is_bounded_and_says_what_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "LARGEST_LOG", 3000)
-    path, old = tmp_path / "reward0.0.jsonl", tmp_path / "reward0.0.jsonl.old"
+    path = tmp_path / "reward0.0.jsonl"
+    old = tmp_path / "reward0.0.jsonl.old"
     said = []
     with open_log(path) as log:
         for number in range(100):

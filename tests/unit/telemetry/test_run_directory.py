@@ -39,7 +39,8 @@ def test_two_runs_of_the_same_second_get_two_directories(tmp_path: Path) -> None
 
 
 def test_a_path_is_shown_without_what_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere, here = tmp_path / "elsewhere" / "deep", tmp_path / "here"
+    elsewhere = tmp_path / "elsewhere" / "deep"
+    here = tmp_path / "here"
     elsewhere.mkdir(parents=True)
     here.mkdir()
     (here / "link").symlink_to(elsewhere)

@@ -52,7 +52,8 @@ class Notes:
 
 
 def test_everything_arrives_in_order_and_the_sink_is_closed() -> None:
-    notes, said = Notes(), []
+    notes = Notes()
+    said = []
     sink = SinkWorker("notes", lambda: notes, said.append)
     for step in range(10):
         sink.write(step, {"reward/mean": 0.5, "name": "x", "none": None})
@@ -63,7 +64,8 @@ def test_everything_arrives_in_order_and_the_sink_is_closed() -> None:
 
 
 def test_a_sink_that_hangs_delays_nothing_and_is_left_out_with_one_warning() -> None:
-    notes, said = Notes(open_gate=False), []
+    notes = Notes(open_gate=False)
+    said = []
     sink = SinkWorker("notes", lambda: notes, said.append)
     for step in range(10 * QUEUED_STEPS):
         sink.write(step, {})
@@ -75,7 +77,8 @@ def test_a_sink_that_hangs_delays_nothing_and_is_left_out_with_one_warning() -> 
 
 
 def test_a_sink_that_fails_is_left_out_with_one_warning() -> None:
-    notes, said = Notes(fails_at=2), []
+    notes = Notes(fails_at=2)
+    said = []
     sink = SinkWorker("notes", lambda: notes, said.append)
     for step in range(10):
         sink.write(step, {})
@@ -95,7 +98,8 @@ def test_a_sink_that_cannot_be_opened_is_left_out() -> None:
 
 
 def test_the_end_of_a_run_waits_for_a_sink_only_so_long() -> None:
-    notes, said = Notes(open_gate=False), []
+    notes = Notes(open_gate=False)
+    said = []
     sink = SinkWorker("notes", lambda: notes, said.append)
     sink.write(1, {})
     sink.close(deadline=0.05)

@@ -49,9 +49,11 @@ def test_a_change_is_told_with_the_copy_of_what_it_was(tmp_path: Path, reward: t
 
 
 def test_a_file_that_is_read_now_or_no_more_is_a_change(tmp_path: Path, reward: tuple[str, Path]) -> None:
-    folder, helper = tmp_path / "sources", tmp_path / "helper.py"
+    folder = tmp_path / "sources"
+    helper = tmp_path / "helper.py"
     helper.touch()
-    alone, both = look_at([reward]), look_at([reward, (reward[0], helper)])
+    alone = look_at([reward])
+    both = look_at([reward, (reward[0], helper)])
     keep(folder, both)
     (change,) = changed(kept(folder), alone, folder)
     assert str(change) == f"{reward[0]}: {helper} is read no more; {folder / both[1].copy} is what it was"

@@ -142,7 +142,8 @@ async def beside(tracer: Tracer, name: str, meeting: asyncio.Barrier) -> None:
 
 async def test_a_call_within_the_time_of_another_is_not_drawn_as_its_part(tmp_path: Path) -> None:
     tracer = Tracer(file_of(tmp_path, "reward0.0"), "reward0.0", Ticks())
-    longer_runs, shorter_is_over = asyncio.Event(), asyncio.Event()
+    longer_runs = asyncio.Event()
+    shorter_is_over = asyncio.Event()
 
     async def longer() -> None:
         with tracer.span("longer"):
@@ -178,7 +179,8 @@ async def test_the_compute_thread_has_its_name(tmp_path: Path) -> None:
 
 
 async def test_an_arrow_of_a_task_that_outlives_its_call_leaves_from_where_it_is(tmp_path: Path) -> None:
-    tracer, over = Tracer(file_of(tmp_path, "generation0.0"), "generation0.0", Ticks()), asyncio.Event()
+    tracer = Tracer(file_of(tmp_path, "generation0.0"), "generation0.0", Ticks())
+    over = asyncio.Event()
 
     async def later() -> None:
         await over.wait()

@@ -55,7 +55,10 @@ CONTAINED = posix.getpid() == 1
 """False where the pool runs programs without a sandbox: then other processes are not ours to look at."""
 SIGKILL = 9
 PR_SET_DUMPABLE = 4
-ENOSPC, EFBIG, EAGAIN, ENOMEM = 28, 27, 11, 12
+ENOSPC = 28
+EFBIG = 27
+EAGAIN = 11
+ENOMEM = 12
 
 
 def main(parts: dict[str, bytes], descriptor: int) -> None:
@@ -222,7 +225,8 @@ def kilobytes(text: str, names: tuple[str, ...]) -> int:
 def collect(child: int) -> tuple[int, float, int, bool]:
     """Kills and collects all processes of the case. Returns the wait status of the child, CPU seconds, the largest
     resident memory of a process, and whether the case left processes or files."""
-    cpu_seconds, memory = 0.0, 0
+    cpu_seconds = 0.0
+    memory = 0
     left = CONTAINED and others() not in ([], [str(child)])
     kill_all(child)
     _, status, usage = posix.wait4(child, 0)

@@ -25,7 +25,8 @@ from typing import Any
 
 from asyncrl.children.sandbox.inside.first_process import FOUND, WRITABLE, describe
 
-EVALUATE, EXECUTE = builtins.eval, builtins.exec
+EVALUATE = builtins.eval
+EXECUTE = builtins.exec
 IMPORTS = {"importlib._bootstrap", "_frozen_importlib"}
 OF_LIBRARIES = {"collections", "dataclasses", "sympy.polys.monomials", *IMPORTS}
 """Modules that execute what they wrote themselves, of no text that anybody gave them."""
@@ -78,11 +79,13 @@ class Evaluations:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        builtins.eval, builtins.exec = self.evaluate, self.execute
+        builtins.eval = self.evaluate
+        builtins.exec = self.execute
         try:
             yield
         finally:
-            builtins.eval, builtins.exec = EVALUATE, EXECUTE
+            builtins.eval = EVALUATE
+            builtins.exec = EXECUTE
 
 
 def is_of_library() -> bool:

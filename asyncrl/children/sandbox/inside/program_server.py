@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 LARGEST_INTEGER = 2**63
 INFINITY = float("inf")
-IMMUTABLE, MADE_AT_RUN_TIME = 1 << 8, 1 << 9
+IMMUTABLE = 1 << 8
+MADE_AT_RUN_TIME = 1 << 9
 """Flags of classes: those of Python are immutable, or not made at run time."""
 
 

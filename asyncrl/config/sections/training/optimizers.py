@@ -140,7 +140,8 @@ def rate_mistake(name: str, rate: float, max_norm: float = 1.0) -> str:
 
 def option_mistakes(name: str, options: Mapping[str, Any]) -> list[str]:
     """Returns what is wrong with each option."""
-    known, found = OPTIMIZERS[name].options, []
+    known = OPTIMIZERS[name].options
+    found = []
     for key, value in options.items():
         if key in OTHER_KEYS:
             found.append(f"write training.{OTHER_KEYS[key]} instead of {key}")

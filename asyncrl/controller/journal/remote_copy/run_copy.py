@@ -181,14 +181,17 @@ def remove_unnamed(objects: Objects, before: Head | None, head: Head) -> int:
     """Removes the parts that only the head before named; None: all that `head`, the newest one, does not name, such as
     those of a machine that died. Returns how many parts of `head` are gone, as far as that was asked. Raises OSError;
     then some parts stay, which costs space alone."""
-    named, lost = set(map(_object, head.parts)), 0
+    named = set(map(_object, head.parts))
+    lost = 0
     if before is not None:
         unnamed = set(map(_object, before.parts)) - named
     else:
-        there, newest = objects.names(), objects.read_head()
+        there = objects.names()
+        newest = objects.read_head()
         is_newest = newest is not None and newest[0] == head.encode()
         # The parts of another run that writes there by now have no head yet.
-        unnamed, lost = there - named if is_newest else set(), len(named - there)
+        unnamed = there - named if is_newest else set()
+        lost = len(named - there)
     if unnamed:
         objects.remove(sorted(unnamed))
     return lost

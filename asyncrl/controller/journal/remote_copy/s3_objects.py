@@ -12,7 +12,9 @@ from asyncrl.controller.journal.remote_copy.run_copy import WAYS
 from asyncrl.errors import ConfigError
 
 ADDRESS = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(\S*[^/\s])/?")
-CONNECT_SECONDS, READ_SECONDS, TRIES = 10, 60, 3
+CONNECT_SECONDS = 10
+READ_SECONDS = 60
+TRIES = 3
 """Without a byte that moves."""
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
 """Codes with which S3 answers a put whose condition does not hold."""
@@ -105,7 +107,8 @@ class S3Objects:
             raise
 
     def _put(self, name: str, data: bytes, **condition: str) -> str:
-        body, key = _Blocks(data, self), f"{self._path}/{name}"
+        body = _Blocks(data, self)
+        key = f"{self._path}/{name}"
         with self._translated():
             return str(self._client.put_object(Bucket=self._bucket, Key=key, Body=body, **condition)["ETag"])
 

@@ -84,7 +84,8 @@ class Uploads:
             raise OSError("the run has ended")
 
     async def _upload(self, snapshot: Snapshot) -> None:
-        before, self._known = self._known, None
+        before = self._known
+        self._known = None
         work = (self._objects, snapshot, before, self._tag, self._writer, self._note_part)
         try:
             head, self._tag = await asyncio.to_thread(upload, *work)

@@ -7,7 +7,8 @@ from statistics import fmean
 from asyncrl.objectives.pass_at_k import Rate, pass_at_k, rate_over
 from asyncrl.rewards.templates import compiles, passes_tests, reaches
 
-COMPILES, PASSES = compiles.__name__, passes_tests.__name__
+COMPILES = compiles.__name__
+PASSES = passes_tests.__name__
 """Names of the terms, if `name` does not give them others: 1 if a program compiles; the share of its tests that it
 passes."""
 ENDS = ("low", "high")

@@ -80,7 +80,8 @@ class EpisodeEvaluator:
         if self.save is not None:
             self.save("", version, list(_episodes(version, rows)))
         found = summary_of_episodes(version, rows, loop.time() - began)
-        known, self._undrawn = self._undrawn, undrawn or self._undrawn
+        known = self._undrawn
+        self._undrawn = undrawn or self._undrawn
         return found if known else replace(found, undrawn=undrawn)
 
     async def _played(self, version: int, incarnation: int) -> tuple[BatchRef, str]:

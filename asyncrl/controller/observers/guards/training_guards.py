@@ -105,7 +105,8 @@ def _no_movement(history: TrainingHistory) -> str:
     steps = max(history.planned, FEWEST_STEPS)
     if (moved := history.moved) is None or steps * moved >= LEAST_MOVE or history.reward_rose:
         return ""
-    rate, kl = history.steps[-1]["learning_rate"], history.steps[-1].get("mismatch/kl", 0.0)
+    rate = history.steps[-1]["learning_rate"]
+    kl = history.steps[-1].get("mismatch/kl", 0.0)
     return (
         f"the policy hardly moves: at training.learning_rate = {rate:.3g} a step changes the log-prob of a token by "
         f"{moved:.2g} nats (from mismatch/kl, {kl:.2g} in step {history.step}, and the staleness), so that {steps} "
@@ -124,7 +125,8 @@ def _reward_errors(history: TrainingHistory) -> str:
 
 
 def _collapse(history: TrainingHistory) -> str:
-    entropy, first = history.mean("policy/entropy"), history.first_entropy
+    entropy = history.mean("policy/entropy")
+    first = history.first_entropy
     if not history.reward_fell:
         return ""
     fell = f"the mean reward fell from {history.best:.3g} to {history.mean('reward/mean'):.3g}"

@@ -77,7 +77,8 @@ class TrainingHistory:
 
     @classmethod
     def of(cls, config: Config, limit: int) -> "TrainingHistory":
-        members, training = config.task.samples_per_prompt, config.training
+        members = config.task.samples_per_prompt
+        training = config.training
         return cls(
             limit,
             members,
@@ -165,7 +166,8 @@ def _move(metrics: Mapping[str, float]) -> float | None:
     """Returns how far the log-prob of a sampled token moved in a step, in nats: the root mean square of the difference
     of log-probs between the versions that sampled and that train, which is sqrt(2 KL) for a small one, divided by the
     number of versions between them. None where a step cannot tell: its samples are too fresh, or hardly taught."""
-    staleness, kl = metrics.get("staleness/mean", 0.0), metrics.get("mismatch/kl")
+    staleness = metrics.get("staleness/mean", 0.0)
+    kl = metrics.get("mismatch/kl")
     taught = metrics.get("grad_norm", 0.0) > NO_GRADIENT and metrics.get("reward/equal_groups", 0.0) <= MOST_EQUAL
     if kl is None or staleness < LEAST_STALENESS or not taught or not metrics.get("learning_rate"):
         return None

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from asyncrl.engines.acting.stepping.answers import Answers, Floats
 from asyncrl.engines.acting.stepping.stepped_environments import SteppedEnvironments
 
-TERMINATED, TRUNCATED, LOST, TIME_LIMIT = "terminated", "truncated", "lost", "time_limit"
+TERMINATED = "terminated"
+TRUNCATED = "truncated"
+LOST = "lost"
+TIME_LIMIT = "time_limit"
 """Ends of an episode: by itself, by a limit of the environment, by an error of it, and by the deadline."""
 
 

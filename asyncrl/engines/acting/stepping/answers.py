@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from asyncrl.errors import WireError
 
 Floats = NDArray[np.float32]
-TERMINATED, TRUNCATED = 1, 2
+TERMINATED = 1
+TRUNCATED = 2
 """Bits of how an episode ended."""
 
 
@@ -48,7 +49,8 @@ def read_answers(message: Any, owned: range, observation: int) -> Answers:
             pass
         case _:
             raise WireError(f"an environment answered {message!r:.100}")
-    count, ended = len(places), sum(map(bool, ends))
+    count = len(places)
+    ended = sum(map(bool, ends))
     following: Any = more.get("following")
     errors = more.get("errors", {})
     known = all(type(place) is int and 0 <= place < len(owned) for place in places) and len({*places}) == count > 0
@@ -56,7 +58,8 @@ def read_answers(message: Any, owned: range, observation: int) -> Answers:
     if not known or sizes != (4 * count * observation, 4 * count, count, 4 * ended * observation):
         raise WireError(f"an environment answered for places {places!r:.100}, of {len(owned)}, in {sizes} bytes")
     observations = np.frombuffer(seen, np.float32).reshape(count, observation)
-    flags, then = np.frombuffer(ends, np.uint8), observations
+    flags = np.frombuffer(ends, np.uint8)
+    then = observations
     if ended:
         then = observations.copy()
         then[flags > 0] = np.frombuffer(bytes(following), np.float32).reshape(ended, observation)

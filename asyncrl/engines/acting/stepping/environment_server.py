@@ -99,13 +99,16 @@ class EnvironmentServer:
         self._send(list(range(len(found))), found, unlike=unlike)
 
     def _opened(self, place: int, actions: bytes, expected: bytes) -> Stepped:
-        environment, episode = self._environments[place], self._episodes[place]
+        environment = self._environments[place]
+        episode = self._episodes[place]
         try:
-            state, is_same = environment.begin(episode), True
+            state = environment.begin(episode)
+            is_same = True
             for action in np.frombuffer(actions, np.float32).reshape(-1, environment.spaces.action.stored):
                 stepped = environment.step(action, episode)
                 self._marks[place] += 2  # Still its code, and another step: the deadline is that of one.
-                state, is_same = stepped.following, not (stepped.terminated or stepped.truncated)
+                state = stepped.following
+                is_same = not (stepped.terminated or stepped.truncated)
                 if not is_same:
                     break
             if actions and not (is_same and state.tobytes() == expected):
@@ -127,7 +130,8 @@ class EnvironmentServer:
         self._send([place], [await loop.run_in_executor(threads, self._stepped, place, action)])
 
     def _stepped(self, place: int, action: NDArray[np.float32]) -> Stepped | EnvironmentFailed:
-        environment, episode = self._environments[place], self._episodes[place]
+        environment = self._environments[place]
+        episode = self._episodes[place]
         found = self._marked(place, lambda: environment.step(action, episode))
         if isinstance(found, Stepped) and (found.terminated or found.truncated):
             self._episodes[place] += 1

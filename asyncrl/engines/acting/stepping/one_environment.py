@@ -169,7 +169,8 @@ def _described(error: Exception | SystemExit) -> tuple[str, str]:
 def spaces_of(environment: Any) -> Spaces:
     """Reads the spaces of an environment, by what they have and not by their class. Raises ConfigError for others than
     boxes and discrete ones."""
-    observed, acted = environment.observation_space, environment.action_space
+    observed = environment.observation_space
+    acted = environment.action_space
     name = f"{observed} and {acted}"
     if hasattr(observed, "n"):
         observation = int(observed.n)
@@ -209,7 +210,8 @@ def _bounds(space: Any) -> tuple[Vector, Vector]:
     if hasattr(space, "n"):
         return np.zeros(0, np.float32), np.zeros(0, np.float32)
     low, high = (np.asarray(each, np.float32).reshape(-1) for each in (space.low, space.high))
-    finite_low, finite_high = np.isfinite(low), np.isfinite(high)
+    finite_low = np.isfinite(low)
+    finite_high = np.isfinite(high)
     slack = TOLERANCE * (1 + np.maximum(np.abs(np.where(finite_low, low, 0)), np.abs(np.where(finite_high, high, 0))))
     return np.where(finite_low, low - slack, low).astype(np.float32), np.where(finite_high, high + slack, high).astype(
         np.float32

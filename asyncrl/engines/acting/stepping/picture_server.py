@@ -43,7 +43,8 @@ class DrawnEnvironment:
     @classmethod
     def of(cls, code: dict[str, Any]) -> "DrawnEnvironment":
         """Makes the environment of a first message. Raises ConfigError where that, or Pillow, is missing."""
-        env, options = code["env"], dict(code["options"])
+        env = code["env"]
+        options = dict(code["options"])
         if is_of_gymnasium(env):
             options.setdefault("render_mode", "rgb_array")
         made = OneEnvironment(maker(env, options), 0, code["seed"], Spaces.of(code["spaces"]), stride=1)

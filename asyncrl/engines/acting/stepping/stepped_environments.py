@@ -177,12 +177,14 @@ class SteppedEnvironments:
     @property
     def _ranges(self) -> list[range]:
         """Returns the environments of each child, in order."""
-        count, children = self._settings.environments, min(self._settings.children, self._settings.environments)
+        count = self._settings.environments
+        children = min(self._settings.children, self._settings.environments)
         return [range(number * count // children, (number + 1) * count // children) for number in range(children)]
 
     async def _open(self, number: int) -> None:
         """Starts a child, whose environments go on where their episodes were."""
-        owned, settings = self._ranges[number], self._settings
+        owned = self._ranges[number]
+        settings = self._settings
         content = ChildContent(
             settings.env,
             revealed(settings.options),
@@ -193,7 +195,8 @@ class SteppedEnvironments:
             self._stride,
             self._wanted,
         )
-        answered, ended = partial(self._take, number), partial(self._ended, number)
+        answered = partial(self._take, number)
+        ended = partial(self._ended, number)
         child = await SteppingChild.spawn(content, self._child_settings, settings.deadline, answered, ended)
         self._wanted = self._wanted or child.spaces
         if self._stopped:

@@ -104,10 +104,12 @@ class SteppingChild(GuardedProcess):
     async def _watch(self) -> None:
         """Kills the child when the code of one environment runs for longer than a step may take."""
         loop = asyncio.get_running_loop()
-        seen, since = self._marks.copy(), np.full(len(self._marks), loop.time())
+        seen = self._marks.copy()
+        since = np.full(len(self._marks), loop.time())
         while not self._hung:
             await asyncio.sleep(self._deadline / LOOKS)
-            now, marks = loop.time(), self._marks.copy()
+            now = loop.time()
+            marks = self._marks.copy()
             since[marks != seen] = now
             seen = marks
             self._hung = np.flatnonzero((marks % 2 == 1) & (now - since >= self._deadline)).tolist()

@@ -120,16 +120,19 @@ class DecodeBlocks:
     @classmethod
     def of(cls, cache: KVCache, slots: Ints, positions: Ints, device: torch.device) -> "DecodeBlocks":
         """Builds the description for rows i that see positions 0 to positions[i] of slots[i]."""
-        total, tables = cache.compact(slots), cache.tables
+        total = cache.compact(slots)
+        tables = cache.tables
         counts = tables.counts[slots] if tables.fixed else positions // KV_BLOCK + 1
         blocks = tables.owned[slots][np.arange(tables.owned.shape[1]) < counts[:, None]]
         starts = counts.cumsum() - counts
         owners = np.repeat(np.arange(len(counts)), counts)
-        seen, rows = np.zeros(total, np.int64), np.zeros(total, np.int64)
+        seen = np.zeros(total, np.int64)
+        rows = np.zeros(total, np.int64)
         visible = positions[owners] + 1 - KV_BLOCK * (np.arange(len(blocks)) - starts[owners])
         rows[blocks[::-1]], seen[blocks[::-1]] = owners[::-1], visible[::-1]  # The first of several owners comes last.
         mask = np.where(np.arange(KV_BLOCK) < seen[:, None, None], np.float32(0), np.float32(-np.inf))
-        order, shared = blocks, None
+        order = blocks
+        shared = None
         if np.count_nonzero(rows[blocks] != owners):
             order, shared = _shared_blocks(blocks, owners, visible, rows, total, device)
         row, see, masked, entry, start = (
@@ -237,14 +240,16 @@ def attend(
     """Computes attention: query [tokens, heads, size], key and value [tokens, kv heads, size] -> as the query."""
     keys, values = flat.cache.write(layer, flat.locations, key, value)
     end = len(query) - sum(sum(each.lengths) for each in flat.beginnings)
-    parts, first = [], end - sum(flat.lengths)
+    parts = []
+    first = end - sum(flat.lengths)
     if flat.blocks is not None:
         parts.append(_decode_attention(query[:first], keys, values, flat.blocks, scaling, rule))
     if flat.lengths:
         fresh = slice(first, end)
         parts.append(_prefill_attention(query[fresh], key[fresh], value[fresh], flat.lengths, scaling, rule))
     for each in flat.beginnings:
-        first, end = end, end + sum(each.lengths)
+        first = end
+        end = end + sum(each.lengths)
         parts.append(_later_attention(query[first:end], keys, values, each, scaling, rule))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -259,7 +264,8 @@ def _decode_attention(
     blocks of 2^(s - m). On CPUs torch takes twenty times as long for exp of -inf as of other numbers, but not for exp2.
     """
     rows, heads, size = query.shape
-    count, shared = len(blocks.rows), blocks.shared
+    count = len(blocks.rows)
+    shared = blocks.shared
     scaled = (query.float() * (LOG2_E * (size**-0.5 if scaling is None else scaling))).flatten(1)
     scores = _block_scores(scaled.index_select(0, blocks.rows).view(count, 1, heads, size), keys)
     scores = rule.capped(scores, LOG2_E).add_(blocks.mask[:, :, None])
@@ -292,8 +298,10 @@ def _mixed_blocks(
 ) -> Tensor:
     """Returns the weighted sums [rows, heads, size] of values. everything: scores, their rows, and values of blocks.
     peaks: the largest score of each row and head."""
-    rows, heads = len(blocks.starts), peaks.shape[1]
-    mixed, totals = [], []
+    rows = len(blocks.starts)
+    heads = peaks.shape[1]
+    mixed = []
+    totals = []
     for each, owners, block_values in everything:
         weights = each.sub_(peaks.index_select(0, owners).view(each.shape[:3])[..., None]).exp2_()
         mixed.append(_mix(weights, block_values).flatten(0, 1))

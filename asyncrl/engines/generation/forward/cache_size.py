@@ -29,7 +29,8 @@ def cache_blocks(config: Config, shape: Any, slots: int, ranks: int = 1, layers:
 def blocks_within(config: Config, bytes_of_block: int, slots: int) -> int:
     """Returns the blocks within `generation.cache_gb`, at most those of the longest row in every slot. Raises
     ConfigError when the cache would not hold one row, or in deterministic mode not all."""
-    generation, whole = config.generation, blocks_for(longest_row(config))
+    generation = config.generation
+    whole = blocks_for(longest_row(config))
     if not generation.cache_gb:
         return slots * whole
     found = min(slots * whole, int(generation.cache_gb * GB / bytes_of_block))

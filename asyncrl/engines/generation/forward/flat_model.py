@@ -157,7 +157,8 @@ class FlatModel:
         """Describes sequences that go on, in parts within which no sequence is more than PADDING times another."""
         assert all(held), "sequences without cached keys come first"
         like = torch.empty(0, dtype=self.model.dtype, device=self.device)
-        parts, part = list[CachedBeginnings](), slice(0, 0)
+        parts = list[CachedBeginnings]()
+        part = slice(0, 0)
         for index, length in enumerate(map(sum, zip(held, lengths, strict=True))):
             first = held[part.start] + lengths[part.start]
             if max(first, length) > PADDING * min(first, length):
@@ -209,7 +210,8 @@ class FlatModel:
 
     def _logits(self, layout: Mapping[str, Tensor], flat: FlatTokens, last: Tensor) -> Tensor:
         if self.fast or self._float32_head:
-            states, head = self._states(layout, flat, last), self._head
+            states = self._states(layout, flat, last)
+            head = self._head
             if self._stage.is_last:
                 logits = self._scaling.apply(head(states.to(head.weight.dtype)))
             else:

@@ -98,9 +98,11 @@ class KVCache:
         Returns the keys and values of the whole layer.
         """
         if layer == len(self._layers):
-            blocks_and_heads, size = (len(self.tables.pool), keys.shape[1]), keys.shape[2]
+            blocks_and_heads = (len(self.tables.pool), keys.shape[1])
+            size = keys.shape[2]
             shapes = (*blocks_and_heads, size, KV_BLOCK), (*blocks_and_heads, KV_BLOCK, size)
-            cached_keys, cached_values = _reserve(shapes[0], keys), _reserve(shapes[1], values)
+            cached_keys = _reserve(shapes[0], keys)
+            cached_values = _reserve(shapes[1], values)
             self._layers.append((cached_keys, cached_values))
             self._by_location.append((cached_keys.permute(0, 3, 1, 2), cached_values.transpose(1, 2)))
         for by_location, new in zip(self._by_location[layer], (keys, values), strict=True):

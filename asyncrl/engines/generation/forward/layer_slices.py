@@ -35,7 +35,9 @@ Join: TypeAlias = Callable[[Tensor], Tensor]
 def cut_dims(model: Any) -> dict[str, int]:
     """Returns the dimension in which ranks cut each parameter of a transformers model; those that they hold whole are
     not there. Rank i of n has `chunk(n, dimension)[i]`."""
-    prefix, plan, found = f"{model.base_model_prefix}.", model.config.base_model_tp_plan, dict[str, int]()
+    prefix = f"{model.base_model_prefix}."
+    plan = model.config.base_model_tp_plan
+    found = dict[str, int]()
     for name, parameter in model.named_parameters():
         layer = name.removeprefix(prefix).rpartition(".")[0]
         style = next((style for pattern, style in plan.items() if fnmatchcase(layer, pattern)), "")
@@ -71,7 +73,8 @@ def refuse_slices(model: Any, config: Config, ranks: RankMesh, *, fast: bool) ->
     sizes = {"pp": ranks.stages.size, "tp": ranks.tensor.size}
     chosen = ", ".join(f"{axis} = {size}" for axis, size in sizes.items() if size > 1)
     one = ", ".join(f"{axis} = 1" for axis, size in sizes.items() if size > 1)
-    name, family = config.model.name, model.config.model_type
+    name = config.model.name
+    family = model.config.model_type
     if config.model.lora is not None:
         raise ConfigError(f"{KEY}: {chosen} cuts whole weights, and model.lora has adapters; write {one}")
     if not fast:

@@ -79,9 +79,11 @@ def llama_states(body: Any, ids: Tensor, flat: FlatTokens, last: Tensor) -> Tens
     for layer in body.layers:
         mixed = _attention(layer.self_attn, _normalise(layer.input_layernorm, sums), rotation, flat)
         if stage.is_last and layer is body.layers[-1]:
-            sums, mixed = sums[last], mixed[last]
+            sums = sums[last]
+            mixed = mixed[last]
         _add_product(layer.self_attn.o_proj, sums, mixed, body.join)
-        states, mlp = _normalise(layer.post_attention_layernorm, sums), layer.mlp
+        states = _normalise(layer.post_attention_layernorm, sums)
+        mlp = layer.mlp
         gates = silu(_product(mlp.gate_proj, states), inplace=True)
         _add_product(mlp.down_proj, sums, gates.mul_(_product(mlp.up_proj, states)), body.join)
     if not stage.is_last:
@@ -95,7 +97,8 @@ def _attention(module: Any, states: Tensor, rotation: tuple[Tensor, Tensor], fla
 
     Queries, keys and values share one tensor, so that one rotation serves queries and keys.
     """
-    size, maps = module.head_dim, (module.q_proj, module.k_proj, module.v_proj)
+    size = module.head_dim
+    maps = (module.q_proj, module.k_proj, module.v_proj)
     widths = [each.out_features for each in maps]
     joined = states.new_empty(len(states), sum(widths))
     for each, target in zip(maps, torch.split(joined, widths, 1), strict=True):
@@ -105,7 +108,8 @@ def _attention(module: Any, states: Tensor, rotation: tuple[Tensor, Tensor], fla
             torch.addmm(each.bias, states, each.weight.t(), out=target)
         _add_adapter(each, target, states)
     every = joined.view(len(states), -1, size)
-    heads, shared = widths[0] // size, (widths[0] + widths[1]) // size
+    heads = widths[0] // size
+    shared = (widths[0] + widths[1]) // size
     if hasattr(module, "q_norm"):
         for norm, part in ((module.q_norm, every[:, :heads]), (module.k_norm, every[:, heads:shared])):
             part.copy_(_normalise(norm, part))

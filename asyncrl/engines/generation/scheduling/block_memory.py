@@ -121,7 +121,8 @@ class BlockMemory:
         """Notes that the cache holds the first `end` tokens of a row. Returns rows that now have all of the prompt,
         which is also all of their sequence."""
         self._batch.held[row] = end
-        request, prompt = self._batch.requests[row], self._batch.prompts[row]
+        request = self._batch.requests[row]
+        prompt = self._batch.prompts[row]
         if end < len(request.prompt) or request.drawn:
             return []
         self.prompts.offer(prompt, row, len(request.prompt))
@@ -146,7 +147,8 @@ class BlockMemory:
         """Gives a row without blocks those of its prompt. A row that has sampled nothing gets a copy of the last one,
         and has all of the prompt but its newest token; returns whether it has."""
         length = len(self._batch.requests[row].prompt)
-        whole, sampled = whole_blocks(length), int(self._batch.sampled[row])
+        whole = whole_blocks(length)
+        sampled = int(self._batch.sampled[row])
         if not sampled and self._tables.pool.room == 0:
             return False
         kept = self.prompts.find(self._batch.prompts[row])

@@ -146,16 +146,19 @@ class BlockTables:
             return len(self.pool), nothing, nothing
         wanted = np.zeros(self.pool.touched, np.bool_)
         wanted[mine] = True
-        count, end = int(np.count_nonzero(wanted)), len(wanted) - int(wanted[::-1].argmax())
+        count = int(np.count_nonzero(wanted))
+        end = len(wanted) - int(wanted[::-1].argmax())
         if end - count <= MAX_HOLES * count:
             return end, nothing, nothing
-        holes, strays = np.flatnonzero(~wanted[:count]), count + np.flatnonzero(wanted[count:])
+        holes = np.flatnonzero(~wanted[:count])
+        strays = count + np.flatnonzero(wanted[count:])
         self._rename(holes, strays)
         return count, holes, strays
 
     def _rename(self, first: Ints, second: Ints) -> None:
         names = np.arange(len(self.pool))
-        names[first], names[second] = second, first
+        names[first] = second
+        names[second] = first
         self.owned = names[self.owned]
         for kept in self._kept.values():
             kept.blocks = names[kept.blocks]

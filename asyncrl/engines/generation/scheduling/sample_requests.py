@@ -78,7 +78,9 @@ class Completion:
 
 def refuse_too_long(requests: Iterable[SampleRequest], config: Config) -> None:
     """Raises ConfigError when the prompt or the completion of a request has more tokens than the config allows."""
-    answer, prompt, longest = config.generation.max_new_tokens, config.task.max_prompt_tokens, longest_row(config)
+    answer = config.generation.max_new_tokens
+    prompt = config.task.max_prompt_tokens
+    longest = longest_row(config)
     for request in requests:
         asked = {"generation.max_new_tokens": (request.max_new_tokens, answer)}
         if request.drawn:

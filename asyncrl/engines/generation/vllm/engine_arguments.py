@@ -15,7 +15,8 @@ EXTENSION = "asyncrl.engines.generation.vllm.worker_extension.WorkerExtension"
 def engine_arguments(config: Config, folder: Path, shape: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of AsyncEngineArgs. shape: the contents of the model's config.json, for the size of the
     cache on CPUs: all slots with the longest row, so that no sample is ever preempted."""
-    generation, context = config.generation, context_of(shape)
+    generation = config.generation
+    context = context_of(shape)
     # One token is sampled after the canary, which may be as long as the longest row.
     rows = max(longest_row(config, context), PROBE_TOKENS) + 1
     rows = rows if context is None else min(rows, context)

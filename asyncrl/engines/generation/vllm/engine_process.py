@@ -118,10 +118,12 @@ class EngineProcess:
     async def pause(self) -> None:
         """Stops between two steps, with all requests kept, once all tokens that were sampled have been yielded."""
         await self._answer(self._llm.pause_generation(mode="keep", clear_cache=False))
-        quiet, before = 0, self.sampled
+        quiet = 0
+        before = self.sampled
         while quiet < QUIET_ROUNDS:
             await asyncio.sleep(0)
-            quiet, before = (quiet + 1 if self.sampled == before else 0), self.sampled
+            quiet = quiet + 1 if self.sampled == before else 0
+            before = self.sampled
 
     async def resume(self) -> None:
         await self._answer(self._llm.resume_generation())

@@ -239,7 +239,8 @@ class VllmGeneration:
 
     async def _sampled(self, request: SampleRequest) -> Completion:
         clock = asyncio.get_running_loop().time
-        sample, generation = OpenSample(request, clock() + request.deadline), self._config.generation
+        sample = OpenSample(request, clock() + request.deadline)
+        generation = self._config.generation
         settings = {
             "temperature": request.temperature,
             "top_p": generation.top_p,
@@ -299,7 +300,8 @@ class OpenSample:
         """Returns a copy of what was recorded."""
         tokens = self._tokens[: self._sampled].copy()
         text = tokenizer.before_stop(tokens) if finish == "stop_string" else tokenizer.decode(tokens)
-        logprobs, versions = self._logprobs[: self._sampled].copy(), self._versions[: self._sampled].copy()
+        logprobs = self._logprobs[: self._sampled].copy()
+        versions = self._versions[: self._sampled].copy()
         return Completion(self.request, tokens, logprobs, versions, finish, text)
 
 

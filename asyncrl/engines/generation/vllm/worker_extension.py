@@ -54,7 +54,8 @@ def _wait(watched: int, processes: list[int]) -> None:
 
 def _up_to(owner: int) -> list[int] | None:
     """Returns this process and its ancestors below `owner`, or None when that is no ancestor, because it is dead."""
-    found, process = list[int](), os.getpid()
+    found = list[int]()
+    process = os.getpid()
     while process not in (owner, 0):
         found.append(process)
         process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])

@@ -38,14 +38,17 @@ def contexts_of(prompt: Ids, response: Ids, spans: Spans) -> list[Context]:
     """Returns the contexts of a row, in the order in which they began."""
     if spans is None:
         return [Context(prompt, response, ALL_SAMPLED)]
-    found, begin, context = [], 0, prompt
+    found = []
+    begin = 0
+    context = prompt
     for first, last in _turns_of_contexts(spans):
         own = spans[2 * first : 2 * last].copy()
         following = -min(0, int(own[-1]))  # The prompt of the next context.
         own[-1] = max(0, own[-1])
         end = begin + int(own.sum())
         found.append(Context(context, response[begin:end], sampled_places(own)))
-        context, begin = response[end : end + following], end + following
+        context = response[end : end + following]
+        begin = end + following
     return found
 
 
@@ -59,7 +62,8 @@ def padded_sizes(prompts: Sequence[int], spans: Sequence[Spans], lengths: Sequen
     of the prompt and of the whole row."""
     if are_plain(spans):
         return [*lengths], [1] * len(lengths)
-    longest, numbers = [], []
+    longest = []
+    numbers = []
     for prompt, own, length in zip(prompts, spans, lengths, strict=True):
         sizes = [length] if own is None or np.all(own >= 0) else _sizes(prompt, own)
         longest.append(max(sizes))

@@ -54,7 +54,8 @@ class MaskedRow:
 
     def report(self) -> TrainedSample:
         """Returns what the step did with the response tokens, after its last update."""
-        tokens, live = len(self.live), self.live_tokens
+        tokens = len(self.live)
+        live = self.live_tokens
         reason = "truncated" if not self.counted else "stale" if live < tokens else ""
         account = TrainedSample(*self.row.key, self.trained, tokens - live, reason, self.rejected)
         if live and (self.lost or not self.in_loss + self.rejected):
@@ -89,7 +90,8 @@ def mask_counts(rows: Sequence[MaskedRow]) -> Tensor:
     """Counts response tokens, float64 [4]: all, live, masked as stale, left out as truncated."""
     counts = torch.zeros(4, dtype=torch.float64)
     for row in rows:
-        tokens, live = len(row.live), row.live_tokens
+        tokens = len(row.live)
+        live = row.live_tokens
         stale, truncated = (tokens - live, 0) if row.counted else (0, tokens)
         counts += torch.tensor([tokens, live, stale, truncated], dtype=torch.float64)
     return counts

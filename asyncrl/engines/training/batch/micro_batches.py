@@ -62,7 +62,8 @@ def micro_batches(
             rows += numbers[row]
         else:
             parts.append([row])
-            rows, longest = numbers[row], lengths[row]
+            rows = numbers[row]
+            longest = lengths[row]
     return parts
 
 
@@ -85,7 +86,8 @@ def forward_passes(rows: Batch, config: Config) -> list[list[int]]:
     row has a pass of its own, so that its bits do not depend on other rows."""
     if config.generation.deterministic:
         return [[row] for row in range(len(rows))]
-    prompts, responses = rows["prompt_ids"].lengths(), rows["response_ids"].lengths()
+    prompts = rows["prompt_ids"].lengths()
+    responses = rows["response_ids"].lengths()
     longest, contexts = padded_sizes(prompts.tolist(), spans_of(rows), (prompts + responses).tolist())
     return micro_batches(longest, config.training.micro_batch_tokens, contexts)
 
@@ -185,7 +187,8 @@ class _Contexts:
     pictures: Sequence[PromptPictures | None] = ()
 
     def of(self, part: Sequence[int]) -> "_Contexts":
-        prompts, responses = [self.prompts[index] for index in part], [self.responses[index] for index in part]
+        prompts = [self.prompts[index] for index in part]
+        responses = [self.responses[index] for index in part]
         sampled = [self.sampled[index] for index in part]
         experts = [self.experts[index] for index in part if self.experts]
         return _Contexts(
@@ -217,7 +220,8 @@ def _all_contexts(
 
 
 def _model_input(contexts: _Contexts, device: torch.device, budget: float, *, packs: bool) -> ModelInput:
-    prompts, responses = contexts.prompts, contexts.responses
+    prompts = contexts.prompts
+    responses = contexts.responses
     packed = pack_rows(prompts, responses, budget, shared_from(device.type)) if packs else None
     ids, states = _padded_rows(prompts, responses) if packed is None else (packed.ids[None], packed.states)
     positions = [state[own] for state, own in zip(states, contexts.sampled, strict=True)]
@@ -319,12 +323,16 @@ def live_rows(
 ) -> ModelRows:
     """Lays out whole rows for the model, with predictions for live tokens only."""
     rows = [item.row for item in masked]
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    temperatures, spans = [row.temperature for row in rows], [row.spans for row in rows]
-    experts, pictures = [row.experts for row in rows], [row.pictures for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
+    temperatures = [row.temperature for row in rows]
+    spans = [row.spans for row in rows]
+    experts = [row.experts for row in rows]
+    pictures = [row.pictures for row in rows]
     whole = lay_out_rows(prompts, responses, temperatures, device, packs, spans, budget, experts, pictures)
     live = torch.from_numpy(np.concatenate([item.live for item in masked])).to(device)
-    passes, order = whole.passes, whole.order
+    passes = whole.passes
+    order = whole.order
     if order is None:
         passes = (replace(passes[0], positions=passes[0].positions[live]),)
     else:

@@ -61,7 +61,8 @@ class SegmentBatch:
     @classmethod
     def masked(cls, segments: Sequence[RowSegment], device: torch.device) -> "SegmentBatch":
         """Gives answers the keys of their prompt."""
-        longest, given = max(each.length for each in segments), max(each.given for each in segments)
+        longest = max(each.length for each in segments)
+        given = max(each.given for each in segments)
         queries = np.zeros((len(segments), longest), np.int64)
         prompts = np.zeros((len(segments), given), np.int64)
         for row, each in enumerate(segments):
@@ -92,7 +93,8 @@ class PackedAttention:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         """Computes one layer. settings: what transformers gives its attention functions."""
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        query = query.to(value.dtype)
+        key = key.to(value.dtype)
         if self._device.type == "cuda" and value.shape[-1] >= LEAST_HEAD and can_compile():
             return self._visibility.attend(query, key, value, settings.get("scaling"))
         flat = [each[0].transpose(0, 1).flatten(1) for each in (query, key, value)]
@@ -142,7 +144,8 @@ def can_compile() -> bool:
 def _shape(segment: RowSegment) -> tuple[int, int]:
     """Returns how many tokens of a segment are computed, and how many of its prompt they see beside them. A causal
     kernel computes half of all pairs of prompt and segment, which costs less where the prompt is the shorter one."""
-    given, length = segment.given, segment.length
+    given = segment.given
+    length = segment.length
     return (given + length, 0) if given <= length else (length, given)
 
 
@@ -158,7 +161,9 @@ def _similar(segments: Sequence[RowSegment]) -> Iterator[list[RowSegment]]:
         alike = (prompt > 0) == (beside > 0) and (computed <= PADDED * (pairs + own) or computed <= FEW)
         if part and not alike:
             yield part
-            part, pairs, longest = [], 0, queries
+            part = []
+            pairs = 0
+            longest = queries
         beside = beside if part else prompt
         part.append(each)
         pairs += own

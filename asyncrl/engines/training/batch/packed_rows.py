@@ -70,7 +70,8 @@ def pack_rows(
     states = [np.zeros(0, np.int64)] * len(prompts)
     begin = 0
     for block in blocks:
-        prompt, inputs = prompts[block[0]], [responses[index][:-1] for index in block]
+        prompt = prompts[block[0]]
+        inputs = [responses[index][:-1] for index in block]
         last = begin + len(prompt) - 1
         parts += [prompt, *inputs]
         positions += [np.arange(len(prompt)), *(len(prompt) + np.arange(len(tokens)) for tokens in inputs)]

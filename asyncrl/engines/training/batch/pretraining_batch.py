@@ -54,7 +54,8 @@ def _tokenize(
     else:
         prompt = chats.prompt_ids(row["prompt"])
         answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
-        ids, given = np.array([*prompt, *answer, *end], np.int64), len(prompt)
+        ids = np.array([*prompt, *answer, *end], np.int64)
+        given = len(prompt)
     if given == 0 or given >= min(len(ids), longest):
         raise TaskError(f"{where}: {given} of its {len(ids)} tokens (at most {longest}) are given, none is learnt")
     return PretrainingText(ids[:given], ids[given:longest])
@@ -68,6 +69,7 @@ def pad_texts(texts: Sequence[PretrainingText], device: torch.device) -> ModelRo
 def texts_of(texts: Sequence[PretrainingText], config: Config, version: int, update: int) -> list[PretrainingText]:
     """Returns the texts of one update of the step from `version`, of `task.pretrain_per_step` a step; every text comes
     once before one repeats. A pure function, so that all ranks and a resumed run choose the same texts."""
-    count, updates = config.task.pretrain_per_step, config.training.updates
+    count = config.task.pretrain_per_step
+    updates = config.training.updates
     own = range(update * count // updates, (update + 1) * count // updates)
     return [texts[drawn_row(config.seed, version * count + place, len(texts))] for place in own]

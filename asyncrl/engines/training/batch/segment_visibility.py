@@ -43,7 +43,8 @@ class SegmentVisibility:
             return (query >= key) & ((first[query] == first[key]) | (second[query] == first[key]))
 
         some, whole = tiles(segments)
-        in_part, full = _lists(some & ~whole, device), _lists(whole, device)
+        in_part = _lists(some & ~whole, device)
+        full = _lists(whole, device)
         return cls(tokens, BlockMask.from_kv_blocks(*in_part, *full, BLOCK_SIZE=TILE, mask_mod=sees))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

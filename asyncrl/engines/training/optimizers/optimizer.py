@@ -125,7 +125,8 @@ class Optimizer:
         """Restores what `saved` returned; each rank takes its part of the states. stored: tensors of the states that
         are in files. Raises ConfigError for the states of another optimizer, where those without a name are AdamW's,
         and OtherWeights."""
-        name, states = saved.get("name", "adamw"), saved["states"] if "states" in saved else [saved["adamw"]]
+        name = saved.get("name", "adamw")
+        states = saved["states"] if "states" in saved else [saved["adamw"]]
         if name != self.settings.optimizer:
             raise ConfigError(
                 f'training.optimizer = "{self.settings.optimizer}": the checkpoint holds the state of {name}; write '
@@ -187,7 +188,8 @@ def _optimizer(
     parameters: Iterable[Tensor], settings: TrainingConfig, decayed: Collection[Tensor]
 ) -> torch.optim.Optimizer:
     """Makes an optimizer of torch or bitsandbytes of some parameters, of which weight decay acts on some."""
-    kind, options = OPTIMIZERS[settings.optimizer], default_options(settings.optimizer)
+    kind = OPTIMIZERS[settings.optimizer]
+    options = default_options(settings.optimizer)
     given = settings.optimizer_options.items()
     options |= {key: tuple(value) if isinstance(value, list) else value for key, value in given}
     if kind.betas:

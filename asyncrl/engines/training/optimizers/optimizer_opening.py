@@ -44,7 +44,8 @@ class ZeroModel(HeldModel):
     def _parts(self, named: Iterable[tuple[str, Tensor]], *, copy: bool) -> dict[str, TensorPart]:
         """Keeps this rank's rows of whole tensors, one after the other, in memory of their own."""
         found: dict[str, TensorPart] = {}
-        rank, ranks = self.mesh.rank, self.mesh.size
+        rank = self.mesh.rank
+        ranks = self.mesh.size
         for name, tensor in named:
             flat = is_flat_part(tensor)
             whole = FlatTensor.of(tensor, self.mesh.everyone).full_tensor() if flat else tensor.detach()

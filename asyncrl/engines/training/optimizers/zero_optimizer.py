@@ -86,7 +86,8 @@ class ZeroOptimizer(Optimizer):
 
     def _pass(self, factor: float) -> None:
         """Adds a gradient of zeros times the factor."""
-        model, ids = self._model, torch.zeros((1, 2), dtype=torch.long, device=self._model.device)
+        model = self._model
+        ids = torch.zeros((1, 2), dtype=torch.long, device=self._model.device)
         model.backward(factor * (0.0 * model.in_pass(lambda: model.hidden(ids).float().sum())))
 
     def states(self) -> list[dict[str, Any]]:

@@ -25,7 +25,8 @@ from asyncrl.errors import ConfigError
 def share_out_experts(whole: Any, mesh: RankMesh, device: torch.device) -> None:
     """Keeps a slice of the experts of each layer of a transformers model on a device, or without memory yet. Raises
     ConfigError for a model without experts, or with a number of them that the ranks do not divide."""
-    ranks, routing = mesh.experts, mesh.routing
+    ranks = mesh.experts
+    routing = mesh.routing
     assert routing is not None, "the mesh has ranks that share out experts"
     if refusal := refusal_of_sharing(whole.config.to_dict(), ranks.size):
         raise ConfigError(f"{mesh.key}: {refusal}")

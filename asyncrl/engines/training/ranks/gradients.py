@@ -101,7 +101,8 @@ def check_same(mesh: RankMesh, tensors: Iterable[Tensor]) -> None:
     one model."""
     if mesh.size == 1:
         return
-    differ, digests = False, []
+    differ = False
+    digests = []
     for copies, held in _by_copies(mesh, tensors):
         digests.append(digest := _digest(held))
         highest, lowest = copies.largest(torch.tensor([digest, -digest])).tolist()

@@ -69,7 +69,8 @@ class HeldModel:
     ) -> tuple[Mapping[str, Tensor] | None, list[dict[str, Any]]]:
         """Returns weights and states of the optimizer with whole tensors, at the ranks that rank 0 gets them from; at
         others nothing of use. All ranks call it together."""
-        how, stage = {"keep": self.mesh.gathers, "copy": copy}, self.stage
+        how = {"keep": self.mesh.gathers, "copy": copy}
+        stage = self.stage
         whole = gather_state(weights if stage is None else stage.own(weights), **how)
         found = gather_state(states, **how)
         if stage is None or not self.mesh.gathers:

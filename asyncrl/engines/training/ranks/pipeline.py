@@ -59,7 +59,8 @@ class PipelineRank:
 
         if not sizes:
             return
-        stages, numbers = self.mesh.stages, torch.arange(len(sizes))
+        stages = self.mesh.stages
+        numbers = torch.arange(len(sizes))
         computed = _Stage(sizes, body, ending if self.is_last else None)
         kind = Schedule1F1B if backward and len(sizes) >= stages.size else ScheduleGPipe
         stage = self._stage(computed, max(sizes), backward=backward)

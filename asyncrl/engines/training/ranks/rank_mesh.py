@@ -163,7 +163,8 @@ class RankPlace:
 def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
     """Connects the ranks that meet at a TCP store: by NCCL where each has its own GPU, as NCCL requires, else by gloo,
     which copies to the host. Raises PeerLost when not all join."""
-    layout, size = place.layout, place.layout.size
+    layout = place.layout
+    size = place.layout.size
     backend = backend_of(place.device, size, torch.cuda.device_count(), has_own_gpu=place.has_own_gpu)
     device = torch.device(own_device(place.device, place.rank, size) if backend == "nccl" else "cpu")
     if backend == "nccl":
@@ -205,7 +206,8 @@ def connect_mesh(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
 def connect_beside(meeting: MeetingPlace, place: RankPlace) -> RankMesh:
     """Connects tensor ranks and stages of a service in processes whose ranks are connected already, as ranks of
     another service, by groups of their own. Raises PeerLost when not all join."""
-    layout, size = place.layout, place.layout.size
+    layout = place.layout
+    size = place.layout.size
     with _scope(place, f"did not all join within {place.start:g} s", place.waiting)():
         store = open_store(meeting, place.start)
         store.set(f"joined/{place.rank}", str(dist.get_rank()))

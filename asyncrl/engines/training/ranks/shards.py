@@ -138,7 +138,8 @@ def rows_of_shards(tensor: Tensor) -> int:
     """Returns the rows that shards of a tensor hold together: those of this tensor rank."""
     if not (is_part(tensor) and is_split(tensor) and cut_dim(tensor) == 0):
         return len(tensor)
-    mesh, axis = tensor.device_mesh, _axis_of_layers(tensor)
+    mesh = tensor.device_mesh
+    axis = _axis_of_layers(tensor)
     part = -(-len(tensor) // mesh.size(axis))
     return min(part, len(tensor) - part * mesh.get_local_rank(axis))
 
@@ -152,7 +153,8 @@ def own_ranges(tensor: Tensor) -> tuple[slice, ...]:
     mesh = tensor.device_mesh
     for axis in reversed(range(mesh.ndim)):
         if (dim := _cut(tensor.placements[axis])) is not None:
-            start, stop = ranges[dim].start, ranges[dim].stop
+            start = ranges[dim].start
+            stop = ranges[dim].stop
             size = -(
                 -(stop - start) // mesh.size(axis)
             )  # As torch.chunk does: the last parts may have less, or nothing.

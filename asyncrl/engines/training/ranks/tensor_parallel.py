@@ -23,7 +23,8 @@ def split_layers(whole: Any, mesh: DeviceMesh, key: str, stage: StageWeights | N
     """Splits the linear layers of a transformers model, or of a stage of it, over the ranks of a mesh. key: of the
     layout in the config. Raises ConfigError when the model has no plan, one of another kind, or heads that cannot be
     split so."""
-    config, size = whole.config, mesh.size()
+    config = whole.config
+    size = mesh.size()
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan or set(plan.values()) - set(STYLES):
         others = ", ".join(sorted(set((plan or {}).values()) - set(STYLES))) or "none"

@@ -82,7 +82,8 @@ class WeightGathering:
 
     def _exchanged(self, bucket: Mapping[str, OwnSlice], dtype: torch.dtype) -> dict[tuple[int, int], Tensor]:
         """Returns the slices of each member with the stage of a bucket, one after the other, by stage and slice."""
-        stage, own = next(iter(bucket.values())).stage, self._cells[self._group.rank]
+        stage = next(iter(bucket.values())).stage
+        own = self._cells[self._group.rank]
         givers = [place for place, cell in enumerate(self._cells) if cell[0] == stage]
         flat = _flat([each.part for each in bucket.values()], dtype)
         self.received += (len(givers) - (own[0] == stage)) * flat.numel() * dtype.itemsize
@@ -96,7 +97,8 @@ class WeightGathering:
 def regrouping_of(layout: Layout, generation: GenerationConfig) -> Regrouping:
     """Returns who generates with whom, of the ranks of a trainer. Those that share out weights or experts are data
     ranks here: each has joined its slices."""
-    pp, tp = generation.layout.pp, generation.layout.tp
+    pp = generation.layout.pp
+    tp = generation.layout.tp
     copies = replace(layout, dp=layout.data, shard=1, ep=1, generation_pp=pp, generation_tp=tp)
     return Regrouping(copies)
 
@@ -107,7 +109,8 @@ def gather_for_generation(
     """Returns the tensors of a specification in its dtype, or those slices of them that this rank generates with, and
     the bytes received for them. What this rank generates with as it holds it is no copy where it has that dtype. Raises
     PeerLost when another rank is gone."""
-    dtype, named = DTYPES[spec.dtype], {each.name: tensors[each.name] for each in spec.tensors}
+    dtype = DTYPES[spec.dtype]
+    named = {each.name: tensors[each.name] for each in spec.tensors}
     held = held_tensors(named)
     own, received = _joined_shards(held, dtype, mesh.shards)
     cut = {name: cut_dim(each) for name, each in held.items() if is_split(each)}
@@ -166,7 +169,8 @@ class TrainedWeights:
 
 def _slice_of_own(gathered: Tensor, parameter: Tensor) -> Tensor:
     """Returns what a rank trains of consecutive slices that it gathered, its own among them."""
-    dim, ranges = cut_dim(parameter), own_ranges(parameter)
+    dim = cut_dim(parameter)
+    ranges = own_ranges(parameter)
     start = ranges[dim].start % gathered.size(dim)
     return gathered.narrow(dim, start, ranges[dim].stop - ranges[dim].start)
 
@@ -221,7 +225,8 @@ def _of_stages(
             part = own[name] if stage == mesh.stages.rank else torch.empty(shape, device="meta")
             chosen = copies if not is_owned else wholes if dim is None else slices
             chosen[name] = OwnSlice(part, dim or 0, stage)
-    dtype, along = next(iter(own.values())).dtype, partial(_along_stages, regrouping, mesh)
+    dtype = next(iter(own.values())).dtype
+    along = partial(_along_stages, regrouping, mesh)
     gatherings = [(along(), wholes)]
     gatherings += [(along(), copies)] if copies and regrouping.layout.gpp > 1 else []
     gatherings += [(WeightGathering(regrouping, mesh.rank, mesh.gathering), slices)] if slices else []
@@ -234,7 +239,8 @@ def _of_stages(
 def _along_stages(regrouping: Regrouping, mesh: RankMesh) -> WeightGathering:
     """Returns what gathers whole tensors of stages: from those of them alone that this rank generates with, where these
     ranks have a group."""
-    stages, layout = {stage for stage, _ in regrouping.needed(mesh.rank)}, regrouping.layout
+    stages = {stage for stage, _ in regrouping.needed(mesh.rank)}
+    layout = regrouping.layout
     has_group = regrouping.grouping == "zero-redundancy" and layout.gtp == layout.tp
     along = Regrouping(Layout(pp=layout.pp, generation_pp=layout.gpp if has_group else 1))
     return WeightGathering(along, mesh.stages.rank, mesh.gathering if has_group else mesh.stages, stages)
@@ -251,12 +257,16 @@ def _flat(parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
 def _buckets(slices: Mapping[str, OwnSlice], item_bytes: int) -> Iterator[dict[str, OwnSlice]]:
     """Groups slices of a stage in order into buckets of at most BUCKET_BYTES, or of one larger slice."""
     bucket: dict[str, OwnSlice] = {}
-    size, stage = 0, 0
+    size = 0
+    stage = 0
     for name, each in slices.items():
         own = each.part.numel() * item_bytes
         if bucket and (size + own > BUCKET_BYTES or each.stage != stage):
             yield bucket
-            bucket, size = {}, 0
-        bucket[name], size, stage = each, size + own, each.stage
+            bucket = {}
+            size = 0
+        bucket[name] = each
+        size = size + own
+        stage = each.stage
     if bucket:
         yield bucket

@@ -75,8 +75,10 @@ def overlap(bounds: Bounds) -> bool:
     ordered = bounds[np.argsort(bounds[:, 0, 0], kind="stable")]
     reach = np.searchsorted(ordered[:, 0, 0], ordered[:, 0, 1]) - np.arange(len(ordered))
     for step in range(1, int(reach.max(initial=1))):  # Only the boxes up to `reach` begin before a box ends.
-        one, other = ordered[:-step], ordered[step:]
-        starts, stops = np.maximum(one[..., 0], other[..., 0]), np.minimum(one[..., 1], other[..., 1])
+        one = ordered[:-step]
+        other = ordered[step:]
+        starts = np.maximum(one[..., 0], other[..., 0])
+        stops = np.minimum(one[..., 1], other[..., 1])
         if (stops > starts).all(axis=-1).any():
             return True
     return False
@@ -244,7 +246,8 @@ Placement = Mesh | Boxes
 def flat_shards(shape: Sequence[int], replicas: Sequence[Sequence[int]]) -> Boxes:
     """Places a tensor as ZeRO-3 does: cut into equal flat ranges of ceil(n / m) elements, the last ones shorter, over
     the m ranks of each replica (DeepSpeed, `partition_parameters.py`: `partition_size`)."""
-    size, by_rank = prod(shape), dict[int, list[Box]]()
+    size = prod(shape)
+    by_rank = dict[int, list[Box]]()
     for ranks in replicas:
         chunk = -(-size // len(ranks))
         for index, rank in enumerate(ranks):

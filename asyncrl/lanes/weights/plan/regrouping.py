@@ -54,8 +54,10 @@ class Regrouping:
             raise ValueError("ranks that share out weights (shard) or experts (ep) do not regroup: use dp and tp")
 
     def place(self, rank: int) -> GenerationPlace:
-        layout, at = self.layout, self.layout.place(rank)
-        every_pp, every_tp = layout.pp // layout.gpp, layout.tp // layout.gtp
+        layout = self.layout
+        at = self.layout.place(rank)
+        every_pp = layout.pp // layout.gpp
+        every_tp = layout.tp // layout.gtp
         if self.grouping == "zero-redundancy":
             micro_dp = at.pp % every_pp * every_tp + at.tp % every_tp
             return GenerationPlace(at.pp // every_pp, at.tp // every_tp, micro_dp, at.dp)
@@ -80,8 +82,10 @@ class Regrouping:
 
     def needed(self, rank: int) -> Cells:
         """Returns what a rank generates with: consecutive stages and slices."""
-        layout, at = self.layout, self.place(rank)
-        stages, slices = layout.pp // layout.gpp, layout.tp // layout.gtp
+        layout = self.layout
+        at = self.place(rank)
+        stages = layout.pp // layout.gpp
+        slices = layout.tp // layout.gtp
         return frozenset(
             (stage, part)
             for stage in range(at.pp * stages, (at.pp + 1) * stages)
@@ -96,7 +100,9 @@ class Regrouping:
     def cost(self, rank: int) -> Transition:
         """Counts the cost at a rank, of cells of equal size."""
         cell = Fraction(1, self.layout.pp * self.layout.tp)
-        own, needed, gathered = self.held(rank), self.needed(rank), self.gathered(rank)
+        own = self.held(rank)
+        needed = self.needed(rank)
+        gathered = self.gathered(rank)
         assert needed <= gathered, f"rank {rank} misses {sorted(needed - gathered)} for generation"
         return Transition(len(gathered - own) * cell, len(gathered) * cell, len(own - needed) * cell)
 

@@ -98,7 +98,8 @@ class Pattern:
 def make_pattern(shape: Sequence[int], item_bytes: int, source: Placement, destination: Placement) -> Pattern:
     """Returns the pattern of tensors of this shape. Raises WeightsError when ranks need elements that no source rank
     holds, ValueError when a placement does not fit the shape."""
-    cells, needs = _cells(source, shape), _shared(destination.held(shape))
+    cells = _cells(source, shape)
+    needs = _shared(destination.held(shape))
     cell, need, bounds = intersections(cells.bounds, needs.bounds)
     volume = volumes(bounds)
     covered = np.bincount(need, volume, len(needs.bounds)).astype(np.int64)
@@ -124,7 +125,8 @@ def _with_audiences(
         audiences = np.take_along_axis(np.where(remote, receivers, NOBODY), first, axis=1)
         audience = np.arange(len(bounds))
     else:
-        audiences, audience = needs.ranks, need
+        audiences = needs.ranks
+        audience = need
     return Pattern(
         item_bytes=item_bytes,
         holders=cells.ranks,
@@ -153,10 +155,12 @@ def _shared(held: HeldBoxes) -> SharedBoxes:
     """Groups equal boxes."""
     count, dimensions = held.bounds.shape[:2]
     if count == 0 or dimensions == 0:
-        unique, group = held.bounds[: min(count, 1)], np.zeros(count, np.int64)
+        unique = held.bounds[: min(count, 1)]
+        group = np.zeros(count, np.int64)
     else:
         flat, group = np.unique(held.bounds.reshape(count, -1), axis=0, return_inverse=True)
-        unique, group = flat.reshape(-1, dimensions, 2), group.ravel()
+        unique = flat.reshape(-1, dimensions, 2)
+        group = group.ravel()
     order = np.lexsort((held.ranks, group))
     sizes = np.bincount(group, minlength=len(unique))
     ranks = np.full((len(unique), sizes.max(initial=1)), NOBODY, np.int64)
@@ -182,7 +186,8 @@ def _overlaid(
     cells: list[tuple[Box, frozenset[int]]], box: Box, ranks: frozenset[int]
 ) -> list[tuple[Box, frozenset[int]]]:
     """Returns disjoint cells that cover also `box`: a cell that it shares a part with is split."""
-    rest, found = [box], list[tuple[Box, frozenset[int]]]()
+    rest = [box]
+    found = list[tuple[Box, frozenset[int]]]()
     for cell, holders in cells:
         if (shared := intersection(cell, box)) is None:
             found.append((cell, holders))

@@ -65,7 +65,8 @@ def schedule_of(plan: WeightPlan, rank: int) -> RankSchedule:
     slots: dict[bool, _Slots] = {True: defaultdict(list), False: defaultdict(list)}
     copies: list[Part] = []
     for each in plan.tensors:
-        name, item_bytes = each.tensor.name, each.tensor.item_bytes
+        name = each.tensor.name
+        item_bytes = each.tensor.item_bytes
         if id(each.route) not in moves:
             found = sorted([*_from_holders(each, rank), *_of_receiver(each, rank, plan.copies)])
             moves[id(each.route)] = [(move, _phase(move, rank, plan.ranks), box_volume(move.box)) for move in found]
@@ -88,9 +89,12 @@ def _phase(move: _Move, rank: int, ranks: int) -> int:
 
 def _from_holders(each: PlannedTensor, rank: int) -> Iterator[_Move]:
     """Yields what the rank sends as a holder: its shares of the lines of its cells."""
-    pattern, line, route = each.pattern, each.line, each.route
+    pattern = each.pattern
+    line = each.line
+    route = each.route
     for cell, share in zip(*np.nonzero(route.senders == rank), strict=True):
-        place, end = int(route.cuts[cell, share]), int(route.cuts[cell, share + 1])
+        place = int(route.cuts[cell, share])
+        end = int(route.cuts[cell, share + 1])
         while place < end:
             part = int(np.searchsorted(line.start, place, side="right")) - 1
             volume = int(pattern.volume[part])
@@ -103,9 +107,11 @@ def _from_holders(each: PlannedTensor, rank: int) -> Iterator[_Move]:
 
 def _of_receiver(each: PlannedTensor, rank: int, copies: int) -> Iterator[_Move]:
     """Yields what the rank receives, and what it passes on."""
-    pattern, order = each.pattern, each.route.order
+    pattern = each.pattern
+    order = each.route.order
     for audience, position in zip(*np.nonzero(order == rank), strict=True):
-        above, size = parent(int(position), copies), int(pattern.sizes[audience])
+        above = parent(int(position), copies)
+        size = int(pattern.sizes[audience])
         below = [copies + CHILDREN * int(position) + child for child in range(CHILDREN)]
         for part in np.flatnonzero((pattern.audience == audience) & (pattern.volume > 0)):
             whole = as_box(pattern.parts[part])
@@ -120,11 +126,14 @@ def _of_receiver(each: PlannedTensor, rank: int, copies: int) -> Iterator[_Move]
 
 def _from_senders(each: PlannedTensor, part: int, copy: int) -> Iterator[_Move]:
     """Yields the boxes of one copy of a part, one of each holder that has a share of it."""
-    volume, route, cell = int(each.pattern.volume[part]), each.route, int(each.pattern.cell[part])
+    volume = int(each.pattern.volume[part])
+    route = each.route
+    cell = int(each.pattern.cell[part])
     start = int(each.line.start[part]) + copy * volume
     cuts = route.cuts[cell]
     for share in range(max(0, int(np.searchsorted(cuts, start, side="right")) - 1), len(cuts) - 1):
-        low, high = max(start, int(cuts[share])), min(start + volume, int(cuts[share + 1]))
+        low = max(start, int(cuts[share]))
+        high = min(start + volume, int(cuts[share + 1]))
         if low >= start + volume:
             break
         if low < high:
@@ -133,7 +142,8 @@ def _from_senders(each: PlannedTensor, part: int, copy: int) -> Iterator[_Move]:
 
 def _rows(each: PlannedTensor, part: int, low: int, high: int) -> Box:
     """Returns elements low to high of a part, whole rows of it, as a box."""
-    box, row = as_box(each.pattern.parts[part]), int(each.line.row[part])
+    box = as_box(each.pattern.parts[part])
+    row = int(each.line.row[part])
     split = _split_dimension(box)
     if split is None:
         return box
@@ -152,7 +162,8 @@ def _buckets(slots: _Slots, limit: int) -> Iterator[Bucket]:
             for part, more in _fitting(whole, volume, item_bytes, limit):
                 if parts and size + more > limit:
                     yield Bucket(stage, phase, peer, tuple(parts), size)
-                    parts, size = [], 0
+                    parts = []
+                    size = 0
                 parts.append(part)
                 size += more
         yield Bucket(stage, phase, peer, tuple(parts), size)

@@ -25,7 +25,8 @@ from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 CHUNK_BYTES = 2 << 20
 """Bytes of a part: they stay in the cache between digest and copy, and messages cost little beside them."""
 
-START, SLOWEST = 5.0, 1e6
+START = 5.0
+SLOWEST = 1e6
 """Seconds and bytes a second: what is not there after START and its bytes at SLOWEST does not come."""
 
 
@@ -102,7 +103,8 @@ def _stretches(spec: WeightsSpec, codec: WireCodec) -> Iterator[tuple[int, int, 
 Bytes = NDArray[np.uint8]
 T = TypeVar("T")
 
-INLINE_BYTES, DENSE_INLINE_BYTES = 64 << 10, 4 << 20
+INLINE_BYTES = 64 << 10
+DENSE_INLINE_BYTES = 4 << 20
 """Sizes of a part up to which it is encoded and decoded on the event loop, the second where it is only digested and
 copied: 2 MiB take 0.13 and 0.37 ms, and to hand them to a thread takes 0.1 ms on either side."""
 
@@ -195,7 +197,8 @@ class HeldVersion:
         return (number, True) in self._encoded or (number, False) in self._encoded
 
     def _encode(self, number: int, built: bool) -> EncodedChunk:
-        codec, old = self.plan.parts[number].codec, self.base if built else None
+        codec = self.plan.parts[number].codec
+        old = self.base if built else None
         if old is not None:
             found = encode_chunk(codec, self.bytes_of(number), self.plan.spec.dtype, old.bytes_of(number))
             if not old.overwritten:

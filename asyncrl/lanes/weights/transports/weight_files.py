@@ -65,7 +65,8 @@ class FileSender:
         self._remove_others()
         digest_of = digested_tensor(self._spec, version)
         found = digest(self._slot.buffer, self._spec, digest_of)
-        address, seconds = f"{FILE_SCHEME}{self._folder}", transfer_seconds(self._spec.size)
+        address = f"{FILE_SCHEME}{self._folder}"
+        seconds = transfer_seconds(self._spec.size)
         return Published(incarnation, version, address, slot_of(version), found, digest_of, transfer=seconds)
 
     def _remove_others(self) -> None:

@@ -35,7 +35,9 @@ from asyncrl.protocols.messages import Call, Hello, Published
 #    └────── receiver 1 ── receivers 4, 5        receiver passes on each part as soon as it has it.
 
 
-OPEN, CHUNK, DONE = "open_weights", "weights_chunk", "close_weights"
+OPEN = "open_weights"
+CHUNK = "weights_chunk"
+DONE = "close_weights"
 
 Packed = tuple[int, int, Any, int, int, float]
 """A chunk as a message: kind, size, data, digest of the data, digest of the result, error."""
@@ -161,12 +163,14 @@ class StreamSender:
         before = self._stored[-1] if self._stored else None
         held = HeldVersion(self._plan, incarnation, version, memory)
         if before is not None and before.version < version:
-            held.base, held.base_version = before, before.version
+            held.base = before
+            held.base_version = before.version
         self._stored.append(held)
         self.server.held = {each.version: each for each in self._stored}
         digest_of = digested_tensor(spec, version)
         exact = "" if self._plan.codec in LOSSY else digest(memory.data, spec, digest_of)
-        address, seconds = self.server.address, self._plan.deadline
+        address = self.server.address
+        seconds = self._plan.deadline
         return Published(incarnation, version, address, slot_of(version), exact, digest_of, transfer=seconds)
 
     def forget(self, reader: str) -> None:

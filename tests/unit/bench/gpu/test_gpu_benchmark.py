@@ -68,7 +68,8 @@ def test_a_process_that_fails_is_told(bench: BenchDevice) -> None:
 def test_two_ranks_measure_and_give_up_a_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_ranks, "HANG", 0.05)
     backend = NcclBackend(TwinNccl())
-    meeting, found = backend.invite(), dict[int, Results]()
+    meeting = backend.invite()
+    found = dict[int, Results]()
 
     def run(number: int) -> None:
         found[number] = nccl_ranks.rank(backend, meeting, number, (4096, 8192))

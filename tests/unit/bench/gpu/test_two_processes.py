@@ -24,7 +24,8 @@ def bench(device: str = "cpu") -> BenchDevice:
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> Path:
     """Puts a stand-in for the program of MPS into the path; returns the file with its calls."""
-    program, log = folder / CONTROL, folder / "calls"
+    program = folder / CONTROL
+    log = folder / "calls"
     program.write_text(MPS.format(log=log, status=status))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -45,7 +46,8 @@ def test_a_process_that_fails_says_why() -> None:
 def test_mps_runs_for_both_processes_and_ends_with_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, environments = install(tmp_path, monkeypatch), []
+    log = install(tmp_path, monkeypatch)
+    environments = []
     monkeypatch.setattr(two_processes, "copies_of_another_process", lambda _, given: environments.append(given) or {})
     assert copies_of_another_process_under_mps(bench()) == {}
     (variables,) = environments

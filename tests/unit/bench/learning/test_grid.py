@@ -161,7 +161,8 @@ def results_of_search(grid: Grid, by_candidate: dict[str, tuple[float | None, fl
     }
 
 
-GENTLE, ROUGH = "quickstart, as it is", "quickstart, learning_rate 0.001"
+GENTLE = "quickstart, as it is"
+ROUGH = "quickstart, learning_rate 0.001"
 
 
 def test_the_setting_is_the_first_that_loses_enough_without_a_correction(small_grid: Grid) -> None:
@@ -180,7 +181,8 @@ def test_the_setting_is_the_first_that_loses_enough_without_a_correction(small_g
 
 
 def test_no_corrected_run_can_choose_the_setting(small_grid: Grid) -> None:
-    claim, defaults = small_grid.claim, small_grid.defaults
+    claim = small_grid.claim
+    defaults = small_grid.defaults
     found = results_of_search(small_grid, {GENTLE: (1.0, 0.95), ROUGH: (0.95, 0.7)})
     corrected = {case.key(defaults): {"held_out": 0.0} for each in claim.candidates for case in claim.proof(each)}
     assert not corrected.keys() & found.keys()
@@ -221,7 +223,9 @@ def name_of_chosen(*candidates: tuple[str, float, float]) -> str | None:
 
 
 def test_the_first_candidate_that_learns_and_loses_is_chosen() -> None:
-    gentle, rough, rougher = ("gentle", 1.0, 0.95), ("rough", 0.95, 0.8), ("all", 0.9, 0.2)
+    gentle = ("gentle", 1.0, 0.95)
+    rough = ("rough", 0.95, 0.8)
+    rougher = ("all", 0.9, 0.2)
     assert name_of_chosen(gentle, rough, rougher) == "rough"
     assert name_of_chosen(rougher, rough, gentle) == "all"
 

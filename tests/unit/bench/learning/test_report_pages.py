@@ -113,7 +113,8 @@ def test_what_a_correction_leaves_out_is_told_by_runs_that_measured_it(small_gri
         lines = dict(zip(both, ({**line, **own} for line, own in zip(both.values(), values, strict=True)), strict=True))
         return columns(cells(small_grid, table, "quickstart", lines)[0])[8]
 
-    tenths, rejecting = [0.5] * 10, {"values": {"algorithm.rejection": "token_k3"}}
+    tenths = [0.5] * 10
+    rejecting = {"values": {"algorithm.rejection": "token_k3"}}
     measured = {**rejecting, "rejected": 0.5, "trained_by_decile": tenths}
     assert shown({"trained_by_decile": tenths}, {"trained_by_decile": [1.0] * 10}) == " ".join(["75"] * 10)
     assert shown({**rejecting, "trained_by_decile": [1.0] * 10}, measured) == " ".join(["50"] * 10)
@@ -209,11 +210,10 @@ def test_the_summary_shows_losses_below_the_limits_and_seconds_of_processes(smal
 
 def test_the_committed_pages_are_what_the_committed_results_give(tmp_path: Path) -> None:
     bench = Path(benchmark.__file__).resolve().parents[1]
-    grid, results = (
-        read_grid((bench / "learning/grid.toml").read_text()),
-        benchmark.read_results(bench / "results/learning.jsonl"),
-    )
-    docs, tables = tmp_path / "docs", tmp_path / "bench/results/learning.md"
+    grid = read_grid((bench / "learning/grid.toml").read_text())
+    results = benchmark.read_results(bench / "results/learning.jsonl")
+    docs = tmp_path / "docs"
+    tables = tmp_path / "bench/results/learning.md"
     write_pages(grid, results, docs)
     assert (docs / "learning.md").read_text() == (bench.parent / "docs/learning.md").read_text()
     assert tables.read_text() == (bench / "results/learning.md").read_text()

@@ -26,7 +26,8 @@ def test_efficiencies_divide_what_explains_a_step_by_the_step() -> None:
 
 def test_bubbles_are_weighted_by_devices() -> None:
     assert definitions.bubble_ratio(3.0, 4.0) == 0.25
-    busy, devices = {"generation": 4.0, "training": 2.0}, {"generation": 3.0, "training": 1.0}
+    busy = {"generation": 4.0, "training": 2.0}
+    devices = {"generation": 3.0, "training": 1.0}
     assert definitions.cluster_bubble(busy, devices, 4.0) == 0.125
 
 
@@ -54,7 +55,9 @@ def test_rates_count_all_devices() -> None:
 
 # The real controller takes as long as the laws of asynchronous training say, on stages with a decode-rate curve.
 WITHIN = 0.05
-SEED, BATCH, STEPS = 3, 64, 11
+SEED = 3
+BATCH = 64
+STEPS = 11
 LENGTHS = LengthSpread(64.0, 1.0, 448)
 TIMES = StageTimes(LENGTHS, token=0.16, each=0.002, trained_token=0.004, load=1.0)
 

@@ -44,7 +44,8 @@ def overlap_in(path: Path, lines: list[dict[str, Any]], trace: WorkerTrace = NO_
 
 def pipeline(limit: int) -> WorkerTrace:
     """Ten steps of 1 s; generation of a batch begins 2 s before its step, and its weights are in use 0.5 s after it."""
-    slices, arrows = [], []
+    slices = []
+    arrows = []
     for number in range(10):
         generated = Slice("generation0.0", number % 2, "generate", number - 2.0, number - 0.5)
         trained = Slice("training0.0", 0, "step", float(number), number + 1.0)

@@ -11,8 +11,10 @@ from asyncrl.children.code.row_tests import cases_in
 from asyncrl.children.sandbox import Program, TestCase
 from asyncrl.errors import TaskError
 
-WRONG, RIGHT = "def double(x):\n    return 0\n", "def double(x):\n    return 2 * x\n"
-READS, PRINTS = "print(1)", "for _ in range(1):\n    print(2 * int(input()))\n"
+WRONG = "def double(x):\n    return 0\n"
+RIGHT = "def double(x):\n    return 2 * x\n"
+READS = "print(1)"
+PRINTS = "for _ in range(1):\n    print(2 * int(input()))\n"
 CHECK = "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
 UNIT = (
     "import unittest\n\n\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(double(2), 4)\n"

@@ -24,7 +24,8 @@ class Work:
 
 
 async def test_the_same_work_runs_once() -> None:
-    work, results = Work(), SharedResults[str, str]()
+    work = Work()
+    results = SharedResults[str, str]()
     work.released.set()
     assert await asyncio.gather(*(results.of(key, lambda key=key: work.of(key)) for key in "aab")) == ["A", "A", "B"]
     assert await results.of("a", lambda: work.of("a")) == "A"
@@ -32,7 +33,8 @@ async def test_the_same_work_runs_once() -> None:
 
 
 async def test_work_goes_on_without_the_one_who_asked_first() -> None:
-    work, results = Work(), SharedResults[str, str]()
+    work = Work()
+    results = SharedResults[str, str]()
     first, second = (asyncio.ensure_future(results.of("a", lambda: work.of("a"))) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -42,7 +44,8 @@ async def test_work_goes_on_without_the_one_who_asked_first() -> None:
 
 
 async def test_errors_and_passing_results_are_not_remembered() -> None:
-    work, results = Work(), SharedResults[str, str](lambda result: result != "A")
+    work = Work()
+    results = SharedResults[str, str](lambda result: result != "A")
     work.released.set()
     for _ in range(2):
         with pytest.raises(ValueError, match="it failed"):
@@ -53,7 +56,8 @@ async def test_errors_and_passing_results_are_not_remembered() -> None:
 
 async def test_the_oldest_results_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_results, "MOST", 2)
-    work, results = Work(), SharedResults[str, str]()
+    work = Work()
+    results = SharedResults[str, str]()
     work.released.set()
     for key in "abacab":
         await results.of(key, lambda key=key: work.of(key))

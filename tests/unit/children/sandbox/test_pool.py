@@ -183,7 +183,8 @@ async def test_a_sandbox_that_ends_before_it_has_the_case_is_reported(
 async def test_no_case_of_a_program_runs_in_a_sandbox_that_ended_without_a_report(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, begin = pool._sandbox, await pool._sandbox()
+    started = pool._sandbox
+    begin = await pool._sandbox()
     kill_inside(begin._process.pid)
     given: list[Sandbox] = []
 

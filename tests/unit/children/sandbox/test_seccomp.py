@@ -100,7 +100,9 @@ def test_the_filter_decides_by_call_and_flags(name: str) -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_nothing_counts_is_refused_where_no_cgroup_limits_memory(name: str) -> None:
-    machine, program, limited = MACHINES[name], seccomp_filter(name, is_limited=False), seccomp_filter(name)
+    machine = MACHINES[name]
+    program = seccomp_filter(name, is_limited=False)
+    limited = seccomp_filter(name)
     shared = [0x21, 0x23, 0x4021, 0x8021]
     for flags in shared:
         assert answer(program, machine.audit, machine.mmap, 0, 4096, 3, flags) == ERROR | 12

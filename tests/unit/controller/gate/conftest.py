@@ -58,7 +58,8 @@ class World:
         self.steps = self.rng.randint(2, 6)
 
     def draw_config(self) -> GateConfig:
-        rng, members = self.rng, self.rng.randint(2, 5)
+        rng = self.rng
+        members = self.rng.randint(2, 5)
         return GateConfig(
             groups=rng.randint(1, 4),
             members=members,
@@ -100,7 +101,8 @@ class World:
         while self.rng.random() < 0.9 and self.may_draw():
             group = self.gate.draw()
             drew = True
-            self.greedy[group], self.attempts[group] = None, 0
+            self.greedy[group] = None
+            self.attempts[group] = 0
             for member in range(self.config.members):
                 version = self.gate.version
                 fact = Fact(group, member, version, version, self.length())
@@ -117,7 +119,8 @@ class World:
             if fact.first is None and self.engine < self.gate.not_before(fact.group):
                 continue
             fact.first = self.engine if fact.first is None else fact.first
-            fact.last, fact.left = self.engine, fact.left - 1
+            fact.last = self.engine
+            fact.left = fact.left - 1
             if fact.left == 0:
                 fact.stage = Stage.SCORING
                 assert self.gate.generated(fact.group, fact.member, fact.attempt, fact.first, fact.last, 1)
@@ -157,7 +160,8 @@ class World:
             return self.pick()
         if self.rng.random() < 0.5:
             return True
-        cuts, self.training = self.training, ()
+        cuts = self.training
+        self.training = ()
         facts = [self.facts[group, member] for group, members in cuts for member in members]
         if self.rng.random() < self.chaos:
             self.gate.requeue(cuts)
@@ -196,7 +200,8 @@ class World:
         """Trainer and controller die between two iterations. READY samples may be kept; the others begin again."""
         if self.training:
             return
-        before, self.gate = self.gate, self.made(self.config, self.gate.version, self.gate.next_group)
+        before = self.gate
+        self.gate = self.made(self.config, self.gate.version, self.gate.next_group)
         for group in before.groups():
             facts = [self.facts[group, member] for member in range(self.config.members)]
             compared = group not in self.awaited()
@@ -219,7 +224,9 @@ class World:
 
     def begin(self, fact: Fact, attempt: int) -> None:
         fact.attempt, fact.since, fact.left = attempt, self.gate.version, self.length()
-        fact.stage, fact.first, fact.reward = Stage.RUNNING, None, None
+        fact.stage = Stage.RUNNING
+        fact.first = None
+        fact.reward = None
 
     def haunt(self) -> None:
         """Answers of old attempts and answers that come twice are refused."""
@@ -244,10 +251,12 @@ class World:
 
     def put(self, facts: Iterable[Fact], stage: Stage, reason: str = "") -> None:
         for fact in facts:
-            fact.stage, fact.reason = stage, reason
+            fact.stage = stage
+            fact.reason = reason
 
     def may_draw(self) -> bool:
-        config, version = self.config, self.gate.version
+        config = self.config
+        version = self.gate.version
         flying = [fact for fact in self.flying.values() if fact.stage not in ENDED]
         past = [f for f in flying if f.stage is Stage.RUNNING and f.since < version - config.limit]
         held = len(flying) - (len(past) if config.policy == "mask" else 0)
@@ -258,10 +267,13 @@ class World:
         return fits and version < self.steps
 
     def pick(self) -> bool:
-        version, limit, policy = self.gate.version, self.config.limit, self.config.policy
+        version = self.gate.version
+        limit = self.config.limit
+        policy = self.config.policy
         age = {"mask": lambda f: version - f.last, "drop": lambda f: version - f.first}.get(policy, lambda f: limit)
         old = [fact for fact in self.at(Stage.READY) if age(fact) > limit]
-        counted, preview = dict(self.gate.counts), self.gate.preview()
+        counted = dict(self.gate.counts)
+        preview = self.gate.preview()
         assert self.gate.counts == counted, "foreseeing changes nothing"
         pick = self.gate.pick()
         if preview and not pick.dropped and policy != "block":
@@ -306,7 +318,8 @@ class World:
         return self.config.policy == "mask" and self.scored(group) >= enough and not self.flat(group)
 
     def check_pick(self, pick: Pick) -> None:
-        config, version = self.config, self.gate.version
+        config = self.config
+        version = self.gate.version
         batch = config.groups * config.members
         groups = sorted({fact.group for fact in self.at(Stage.READY)})
         possible = {group: self.of(group, Stage.READY) for group in groups if self.may_cut(group)}

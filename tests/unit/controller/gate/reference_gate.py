@@ -223,7 +223,8 @@ class ReferenceGate:
         left = Counter[int]()
         for group in self._groups.values():
             left[group.drawn_at] += len(group.members(*IN_FLIGHT)) - len(taken.get(group.id, ()))
-        limit, batch = self.config.limit, self.config.batch
+        limit = self.config.limit
+        batch = self.config.batch
         return all(
             sum(count for drawn_at, count in left.items() if drawn_at <= self.version + k - limit) <= k * batch
             for k in range(limit + 1)
@@ -333,7 +334,8 @@ class ReferenceGate:
 
     def _urgent_cuts(self) -> tuple[list[Cut], bool]:
         """Returns the most urgent cuts, as many as make a full batch, and whether they make one."""
-        taken, samples = list[Cut](), 0
+        taken = list[Cut]()
+        samples = 0
         for cut in self.cuts():
             if samples >= self.config.batch:
                 break

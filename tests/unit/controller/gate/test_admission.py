@@ -8,7 +8,8 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.controller.gate.admission import WINDOW, Admission
 from asyncrl.controller.gate.group_state import Drop, GroupState, Pick
 
-WAIT, BATCH = Pick(None), Pick(((0, (0, 1)),))
+WAIT = Pick(None)
+BATCH = Pick(((0, (0, 1)),))
 DROPPED = Pick(None, (Drop(GroupState(0, 0, []), (0, 1), "no_signal"),))
 
 

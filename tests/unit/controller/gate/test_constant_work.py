@@ -23,7 +23,8 @@ def instructions_per_sample(policy: Policy, groups: int, *, starved: bool = Fals
     """
     gate = Gate(GateConfig(groups, MEMBERS, 2, policy, slots=8 * groups, cut_at=2, need_signal=True))
     rng = random.Random(1)
-    running, training = list[tuple[int, int]](), deque[Any]()
+    running = list[tuple[int, int]]()
+    training = deque[Any]()
 
     def answer(group: int, member: int) -> None:
         gate.generated(group, member, 0, max(0, gate.version - 1), gate.version, 1)

@@ -36,7 +36,8 @@ class StaleByTheFirstToken(Gate):
 
 class DueUnnoticedWhenTheVersionRises(Gate):
     def _raise_version(self) -> None:
-        stamps, self._stamps = self._stamps, StampIndex()
+        stamps = self._stamps
+        self._stamps = StampIndex()
         super()._raise_version()
         self._stamps = stamps
 
@@ -133,7 +134,8 @@ class NeverForgets(Gate):
 
 class BlockLooksAtThisIterationOnly(Gate):
     def fits_deadlines(self) -> bool:
-        taken, latest = dict(self._urgent_cuts()), self.version - self.config.limit
+        taken = dict(self._urgent_cuts())
+        latest = self.version - self.config.limit
         groups = [group for group in self._groups.values() if group.drawn_at <= latest]
         return all(group.id in taken for group in groups)
 

@@ -32,7 +32,8 @@ class PairedGate:
 
         def call(*arguments: Any) -> Any:
             of_reference = copy.deepcopy(arguments) if name == "restore" else arguments
-            answer, expected = fast(*arguments), slow(*of_reference)
+            answer = fast(*arguments)
+            expected = slow(*of_reference)
             assert answer == expected, f"{name} answers {answer}, not {expected}"
             if name in (*CHANGES, "trained"):
                 self.compare(ANSWERS)
@@ -46,7 +47,8 @@ class PairedGate:
         for name in names:
             fast, slow = (getattr(gate, name) for gate in self._pair)
             if callable(fast):
-                fast, slow = fast(), slow()
+                fast = fast()
+                slow = slow()
             assert fast == slow, f"{name} is {fast}, not {slow}"
 
 

@@ -62,7 +62,8 @@ class Run:
         group = len(self.newest)
         self.newest[group] = 0
         for member in range(self.members):
-            self.stages[group, member], self.attempts[group, member] = "running", 0
+            self.stages[group, member] = "running"
+            self.attempts[group, member] = 0
         return Drawn(group, self.version, self.members)
 
     def generate(self) -> Record | None:
@@ -119,10 +120,12 @@ class Trainer:
     """Writes one file, whose content is its version, and answers with the chain it is told to have."""
 
     def __init__(self, store: MemoryStore, ledger: Callable[[], Ledger]) -> None:
-        self.store, self.ledger = store, ledger
+        self.store = store
+        self.ledger = ledger
 
     async def write(self, directory: str) -> Checkpointed:
-        version, data = self.ledger().version, f"weights {self.ledger().version}".encode()
+        version = self.ledger().version
+        data = f"weights {self.ledger().version}".encode()
         self.store.put(directory, "model.bin", data)
         return Checkpointed(version, self.ledger().chain.hex(), {"model.bin": sha256(data).hexdigest()})
 

@@ -22,7 +22,8 @@ Change = Callable[[list[Record]], list[Record]]
 async def recorded(run: Any, trainer: Any, store: Any) -> Journal:
     """A run with a checkpoint after each of three iterations, resumed at the end."""
     journal = Journal(store)
-    history, writer = run(2), trainer(store, lambda: journal.ledger)
+    history = run(2)
+    writer = trainer(store, lambda: journal.ledger)
     await commit(journal, writer.write, 9)
     while history.version < 3:
         journal.append(history.step())
@@ -35,7 +36,8 @@ async def recorded(run: Any, trainer: Any, store: Any) -> Journal:
 
 async def audited(run: Any, trainer: Any, change: Change) -> Audit:
     """The audit of a run whose records were changed afterwards; checkpoints, made of other bytes, are taken away."""
-    store, forged = MemoryStore(), MemoryStore()
+    store = MemoryStore()
+    forged = MemoryStore()
     await recorded(run, trainer, store)
     for record in change([framed.record for framed in Scan(store)]):
         forged.append(encode(record))
@@ -71,8 +73,10 @@ def skip_an_id(records: list[Record]) -> list[Record]:
 
 
 def train_twice(records: list[Record]) -> list[Record]:
-    first, second = first_of(records, Trained), first_of(records, Trained, 1)
-    one, two = records[first], records[second]
+    first = first_of(records, Trained)
+    second = first_of(records, Trained, 1)
+    one = records[first]
+    two = records[second]
     assert isinstance(one, Trained)
     assert isinstance(two, Trained)
     return [*records[:second], replace(two, cuts=one.cuts), *records[second + 1 :]]

@@ -34,7 +34,8 @@ class Scene:
 
     async def begin(self) -> None:
         ledger = self.journal.ledger
-        version, chain = ledger.version, ledger.chain.hex()
+        version = ledger.version
+        chain = ledger.chain.hex()
 
         async def copy(directory: str) -> Checkpointed:
             self.copied.append(version)
@@ -178,7 +179,8 @@ async def test_of_two_errors_that_of_the_run_is_raised(run: Any) -> None:
 
 
 async def test_a_cancelled_run_gives_its_checkpoint_up(run: Any) -> None:
-    scene, begun = await Scene(run).with_the_first(), asyncio.Event()
+    scene = await Scene(run).with_the_first()
+    begun = asyncio.Event()
 
     async def body() -> None:
         async with scene.commits:
@@ -196,7 +198,8 @@ async def test_a_cancelled_run_gives_its_checkpoint_up(run: Any) -> None:
 
 async def test_a_run_that_is_cancelled_while_it_waits_writes_nothing_afterwards(run: Any) -> None:
     """The next controller of this process may resume as soon as the scope has ended."""
-    scene, waiting = await Scene(run).with_the_first(), asyncio.Event()
+    scene = await Scene(run).with_the_first()
+    waiting = asyncio.Event()
 
     async def body() -> None:
         async with scene.commits:

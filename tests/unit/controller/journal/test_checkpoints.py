@@ -105,7 +105,8 @@ async def test_what_a_full_disk_left_of_a_checkpoint_goes_at_once(saga: Saga, er
 
 async def test_what_was_recorded_after_a_checkpoint_is_void(saga: Saga) -> None:
     await saga.with_checkpoints(1)
-    flying, drawn = saga.journal.ledger.in_flight(), saga.journal.ledger.next_group
+    flying = saga.journal.ledger.in_flight()
+    drawn = saga.journal.ledger.next_group
     saga.train(2)
     plan = plan_resume(saga.store.after_death())
     assert plan is not None
@@ -257,7 +258,8 @@ async def test_a_void_checkpoint_is_never_used_also_where_the_resume_begins_at_i
     with pytest.raises(Killed):
         await saga.checkpoint(fault=killer(saga.store, "renamed"))
     store = saga.store.after_death()
-    kept, offset = dict(store._folders["2"]), store.size
+    kept = dict(store._folders["2"])
+    offset = store.size
     hurt(store, "2", "digest")
     plan = plan_resume(store)
     assert plan is not None

@@ -54,7 +54,8 @@ async def test_the_older_checkpoint_is_used_when_a_rank_did_not_write_or_its_fil
     run: Any, tmp_path: Path
 ) -> None:
     with closing(FileStore(tmp_path)) as store:
-        journal, history = Journal(store), run(4)
+        journal = Journal(store)
+        history = run(4)
         await checkpoint(journal)
         train(journal, history)
         with pytest.raises(RankKilled):

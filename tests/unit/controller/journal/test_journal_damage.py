@@ -96,7 +96,8 @@ async def damaged_run(run: Any, trainer: Any, folder: Path, *, before_last: bool
     """A run with checkpoints 0, 1 and 2, damaged before or behind the newest one."""
     store = FileStore(folder)
     journal = Journal(store)
-    history, writer = run(2), trainer(store, lambda: journal.ledger)
+    history = run(2)
+    writer = trainer(store, lambda: journal.ledger)
     await commit(journal, writer.write, 9)
     while history.version < 2:
         journal.append(history.step())
@@ -165,7 +166,8 @@ class CountingStore(MemoryStore):
 async def test_a_resume_and_an_audit_read_the_journal_once(run: Any, trainer: Any) -> None:
     store = CountingStore()
     journal = Journal(store)
-    history, writer = run(2), trainer(store, lambda: journal.ledger)
+    history = run(2)
+    writer = trainer(store, lambda: journal.ledger)
     await commit(journal, writer.write, 9)
     for _ in range(3):
         while not isinstance(history.step(), Drawn):
@@ -213,7 +215,9 @@ def calls(work: Callable[[], object]) -> int:
 async def test_the_loop_turns_while_a_commit_waits_for_the_disk(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, made, stopped = asyncio.get_running_loop(), list[str](), list[str]()
+    loop = asyncio.get_running_loop()
+    made = list[str]()
+    stopped = list[str]()
 
     def until_the_loop_turned(module: Any, name: str) -> None:
         whole = getattr(module, name)
@@ -229,7 +233,8 @@ async def test_the_loop_turns_while_a_commit_waits_for_the_disk(
         monkeypatch.setattr(module, name, call)
 
     store = FileStore(tmp_path)
-    journal, history = Journal(store), run(2)
+    journal = Journal(store)
+    history = run(2)
     for module, name in ((os, "fsync"), (os, "fdatasync"), (shutil, "rmtree")):
         until_the_loop_turned(module, name)
 
@@ -246,7 +251,10 @@ async def test_the_loop_turns_while_a_commit_waits_for_the_disk(
 
 
 async def test_a_cancelled_caller_waits_for_the_end_of_its_write(tmp_path: Path) -> None:
-    store, began, may_end, ended = FileStore(tmp_path), threading.Event(), threading.Event(), threading.Event()
+    store = FileStore(tmp_path)
+    began = threading.Event()
+    may_end = threading.Event()
+    ended = threading.Event()
 
     def work() -> None:
         began.set()
@@ -266,7 +274,9 @@ async def test_a_cancelled_caller_waits_for_the_end_of_its_write(tmp_path: Path)
 
 
 def test_what_a_full_disk_took_of_a_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, whole, left = FileStore(tmp_path), os.write, [3]
+    store = FileStore(tmp_path)
+    whole = os.write
+    left = [3]
     store.append(b"before")
 
     def write(descriptor: int, data: Any) -> int:

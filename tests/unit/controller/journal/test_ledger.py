@@ -51,7 +51,8 @@ def test_a_legal_history_is_taken_and_its_account_is_right(run: Any, seed: int, 
 
 def impossible(history: Any) -> Iterator[Record]:
     """Records that cannot come next, each for another reason."""
-    group, version = len(history.newest), history.version
+    group = len(history.newest)
+    version = history.version
     yield Drawn(group + 1, version, 3)
     yield Drawn(group - 1, version, 3)
     yield Drawn(group, version + 1, 3)
@@ -266,7 +267,9 @@ def takes(ledger: Ledger, record: Record) -> bool:
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**9), kept=st.floats(0, 1), tail=st.binary(max_size=20))
 def test_a_torn_tail_is_cut_and_nothing_else(run: Any, seed: int, kept: float, tail: bytes) -> None:
-    history, store, ends = run(seed).go(30), MemoryStore(), [0]
+    history = run(seed).go(30)
+    store = MemoryStore()
+    ends = [0]
     journal = Journal(store)
     for record in history.records:
         journal.append(record)
@@ -280,12 +283,16 @@ def test_a_torn_tail_is_cut_and_nothing_else(run: Any, seed: int, kept: float, t
 
 
 def test_resuming_voids_what_follows_and_begins_new_attempts(run: Any) -> None:
-    journal, offset = Journal(MemoryStore()), 0
+    journal = Journal(MemoryStore())
+    offset = 0
     history = run(3).go(40)
     for record in history.records[:25]:
         journal.append(record)
-    offset, before = journal.offset, journal.ledger
-    flying, version, drawn = before.in_flight(), before.version, before.next_group
+    offset = journal.offset
+    before = journal.ledger
+    flying = before.in_flight()
+    version = before.version
+    drawn = before.next_group
     for record in history.records[25:]:
         journal.append(record)
     attempts = {group.id: group.attempt for group in Scan(journal.store).replay(offset).groups.values()}
@@ -330,7 +337,8 @@ def test_a_trainer_that_trained_something_else_is_found_at_once(run: Any) -> Non
     trained = history.records[-1]
     with pytest.raises(JournalError, match="the trainer did not train what the journal says for version 1"):
         journal.append(Trained(trained.version, trained.cuts, trained.advantages, "0" * 64))
-    ledger, size = journal.ledger, journal.offset
+    ledger = journal.ledger
+    size = journal.offset
     assert (ledger.version, ledger.trained, journal.store.size) == (0, 0, size)
     journal.append(trained)
     assert ledger.version == 1

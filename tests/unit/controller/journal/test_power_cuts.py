@@ -25,12 +25,14 @@ async def version_after_power_cut(run: Any, tmp_path: Path, patch: Patch) -> int
     run_dir.mkdir()
     disk = Disk(patch)
     store = FileStore(run_dir)
-    journal, history = Journal(store), run(2)
+    journal = Journal(store)
+    history = run(2)
 
     async def write(directory: str) -> Checkpointed:
         model = Path(directory) / "model"
         model.mkdir()
-        file, data = model / "weights", b"weights"
+        file = model / "weights"
+        data = b"weights"
         file.write_bytes(data)
         for path in (file, model):  # As trainer_checkpoint does.
             descriptor = os.open(path, os.O_RDONLY)

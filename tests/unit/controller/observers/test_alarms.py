@@ -90,7 +90,8 @@ def test_a_canary_over_a_nat_is_told_unless_asked_otherwise() -> None:
 
 def test_each_bound_has_a_warning_of_its_own() -> None:
     alarm = PolicyMismatchAlarm(WARN)
-    kl, both = {"mismatch/kl": 0.2, "mismatch/ess": 0.9}, {"mismatch/kl": 0.2, "mismatch/ess": 0.1}
+    kl = {"mismatch/kl": 0.2, "mismatch/ess": 0.9}
+    both = {"mismatch/kl": 0.2, "mismatch/ess": 0.1}
     said = [alarm.check(metrics, version) or "" for version, metrics in enumerate([kl, both, both])]
     assert ["mismatch/kl" in text for text in said] == [True, False, False]
     assert ["ess is" in text for text in said] == [False, True, False]

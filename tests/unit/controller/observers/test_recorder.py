@@ -59,7 +59,8 @@ async def test_nothing_is_kept_of_attempts_that_were_overtaken(tmp_path: Path) -
 
 async def test_terms_of_samples_that_wait_outlive_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
-    before, after = recorder_of(NO_FLEET, tmp_path), recorder_of(NO_FLEET, tmp_path)
+    before = recorder_of(NO_FLEET, tmp_path)
+    after = recorder_of(NO_FLEET, tmp_path)
     for member in range(3):
         before.observe(scored(member, 0))
     files = write_terms(str(tmp_path), before.terms_of([(0, 0), (0, 2), (7, 7)]))
@@ -198,7 +199,8 @@ async def test_events_that_nothing_writes_end_the_run_and_say_where(
 async def test_rows_are_kept_from_the_beginning_of_a_step_until_their_texts_are_read(
     tmp_path: Path, dies: bool
 ) -> None:
-    asked, answer = asyncio.Event(), asyncio.Event()
+    asked = asyncio.Event()
+    answer = asyncio.Event()
 
     async def texts(batch: BatchRef) -> list[SampleText]:
         asked.set()

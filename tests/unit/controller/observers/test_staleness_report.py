@@ -57,7 +57,8 @@ def test_no_larger_limit_is_named_when_age_is_not_the_reason() -> None:
 
 
 def test_a_step_reports_what_left_the_gate_since_the_last() -> None:
-    gate, report = Gate(MASK), StalenessReport(MASK)
+    gate = Gate(MASK)
+    report = StalenessReport(MASK)
     gate.draw()
     for member in range(2):
         gate.generated(0, member, 0, 0, 0, tokens=10)
@@ -95,7 +96,8 @@ def test_a_run_that_masks_most_of_its_longest_completions_is_told_the_limit_to_t
 
 @pytest.mark.trap("redone")
 def test_samples_that_were_sampled_again_are_told_by_length() -> None:
-    gate, report = Gate(GateConfig(groups=5, members=2, limit=1, policy="mask", slots=20)), StalenessReport(MASK)
+    gate = Gate(GateConfig(groups=5, members=2, limit=1, policy="mask", slots=20))
+    report = StalenessReport(MASK)
     for group in range(5):
         gate.draw()
         again = gate.restart(group, [1]) if group >= 3 else 0
@@ -110,13 +112,15 @@ def test_samples_that_were_sampled_again_are_told_by_length() -> None:
 
 @pytest.mark.trap("redone")
 def test_nothing_is_said_of_redone_samples_when_there_are_none() -> None:
-    gate, report = Gate(MASK), StalenessReport(MASK)
+    gate = Gate(MASK)
+    report = StalenessReport(MASK)
     gate.ended.extend(EndedSample(0, 0, 5, 4, 4, 4) for _ in range(20))
     assert not [name for name in report.step(gate, []) if "redone" in name]
 
 
 def reported(samples: list[EndedSample]) -> StalenessReport:
-    gate, report = Gate(MASK), StalenessReport(MASK)
+    gate = Gate(MASK)
+    report = StalenessReport(MASK)
     gate.ended.extend(samples)
     report.step(gate, [])
     return report

@@ -63,10 +63,12 @@ async def test_a_worker_that_dies_is_shown_with_its_reason_and_its_next_start(tm
     assert (worker.problem, worker.shares, worker.memory, worker.queued, worker.starts) == ("", {"busy": 0.5}, 5, 2, 1)
     assert (worker.service, worker.version, worker.gpu) == ("generation", 3, {"memory": 7.0})
     assert (worker.rates, worker.counters) == ({"tokens": 3.0}, {"tokens": 6.0})
-    poller.worker.alive, poller.worker.status = False, "killed by SIGKILL; starts again"
+    poller.worker.alive = False
+    poller.worker.status = "killed by SIGKILL; starts again"
     (worker,) = (await written(writer)).workers
     assert (worker.problem, worker.starts) == ("killed by SIGKILL; starts again", 1)
-    poller.worker.alive, poller.worker.instance = True, "b"
+    poller.worker.alive = True
+    poller.worker.instance = "b"
     (worker,) = (await written(writer)).workers
     assert (worker.problem, worker.instance, worker.starts) == ("", "b", 2)
 
@@ -88,7 +90,8 @@ async def test_the_last_state_says_that_the_run_has_ended(tmp_path: Path) -> Non
 async def test_a_state_that_is_written_late_does_not_replace_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = asyncio.Event(), threading.Event()
+    begun = asyncio.Event()
+    go_on = threading.Event()
     loop = asyncio.get_running_loop()
 
     def slow(path: Path, status: RunStatus) -> None:

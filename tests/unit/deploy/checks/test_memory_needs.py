@@ -127,7 +127,8 @@ def test_tensor_ranks_share_out_what_is_inside_of_layers() -> None:
 
 def test_ranks_with_slices_of_rows_hold_all_weights_and_their_share_of_activations() -> None:
     long = {"micro_batch_tokens": 32768, "logits_chunk": 256}
-    whole, found = _training_parts(1, **long), _training_parts(1, sp=2, **long)
+    whole = _training_parts(1, **long)
+    found = _training_parts(1, sp=2, **long)
     for name in ("weights", "gradients", "optimizer"):
         assert found[name] == whole[name]
     assert 0.45 < found["activations"] / whole["activations"] < 0.6
@@ -139,7 +140,8 @@ def test_ranks_share_out_experts_and_hold_all_other_weights() -> None:
     sizes |= {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128}
     shape = Shape.of({**sizes, "intermediate_size": 6144, "num_experts_per_tok": 8, "model_type": "qwen3_moe"})
     assert SMOLLM2.chosen == 0
-    experts, wanted = 4 * 128 * 3 * 2048 * 768, {"micro_batch_tokens": 4096}
+    experts = 4 * 128 * 3 * 2048 * 768
+    wanted = {"micro_batch_tokens": 4096}
     parts = {}
     for axis in ("dp", "ep"):
         chosen = config(training={"layout": {axis: 4}, **wanted})
@@ -209,7 +211,8 @@ def test_the_cache_takes_what_is_used_and_on_a_device_all_of_it_at_once() -> Non
         return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
 
     sampled = 10 * 64 * BYTES_PER_SAMPLED
-    weights, chunk = SMOLLM2.parameters * 4 + sampled, CHUNK * SMOLLM2.cache_bytes_per_token
+    weights = SMOLLM2.parameters * 4 + sampled
+    chunk = CHUNK * SMOLLM2.cache_bytes_per_token
     whole = 10 * (512 + 64) // 32 * chunk
     assert (need().least, need().bytes) == (weights, PROCESS_BYTES + weights + whole)
     assert need(device="cuda").least == weights + whole
@@ -227,7 +230,8 @@ def test_vllm_makes_its_cache_at_the_start() -> None:
         chosen = config(generation={"slots": 10, "engine": "vllm", "layout_tp": layout_tp, "vllm": options})
         return next(each for each in needs(chosen, SMOLLM2) if each.name == "generation")
 
-    weights, cache = SMOLLM2.parameters * 4, (12 * 5 + 1) * 128 * SMOLLM2.cache_bytes_per_token
+    weights = SMOLLM2.parameters * 4
+    cache = (12 * 5 + 1) * 128 * SMOLLM2.cache_bytes_per_token
     assert (need().least, need().bytes) == (weights + cache, 2 * GPU_PROCESS_BYTES + weights + cache)
     assert need(kv_cache_memory_bytes=1000).least == weights + 1000
     assert need(layout_tp=2).bytes == need().bytes + GPU_PROCESS_BYTES
@@ -253,7 +257,9 @@ def test_shared_memory_holds_two_versions_and_the_rows_in_flight() -> None:
     assert shared_memory(config(fleet={"wire": "inproc"}), SMOLLM2) == SharedMemoryNeed(0, 0, 0)
     need = shared_memory(config(), SMOLLM2, longest_token=100)
     assert need.weights == weights
-    tokens, text, table = 512 * 4 + 64 * 12, 64 * 4, 8 * 11
+    tokens = 512 * 4 + 64 * 12
+    text = 64 * 4
+    table = 8 * 11
     assert within_a_tenth(need.rows, KEPT * (tokens + text + table))
     assert within_a_tenth(need.worst_rows, KEPT * (tokens + 64 * 100 + table))
 
@@ -287,7 +293,9 @@ def test_what_is_not_sampled_takes_no_memory_however_long_a_token_may_be() -> No
 def test_the_estimate_is_right_within_a_tenth_of_what_full_stores_take(sections: dict[str, Any]) -> None:
     """Opens the stores as the services do, for the longest token that there may be, and fills them with full rows."""
     chosen = config(**sections)
-    gate, response, prompt = GateConfig.of(chosen), chosen.generation.max_new_tokens, chosen.task.max_prompt_tokens
+    gate = GateConfig.of(chosen)
+    response = chosen.generation.max_new_tokens
+    prompt = chosen.task.max_prompt_tokens
     columns = [(sample_columns(prompt, response, 4 * response), chosen.generation.replicas)]
     if chosen.algorithm.kl > 0:
         columns.append((reference_columns(response), chosen.reference.replicas))
@@ -384,8 +392,10 @@ def test_held_out_prompts_count_among_the_longest() -> None:
 
 
 def test_short_prompts_take_less_than_the_config_allows() -> None:
-    chosen, short = config(), RowLengths(20, 60, 100)
-    found, allowed = shared_memory(chosen, SMOLLM2, lengths=short), shared_memory(chosen, SMOLLM2)
+    chosen = config()
+    short = RowLengths(20, 60, 100)
+    found = shared_memory(chosen, SMOLLM2, lengths=short)
+    allowed = shared_memory(chosen, SMOLLM2)
     assert found.likely_rows < found.rows < allowed.likely_rows == allowed.rows
     for each, most in zip(needs(chosen, SMOLLM2, short), needs(chosen, SMOLLM2), strict=True):
         assert each.expected <= each.bytes <= most.bytes

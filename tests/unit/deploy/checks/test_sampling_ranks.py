@@ -72,7 +72,8 @@ def test_stages_that_sample_together_stand_as_far_apart_as_those_that_train_the_
     ):
         wanted = config(layout, generation={"layout": {"pp": pp, "tp": layout.get("tp", 1)}})
         assert sampling_ranks(wanted) == ranks
-        generation, trained = specs(wanted)["generation"], specs(wanted)["training"].layout
+        generation = specs(wanted)["generation"]
+        trained = specs(wanted)["training"].layout
         assert (generation.replicas, generation.layout.size) == (len(ranks), len(ranks[0]))
         assert (trained.gpp, trained.gtp) == (pp, layout.get("tp", 1))
 

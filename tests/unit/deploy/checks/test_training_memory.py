@@ -34,7 +34,10 @@ from asyncrl.engines.training.training_step import run_step
 from tests.unit.deploy.checks.torch_memory import most_beside
 
 WITHIN = 0.15
-GROUPS, MEMBERS, PROMPT, RESPONSE = 4, 4, 24, 24
+GROUPS = 4
+MEMBERS = 4
+PROMPT = 24
+RESPONSE = 24
 LENGTHS = RowLengths(PROMPT, PROMPT, 1)
 WIDTHS = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -57,7 +60,8 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 
 
 def rows(*, shared: bool) -> list[TrainRow]:
-    draw, made = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    made = []
     for group in range(GROUPS):
         prompt = draw.integers(0, 50, PROMPT)
         for member in range(MEMBERS):
@@ -100,7 +104,8 @@ def check(chosen: Config, folder: Path, name: str, trainer: Any, *, shared: bool
     for part, size in found.items():
         assert need.parts[part] == pytest.approx(size, rel=0.02), part
     size = likely_pass(chosen, shape, LENGTHS) if shared else largest_pass(chosen, LENGTHS)
-    lora, head = chosen.model.lora is not None, name == "training"
+    lora = chosen.model.lora is not None
+    head = name == "training"
     activations = pass_bytes(chosen, shape, size, lora=lora, head=head)
     kept = kept_bytes(chosen, shape, size, activations, "cpu")
     assert kept > 0
@@ -127,12 +132,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_trainer_takes_what_is_predicted(case: str, make_folder: Callable[..., Path]) -> None:
     torch.manual_seed(0)
     changes, sections = CASES[case]
-    folder, chosen = make_folder(**changes), config(**sections)
+    folder = make_folder(**changes)
+    chosen = config(**sections)
     check(chosen, folder, "training", PolicyTrainer(chosen, folder), shared=False)
 
 
 def test_samples_that_share_their_prompt_take_what_is_predicted(make_folder: Callable[..., Path]) -> None:
-    folder, chosen = make_folder(), config()
+    folder = make_folder()
+    chosen = config()
     check(chosen, folder, "training", PolicyTrainer(chosen, folder), shared=True)
 
 
@@ -149,7 +156,8 @@ def test_the_first_pass_of_an_update_finds_no_gradients_of_earlier_ones(
     trained = TrainedModel("training", chosen, shape, LENGTHS, "cpu", chosen.training.layout)
     size = trained.likely_pass
     parts, with_others = (trained.parts(each, 0) for each in (size, replace(size, next_part=1.0)))
-    trainer, given = PolicyTrainer(chosen, folder), rows(shared=True)[: groups * MEMBERS]
+    trainer = PolicyTrainer(chosen, folder)
+    given = rows(shared=True)[: groups * MEMBERS]
     run_step(trainer, given, 1, 5)
     most = most_beside(lambda: run_step(trainer, given, 1, 5))[0]
     assert parts["gradients"] + parts["activations"] == pytest.approx(most, rel=WITHIN)
@@ -157,7 +165,8 @@ def test_the_first_pass_of_an_update_finds_no_gradients_of_earlier_ones(
 
 
 def test_layers_are_not_gathered_while_there_are_logits(make_folder: Callable[..., Path]) -> None:
-    shape, size = shape_of(str(make_folder(vocabulary=8000))), largest_pass(config(), LENGTHS)
+    shape = shape_of(str(make_folder(vocabulary=8000)))
+    size = largest_pass(config(), LENGTHS)
     assert shape is not None
     beside = {gathered: pass_bytes(config(), shape, size, gathered=gathered) for gathered in (0, 1000, 10**9, 10**12)}
     assert beside[0] - beside[1000] == 1000
@@ -169,11 +178,13 @@ def test_short_prompts_are_shared_where_the_trainer_shares_them(
     device: str, shares: bool, make_folder: Callable[..., Path]
 ) -> None:
     """On a GPU samples have their own copy of a prompt that is shorter than their answers."""
-    shape, prompt = shape_of(str(make_folder())), RESPONSE - 4
+    shape = shape_of(str(make_folder()))
+    prompt = RESPONSE - 4
     assert shape is not None
     chosen = config({"micro_batch_tokens": 8 * (prompt + RESPONSE), "device": device})
     found = likely_pass(chosen, shape, RowLengths(prompt, prompt, 1), device=device)
-    prompts, answers = [np.full(prompt, member // MEMBERS) for member in range(8)], [np.zeros(RESPONSE, np.int64)] * 8
+    prompts = [np.full(prompt, member // MEMBERS) for member in range(8)]
+    answers = [np.zeros(RESPONSE, np.int64)] * 8
     packed = pack_rows(prompts, answers, chosen.training.micro_batch_tokens, shared_from(device))
     assert (packed is not None) == shares
     tokens = 8 * (prompt + RESPONSE - 1) if packed is None else len(packed.ids)
@@ -193,12 +204,14 @@ def test_copies_sum_gradients_in_a_bucket_where_passes_take_less(make_folder: Ca
 
 
 def test_a_critic_takes_what_is_predicted(make_folder: Callable[..., Path]) -> None:
-    folder, chosen = make_folder(), config(algorithm={"preset": "ppo"})
+    folder = make_folder()
+    chosen = config(algorithm={"preset": "ppo"})
     check(chosen, folder, "critic", CriticTrainer(chosen, folder), shared=False)
 
 
 def test_small_tensors_leave_holes_in_the_heap_of_a_process_on_a_cpu(make_folder: Callable[..., Path]) -> None:
-    shape, size = shape_of(str(make_folder())), largest_pass(config(), LENGTHS)
+    shape = shape_of(str(make_folder()))
+    size = largest_pass(config(), LENGTHS)
     assert shape is not None
     assert kept_bytes(config(), shape, size, 1000, "cpu") == 800
     assert kept_bytes(config(), shape, size, 1000, "cuda") == 0
@@ -209,7 +222,8 @@ def test_small_tensors_leave_holes_in_the_heap_of_a_process_on_a_cpu(make_folder
 @pytest.mark.parametrize("again", [False, True])
 def test_each_pass_that_a_stage_of_slices_has_begun_takes_more(again: bool, make_folder: Callable[..., Path]) -> None:
     """Rounded weights are the same for all of them, and a rank has those of its slices."""
-    shape, size = shape_of(str(make_folder())), ForwardPass(1, 1)
+    shape = shape_of(str(make_folder()))
+    size = ForwardPass(1, 1)
     assert shape is not None
     chosen = config({"precision": "bfloat16", "gradient_checkpointing": again})
     found = {

@@ -79,7 +79,8 @@ def test_a_cache_that_the_engine_refuses_is_refused_before(
 
 def test_a_cache_of_stages_holds_a_row_in_the_layers_of_the_first_one() -> None:
     """30 layers train as 8, 8, 7 and 7, so that the first of two stages samples with 16."""
-    shape, found = PACKAGED["pypi:smollm2"], []
+    shape = PACKAGED["pypi:smollm2"]
+    found = []
     sections: dict[str, Any] = {"training": {"layout": {"pp": 4}}, "staleness": {"limit": 0}}
     for layers in (15.5, 16.5):
         generation = {"colocate": "training", "layout": {"pp": 2}}

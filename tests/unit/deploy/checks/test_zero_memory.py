@@ -54,7 +54,8 @@ def _zero_need(stage: int, *, offload: bool = False, **training: Any) -> list[Me
 
 
 def test_ranks_of_deepspeed_hold_shares_by_the_stage() -> None:
-    all_weights, bucket = 4 * SMOLLM2.parameters, 4 * BUCKET
+    all_weights = 4 * SMOLLM2.parameters
+    bucket = 4 * BUCKET
     share = all_weights // 4
     stages = [next(each.parts for each in _zero_need(stage) if each.name == "training") for stage in (1, 2, 3)]
     assert [parts["weights"] for parts in stages] == [all_weights, all_weights, share]

@@ -23,20 +23,23 @@ def most_beside(work: Callable[[], T]) -> tuple[int, T]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         done = work()
     assert profiled.profiler is not None, "the profile is over"
-    events, left = list[Any](), [*profiled.profiler.kineto_results.experimental_event_tree()]
+    events = list[Any]()
+    left = [*profiled.profiler.kineto_results.experimental_event_tree()]
     while left:
         event = left.pop()
         left += event.children
         if event.tag == _EventType.Allocation:
             events.append(event)
     events.sort(key=lambda each: each.start_time_ns)
-    changes, living = np.zeros(len(events), np.int64), dict[int, int]()
+    changes = np.zeros(len(events), np.int64)
+    living = dict[int, int]()
     for number, each in enumerate(events):
         made = each.extra_fields
         if made.alloc_size > 0:
             living[made.ptr] = number
         elif made.ptr in living:
-            changes[living.pop(made.ptr)], changes[number] = -made.alloc_size, made.alloc_size
+            changes[living.pop(made.ptr)] = -made.alloc_size
+            changes[number] = made.alloc_size
     return int(changes.cumsum().max(initial=0)), done
 
 

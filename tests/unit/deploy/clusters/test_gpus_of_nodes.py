@@ -55,7 +55,8 @@ wait
 
 def started(script: Sequence[str], folder: Path, variables: Mapping[str, str]) -> list[list[str]]:
     """Runs a script and returns the commands that it starts."""
-    programs, recorded = folder / "bin", folder / "recorded"
+    programs = folder / "bin"
+    recorded = folder / "recorded"
     programs.mkdir()
     recorded.mkdir()
     for name, text in {"srun": RECORD, "asyncrl": RECORD, "ls": GPUS}.items():
@@ -69,7 +70,8 @@ def started(script: Sequence[str], folder: Path, variables: Mapping[str, str]) -
 
 def config_of(command: Sequence[str], listen: str) -> Config:
     """Returns the config of `asyncrl run NAME ...`, with the flags that are keys of it."""
-    flags, keys = list(command[3:]), []
+    flags = list(command[3:])
+    keys = []
     for flag, value in zip(flags, [*flags[1:], ""], strict=True):
         if re.match(r"--\w+\.|--pools", flag) and not flag.startswith("--fleet.join_keys"):
             keys += [flag] if "=" in flag.partition(" ")[0] else [flag, value]

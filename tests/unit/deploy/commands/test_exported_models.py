@@ -43,9 +43,11 @@ async def make_run(tmp_path: Path) -> Callable[..., Any]:
 
         def written(folder: Path) -> dict[str, str]:
             folder.mkdir()
-            described, file = {"model_type": "llama", "dtype": "bfloat16"}, "model.safetensors"
+            described = {"model_type": "llama", "dtype": "bfloat16"}
+            file = "model.safetensors"
             if adapters:
-                described, file = {"base_model_name_or_path": str(path / "model"), "r": 4}, "adapter_model.safetensors"
+                described = {"base_model_name_or_path": str(path / "model"), "r": 4}
+                file = "adapter_model.safetensors"
             save_file(WEIGHTS, folder / file)
             (folder / file).chmod(0o600)
             (folder / ("adapter_config.json" if adapters else "config.json")).write_text(json.dumps(described))
@@ -110,7 +112,8 @@ async def test_weights_leave_in_the_precision_of_the_run_or_of_the_flag(
 async def test_weights_that_a_checkpoint_links_to_leave_in_the_precision_that_was_asked_for(
     make_run: Callable[..., Any], tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
 ) -> None:
-    run, base = await make_run(), tmp_path / "base.safetensors"
+    run = await make_run()
+    base = tmp_path / "base.safetensors"
     file = run / "checkpoints" / "0" / "model" / "model.safetensors"
     weights = {"embed.weight": WEIGHTS["embed.weight"].to(stored), "steps": WEIGHTS["steps"]}
     save_file(weights, base)

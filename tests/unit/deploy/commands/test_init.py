@@ -34,7 +34,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 
 def test_without_a_terminal_it_takes_the_defaults(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["init"]) == 0
-    config, quickstart = load(here / "mine.toml").config, load("quickstart").config
+    config = load(here / "mine.toml").config
+    quickstart = load("quickstart").config
     assert (config.model.name, config.task.prompts) == (quickstart.model.name, quickstart.task.prompts)
     printed = capsys.readouterr().out
     assert "wrote mine.toml\n" in printed

@@ -86,13 +86,19 @@ async def test_a_revoked_key_other_versions_and_a_service_that_does_not_join(
 @pytest.mark.parametrize("whose", ["another controller's", "of another role", "missing"])
 async def test_a_key_that_does_not_fit(whose: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with run_that_listens(tmp_path / "ours") as (address, keys):
-        key, role, expected = keys.key_of("echo"), "echo", "reward workers"
+        key = keys.key_of("echo")
+        role = "echo"
+        expected = "reward workers"
         if whose == "another controller's":
-            key, expected = KeyFolder.made(tmp_path / "theirs").key_of("echo"), f"{address} does not accept"
+            key = KeyFolder.made(tmp_path / "theirs").key_of("echo")
+            expected = f"{address} does not accept"
         elif whose == "of another role":
-            key, role, expected = keys.key_of("echo"), "reward", "is a key of echo workers, not of reward workers"
+            key = keys.key_of("echo")
+            role = "reward"
+            expected = "is a key of echo workers, not of reward workers"
         else:
-            key, expected = tmp_path / "none.key", "No such file"
+            key = tmp_path / "none.key"
+            expected = "No such file"
         assert await doctor(role, "--join", address, "--key", str(key)) == 1
     (line, remedy) = capsys.readouterr().out.partition("BAD   key ")[2].splitlines()[:2]
     assert expected in line

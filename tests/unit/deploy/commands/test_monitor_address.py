@@ -30,7 +30,8 @@ async def run_that_listens(
     folder: Path, now: Callable[[], float] = time.time
 ) -> AsyncIterator[tuple[str, KeyFolder, RunDirectory]]:
     """A join point of a run in `folder`, whose files the caller writes."""
-    keys, directory = KeyFolder.made(folder / "keys"), RunDirectory(folder)
+    keys = KeyFolder.made(folder / "keys")
+    directory = RunDirectory(folder)
     keys.key_of(MONITOR)
     keys.key_of("echo")
     with closing(bound_socket("127.0.0.1", 0, "a test")) as bound:
@@ -113,7 +114,8 @@ async def test_the_controller_refuses_the_proof_of_a_worker(tmp_path: Path) -> N
 async def test_the_files_are_read_once_a_second_however_many_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, looks = RunWatch(RunDirectory(tmp_path), lambda proof: MONITOR), []
+    watch = RunWatch(RunDirectory(tmp_path), lambda proof: MONITOR)
+    looks = []
 
     def look() -> SeenRun:
         looks.append(1)
@@ -126,7 +128,8 @@ async def test_the_files_are_read_once_a_second_however_many_watch(
 
 
 async def test_a_run_that_ends_meanwhile_is_said_to_be_gone(tmp_path: Path) -> None:
-    seen, gone = asyncio.Event(), asyncio.Event()
+    seen = asyncio.Event()
+    gone = asyncio.Event()
 
     async def look_twice(address: str, key: WorkerKey) -> None:
         with closing(ZmqWire(key.keys)) as wire:

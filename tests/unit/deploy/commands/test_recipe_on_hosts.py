@@ -19,7 +19,13 @@ from asyncrl.engines.model_shape import shape_of
 from asyncrl.errors import ConfigError
 from tests.unit.deploy.checks.test_folder_contents import tokenizer
 
-LAYERS, HIDDEN, HEADS, KEYS, HEAD, WIDE, WORDS = 36, 4096, 32, 8, 128, 12288, 151936
+LAYERS = 36
+HIDDEN = 4096
+HEADS = 32
+KEYS = 8
+HEAD = 128
+WIDE = 12288
+WORDS = 151936
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": WIDE,
     "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KEYS, "head_dim": HEAD,
@@ -82,7 +88,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("qwen3-8b")
     tokenizer().save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    header, end = dict[str, Any](), 0
+    header = dict[str, Any]()
+    end = 0
     for name, shape in tensors().items():
         size = 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
@@ -130,7 +137,8 @@ def test_versions_of_the_weights_are_on_the_hosts_that_hold_them(
     config = load(str(recipe), ["--weights.transport", transport]).config
     shape = shape_of(config.model.name)
     assert shape is not None
-    version, workers = 2 * shape.parameters, list(planned_workers(config, shape))
+    version = 2 * shape.parameters
+    workers = list(planned_workers(config, shape))
     sent = [each for each in workers if each.need.name == OFFERED]
     assert {each.host: each.bytes / version for each in sent} == offered
     assert {each.device for each in sent} == {device}

@@ -73,7 +73,8 @@ def test_a_mistake_is_tried_again_once_at_a_checkpoint(
     ends: list[tuple[str, int]], starts: int, tmp_path: Path
 ) -> None:
     (tmp_path / "logs").mkdir()
-    log, made = tmp_path / "logs" / "controller.jsonl", tmp_path / "checkpoints"
+    log = tmp_path / "logs" / "controller.jsonl"
+    made = tmp_path / "checkpoints"
     endings = []
     for error, step in ends:
         line = json.dumps({"event": "run ends", **({"error": error} if error else {})})
@@ -86,7 +87,8 @@ def test_a_mistake_is_tried_again_once_at_a_checkpoint(
 
 def test_an_end_that_no_log_took_is_not_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    line, log = json.dumps({"event": "run ends", "error": "RewardError: x"}), tmp_path / "logs" / "controller.jsonl"
+    line = json.dumps({"event": "run ends", "error": "RewardError: x"})
+    log = tmp_path / "logs" / "controller.jsonl"
     wrote = f"print({line!r}, file=open({str(log)!r}, 'a')); sys.exit(75)"
     runs = Endings(wrote, "sys.exit(75)", "sys.exit(75)", "sys.exit(0)")
     assert run_with_restarts(["quickstart"], 10, tmp_path, runs) == 0

@@ -96,7 +96,8 @@ def test_workers_of_every_role_are_forked_and_torch_is_imported_only_for_those_t
 def test_a_host_may_open_as_many_files_as_a_large_fleet_needs(
     soft: int, hard: int, raised: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, limits = KeyFolder.made(tmp_path).key_of("reward"), list[tuple[int, int]]()
+    key = KeyFolder.made(tmp_path).key_of("reward")
+    limits = list[tuple[int, int]]()
     monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
     with pytest.raises(ConfigError, match="no address of this host"):

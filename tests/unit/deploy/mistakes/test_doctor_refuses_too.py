@@ -16,7 +16,8 @@ from tests.unit.deploy.mistakes import (
 )
 from tests.unit.deploy.mistakes.mistake import Mistake, write
 
-RUN, DOCTOR = "run mine.toml", "doctor mine.toml"
+RUN = "run mine.toml"
+DOCTOR = "doctor mine.toml"
 OF_THE_COMMAND = ("--run-dir", "--listen", "--on", "--address", "--restarts", "--accept-changes", "--print-config")
 """Flags that only `run` has."""
 

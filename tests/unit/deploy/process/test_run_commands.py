@@ -41,7 +41,8 @@ async def test_a_pause_is_turned_on_and_off_once() -> None:
 
 
 async def test_a_run_is_stopped_only_where_it_can_end_in_order() -> None:
-    scene, ended = Scene(), asyncio.Event()
+    scene = Scene()
+    ended = asyncio.Event()
     with pytest.raises(Refused, match="does not train yet, or it is ending already"):
         await scene.commands.run(call("stop"))
     with scene.signals.ending_in_order(ended.set):

@@ -111,7 +111,8 @@ def test_the_command_writes_one_run_and_compares_several(
 
 
 async def test_a_run_says_where_its_report_is_or_why_there_is_none(tmp_path: Path) -> None:
-    run, said = recorded_run(tmp_path / "run", [step(1, 1.0)]), list[str]()
+    run = recorded_run(tmp_path / "run", [step(1, 1.0)])
+    said = list[str]()
     await report_run(run, said.append)
     assert said == [f"report: {run / 'report.html'}"]
     assert (run / "report.html").exists()

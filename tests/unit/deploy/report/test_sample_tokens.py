@@ -43,7 +43,8 @@ def test_tokens_say_their_text_number_and_age_and_stale_ones_are_masked(run: Pat
 
 
 def test_tokens_have_advantages_and_rewards_of_their_own_where_they_are_recorded(run: Path) -> None:
-    record, decode = read_run(run), token_decoder([run / "model"])
+    record = read_run(run)
+    decode = token_decoder([run / "model"])
     assert decode is not None
     plain = shown_tokens(record.samples[0], decode, record.config)
     assert [token.by_advantage for token in plain] == ["rgba(42,157,85,0.15)"] * 3
@@ -64,7 +65,8 @@ def test_tokens_have_advantages_and_rewards_of_their_own_where_they_are_recorded
 
 
 def test_no_token_is_too_old_where_all_are_admitted(run: Path) -> None:
-    record, decode = read_run(run), token_decoder([run / "model"])
+    record = read_run(run)
+    decode = token_decoder([run / "model"])
     assert decode is not None
     staleness = record.config.staleness.model_copy(update={"policy": "admit"})
     config = record.config.model_copy(update={"staleness": staleness})
@@ -72,7 +74,8 @@ def test_no_token_is_too_old_where_all_are_admitted(run: Path) -> None:
 
 
 def test_the_middle_of_a_long_answer_is_left_out(run: Path) -> None:
-    record, decode = read_run(run), token_decoder([run / "model"])
+    record = read_run(run)
+    decode = token_decoder([run / "model"])
     assert decode is not None
     many = replace(SAMPLE, token_ids=[1] * 1000, token_logprobs=[-1.0] * 1000, token_versions=[0] * 1000)
     tokens = shown_tokens(many, decode, record.config)

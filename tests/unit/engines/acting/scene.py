@@ -76,7 +76,8 @@ class PlainActing:
         if stepped.terminated or stepped.truncated:
             row["returns"].append(self.gained[place])
             row["lengths"].append(self.steps[place])
-            self.gained[place], self.steps[place] = 0.0, 0
+            self.gained[place] = 0.0
+            self.steps[place] = 0
             self.episodes[place] += 1
         self.states[place] = stepped.following
 

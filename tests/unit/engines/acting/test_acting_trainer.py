@@ -68,7 +68,8 @@ def test_short_updates_share_a_change_of_threads(monkeypatch: pytest.MonkeyPatch
 
 def test_the_loss_of_the_actor_leaves_the_critics_as_they_are() -> None:
     critics = TwinCritics(PlainActing(Push, SAC).spaces, [8], "relu")
-    observations, actions = torch.ones(4, 1), torch.zeros(4, 1, requires_grad=True)
+    observations = torch.ones(4, 1)
+    actions = torch.zeros(4, 1, requires_grad=True)
     values = critics(observations, actions, trained=False)
     assert torch.equal(values, critics(observations, actions))
     torch.autograd.backward(values.sum())
@@ -135,7 +136,8 @@ def test_a_batch_that_is_too_old_changes_nothing(make: type, config: Config) -> 
 
 def test_a_loss_that_is_not_finite_changes_no_weight() -> None:
     acting = PlainActing(Walk, PPO)
-    trainer, rows = ActingTrainer(PPO, acting.spaces), acting.segment(0)
+    trainer = ActingTrainer(PPO, acting.spaces)
+    rows = acting.segment(0)
     for row in rows:
         row["rewards"][:] = np.nan
     before = {name: tensor.clone() for name, tensor in trainer.named_tensors().items()}

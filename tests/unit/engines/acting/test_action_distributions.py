@@ -28,14 +28,16 @@ def gaussian(mean: list[float], std: list[float], count: int = 1) -> SquashedGau
 
 
 def of_torch(mean: list[float], std: list[float]) -> TransformedDistribution:
-    low, high = torch.tensor(BOX.low), torch.tensor(BOX.high)
+    low = torch.tensor(BOX.low)
+    high = torch.tensor(BOX.high)
     box = AffineTransform((low + high) / 2, (high - low) / 2)
     return TransformedDistribution(Normal(torch.tensor(mean), torch.tensor(std)), [TanhTransform(), box])
 
 
 def test_categorical_logprobs_and_entropies_are_those_of_torch() -> None:
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    own, other = CategoricalActions(logits), Categorical(logits=logits)
+    own = CategoricalActions(logits)
+    other = Categorical(logits=logits)
     actions = torch.tensor([[0.0], [1.0], [2.0], [3.0], [1.0]])
     torch.testing.assert_close(own.logprobs(actions), other.log_prob(actions.squeeze(-1)))
     torch.testing.assert_close(own.entropy(), other.entropy())
@@ -50,7 +52,8 @@ def test_categorical_samples_come_as_often_as_they_are_likely() -> None:
 
 
 def test_squashed_logprobs_are_those_of_torch_in_the_box() -> None:
-    mean, std = [0.3, -0.8], [0.5, 1.5]
+    mean = [0.3, -0.8]
+    std = [0.5, 1.5]
     stored = torch.randn(50, 2, generator=torch.Generator().manual_seed(2))
     actions = torch.from_numpy(performed(stored, BOX))
     expected = of_torch(mean, std).log_prob(actions).sum(-1)
@@ -95,7 +98,8 @@ def test_samples_have_the_moments_of_their_gaussian_and_actions_stay_in_the_box(
 
 
 def test_gradients_reach_mean_and_deviation_through_samples() -> None:
-    mean, log_std = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2, requires_grad=True)
+    mean = torch.zeros(1, 2, requires_grad=True)
+    log_std = torch.zeros(1, 2, requires_grad=True)
     own = SquashedGaussian(mean, log_std)
     torch.manual_seed(0)
     own.with_gradient().sum().backward()

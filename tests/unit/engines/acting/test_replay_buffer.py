@@ -16,7 +16,8 @@ SPACES = Spaces(1, ActionSpace("box", 1, low=(-1.0,), high=(1.0,), shape=(1,)))
 def row(values: list[float], version: int = 0, live: list[bool] | None = None) -> TransitionRow:
     """Transitions whose observation, action and reward is a number."""
     column = np.array(values, np.float32)
-    no, count = np.zeros(len(values), np.bool_), len(values)
+    no = np.zeros(len(values), np.bool_)
+    count = len(values)
     return TransitionRow(
         (0, 0, 0),
         observations=column[:, None],
@@ -84,7 +85,8 @@ def test_draws_by_priority_come_in_proportion_and_weights_correct_for_it() -> No
 @pytest.mark.parametrize("old_first", [True, False])
 @pytest.mark.parametrize("old_priority", [1e-3, 1.0, 50.0])
 def test_a_bound_on_age_draws_and_weighs_as_if_older_ones_had_never_been(old_first: bool, old_priority: float) -> None:
-    of_old, priorities = row([9, 9, 9], version=1), np.array([1.0, 2.0, 4.0, 8.0])
+    of_old = row([9, 9, 9], version=1)
+    priorities = np.array([1.0, 2.0, 4.0, 8.0])
     young, both = (ReplayBuffer(8, SPACES, seed=3, kind="prioritised", correction=0.5) for _ in range(2))
     for replay in (young, both):
         for version, values in ((5, [0, 1]), (6, [2, 3])):
@@ -96,7 +98,8 @@ def test_a_bound_on_age_draws_and_weighs_as_if_older_ones_had_never_been(old_fir
         replay.update(replace(everything, places=places), priorities)
         if replay is both:
             both.update(replace(everything, places=np.flatnonzero(replay._versions[:7] == 1)), np.full(3, old_priority))
-    first, second = young.draw(4000), both.draw(4000, oldest=5)
+    first = young.draw(4000)
+    second = both.draw(4000, oldest=5)
     assert torch.equal(first.rewards, second.rewards)
     torch.testing.assert_close(first.weights, second.weights)
     shares = np.bincount(second.rewards.long().numpy(), minlength=4) / 4000
@@ -118,7 +121,8 @@ def test_new_transitions_have_the_largest_priority_so_far() -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 1000])
 def test_a_sum_tree_finds_the_place_where_the_running_sum_passes(size: int) -> None:
     draw = np.random.default_rng(size)
-    priorities, tree = draw.random(size), SumTree(size)
+    priorities = draw.random(size)
+    tree = SumTree(size)
     tree.set(np.arange(size), priorities)
     assert tree.total == pytest.approx(priorities.sum())
     points = draw.random(200) * tree.total * 0.999
@@ -140,7 +144,8 @@ def test_a_restored_replay_draws_the_same(kind: str) -> None:
     two.restore(one.state())
     assert (two.added, len(two)) == (5, 4)
     for _ in range(3):
-        first, second = one.draw(16), two.draw(16)
+        first = one.draw(16)
+        second = two.draw(16)
         np.testing.assert_array_equal(first.places, second.places)
         assert (first.rewards == second.rewards).all()
         assert (first.weights == second.weights).all()

@@ -84,7 +84,8 @@ def test_a_preempted_sample_keeps_its_record(tmp_path: Path, requests: MakeReque
     engine = engine_of(folder, cache_gb=(20 * BLOCK / 8 + 1) / GB, prefill_tokens=8)
     wanted = requests(10, seed=2, max_new_tokens=24)
     wanted += [replace(wanted[0], key=(50, member, 0), seed=member) for member in range(5)]
-    own, found = OwnChoices(folder), drain(engine, wanted)
+    own = OwnChoices(folder)
+    found = drain(engine, wanted)
     assert engine.preemptions > 0
     for done in found.values():
         check(done, own)
@@ -98,7 +99,8 @@ def test_new_weights_change_no_record_of_what_was_sampled(
     """With recomputed keys each token's experts are those of the version that sampled the next token over the whole
     sequence. With kept ones a version sees older keys, so that only tokens of one version can be compared."""
     folder = tiny_model("mixtral", tmp_path)
-    engine, own = engine_of(folder, kv=kv, prefill_tokens=8), [OwnChoices(folder), OwnChoices(folder)]
+    engine = engine_of(folder, kv=kv, prefill_tokens=8)
+    own = [OwnChoices(folder), OwnChoices(folder)]
     with torch.no_grad():
         for name, parameter in own[1].model.named_parameters():
             if "gate.weight" in name:
@@ -112,7 +114,8 @@ def test_new_weights_change_no_record_of_what_was_sampled(
     mixed = 0
     for done in drain(engine, requests(8, max_new_tokens=20), between).values():
         assert done.experts is not None
-        ids, given = np.concatenate([done.request.prompt, done.tokens])[:-1], len(done.request.prompt) - 1
+        ids = np.concatenate([done.request.prompt, done.tokens])[:-1]
+        given = len(done.request.prompt) - 1
         expected = [each.of(ids) for each in own]
         versions = np.concatenate([np.full(given, done.versions[0]), done.versions])
         compared = len(ids) if kv == "recompute" else int((versions == versions[0]).sum())
@@ -128,7 +131,8 @@ def test_new_weights_change_no_record_of_what_was_sampled(
 def test_turns_have_the_record_of_all_tokens_before(parks: bool, tmp_path: Path, requests: MakeRequests) -> None:
     folder = tiny_model("qwen3_moe", tmp_path)
     engine = engine_of(folder, prefill_tokens=8, max_prompt_tokens=40, max_new_tokens=12, **EPISODES)
-    episodes, own = RandomEpisodes(requests(8), 1, parks=parks), OwnChoices(folder)
+    episodes = RandomEpisodes(requests(8), 1, parks=parks)
+    own = OwnChoices(folder)
     episodes.play(engine)
     assert (engine.parked.hits > 0) is parks
     for done in episodes.done.values():

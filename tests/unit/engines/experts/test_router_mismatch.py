@@ -55,9 +55,11 @@ def mismatch(trainer: PolicyTrainer, rows: list[TrainRow], *, replayed: bool) ->
     """Returns mean |log-prob of the trainer - log-prob of the engine|, and the share of choices that differ."""
     model = trainer.model
     assert model.replay is not None
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
     padded = lay_out_rows(prompts, responses, 1.0, model.device, experts=[row.experts for row in rows])
-    record, shape = padded.passes[0].experts, model.replay.shape
+    record = padded.passes[0].experts
+    shape = model.replay.shape
     assert record is not None
     if not replayed:
         padded = lay_out_rows(prompts, responses, 1.0, model.device)

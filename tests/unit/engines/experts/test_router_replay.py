@@ -56,7 +56,8 @@ def test_recorded_experts_are_used_with_weights_renormalised_and_gradient(family
     """The expected log-probs are those of a model whose other experts have no probability at all."""
     changes = {"norm_topk_prob": True} if family == "qwen3_moe" else {}
     folder = tiny_model(family, tmp_path, **changes)
-    model, plain = load_causal_model(folder, "cpu", replay=True), load_causal_model(folder, "cpu")
+    model = load_causal_model(folder, "cpu", replay=True)
+    plain = load_causal_model(folder, "cpu")
     ids = [np.arange(5, 25), np.arange(40, 50)], [np.arange(60, 70), np.arange(80, 97)]
     record = [np.tile(np.array([0, 3], np.uint8), (len(p) + len(r), 4)) for p, r in zip(*ids, strict=True)]
     rows = lay_out_rows(*ids, 1.0, CPU, experts=[each.reshape(-1) for each in record])
@@ -112,7 +113,8 @@ def test_other_experts_change_the_log_probs_back_and_forth(
     folder = tiny_model("qwen3_moe", tmp_path)
     rows = rows_of(drain(engine_of(folder), requests(12, max_new_tokens=20)))
     replayed, plain = (load_causal_model(folder, "cpu", replay=replay) for replay in (True, False))
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
     for model in (replayed, plain):
         with torch.no_grad():
             for name, parameter in model.whole.named_parameters():
@@ -120,7 +122,8 @@ def test_other_experts_change_the_log_probs_back_and_forth(
                     parameter.mul_(0.1).add_(torch.randn(parameter.shape, generator=torch.manual_seed(3)) * 0.05)
     canary = logprobs_after(plain, prompts[0])
     torch.testing.assert_close(logprobs_after(replayed, prompts[0]), canary, rtol=0, atol=0)
-    experts, temperatures = [row.experts for row in rows], [1.0] * len(rows)
+    experts = [row.experts for row in rows]
+    temperatures = [1.0] * len(rows)
     distance = {}
     for name, model, given in (("replayed", replayed, experts), ("plain", plain, ())):
         found = frozen_logprobs(model, prompts, responses, temperatures, 100, experts=given)
@@ -133,14 +136,16 @@ def test_other_experts_change_the_log_probs_back_and_forth(
 def test_each_context_and_pass_gets_the_experts_of_its_own_tokens() -> None:
     """The record of a token is its place in the row, which its id is too."""
     spans = [np.array([3, 2, 1, -4, 2, 0], np.int32), np.array([5, 0], np.int32)]
-    prompts, responses = [np.arange(3), np.arange(50, 52)], [np.arange(3, 15), np.arange(52, 57)]
+    prompts = [np.arange(3), np.arange(50, 52)]
+    responses = [np.arange(3, 15), np.arange(52, 57)]
     experts = [np.concatenate(pair).astype(np.uint8) for pair in zip(prompts, responses, strict=True)]
     for budget in (1000, 12):
         rows = lay_out_rows(prompts, responses, 1.0, CPU, 0, spans, budget, experts)
         assert len(rows.passes) == (1 if budget == 1000 else 3)
         for each in rows.passes:
             assert each.experts is not None
-            ids, found = each.ids.flatten(), each.experts[:, 0].long()
+            ids = each.ids.flatten()
+            found = each.experts[:, 0].long()
             padding = found == 255
             torch.testing.assert_close(found[~padding], ids[~padding])
             assert (ids[padding] == 0).all()

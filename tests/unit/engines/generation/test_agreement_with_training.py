@@ -22,7 +22,8 @@ from asyncrl.engines.training.training_step import run_step
 Drain = Callable[..., dict[Any, Completion]]
 MakeRequests = Callable[..., list[SampleRequest]]
 FAMILIES = ["llama", "llama-tied", "qwen2", "qwen3", "smollm2"]
-KNOWN, ENDS = 261, (2, 3)
+KNOWN = 261
+ENDS = (2, 3)
 NOTHING_ELSE: Mapping[str, Any] = {}
 SHAPE = {"slots": 8, "max_new_tokens": 24}
 
@@ -38,8 +39,10 @@ def engine(folder: Path, dtype: str = "float32", float32_head: bool = False, **g
 
 def train_row(done: Completion) -> TrainRow:
     group, member, attempt = done.request.key
-    tokens, prompt = done.tokens.astype(np.int64), done.request.prompt.astype(np.int64)
-    versions, temperature = done.versions.astype(np.int64), done.request.temperature
+    tokens = done.tokens.astype(np.int64)
+    prompt = done.request.prompt.astype(np.int64)
+    versions = done.versions.astype(np.int64)
+    temperature = done.request.temperature
     return TrainRow(group, member, attempt, 0, prompt, tokens, done.logprobs, versions, 1.0, temperature=temperature)
 
 
@@ -76,7 +79,8 @@ def test_the_ratio_of_what_the_engine_has_just_sampled_is_one(
 def test_with_a_float32_head_engine_and_trainer_in_bfloat16_agree_better(
     model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
 ) -> None:
-    folder, kl = model_folder("llama-tied"), {}
+    folder = model_folder("llama-tied")
+    kl = {}
     for exact in (False, True):
         done = drain(engine(folder, dtype="bfloat16", float32_head=exact), requests(24))
         metrics = trained_on(folder, done, {"dtype": "bfloat16", "float32_head": exact})
@@ -97,7 +101,8 @@ def test_new_weights_are_those_of_a_float32_head_too(
         late.load(weights, 0, share=share)
         plain = engine(model_folder("llama"), dtype="bfloat16")
         plain.load(weights, 0, share=share)
-        done, expected = drain(late, requests(6)), drain(plain, requests(6))
+        done = drain(late, requests(6))
+        expected = drain(plain, requests(6))
         same = [np.array_equal(done[key].tokens, expected[key].tokens) for key in done]
         assert np.mean(same) > 0.5, "rounding may change a draw, a head of other weights changes all"
 
@@ -108,13 +113,17 @@ def test_the_canary_sings_where_the_engine_has_the_trainers_weights_and_only_the
     family: str, model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain
 ) -> None:
     """While all slots are in use, too; what runs draws what it would have drawn."""
-    folder, asked = model_folder(family), requests(20)
+    folder = model_folder(family)
+    asked = requests(20)
     config = Config.model_validate({"model": {"name": "m"}, "task": {"prompts": "p"}, "steps": 2})
     canary = PolicyTrainer(config, folder).canary()
     assert list(canary.logprobs) == sorted(canary.logprobs, reverse=True)
-    prompt, sampling, heard = np.array(canary.prompt), engine(folder), list[float]()
+    prompt = np.array(canary.prompt)
+    sampling = engine(folder)
+    heard = list[float]()
     listen = lambda step: heard.append(canary_distance(canary, sampling.logprobs_after(prompt)))  # noqa: E731
-    done, expected = drain(sampling, asked, listen), drain(engine(folder), asked)
+    done = drain(sampling, asked, listen)
+    expected = drain(engine(folder), asked)
     assert max(heard) < 1e-4
     assert all(np.array_equal(done[key].tokens, expected[key].tokens) for key in expected)
     changed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -183,7 +192,8 @@ OPINIONATED = {
 def test_the_models_generation_config_changes_nothing_but_the_ends(
     model_folder: Callable[[str], Path], requests: MakeRequests, drain: Drain, tmp_path: Path
 ) -> None:
-    plain, told = model_folder("llama"), shutil.copytree(model_folder("llama"), tmp_path / "told")
+    plain = model_folder("llama")
+    told = shutil.copytree(model_folder("llama"), tmp_path / "told")
     ends = GenerationConfig.from_pretrained(plain).eos_token_id
     (told / "generation_config.json").write_text(json.dumps({**OPINIONATED, "eos_token_id": ends}))
     expected = drain(engine(plain, deterministic=True), requests(10, max_new_tokens=24))

@@ -136,7 +136,8 @@ def test_a_last_message_of_the_assistant_is_an_answer_that_goes_on(
     family: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tokenizer.chat_template = TEMPLATES[family]
-    texts, begun = TokenizerWithStops(tokenizer, ()), {"role": "assistant", "content": "The sum is"}
+    texts = TokenizerWithStops(tokenizer, ())
+    begun = {"role": "assistant", "content": "The sum is"}
     asked, found = (tokenizer.decode(texts.prompt_ids(messages)) for messages in ([ASKS], [ASKS, begun]))
     assert found == f"{asked}The sum is"
 

@@ -41,7 +41,9 @@ class Played:
     """An engine under test, with the model folder and a trainer's arena."""
 
     def __init__(self, engine: GenerationEngine, model: Any, writer: Any) -> None:
-        self.engine, self.model, self.writer = engine, model, writer
+        self.engine = engine
+        self.model = model
+        self.writer = writer
         self.done: asyncio.Queue[Completion] = asyncio.Queue()
 
     async def sample(self, *requests: SampleRequest) -> dict[int, Completion]:
@@ -320,7 +322,8 @@ async def test_adapters_sample_from_a_step_boundary_on(start: Start) -> None:
         await played.run(requests)
         await played.engine.update(played.publish(1, change=_draw_adapters))
         for completion in [await played.done.get() for _ in requests]:
-            new, expected = completion.versions == 1, played.plain(completion)
+            new = completion.versions == 1
+            expected = played.plain(completion)
             with base_model(played.model):
                 before = played.plain(completion)
             assert sorted(completion.versions) == completion.versions.tolist()

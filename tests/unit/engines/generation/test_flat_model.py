@@ -124,7 +124,8 @@ def test_a_float32_head_multiplies_the_rounded_states_with_the_rounded_weights_a
     ids = np.arange(5, 25)
     for _ in range(2):
         found = flat.logits(NOTHING, NOTHING, {0: ids})[0, :261]
-        weight, bias = model.get_output_embeddings().weight.double(), model.get_output_embeddings().bias.double()
+        weight = model.get_output_embeddings().weight.double()
+        bias = model.get_output_embeddings().bias.double()
         states = last_states(flat, ids)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), (states @ weight.T + bias)[:261], atol=1e-4, rtol=1e-5)

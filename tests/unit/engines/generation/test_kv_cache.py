@@ -17,7 +17,8 @@ from asyncrl.engines.generation.scheduling.block_pool import KV_BLOCK, MAX_HOLES
 from asyncrl.engines.generation.scheduling.sample_requests import Completion, SampleRequest
 from asyncrl.engines.generation.torch_engine import TorchEngine
 
-SLOTS, LIMIT = 4, 5 * KV_BLOCK - 3
+SLOTS = 4
+LIMIT = 5 * KV_BLOCK - 3
 LENGTHS = (KV_BLOCK, 1, 3 * KV_BLOCK + 7, 2 * KV_BLOCK + 1)
 ACTIONS = st.tuples(
     st.sampled_from(["extend", "free", "swap", "copy", "keep", "share", "drop", "compact"]),
@@ -87,7 +88,8 @@ class Mirror:
 
     def check(self) -> None:
         tables = [self.tables.owned[slot] for slot in range(SLOTS)] + [kept.blocks for kept, _ in self.kept]
-        none, nowhere = torch.zeros(0, 1, 1), torch.zeros(0, dtype=torch.int64)
+        none = torch.zeros(0, 1, 1)
+        nowhere = torch.zeros(0, dtype=torch.int64)
         keys, values = self.cache.write(0, (nowhere, nowhere), none, none)
         for table, sequence in zip(tables, self.expected + [held for _, held in self.kept], strict=True):
             at, offsets = self._places(table, 0, len(sequence))

@@ -49,7 +49,8 @@ def test_a_device_that_torch_has_not_is_refused_by_its_key(device: str) -> None:
 
 
 # Rotary embeddings past the length that a model was made for: static ones are right, the others are refused.
-ORIGINAL, LONGEST = 16, 64
+ORIGINAL = 16
+LONGEST = 64
 THETA = {"rope_theta": 10000.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 STATIC = {
@@ -64,7 +65,8 @@ Drain = Callable[..., dict[Any, Completion]]
 
 
 def config_of(longest: int = LONGEST) -> Config:
-    task, generation = {"prompts": "none", "max_prompt_tokens": longest - 8}, {"slots": 8, "max_new_tokens": 8}
+    task = {"prompts": "none", "max_prompt_tokens": longest - 8}
+    generation = {"slots": 8, "max_new_tokens": 8}
     return Config.model_validate({"model": {"name": "tiny"}, "task": task, "generation": generation})
 
 
@@ -86,7 +88,8 @@ def test_static_scaling_is_that_of_the_trainer_whatever_lies_beside(
     model = load_causal_model(folder, "cpu")
     plain = AutoModelForCausalLM.from_pretrained(folder, rope_parameters={"rope_type": "default", **THETA})
     for each in done.values():
-        prompt, tokens = each.request.prompt.astype(np.int64), each.tokens.astype(np.int64)
+        prompt = each.request.prompt.astype(np.int64)
+        tokens = each.tokens.astype(np.int64)
         (alone,) = frozen_logprobs(model, [prompt], [tokens], [1.0], 1024)
         np.testing.assert_allclose(each.logprobs, alone, atol=5e-5)
         ids = torch.from_numpy(np.concatenate([prompt, tokens]))[None]
@@ -110,7 +113,8 @@ def test_frequencies_that_follow_the_longest_row_are_served_within_the_original_
     done = drain(TorchEngine(folder, config_of(ORIGINAL), 0), asked(3, 8))
     model = load_causal_model(folder, "cpu")
     for each in done.values():
-        prompt, tokens = each.request.prompt.astype(np.int64), each.tokens.astype(np.int64)
+        prompt = each.request.prompt.astype(np.int64)
+        tokens = each.tokens.astype(np.int64)
         (alone,) = frozen_logprobs(model, [prompt], [tokens], [1.0], 1024)
         np.testing.assert_allclose(each.logprobs, alone, atol=5e-5)
 

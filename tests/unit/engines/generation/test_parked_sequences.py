@@ -55,10 +55,12 @@ class RandomEpisodes:
         random = self._lengths[number]
         self.done[number, self._turn[number]] = done
         self._turn[number] += 1
-        given, delay = random.integers(5, 261, random.integers(0, 9)).astype(np.int32), int(random.integers(1, 9))
+        given = random.integers(5, 261, random.integers(0, 9)).astype(np.int32)
+        delay = int(random.integers(1, 9))
         if self._turn[number] < 4:
             prompt = np.concatenate([done.request.prompt, done.tokens, given])
-            drawn, tokens = done.request.drawn + len(done.tokens), self._tokens(number)
+            drawn = done.request.drawn + len(done.tokens)
+            tokens = self._tokens(number)
             turn = replace(done.request, prompt=prompt, drawn=drawn, max_new_tokens=tokens)
             self._asked.setdefault(step + delay, []).append(turn)
 
@@ -107,7 +109,8 @@ def test_new_weights_while_an_environment_is_asked_are_those_between_two_steps(
     """A sample that was interrupted and parked at the flip is the same as one that ran through it."""
     weights = new_weights(model_folder("llama"), 1)
     wanted = requests(4, seed=4, max_new_tokens=20)
-    running, engine = make_engine(kv=kv, **EPISODES), make_engine(kv=kv, **EPISODES)
+    running = make_engine(kv=kv, **EPISODES)
+    engine = make_engine(kv=kv, **EPISODES)
     whole = drain(running, wanted, lambda step: running.load(weights, 1, share=False) if step == 6 else None)
     cut = drain(engine, [replace(request, max_new_tokens=6, may_go_on=True) for request in wanted])
     engine.load(weights, 1, share=False)

@@ -81,7 +81,9 @@ def test_the_deadline_of_a_preempted_sample_counts_only_while_it_has_blocks(
 ) -> None:
     """100 seconds pass in each step that the younger of two samples waits for the blocks of the older one. `pause`
     seconds pass in a step after it has blocks again; its deadline is 10."""
-    engine, now, waited = make_engine(slots=2, cache_gb=(16 * BLOCK / 8 + 1) / GB), 0.0, False
+    engine = make_engine(slots=2, cache_gb=(16 * BLOCK / 8 + 1) / GB)
+    now = 0.0
+    waited = False
     engine._batch.clock = lambda: now
     prompts = np.random.default_rng(1).integers(5, 261, (2, 38)).astype(np.int32)
     older = SampleRequest((0, 0, 0), prompts[0], 0, 1.0, 24)
@@ -149,7 +151,8 @@ def test_samples_go_on_after_the_engine_was_put_away(
     family: str,
     settings: dict[str, Any],
 ) -> None:
-    weights, expected = weights_of(model_folder(family)), drain(make_engine(family, **settings), requests(9))
+    weights = weights_of(model_folder(family))
+    expected = drain(make_engine(family, **settings), requests(9))
     engine = make_engine(family, **settings)
     held = []
 
@@ -180,7 +183,8 @@ def test_weights_that_are_copied_are_the_engines_own_whatever_it_had_before(
     shared_before: bool,
     is_put_away: bool,
 ) -> None:
-    engine, weights = make_engine(), weights_of(model_folder("llama"))
+    engine = make_engine()
+    weights = weights_of(model_folder("llama"))
     if shared_before:
         lent = {name: tensor.clone() for name, tensor in weights.items()}
         engine.load(lent, 0, share=True)
@@ -194,7 +198,8 @@ def test_weights_that_are_copied_are_the_engines_own_whatever_it_had_before(
         assert torch.equal(engine._flat.model.get_parameter(name), tensor)
         tensor.zero_()
     engine.load(weights, 2, share=False)
-    done, expected = drain(engine, requests(3)), drain(make_engine(), requests(3))
+    done = drain(engine, requests(3))
+    expected = drain(make_engine(), requests(3))
     assert all(done[key].tokens.tolist() == expected[key].tokens.tolist() for key in expected)
 
 

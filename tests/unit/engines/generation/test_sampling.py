@@ -115,7 +115,9 @@ def plainly_truncated(logits: Sequence[float], temperature: float, bounds: Trunc
     if bounds.top_k:
         least = sorted(left.values(), reverse=True)[: bounds.top_k][-1]
         left = {token: each for token, each in left.items() if each >= least}
-    total, mass, nucleus = sum(left.values()), 0.0, dict[int, float]()
+    total = sum(left.values())
+    mass = 0.0
+    nucleus = dict[int, float]()
     for token, each in sorted(left.items(), key=lambda entry: (-entry[1], entry[0])):
         if mass >= bounds.top_p * total:
             break

@@ -15,7 +15,8 @@ from asyncrl.engines.generation.tokenization import TokenizerWithStops, end_ids
 from asyncrl.engines.generation.torch_engine import TorchEngine
 from asyncrl.errors import TaskError
 
-EOS, IM_END = 2, 3
+EOS = 2
+IM_END = 3
 
 
 @pytest.fixture
@@ -109,7 +110,8 @@ def test_tokens_that_cannot_end_a_stop_string_are_not_decoded(
     decoded = list[int]()
     contains = TokenizerWithStops._contains
     monkeypatch.setattr(texts, "_contains", lambda tokens: decoded.append(1) or contains(texts, tokens))
-    random, found = np.random.default_rng(0), 0
+    random = np.random.default_rng(0)
+    found = 0
     pieces = [*"abé りxyz\n", "🙂", "り🙂", "ab", "b ", "\n\n", "a<|im_end|>", "the other words of a longer text"]
     for _ in range(60):
         tokens = ids(tokenizer, "".join(random.choice(pieces, 20)))

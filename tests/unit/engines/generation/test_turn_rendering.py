@@ -12,7 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from asyncrl.engines.generation.tokenization import TokenizerWithStops, TurnRenderer
 from asyncrl.errors import TaskError
 
-EOS, IM_END = 2, 3
+EOS = 2
+IM_END = 3
 ENDS = np.array([EOS, IM_END])
 SAYS = {"role": "system", "content": "be kind"}
 ASKS = {"role": "user", "content": "hi there"}
@@ -171,7 +172,8 @@ def test_marks_of_thoughts_in_an_answer_of_an_opening_are_marks(tokenizer: PreTr
 
 def test_no_template_is_shown_the_info_of_an_observation(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = renderer(tokenizer, CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.info }}"))
-    answered, message = ids(tokenizer, "a<|im_end|>"), {"role": "user", "content": "4"}
+    answered = ids(tokenizer, "a<|im_end|>")
+    message = {"role": "user", "content": "4"}
     given = turns.given_ids(answered, [{**message, "info": {"answer": "secret"}}], chat=True)
     assert given.tolist() == turns.given_ids(answered, [message], chat=True).tolist()
 

@@ -73,7 +73,8 @@ def test_new_adapters_between_two_steps_end_no_sequence(
     engine.load(versions[0], 0, share=share)
     swap = lambda step: engine.load(versions[1], 1, share=share) if step == 6 else None  # noqa: E731
     done = drain(engine, requests(9, max_new_tokens=20), swap)
-    spanning, apart = 0, 0.0
+    spanning = 0
+    apart = 0.0
     for completion in done.values():
         old, new = (plain(completion, folder, settings, each) for each in versions)
         before = completion.versions == 0
@@ -90,7 +91,8 @@ def test_new_adapters_between_two_steps_end_no_sequence(
 def test_a_sample_is_the_same_bits_alone_and_beside_others(
     folder: Path, config: MakeConfig, requests: MakeRequests, drain: Drain
 ) -> None:
-    settings, found = config(generation={"slots": 5, "max_new_tokens": 24, "deterministic": True}), []
+    settings = config(generation={"slots": 5, "max_new_tokens": 24, "deterministic": True})
+    found = []
     for wanted in (requests(5), requests(5)[:1]):
         engine = TorchEngine(folder, settings)
         engine.load(adapters(engine, 1), 0, share=True)
@@ -105,13 +107,15 @@ def test_the_canary_holds_with_the_right_adapters_and_only_with_those(
 ) -> None:
     precision = {"precision": dtype}
     settings = config(model={"name": "tiny", "dtype": dtype, "lora": {"rank": 4, "alpha": 8.0}}, training=precision)
-    trainer, engine = PolicyTrainer(settings, folder), TorchEngine(folder, settings)
+    trainer = PolicyTrainer(settings, folder)
+    engine = TorchEngine(folder, settings)
     assert trainer.weights_spec == engine.spec
     trained = adapters(engine, 3)
     with torch.no_grad():
         for name, own in trainer.named_tensors().items():
             own.copy_(trained[name])
-    canary, distances = trainer.canary(), []
+    canary = trainer.canary()
+    distances = []
     for version, weights in enumerate((trained, adapters(engine, 4))):
         cast = {name: each.to(getattr(torch, dtype)) for name, each in weights.items()}
         engine.load(cast, version, share=True)

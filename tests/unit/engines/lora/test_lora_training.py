@@ -23,7 +23,8 @@ from tests.unit.engines.generation.conftest import make_model
 
 MakeConfig = Callable[..., Config]
 MakeRows = Callable[..., list[TrainRow]]
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 
 
 def tensors(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
@@ -106,7 +107,9 @@ def test_the_base_model_in_the_trainer_replaces_a_reference_service(
 ) -> None:
     """Adapters after two steps: as if a service had computed the log-probs with a model of its own."""
     given: dict[str, Any] = {"kl": 0.3, "kl_in": kl_in, "kl_estimator": "k1" if kl_in == "reward" else "k3"}
-    rows, model, found = make_rows(), load_causal_model(folder, "cpu"), []
+    rows = make_rows()
+    model = load_causal_model(folder, "cpu")
+    found = []
     rows = [replace(rows[0], versions=rows[0].versions - 4), *rows[1:]]  # One has no token that trains.
     own = frozen_logprobs(model, [r.prompt_ids for r in rows], [r.response_ids for r in rows], [1.0] * len(rows), 1024)
     with_reference = [replace(row, reference_logprobs=each) for row, each in zip(rows, own, strict=True)]
@@ -139,7 +142,8 @@ def test_passes_that_are_computed_again_drop_the_same_inputs(
         fill_for_probe(trainer.model.whole)
         rows = [row for row in make_rows(4) if len(row.response_ids) > 1]
         spans = [np.array([1, 0, len(row.response_ids) - 1, 0], np.int32) for row in rows]
-        prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+        prompts = [row.prompt_ids for row in rows]
+        responses = [row.response_ids for row in rows]
         padded = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), spans=spans, budget=20)
         assert len(padded.passes) > 1
         if not recomputed:

@@ -38,7 +38,8 @@ def lora(**settings: Any) -> LoraConfig:
 
 
 def test_a_new_adapter_changes_nothing(folder: Path) -> None:
-    plain, model = load(folder), load(folder)
+    plain = load(folder)
+    model = load(folder)
     attach(model, lora(), seed=1)
     assert torch.equal(logits(plain), logits(model))
 
@@ -113,7 +114,8 @@ def test_a_target_may_be_a_part_of_the_model(folder: Path) -> None:
 
 
 def test_the_base_model_computes_without_adapters_and_only_in_the_scope(folder: Path) -> None:
-    plain, model = logits(load(folder)), load(folder)
+    plain = logits(load(folder))
+    model = load(folder)
     attach(model, lora(), seed=1)
     fill_for_probe(model)
     with base_model(model):

@@ -58,7 +58,8 @@ def test_all_linear_is_written_as_the_layers_that_it_names(folder: Path, tmp_pat
 
 
 def test_what_is_written_is_read_again(folder: Path, tmp_path: Path) -> None:
-    model, other = written(folder, tmp_path), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = written(folder, tmp_path)
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     attach(other, LoraConfig(rank=4, alpha=8.0), seed=9)
     load_adapters(tmp_path, other)
     assert read_adapters(tmp_path).keys() == published_tensors(model).keys()

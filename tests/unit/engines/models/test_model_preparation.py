@@ -58,7 +58,8 @@ def quick(tmp_path: Path) -> str:
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[str]]:
     """Name, folder and progress of a model that a child process has made with seed 5."""
-    folder, lines = tmp_path_factory.mktemp("warmed"), list[str]()
+    folder = tmp_path_factory.mktemp("warmed")
+    lines = list[str]()
     (folder / "quick.py").write_text(QUICK)
     name = f"warmed:{folder / 'quick.py'}:QUICK"
     return name, asyncio.run(prepare(config(name, 5), folder / "run" / "model", lines.append)), lines
@@ -91,7 +92,8 @@ async def test_the_same_seed_makes_the_same_model_and_another_one_another(
 
 async def test_what_was_made_before_is_not_made_again(warmed: tuple[str, Path, list[str]]) -> None:
     name, folder, _ = warmed
-    before, lines = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir()), list[str]()
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
+    lines = list[str]()
     await prepare(config(name, 5), folder, lines.append)
     assert lines == []
     assert sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir()) == before

@@ -45,8 +45,10 @@ def make(home: Path, tmp_path: Path) -> Make:
     """make(seed, draw) -> files of a model, and the lines shown while it was made."""
 
     def made(seed: int = 0, draw: str = "lambda source: ('say 1:', str(source.randint(0, 9)))") -> tuple:
-        number, lines = time.monotonic_ns(), list[str]()
-        file, target = tmp_path / f"quick{number}.py", tmp_path / f"model{number}"
+        number = time.monotonic_ns()
+        lines = list[str]()
+        file = tmp_path / f"quick{number}.py"
+        target = tmp_path / f"model{number}"
         file.write_text(QUICK.format(draw=draw))
         make_model(f"warmed:{file}:QUICK", seed, target, lines.append)
         return files(target), lines
@@ -99,7 +101,8 @@ def test_a_model_that_is_not_what_was_kept_is_made_again(damage: str, make: Make
 
 
 def test_runs_that_make_it_at_once_keep_one(tmp_path: Path) -> None:
-    model, cache = tmp_path / "model", WarmedModelCache(tmp_path / "kept")
+    model = tmp_path / "model"
+    cache = WarmedModelCache(tmp_path / "kept")
     model.mkdir()
     (model / "config.json").write_text("{}")
     together = threading.Barrier(4, timeout=30)
@@ -123,7 +126,8 @@ def test_runs_that_make_it_at_once_keep_one(tmp_path: Path) -> None:
 def test_an_unfinished_folder_that_another_removes_meanwhile_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, unfinished = tmp_path / "model", tmp_path / "kept" / "making-other"
+    model = tmp_path / "model"
+    unfinished = tmp_path / "kept" / "making-other"
     model.mkdir()
     (model / "config.json").write_text("{}")
     unfinished.mkdir(parents=True)
@@ -142,7 +146,8 @@ def test_an_unfinished_folder_that_another_removes_meanwhile_is_no_error(
 
 
 def test_one_killed_in_mid_write_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept = tmp_path / "model", tmp_path / "kept"
+    model = tmp_path / "model"
+    kept = tmp_path / "kept"
     model.mkdir()
     (model / "config.json").write_text("{}")
     cache = WarmedModelCache(kept)
@@ -162,7 +167,9 @@ def test_one_killed_in_mid_write_leaves_nothing_that_counts(tmp_path: Path, monk
 
 
 def test_what_was_unused_for_longest_goes(tmp_path: Path) -> None:
-    model, kept, random_order = tmp_path / "model", tmp_path / "kept", list(range(MOST))
+    model = tmp_path / "model"
+    kept = tmp_path / "kept"
+    random_order = list(range(MOST))
     model.mkdir()
     (model / "config.json").write_text("{}")
     cache = WarmedModelCache(kept)

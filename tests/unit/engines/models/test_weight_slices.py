@@ -44,10 +44,12 @@ def test_slices_and_buffers_are_those_that_transformers_loads(family: str, tmp_p
     assert all(each.is_meta for each in model.parameters())
     assert not model.training
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
-    found, wanted = dict(model.named_buffers()), dict(expected.named_buffers())
+    found = dict(model.named_buffers())
+    wanted = dict(expected.named_buffers())
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    weights, state = sliced_weights(folder, model), expected.state_dict()
+    weights = sliced_weights(folder, model)
+    state = expected.state_dict()
     assert weights.keys() == state.keys()
     for name, tensor in state.items():
         half = tuple(slice(size // 2, size) for size in tensor.shape)

@@ -58,7 +58,8 @@ def test_files_of_torch_are_digested_whole(tmp_path: Path) -> None:
 
 
 def test_another_base_model_is_refused_with_both_digests(tmp_path: Path) -> None:
-    base, other = saved(tmp_path / "base", WEIGHTS), saved(tmp_path / "other", {"a.weight": torch.zeros(2, 3)})
+    base = saved(tmp_path / "base", WEIGHTS)
+    other = saved(tmp_path / "other", {"a.weight": torch.zeros(2, 3)})
     refuse_other_base(tmp_path, other)
     write_base(tmp_path, base, weights_digest(base))
     assert json.loads((tmp_path / BASE).read_text())["folder"] == str(base)

@@ -58,13 +58,15 @@ def plain_logprobs(folder: Path) -> Callable[[Completion], np.ndarray]:
 
     @torch.no_grad()
     def of(done: Completion) -> np.ndarray:
-        prompt, pictures = done.request.prompt, done.request.pictures
+        prompt = done.request.prompt
+        pictures = done.request.pictures
         ids = torch.from_numpy(np.concatenate([prompt, done.tokens]).astype(np.int64))[None]
         kinds = torch.zeros_like(ids, dtype=torch.int32)
         given: dict[str, Any] = {"input_ids": ids}
         if pictures is not None:
             kinds[0, pictures.places] = 1
-            found, grid = pictures.pictures, torch.from_numpy(pictures.pictures.grid)
+            found = pictures.pictures
+            grid = torch.from_numpy(pictures.pictures.grid)
             # A random model may sample the token of pictures, which is no picture there.
             embedded = model.get_input_embeddings()(ids)
             states = model.get_image_features(torch.from_numpy(found.pixels), grid, return_dict=True).pooler_output
@@ -108,7 +110,8 @@ def test_generation_trainer_and_reference_agree(folder: Path, prompts: Prompts, 
 
 
 def row(done: Completion) -> TrainRow:
-    tokens, prompt = done.tokens.astype(np.int64), done.request.prompt.astype(np.int64)
+    tokens = done.tokens.astype(np.int64)
+    prompt = done.request.prompt.astype(np.int64)
     return TrainRow(
         *done.request.key,
         0,

@@ -60,7 +60,8 @@ def config(**training: Any) -> Config:
 
 
 def test_patches_are_those_of_the_image_processor(folder: Path, png: Any) -> None:
-    processor, counter = PictureProcessor(folder, 10**6), PatchCounter.of_folder(folder)
+    processor = PictureProcessor(folder, 10**6)
+    counter = PatchCounter.of_folder(folder)
     assert counter is not None
     for width, height in SIZES:
         file = png(width, height)
@@ -86,7 +87,8 @@ def test_prompts_are_counted_with_the_tokens_of_their_pictures(
 
 def test_parameters_are_those_of_the_models(folder: Path) -> None:
     assert Shape.of(REAL).parameters == pytest.approx(3_754_622_976, rel=1e-3)
-    shape, model = shape_of(str(folder)), AutoModelForImageTextToText.from_pretrained(folder)
+    shape = shape_of(str(folder))
+    model = AutoModelForImageTextToText.from_pretrained(folder)
     assert shape is not None
     assert shape.encoder is not None
     encoder = model.model.visual.parameters()
@@ -108,7 +110,8 @@ def make_encoding() -> tuple[EncoderShape, Callable[[], None]]:
         vision_config={**eyes, "patch_size": 4, "spatial_merge_size": 2, "fullatt_block_indexes": [1]},
         **ids,
     )
-    model, shape = Qwen2_5_VLForConditionalGeneration(described), Shape.of(described.to_dict())
+    model = Qwen2_5_VLForConditionalGeneration(described)
+    shape = Shape.of(described.to_dict())
     assert shape.encoder is not None
     grid = torch.tensor([[1, 16, 16], [1, 8, 32]])
     pixels = torch.randn(PATCHES, 3 * 2 * 4 * 4)
@@ -138,12 +141,14 @@ def test_a_pass_of_the_encoder_in_generation_takes_what_is_predicted(encoding: E
 
 def test_pictures_of_prompts_in_flight_count_where_they_are_sampled() -> None:
     """Pixels of each group in flight, states of sixteen prompts, and a pass of one prompt."""
-    shape, lengths = Shape.of(REAL), RowLengths(200, 400, 10, 300)
+    shape = Shape.of(REAL)
+    lengths = RowLengths(200, 400, 10, 300)
     assert shape.encoder is not None
     assert KEPT_PICTURES == model_input.KEPT
     chosen = config()
     found = EngineMemory(chosen, shape, lengths).rows(largest=False)
-    groups, pixels = GateConfig.of(chosen).cap, 4 * 3 * 2 * 14 * 14 * 300
+    groups = GateConfig.of(chosen).cap
+    pixels = 4 * 3 * 2 * 14 * 14 * 300
     assert groups > 16
     assert found["pictures"] == groups * pixels + 16 * 75 * 2048 * 4 + shape.encoder.pass_bytes(300, 4)
     for none in (RowLengths(200, 400, 10), RowLengths(200, 400, 10, 300)):
@@ -155,7 +160,8 @@ def test_pictures_of_prompts_in_flight_count_where_they_are_sampled() -> None:
 
 
 def test_a_model_that_is_warmed_up_with_pictures_has_an_encoder() -> None:
-    words, shape = demonstrations_of("colours").words, shape_of("warmed:colours")
+    words = demonstrations_of("colours").words
+    shape = shape_of("warmed:colours")
     tokenizer = build_picture_tokenizer(words)
     assert shape is not None
     assert shape.encoder is not None
@@ -172,7 +178,8 @@ def test_a_model_that_is_warmed_up_with_pictures_has_an_encoder() -> None:
 
 def test_a_micro_batch_encodes_each_of_its_prompts_once() -> None:
     """Eight samples on one rank have two prompts, and so have four on each of two ranks."""
-    shape, lengths = Shape.of(REAL), RowLengths(200, 400, 10, 300)
+    shape = Shape.of(REAL)
+    lengths = RowLengths(200, 400, 10, 300)
     assert shape.encoder is not None
     for ranks in (1, 2):
         chosen = config(micro_batch_tokens=8 * (200 + 64) // ranks, layout={"dp": ranks})
@@ -185,7 +192,8 @@ def test_a_micro_batch_encodes_each_of_its_prompts_once() -> None:
     )
     most = shape.encoder.kept_bytes(4 * 4 * 400, 4, again=False)
     assert with_eyes - without == most, "each sample of the largest micro-batch may have a prompt of its own"
-    again, inputs = shape.encoder.kept_bytes(10, 4, again=True), 10 * 4 * 32 * 1280
+    again = shape.encoder.kept_bytes(10, 4, again=True)
+    inputs = 10 * 4 * 32 * 1280
     assert again < shape.encoder.kept_bytes(10, 4, again=False) // 8
     assert again > inputs
     unknown = TrainedModel("training", chosen, shape, RowLengths(200, 400), "cpu", chosen.training.layout)
@@ -197,7 +205,9 @@ def test_a_micro_batch_encodes_each_of_its_prompts_once() -> None:
 def test_pixels_count_on_each_rank_and_in_shared_memory() -> None:
     """A rank holds those of all prompts of a step, and a copy for a micro-batch; a row of them lies beside the samples
     of each group in flight."""
-    shape, lengths, group = Shape.of(REAL), RowLengths(200, 400, 10, 300), 4 * 3 * 2 * 14 * 14 * 300
+    shape = Shape.of(REAL)
+    lengths = RowLengths(200, 400, 10, 300)
+    group = 4 * 3 * 2 * 14 * 14 * 300
     chosen = config(micro_batch_tokens=8 * (200 + 64))
     trained = TrainedModel("training", chosen, shape, lengths, "cpu", chosen.training.layout)
     assert trained.parts(trained.likely_pass, 0)["pixels"] == (4 + 2) * group

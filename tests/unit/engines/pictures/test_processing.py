@@ -45,7 +45,8 @@ def test_a_row_of_pictures_gives_back_what_was_stored(tokenizer: TokenizerWithSt
     ids, found = tokenizer.prompt_and_pictures(asked(png(32, 16), "a", png()))
     assert found is not None
     columns = found.columns()
-    again, pictures = PromptPictures.of_columns(columns, len(ids)), found.pictures
+    again = PromptPictures.of_columns(columns, len(ids))
+    pictures = found.pictures
     assert np.array_equal(again.positions, found.positions)
     assert again.places.tolist() == found.places.tolist()
     assert again.pictures.digest == pictures.digest != Pictures(pictures.pixels + 1, pictures.grid).digest

@@ -28,7 +28,8 @@ from asyncrl.engines.training.models_with_heads import load_causal_model
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 
-KNOWN, HEAD = 50, 64
+KNOWN = 50
+HEAD = 64
 SHAPE = {
     "vocab_size": HEAD,
     "hidden_size": 32,
@@ -61,7 +62,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(family: str = "llama", **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp(family)
         torch.manual_seed(1)
-        kind, shape = (FAMILIES | WITH_EXPERTS)[family], SHAPE | (EXPERTS if family in WITH_EXPERTS else {})
+        kind = (FAMILIES | WITH_EXPERTS)[family]
+        shape = SHAPE | (EXPERTS if family in WITH_EXPERTS else {})
         model = AutoModelForCausalLM.from_config(kind(**{**shape, **changes}))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -92,7 +94,8 @@ def make_config() -> Callable[..., Config]:
         training = {"learning_rate": 1e-3, **sections.pop("training", {})}
         given = sections.pop("algorithm", {})
         algorithm = given if "preset" in given else {"aggregation": "token_mean", **given}
-        model, task = {"name": "tiny"}, {"prompts": "none"}
+        model = {"name": "tiny"}
+        task = {"prompts": "none"}
         return Config.model_validate(
             {"model": model, "task": task, "training": training, "algorithm": algorithm, "steps": 10, **sections}
         )
@@ -136,7 +139,8 @@ def make_episodes(make_rows: Callable) -> Callable[..., list[TrainRow]]:
     """make_episodes(count, seed, spans) -> rows of several turns, with values and a reference; spans: of each row."""
 
     def make(count: int = 10, seed: int = 0, spans: Sequence[Sequence[int]] = SPANS) -> list[TrainRow]:
-        draw, rows = np.random.default_rng(seed), []
+        draw = np.random.default_rng(seed)
+        rows = []
         for index, row in enumerate(make_rows(count, seed)):
             own = np.array(spans[index % len(spans)], np.int32)
             tokens = int(own[::2].sum())
@@ -174,7 +178,8 @@ def on_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]:
     def make(count: int = 12, temperature: float = 1.0, **changes: object) -> list[TrainRow]:
         rows = make_rows(count, temperature=temperature, **changes)
         model = load_causal_model(tiny, "cpu")
-        prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+        prompts = [row.prompt_ids for row in rows]
+        responses = [row.response_ids for row in rows]
         found = frozen_logprobs(model, prompts, responses, [temperature] * count, 1024)
         return [dataclasses.replace(row, logprobs=values) for row, values in zip(rows, found, strict=True)]
 

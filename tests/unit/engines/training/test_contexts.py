@@ -21,7 +21,8 @@ from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import Trainer, run_step
 from tests.instruction_count import counting
 
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 SPANS = ([3, 2, 4, -5, 2, 1, 3, 0], [2, -3, 5, -1, 1, 0], [4, 0])
 """Two contexts, of two turns each; three, of one each; one."""
 LONG_AND_SHORT = ([9, -2, 2, -1, 5, -3, 2, 4, 6, -2, 3, -4, 2, 0], [3, -6, 4, 2, 3, -1, 2, 0], [12, 0])
@@ -43,12 +44,14 @@ TURNS = st.lists(st.tuples(st.integers(1, 4), st.integers(-4, 4)), min_size=1, m
 def test_contexts_have_each_token_once_and_in_order(turns: list[tuple[int, int]]) -> None:
     turns[-1] = (turns[-1][0], max(0, turns[-1][1]))
     spans = np.array(turns, np.int32).flatten()
-    prompt, response = np.arange(-3, 0), np.arange(int(np.abs(spans).sum()))
+    prompt = np.arange(-3, 0)
+    response = np.arange(int(np.abs(spans).sum()))
     found = contexts_of(prompt, response, spans)
     assert len(found) == 1 + sum(given < 0 for _, given in turns)
     tokens = np.concatenate([part for each in found for part in (each.prompt, each.response)])
     np.testing.assert_array_equal(tokens, np.concatenate([prompt, response]))
-    sampled, place = [], 0
+    sampled = []
+    place = 0
     for count, after in turns:
         sampled += range(place, place + count)
         place += count + abs(after)
@@ -83,7 +86,8 @@ def gradients(trainer: Trainer, rows: list[TrainRow]) -> list[torch.Tensor]:
 
 def split(row: TrainRow) -> list[TrainRow]:
     """The contexts of a row, as rows."""
-    found, first = [], 0
+    found = []
+    first = 0
     for member, each in enumerate(contexts_of(row.prompt_ids, row.response_ids, row.spans)):
         own = slice(first, first + len(each.response[each.sampled]))
         first = own.stop
@@ -124,7 +128,8 @@ def test_a_critic_values_each_context_alone(tiny: Path, make_episodes: Callable,
 
 
 def test_contexts_count_as_rows_of_a_micro_batch() -> None:
-    lengths, contexts = [10, 10, 9, 9, 8], [1, 4, 1, 1, 7]
+    lengths = [10, 10, 9, 9, 8]
+    contexts = [1, 4, 1, 1, 7]
     parts = micro_batches(lengths, 50, contexts)
     assert parts == [[0, 1], [2, 3], [4]]
     assert all(sum(contexts[row] for row in part) * lengths[part[0]] <= 50 for part in parts[:2])
@@ -132,8 +137,10 @@ def test_contexts_count_as_rows_of_a_micro_batch() -> None:
 
 def drawn(make_episodes: Callable, folder: Path, count: int = 6) -> list[TrainRow]:
     """Rows of long and short contexts, whose log-probs are about those of the model."""
-    rows, noise = make_episodes(count, spans=LONG_AND_SHORT), np.random.default_rng(1)
-    model, found = load_causal_model(folder, "cpu"), []
+    rows = make_episodes(count, spans=LONG_AND_SHORT)
+    noise = np.random.default_rng(1)
+    model = load_causal_model(folder, "cpu")
+    found = []
     for row in rows:
         (now,) = frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [row.temperature], 1024, [row.spans])
         found.append(dataclasses.replace(row, logprobs=now + noise.normal(0, 0.05, len(now)).astype(np.float32)))
@@ -146,7 +153,8 @@ def test_passes_predict_the_same_tokens_from_the_same_states(
 ) -> None:
     spans = [np.array([*turns[:-1], (turns[-1][0], max(0, turns[-1][1]))], np.int32).flatten() for turns in episodes]
     prompts = [np.arange(1, 4)] * len(spans)
-    first, responses = 4, []
+    first = 4
+    responses = []
     for own in spans:  # Each token of a response is another number, and tells so what it follows.
         responses.append(np.arange(first, first + int(np.abs(own).sum())))
         first += len(responses[-1])
@@ -164,7 +172,8 @@ def test_passes_predict_the_same_tokens_from_the_same_states(
 def test_a_row_in_several_passes_trains_as_in_one(
     name: str, tiny: Path, make_episodes: Callable, make_config: Callable
 ) -> None:
-    rows, found = drawn(make_episodes, tiny), []
+    rows = drawn(make_episodes, tiny)
+    found = []
     for budget in (100_000, 40, 1):
         limits = {"micro_batch_tokens": budget, "max_grad_norm": 1e9, "gradient_checkpointing": budget == 40}
         config = make_config(algorithm=WHOLE_ROWS[name], training=limits)
@@ -177,7 +186,9 @@ def test_a_row_in_several_passes_trains_as_in_one(
 def test_a_critic_learns_a_row_in_several_passes_as_in_one(
     tiny: Path, make_episodes: Callable, make_config: Callable
 ) -> None:
-    rows, found, values = make_episodes(3, spans=LONG_AND_SHORT), [], []
+    rows = make_episodes(3, spans=LONG_AND_SHORT)
+    found = []
+    values = []
     columns = [row.prompt_ids for row in rows], [row.response_ids for row in rows], [row.spans for row in rows]
     for budget in (100_000, 40):
         config = make_config(algorithm={"preset": "ppo"}, training={"micro_batch_tokens": budget})
@@ -223,7 +234,8 @@ INSTRUCTIONS = 150
 @pytest.mark.parametrize("spans", [None, [None] * 64])
 def test_rows_of_one_context_cost_nothing_for_contexts(make_rows: Callable, spans: list[None] | None) -> None:
     rows = make_rows(64)
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
     with counting() as count:
         lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), spans=spans)
     assert count.instructions <= INSTRUCTIONS * len(rows)

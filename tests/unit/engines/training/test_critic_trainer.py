@@ -21,7 +21,10 @@ from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.errors import ConfigError
 
-INCARNATION, VERSION, LENGTH, ROWS = 1, 5, 14, 7
+INCARNATION = 1
+VERSION = 5
+LENGTH = 14
+ROWS = 7
 BUDGETS = {1: LENGTH * ROWS, 2: LENGTH * 4, 7: LENGTH}
 """Micro-batches of ROWS rows of LENGTH tokens, and the budget that makes as many."""
 
@@ -42,7 +45,8 @@ def judged(make_rows: Callable) -> Callable[..., list[TrainRow]]:
     """Rows of prompt and response with LENGTH tokens together, with values and a reference."""
 
     def make(count: int = ROWS, seed: int = 3) -> list[TrainRow]:
-        draw, rows = np.random.default_rng(seed), []
+        draw = np.random.default_rng(seed)
+        rows = []
         for row in make_rows(count, seed):
             tokens = LENGTH - len(row.prompt_ids)
             changes = {
@@ -95,7 +99,8 @@ def values_of(critic: CriticTrainer, rows: list[TrainRow]) -> list[np.ndarray]:
 def test_a_new_head_values_every_token_at_0_and_one_of_the_folder_is_kept(
     tiny: Path, ppo: Callable, judged: Callable, tmp_path: Path
 ) -> None:
-    rows, critic = judged(), CriticTrainer(ppo(), tiny)
+    rows = judged()
+    critic = CriticTrainer(ppo(), tiny)
     for values, row in zip(values_of(critic, rows), rows, strict=True):
         np.testing.assert_array_equal(values, np.zeros(len(row.response_ids), np.float32))
     with_a_head(critic).save(tmp_path, {})
@@ -107,7 +112,8 @@ def test_a_new_head_values_every_token_at_0_and_one_of_the_folder_is_kept(
 
 def test_a_value_is_that_of_the_state_before_its_token(tiny: Path, ppo: Callable, judged: Callable) -> None:
     """Changing a token changes no value up to its own, and those after it."""
-    critic, row = with_a_head(CriticTrainer(ppo(), tiny)), judged()[0]
+    critic = with_a_head(CriticTrainer(ppo(), tiny))
+    row = judged()[0]
     before = values_of(critic, [row])[0]
     place = 3
     other = row.response_ids.copy()
@@ -118,7 +124,8 @@ def test_a_value_is_that_of_the_state_before_its_token(tiny: Path, ppo: Callable
 
 
 def test_rows_together_are_valued_as_alone(tiny: Path, ppo: Callable, judged: Callable, make_rows: Callable) -> None:
-    critic, rows = with_a_head(CriticTrainer(ppo(), tiny)), make_rows(9)
+    critic = with_a_head(CriticTrainer(ppo(), tiny))
+    rows = make_rows(9)
     together = critic.values([row.prompt_ids for row in rows], [row.response_ids for row in rows])
     for found, alone in zip(together, values_of(critic, rows), strict=True):
         np.testing.assert_allclose(found, alone, atol=1e-5)
@@ -129,7 +136,8 @@ def test_gradients_are_the_same_for_1_2_and_7_micro_batches(tiny: Path, ppo: Cal
     found = {}
     for count, budget in BUDGETS.items():
         critic = with_a_head(CriticTrainer(ppo(training={"micro_batch_tokens": budget}), tiny))
-        step, passes = critic.begin(judged(), INCARNATION, VERSION), 0
+        step = critic.begin(judged(), INCARNATION, VERSION)
+        passes = 0
         while step.advance():
             passes += 1
         assert passes == count + 1, "and the optimizer step"
@@ -141,10 +149,12 @@ def test_gradients_are_the_same_for_1_2_and_7_micro_batches(tiny: Path, ppo: Cal
 
 
 def test_the_gradient_is_that_of_finite_differences(tiny: Path, ppo: Callable, judged: Callable) -> None:
-    config, rows = ppo(critic={"learning_rate": 0.0, "value_clip": 0.4}), judged()
+    config = ppo(critic={"learning_rate": 0.0, "value_clip": 0.4})
+    rows = judged()
     critic = with_a_head(CriticTrainer(config, tiny))
     direction = gradient(critic, rows)
-    losses, step = [], 3e-3 / float(direction.norm())
+    losses = []
+    step = 3e-3 / float(direction.norm())
     for sign in (1.0, -2.0):
         offset = 0
         for parameter in parameters(critic):
@@ -156,7 +166,8 @@ def test_the_gradient_is_that_of_finite_differences(tiny: Path, ppo: Callable, j
 
 
 def test_its_metrics_are_those_of_the_formulas(tiny: Path, ppo: Callable, judged: Callable) -> None:
-    config, rows = ppo(critic={"learning_rate": 0.0}), [dataclasses.replace(r, valued_at=-3) for r in judged()]
+    config = ppo(critic={"learning_rate": 0.0})
+    rows = [dataclasses.replace(r, valued_at=-3) for r in judged()]
     critic = with_a_head(CriticTrainer(config, tiny))
     values = np.concatenate(values_of(critic, rows)).astype(np.float64)
     returns = np.concatenate([token_advantages(row, config.algorithm) + row.values for row in rows])
@@ -204,7 +215,8 @@ def test_an_update_that_is_not_finite_changes_nothing(tiny: Path, ppo: Callable,
 
 def test_it_learns_what_follows(tiny: Path, ppo: Callable, judged: Callable) -> None:
     config = ppo(critic={"learning_rate": 3e-3, "value_clip": 0}, training={"updates": 2})
-    critic, rows = CriticTrainer(config, tiny), judged()
+    critic = CriticTrainer(config, tiny)
+    rows = judged()
     first, *_, last = (learn(critic, rows).metrics for _ in range(40))
     assert first["critic/explained_variance"] == pytest.approx(0, abs=0.2)
     assert last["critic/explained_variance"] > 0.9
@@ -213,7 +225,8 @@ def test_it_learns_what_follows(tiny: Path, ppo: Callable, judged: Callable) -> 
 
 
 def test_a_resumed_critic_goes_on_bit_for_bit(tiny: Path, ppo: Callable, judged: Callable, tmp_path: Path) -> None:
-    config, rows = ppo(), judged()
+    config = ppo()
+    rows = judged()
     critic = CriticTrainer(config, tiny)
     for _ in range(3):
         learn(critic, rows)
@@ -229,7 +242,8 @@ def test_a_resumed_critic_goes_on_bit_for_bit(tiny: Path, ppo: Callable, judged:
 def test_transformers_loads_a_checkpoint_as_what_it_is(
     tiny: Path, ppo: Callable, judged: Callable, tmp_path: Path
 ) -> None:
-    critic, row = with_a_head(CriticTrainer(ppo(), tiny)), judged()[0]
+    critic = with_a_head(CriticTrainer(ppo(), tiny))
+    row = judged()[0]
     critic.save(tmp_path, {})
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "model").eval()
     ids = np.concatenate([row.prompt_ids, row.response_ids[:-1]])
@@ -276,7 +290,9 @@ def test_the_policys_advantages_are_made_of_rewards_and_values(
     for row in rows:
         divergence = (row.logprobs - row.reference_logprobs).astype(np.float64) if kl else 0.0
         rewards = -kl * divergence + np.eye(len(row.values))[-1] * row.advantage
-        ahead, following, found = np.append(row.values, 0.0).astype(np.float64), 0.0, []
+        ahead = np.append(row.values, 0.0).astype(np.float64)
+        following = 0.0
+        found = []
         for t in reversed(range(len(row.values))):
             following = rewards[t] + 0.97 * ahead[t + 1] - ahead[t] + 0.97 * 0.95 * following
             found.insert(0, following)
@@ -294,7 +310,8 @@ def test_the_policys_advantages_are_made_of_rewards_and_values(
 
 @pytest.mark.trap("truncated")
 def test_answers_that_are_left_out_as_truncated_are_in_no_standardization(ppo: Callable, judged: Callable) -> None:
-    rows, algorithm = judged(), ppo(algorithm={"normalize_std": True}).algorithm
+    rows = judged()
+    algorithm = ppo(algorithm={"normalize_std": True}).algorithm
 
     def credited(cut: int, reward: float) -> list[np.ndarray]:
         batch = list(rows)

@@ -75,7 +75,8 @@ def test_two_ranks_train_what_one_does(
     first: int, algorithm: dict[str, str], tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
     """Ragged rows in uneven shares; one rank may have none at all. The bound of M2PO is that of all ranks."""
-    rows, config = make_rows(10), make_config(training={"max_grad_norm": 1e9}, algorithm=algorithm)
+    rows = make_rows(10)
+    config = make_config(training={"max_grad_norm": 1e9}, algorithm=algorithm)
     alone = PolicyTrainer(config, tiny)
     expected = run_step(alone, rows, 1, 5)
     (one, report), (other, second) = on_ranks(config, tiny, [rows[:first], rows[first:]])
@@ -94,7 +95,8 @@ def test_ranks_with_the_same_rows_count_once(
     algorithm: dict[str, str], tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
     """Lets tensor ranks each hold everything: every sum over ranks names the axis along which rows differ."""
-    layout, draw = Layout(tp=2, dp=2), np.random.default_rng(5)
+    layout = Layout(tp=2, dp=2)
+    draw = np.random.default_rng(5)
     rows = [replace(row, values=draw.normal(size=len(row.versions)).astype(np.float32)) for row in make_rows(7)]
     config = make_config(training={"max_grad_norm": 1e9, "updates": 2}, algorithm=algorithm)
     alone = PolicyTrainer(config, tiny)
@@ -122,7 +124,8 @@ def test_advantages_of_tokens_are_standardized_over_all_ranks(
 def test_several_updates_on_three_ranks_are_those_of_one(
     tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
-    rows, config = make_rows(11), make_config(training={"updates": 3})
+    rows = make_rows(11)
+    config = make_config(training={"updates": 3})
     alone = PolicyTrainer(config, tiny)
     expected = run_step(alone, rows, 1, 5)
     found = on_ranks(config, tiny, [rows[::2], rows[1:4:2], rows[5::2]])
@@ -137,7 +140,8 @@ def test_several_updates_on_three_ranks_are_those_of_one(
 def test_one_rank_with_a_broken_loss_stops_the_step_of_all(
     tiny: Path, make_rows: Callable, make_config: Callable, on_ranks: OnRanks
 ) -> None:
-    good, bad = make_rows(4), make_rows(4, advantage=float("nan"))
+    good = make_rows(4)
+    bad = make_rows(4, advantage=float("nan"))
     outcomes = [outcome for _, outcome in on_ranks(make_config(), tiny, [good, bad])]
     assert [outcome.skipped for outcome in outcomes] == ["not finite", "not finite"]
 
@@ -149,7 +153,8 @@ def _moments(engine: PolicyTrainer) -> list[torch.Tensor]:
 
 
 def test_processes_exchange() -> None:
-    command, pipe = [sys.executable, "-c", EXCHANGES], subprocess.PIPE
+    command = [sys.executable, "-c", EXCHANGES]
+    pipe = subprocess.PIPE
     first, second = (subprocess.Popen([*command, str(rank)], stdin=pipe, stdout=pipe, text=True) for rank in range(2))
     assert first.stdout is not None
     address = first.stdout.readline()

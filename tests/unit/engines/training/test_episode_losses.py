@@ -20,7 +20,9 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
 
-KNOWN, MAX_TOKENS, TEMPERATURE = 50, 96, 0.8
+KNOWN = 50
+MAX_TOKENS = 96
+TEMPERATURE = 0.8
 ALGORITHMS = {
     "grpo": {"preset": "grpo"},
     "dr_grpo": {"preset": "dr_grpo"},
@@ -35,7 +37,8 @@ EPISODES = {"environment": {"use": "guess.py:Guess", "max_tokens": MAX_TOKENS}, 
 def states_of(row: TrainRow) -> list[int]:
     """The places, in prompt and response, before each sampled token, walked turn by turn."""
     assert row.spans is not None
-    places, at = [], len(row.prompt_ids)
+    places = []
+    at = len(row.prompt_ids)
     for sampled, given in row.spans.reshape(-1, 2).tolist():
         places += range(at - 1, at + sampled - 1)
         at += sampled + given
@@ -130,7 +133,8 @@ def rows(tiny: Path, make_episodes: Callable, request: pytest.FixtureRequest) ->
     sampled token has a reward."""
     by_token = "ppo by token" in request.node.name
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    draw, found = np.random.default_rng(3), []
+    draw = np.random.default_rng(3)
+    found = []
     prompt = draw.integers(0, KNOWN, 30)
     for index, row in enumerate(make_episodes()):
         own = dataclasses.replace(row, temperature=TEMPERATURE, prompt_ids=prompt if index < 5 else row.prompt_ids)
@@ -175,7 +179,8 @@ def test_a_critic_learns_what_plain_autograd_says(config: Config, tiny: Path, ro
     twin = AutoModelForTokenClassification.from_pretrained(tiny, dtype=torch.float32, num_labels=1)
     twin.load_state_dict(critic.model.whole.state_dict())
     twin.eval()
-    tokens, loss = sum(len(row.logprobs) for row in rows), torch.zeros(())
+    tokens = sum(len(row.logprobs) for row in rows)
+    loss = torch.zeros(())
     for row in rows:
         values = twin(input_ids=whole(row)[None]).logits[0, :, 0][states_of(row)]
         returns = torch.tensor(advantages_by_hand(row, "ppo")) + torch.from_numpy(row.values)

@@ -20,7 +20,8 @@ from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.training_step import StepOutcome, Trainer, run_step
 from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
 
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 AGGREGATIONS = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant")
 ENVIRONMENT = {"use": "guess.py:Guess", "max_tokens": 96}
 TURNS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=5)
@@ -47,14 +48,17 @@ def test_padded_rows_predict_each_sampled_token_from_the_state_before_it(
     responses = [draw.integers(100, 200, int(own.sum())) for own in spans]
     padded = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"), True, [own for own in spans])
     (only,) = padded.passes
-    place, states = 0, only.ids.flatten().tolist()
+    place = 0
+    states = only.ids.flatten().tolist()
     for prompt, response, turns in zip(prompts, responses, episodes, strict=True):
-        before, at = prompt[-1], 0
+        before = prompt[-1]
+        at = 0
         for sampled, after in turns:
             for token in response[at : at + sampled]:
                 assert int(padded.targets[place]) == token
                 assert states[int(only.positions[place])] == before
-                before, place = token, place + 1
+                before = token
+                place = place + 1
             at += sampled + after
             before = response[at - 1]
     assert place == len(padded.targets) == len(only.positions) == len(padded.temperatures)
@@ -66,7 +70,8 @@ def test_padded_rows_predict_each_sampled_token_from_the_state_before_it(
 def test_a_row_of_one_turn_trains_the_bits_of_a_plain_row(
     preset: str, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    draw, rows = np.random.default_rng(1), make_rows(6)
+    draw = np.random.default_rng(1)
+    rows = make_rows(6)
     rows = [dataclasses.replace(r, values=draw.normal(0, 0.3, len(r.logprobs)).astype(np.float32)) for r in rows]
     one_turn = [dataclasses.replace(row, spans=np.array([len(row.logprobs), 0], np.int32)) for row in rows]
     config = make_config(algorithm={"preset": preset}, training={"updates": 2})
@@ -81,7 +86,9 @@ def test_a_row_of_one_turn_trains_the_bits_of_a_plain_row(
 def test_gradients_do_not_depend_on_the_number_of_micro_batches(
     aggregation: str, tiny: Path, make_episodes: Callable, make_config: Callable
 ) -> None:
-    rows, found, passes = make_episodes(12), [], []
+    rows = make_episodes(12)
+    found = []
+    passes = []
     for budget in (100_000, 150, 38):
         config = make_config(training={"micro_batch_tokens": budget}, algorithm={"aggregation": aggregation})
         step = PolicyTrainer(config, tiny).begin(rows, INCARNATION, VERSION)
@@ -99,7 +106,8 @@ def test_two_ranks_train_what_one_does(
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    rows, config = make_episodes(9), make_config(training={"max_grad_norm": 1e9})
+    rows = make_episodes(9)
+    config = make_config(training={"max_grad_norm": 1e9})
     alone = PolicyTrainer(config, tiny)
     expected = run_step(alone, rows, INCARNATION, VERSION)
     engines = [PolicyTrainer(config, tiny, ranks) for ranks in thread_ranks(2)]
@@ -118,7 +126,8 @@ def test_masking_a_stale_turn_leaves_the_gradients_of_the_others_unchanged(
     aggregation: str, tiny: Path, make_episodes: Callable, make_config: Callable
 ) -> None:
     """The middle turn is from older weights than the turns around it, as after the death of a generator."""
-    rows, config = make_episodes(5), make_config(algorithm={"aggregation": aggregation})
+    rows = make_episodes(5)
+    config = make_config(algorithm={"aggregation": aggregation})
     row = rows[1]
     assert row.spans.tolist() == [3, 2, 1, 4, 6, 0]
     middle = np.arange(10) == 3
@@ -144,7 +153,8 @@ def test_nothing_counts_given_tokens_but_the_size_of_a_row(
 
 def stored(rows: list[TrainRow]) -> Batch:
     """The rows as services store them."""
-    ids, numbers = np.dtype("<i4"), np.dtype("<f4")
+    ids = np.dtype("<i4")
+    numbers = np.dtype("<f4")
     columns: dict[str, tuple[list[Any], Any]] = {
         "prompt_ids": ([row.prompt_ids for row in rows], ids),
         "response_ids": ([row.response_ids for row in rows], ids),
@@ -205,7 +215,8 @@ def test_spans_are_read_only_where_the_config_has_an_environment(make_config: Ca
 @pytest.mark.parametrize("spans", [[2, 1], [0, 3], [4, 0]])
 def test_spans_that_do_not_fit_their_row_are_refused(spans: list[int], make_rows: Callable) -> None:
     (row,) = make_rows(1)
-    ids, own = np.arange(3), {"logprobs": np.zeros(3, np.float32), "versions": np.full(3, VERSION)}
+    ids = np.arange(3)
+    own = {"logprobs": np.zeros(3, np.float32), "versions": np.full(3, VERSION)}
     with pytest.raises(AssertionError, match=r"sample \(0, 0, 0\)"):
         dataclasses.replace(row, response_ids=ids, spans=np.array(spans, np.int32), **own)
 

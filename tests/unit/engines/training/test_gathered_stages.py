@@ -47,7 +47,8 @@ def connected(groups: list[list[int]]) -> dict[int, TellingRanks]:
 @pytest.mark.parametrize("generation_pp", [1, 2, 4])
 def test_a_rank_gathers_the_stages_that_it_samples_with(generation_pp: int) -> None:
     layout = Layout(pp=STAGES, generation_pp=generation_pp)
-    stages, gathering = connected([[*range(STAGES)]]), connected(layout.groups("gathering"))
+    stages = connected([[*range(STAGES)]])
+    gathering = connected(layout.groups("gathering"))
 
     def gathered(rank: int) -> Any:
         named: dict[str, Any] = {}

@@ -19,7 +19,8 @@ from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import ConfigError
 
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 FROZEN = {"learning_rate": 0.0}
 
 
@@ -34,7 +35,8 @@ def test_dropout_is_off_in_training(
 ) -> None:
     folder = make_model("llama", attention_dropout=0.5)
     config = make_config(training={"gradient_checkpointing": checkpointing, **FROZEN})
-    engine, rows = PolicyTrainer(config, folder), make_rows(6)
+    engine = PolicyTrainer(config, folder)
+    rows = make_rows(6)
     assert engine.model.whole.training
     first, second = (run_step(engine, rows, INCARNATION, VERSION) for _ in range(2))
     assert first.metrics == second.metrics
@@ -42,8 +44,10 @@ def test_dropout_is_off_in_training(
 
 @pytest.mark.trap("dropout")
 def test_dropout_is_off_in_reference_and_critic(make_model: Callable, make_rows: Callable) -> None:
-    folder, rows = make_model("llama", attention_dropout=0.5), make_rows(6)
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    folder = make_model("llama", attention_dropout=0.5)
+    rows = make_rows(6)
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
     reference = load_causal_model(folder, "cpu")
     reference.whole.train()
     first, second = (frozen_logprobs(reference, prompts, responses, [1.0] * 6, 1024) for _ in range(2))
@@ -108,8 +112,11 @@ def test_bfloat16_autocast_trains_close_to_float32(tiny: Path, make_rows: Callab
 def test_master_weights_move_at_a_rate_that_bfloat16_cannot_show(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    engine, rows = PolicyTrainer(make_config(training={"learning_rate": 1e-6}), tiny), make_rows(4)
-    start, moved, shown = weights(engine), [], []
+    engine = PolicyTrainer(make_config(training={"learning_rate": 1e-6}), tiny)
+    rows = make_rows(4)
+    start = weights(engine)
+    moved = []
+    shown = []
     before = start
     for version in range(VERSION, VERSION + 100):
         fresh = [dataclasses.replace(row, versions=np.full(len(row.versions), version)) for row in rows]
@@ -160,7 +167,8 @@ def test_a_model_without_memory_is_filled_or_loaded_whole(
     load: Callable, tiny: Path, judge: Path, tmp_path: Path
 ) -> None:
     folder = judge if load is load_score_model else tiny
-    expected, filled = load(folder, "cpu"), load(folder, "cpu", in_parts=True)
+    expected = load(folder, "cpu")
+    filled = load(folder, "cpu", in_parts=True)
     assert filled.whole.device.type == "meta"
     filled.share_out(RankMesh())
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

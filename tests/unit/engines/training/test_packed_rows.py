@@ -57,8 +57,10 @@ def test_gradients_and_logprobs_are_those_of_rows_alone(
     groups: list[TrainRow],
 ) -> None:
     """Every token weighs something else, so that no two errors cancel."""
-    folder, draw = make_model(family), np.random.default_rng(0)
-    together, alone = load_causal_model(folder, "cpu"), load_causal_model(folder, "cpu")
+    folder = make_model(family)
+    draw = np.random.default_rng(0)
+    together = load_causal_model(folder, "cpu")
+    alone = load_causal_model(folder, "cpu")
     Optimizer(together.whole, make_config(training={"gradient_checkpointing": checkpointing}).training, 1)
     weights = [torch.from_numpy(draw.normal(size=len(row.response_ids)).astype(np.float32)) for row in groups]
     gradients(together, groups, weights, packs=True)
@@ -82,7 +84,8 @@ def test_values_of_a_critic_are_those_of_rows_alone(tiny: Path, groups: list[Tra
 
 
 def test_an_answer_does_not_see_another_one(tiny: Path, groups: list[TrainRow]) -> None:
-    model, changed = load_causal_model(tiny, "cpu"), list(groups)
+    model = load_causal_model(tiny, "cpu")
+    changed = list(groups)
     changed[2] = replace(groups[2], response_ids=np.flip(groups[2].response_ids).copy())
     before, after = (frozen_logprobs(model, *columns(rows), [1.0] * len(rows), 1024) for rows in (groups, changed))
     equal = [np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
@@ -99,16 +102,15 @@ def test_each_prompt_stands_once_and_nothing_is_padded(groups: list[TrainRow]) -
 
 
 def test_what_saves_little_is_padded_unless_that_is_over_the_budget() -> None:
-    prompts, responses = [np.arange(20), np.arange(1, 21)], [np.arange(21), np.arange(20)]
+    prompts = [np.arange(20), np.arange(1, 21)]
+    responses = [np.arange(21), np.arange(20)]
     assert pack_rows(prompts, responses, 80) is None
     assert pack_rows(prompts, responses, 79) is not None
 
 
 def test_prompts_that_are_short_beside_their_answers_are_computed_for_each() -> None:
-    prompts, responses = (
-        [np.arange(8)] * 2 + [np.arange(30)] * 2,
-        [np.arange(10), np.arange(6), np.arange(9), np.arange(12)],
-    )
+    prompts = [np.arange(8)] * 2 + [np.arange(30)] * 2
+    responses = [np.arange(10), np.arange(6), np.arange(9), np.arange(12)]
     packed = pack_rows(prompts, responses, 0, shared_from=1.1)
     assert packed is not None
     assert [(each.given, each.length) for each in packed.segments] == [(0, 17), (0, 13), (0, 30), (30, 8), (30, 11)]
@@ -126,7 +128,8 @@ def test_micro_batches_of_packed_rows_count_no_padding() -> None:
 
 def segments_of(shapes: list[tuple[int, ...]]) -> list[RowSegment]:
     """Returns the segments of prompts with the answers that share them, each given by its tokens."""
-    segments, begin = list[RowSegment](), 0
+    segments = list[RowSegment]()
+    begin = 0
     for first, *answers in shapes:
         segments.append(RowSegment(begin, first))
         places = np.cumsum([begin + first, *answers]).tolist()
@@ -178,7 +181,8 @@ def test_batches_of_segments_and_flex_attention_are_attention_with_a_mask(heads:
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, heads[0], begin, 16, generator=draw, requires_grad=True)
     key, value = (torch.randn(1, heads[1], begin, 16, generator=draw, requires_grad=True) for _ in range(2))
-    weights, module = torch.randn(1, begin, heads[0], 16, generator=draw), torch.nn.Module()
+    weights = torch.randn(1, begin, heads[0], 16, generator=draw)
+    module = torch.nn.Module()
     module.num_key_value_groups = heads[0] // heads[1]
     packed = PackedAttention(segments, CPU).attend(module, query, key, value)
     with (

@@ -23,7 +23,8 @@ from asyncrl.engines.training.training_step import run_step
 from asyncrl.objectives.ragged import Ragged
 from asyncrl.telemetry.jsonl import FURTHER_METRICS, METRICS
 
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "cap token": {"old_logprobs": "recomputed"},
     "cap sequence": {"old_logprobs": "recomputed", "correction_level": "sequence"},
@@ -41,7 +42,8 @@ def off_policy(tiny: Path, make_rows: Callable) -> Callable[..., list[TrainRow]]
 
     def make(count: int = 14, spread: float = 0.25) -> list[TrainRow]:
         rows = make_rows(count)
-        draw, valued = np.random.default_rng(7), np.random.default_rng(8)
+        draw = np.random.default_rng(7)
+        valued = np.random.default_rng(8)
         return [
             dataclasses.replace(
                 row,
@@ -81,7 +83,8 @@ def cost_of(algorithm: dict[str, Any]) -> dict[str, Any]:
 def assert_micro_batches_do_not_matter(
     make_config: Callable, algorithm: dict[str, Any], folder: Path, rows: list[TrainRow]
 ) -> None:
-    cost, budgets = cost_of(algorithm), (100_000, 150, 36)
+    cost = cost_of(algorithm)
+    budgets = (100_000, 150, 36)
     found = [
         gradient(make_config(training={"micro_batch_tokens": budget}, algorithm=algorithm, cost=cost), folder, rows)[0]
         for budget in budgets
@@ -129,7 +132,8 @@ def test_ratios_of_rows_are_those_of_rows_computed_alone(
 def test_m2po_leaves_out_the_largest_ratios_of_the_whole_update(
     tiny: Path, off_policy: Callable, make_config: Callable
 ) -> None:
-    rows, budget = off_policy(spread=0.5), 0.04
+    rows = off_policy(spread=0.5)
+    budget = 0.04
     logs = np.concatenate([now - row.logprobs for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)])
     advantages = np.repeat([row.advantage for row in rows], [len(row.logprobs) for row in rows])
     away = np.sort(logs[logs * advantages > 0] ** 2)
@@ -189,7 +193,8 @@ def test_the_entropys_gradient_is_that_of_finite_differences(
     config = make_config(algorithm={"entropy_bonus": 1.0}, training={"learning_rate": 0.0})
     direction, _ = gradient(config, tiny, rows)
     engine = PolicyTrainer(config, tiny)
-    losses, step = [], 1e-2 / float(direction.norm())
+    losses = []
+    step = 1e-2 / float(direction.norm())
     for sign in (1.0, -2.0):
         move(engine, sign * step * direction)
         losses.append(run_step(engine, rows, INCARNATION, VERSION).metrics["loss/entropy"])
@@ -295,7 +300,8 @@ def test_mismatch_is_that_of_the_uncapped_weights(
     config = make_config(algorithm=algorithm, training={"updates": updates, "micro_batch_tokens": 100})
     metrics = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION).metrics
     parts = [now.astype(np.float64) - row.logprobs for row, now in zip(rows, logprobs_now(tiny, rows), strict=True)]
-    token, sequence = np.exp(np.concatenate(parts)), np.exp([part.sum() for part in parts])
+    token = np.exp(np.concatenate(parts))
+    sequence = np.exp([part.sum() for part in parts])
     for name, weights in (("weight", token), ("sequence_weight", sequence)):
         assert metrics[f"mismatch/{name}_max"] == pytest.approx(weights.max(), rel=1e-4)
         for quantile in (1, 10, 50, 90, 99):
@@ -347,7 +353,8 @@ class Batch:
         draw = np.random.default_rng(5)
         self.rows: list[MaskedRow] = []
         for member, tokens in enumerate((6, 1, 9, 4)):
-            ids, behaviour = np.ones(tokens, np.int64), draw.normal(-2, 0.4, tokens).astype(np.float32)
+            ids = np.ones(tokens, np.int64)
+            behaviour = draw.normal(-2, 0.4, tokens).astype(np.float32)
             reference = (behaviour + draw.normal(0, 0.5, tokens)).astype(np.float32)
             row = TrainRow(0, member, 0, 1, ids, ids, behaviour, 5 * ids, draw.normal(), reference_logprobs=reference)
             (masked,) = mask_rows([row], 1, 5, 2, "mask", False)
@@ -393,8 +400,10 @@ def expected_weight(algorithm: AlgorithmConfig, batch: Batch) -> np.ndarray:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_correction_and_a_rejection_weigh_each_token_together(case: str) -> None:
-    batch, algorithm = Batch(), AlgorithmConfig(kl=KL, **CASES[case])
-    found, weight = batch.terms(algorithm), expected_weight(algorithm, batch)
+    batch = Batch()
+    algorithm = AlgorithmConfig(kl=KL, **CASES[case])
+    found = batch.terms(algorithm)
+    weight = expected_weight(algorithm, batch)
     ratio = np.exp(batch.current - batch.proximal)
     surrogate = -np.minimum(ratio * batch.advantages, np.clip(ratio, 0.8, 1.2) * batch.advantages)
     surrogate = np.where(batch.advantages < 0, np.minimum(surrogate, -3 * batch.advantages), surrogate)

@@ -15,7 +15,8 @@ from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 FROZEN = {"learning_rate": 0.0}
 AGGREGATIONS = ("token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant")
 
@@ -47,7 +48,9 @@ def gradients(config: Config, folder: Path, rows: list[TrainRow]) -> list[torch.
 def test_gradients_do_not_depend_on_the_number_of_micro_batches(
     aggregation: str, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    rows, found, passes = make_rows(14), [], []
+    rows = make_rows(14)
+    found = []
+    passes = []
     for budget in (100_000, 150, 36):
         config = make_config(training={"micro_batch_tokens": budget}, algorithm={"aggregation": aggregation})
         step = PolicyTrainer(config, tiny).begin(rows, INCARNATION, VERSION)
@@ -91,7 +94,8 @@ def test_tokens_over_keys_of_older_weights_are_no_difference_of_engines(
     rows = [row for row in on_policy() if len(row.response_ids) > 4]
     mixed = []
     for row in rows[1:]:
-        versions, logprobs = row.versions.copy(), row.logprobs.copy()
+        versions = row.versions.copy()
+        logprobs = row.logprobs.copy()
         versions[:2] -= 1
         logprobs[2:] -= 0.2
         mixed.append(dataclasses.replace(row, versions=versions, logprobs=logprobs))
@@ -129,7 +133,8 @@ def test_no_token_is_left_out_for_its_id(tiny: Path, make_rows: Callable, make_c
 def test_truncated_samples_leave_loss_and_denominator_when_asked(
     masked: bool, aggregation: str, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    rows, average = make_rows(6), {"aggregation": aggregation}
+    rows = make_rows(6)
+    average = {"aggregation": aggregation}
     rows[2] = dataclasses.replace(rows[2], truncated=True)
     config = make_config(algorithm={"mask_truncated": masked, **average})
     outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
@@ -157,7 +162,8 @@ def test_a_batch_of_answers_without_an_end_is_skipped_as_truncated(
 def test_masking_a_sample_or_its_head_leaves_the_gradients_of_the_others_unchanged(
     aggregation: str, share: float, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    rows, config = make_rows(6), make_config(algorithm={"aggregation": aggregation})
+    rows = make_rows(6)
+    config = make_config(algorithm={"aggregation": aggregation})
     row = rows[5]
     old = np.arange(len(row.versions)) < share * len(row.versions)
     silent = [*rows[:5], dataclasses.replace(row, advantage=np.where(old, 0.0, row.advantage))]
@@ -332,13 +338,15 @@ def test_the_second_update_is_measured_against_the_start_of_the_step(
     before = load_causal_model(tiny, "cpu")
     halfway = PolicyTrainer(make_config(training=fast, algorithm=algorithm), tiny)
     first = run_step(halfway, rows[:4], INCARNATION, VERSION)
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for row in rows[4:]:
         start, now = (
             frozen_logprobs(model, [row.prompt_ids], [row.response_ids], [1.0], 1024)[0].astype(np.float64)
             for model in (before, halfway.model)
         )
-        ratio, weight = np.exp(now - start), np.minimum(np.exp(start - row.logprobs), 1.5)
+        ratio = np.exp(now - start)
+        weight = np.minimum(np.exp(start - row.logprobs), 1.5)
         total -= (weight * np.minimum(ratio * row.advantage, np.clip(ratio, 0.8, 1.2) * row.advantage)).sum()
         tokens += len(now)
         assert not np.allclose(ratio, 1, atol=1e-3)
@@ -357,7 +365,8 @@ def test_the_second_update_is_measured_against_the_start_of_the_step(
 def test_tokens_that_a_correction_leaves_out_have_not_trained(
     algorithm: dict, tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    rows, model = make_rows(8), load_causal_model(tiny, "cpu")
+    rows = make_rows(8)
+    model = load_causal_model(tiny, "cpu")
     config = make_config(algorithm=algorithm, training={"micro_batch_tokens": 100})
     outcome = run_step(PolicyTrainer(config, tiny), rows, INCARNATION, VERSION)
     for row, sample in zip(rows, outcome.samples, strict=True):

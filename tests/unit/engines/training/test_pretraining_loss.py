@@ -20,7 +20,8 @@ from asyncrl.engines.training.training_step import run_step
 from asyncrl.errors import TaskError
 from asyncrl.tasks.prompt_rows import drawn_row
 
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 LENGTHS = (2, 9, 4, 14, 3, 6, 11)
 
 
@@ -38,7 +39,8 @@ def reader(tiny: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     """Ragged texts, and prompts with answers."""
-    draw, path = np.random.default_rng(2), tmp_path / "pretrain.jsonl"
+    draw = np.random.default_rng(2)
+    path = tmp_path / "pretrain.jsonl"
 
     def words(count: int) -> str:
         return " ".join(f"w{number}" for number in draw.integers(1, 50, count))
@@ -62,13 +64,16 @@ def learning(make_config: Callable) -> Callable[..., Config]:
 
 def gradient(engine: PolicyTrainer) -> torch.Tensor:
     """Of the one step that was taken, over all ranks, all parameters in one vector."""
-    state, parameters = engine.optimizer.parts[0].state, engine.optimizer.parameters
+    state = engine.optimizer.parts[0].state
+    parameters = engine.optimizer.parameters
     return torch.cat([state[parameter]["exp_avg"].flatten() for parameter in parameters]) / 0.1
 
 
 def logprobs_by_transformers(folder: Path, path: Path) -> tuple[list[np.ndarray], list[int]]:
     """Float64 [tokens - 1] of each text with its end, and how many tokens are given; none longer than 40."""
-    model, found, given = AutoModelForCausalLM.from_pretrained(folder).eval().double(), [], []
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().double()
+    found = []
+    given = []
     for row in map(json.loads, path.read_text().splitlines()):
         words = f"{row['prompt']} {row['answer']}" if "prompt" in row else row["text"]
         ids = torch.tensor([*(int(word[1:]) for word in words.split()), 0])[:40]
@@ -81,7 +86,8 @@ def logprobs_by_transformers(folder: Path, path: Path) -> tuple[list[np.ndarray]
 
 def of_step(config: Config, update: int = 0) -> list[int]:
     """Numbers of the texts of the step from VERSION."""
-    count, updates = config.task.pretrain_per_step, config.training.updates
+    count = config.task.pretrain_per_step
+    updates = config.training.updates
     places = range(update * count // updates, (update + 1) * count // updates)
     return [drawn_row(config.seed, VERSION * count + place, 2 * len(LENGTHS)) for place in places]
 
@@ -105,16 +111,21 @@ def test_its_gradient_is_added_with_the_coefficient(
     reader: Path, texts: Path, learning: Callable, make_rows: Callable
 ) -> None:
     """Against autograd of transformers' own model, in float64."""
-    config, rows = learning(coefficient=0.7), make_rows()
-    beside, alone = PolicyTrainer(config, reader, texts=texts), PolicyTrainer(config, reader)
+    config = learning(coefficient=0.7)
+    rows = make_rows()
+    beside = PolicyTrainer(config, reader, texts=texts)
+    alone = PolicyTrainer(config, reader)
     for engine in (beside, alone):
         run_step(engine, rows, INCARNATION, VERSION)
-    model, total, tokens = AutoModelForCausalLM.from_pretrained(reader).eval().double(), torch.zeros(()).double(), 0
+    model = AutoModelForCausalLM.from_pretrained(reader).eval().double()
+    total = torch.zeros(()).double()
+    tokens = 0
     for row in of_step(config):
         text = engine_texts(beside)[row]
         ids = torch.from_numpy(np.concatenate([text.given, text.learnt]))
         logprobs = model(input_ids=ids[None]).logits[0, :-1, :50].log_softmax(-1).gather(-1, ids[1:, None])
-        total, tokens = total - logprobs[len(text.given) - 1 :].sum(), tokens + len(text.learnt)
+        total = total - logprobs[len(text.given) - 1 :].sum()
+        tokens = tokens + len(text.learnt)
     (0.7 * total / tokens).backward()
     theirs = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert theirs.abs().max() > 1e-2
@@ -129,12 +140,15 @@ def engine_texts(engine: PolicyTrainer) -> Any:
 def test_the_gradient_is_that_of_finite_differences(
     reader: Path, texts: Path, learning: Callable, make_rows: Callable, move: Callable
 ) -> None:
-    config, rows = learning(coefficient=1.0), make_rows()
-    engine, alone = PolicyTrainer(config, reader, texts=texts), PolicyTrainer(config, reader)
+    config = learning(coefficient=1.0)
+    rows = make_rows()
+    engine = PolicyTrainer(config, reader, texts=texts)
+    alone = PolicyTrainer(config, reader)
     for each in (engine, alone):
         run_step(each, rows, INCARNATION, VERSION)
     direction = gradient(engine) - gradient(alone)
-    step, losses = 1e-2 / float(direction.norm()), []
+    step = 1e-2 / float(direction.norm())
+    losses = []
     for sign in (1.0, -2.0):
         move(engine, sign * step * direction)
         losses.append(run_step(engine, rows, INCARNATION, VERSION).metrics["policy/pretrain_loss"])
@@ -146,7 +160,8 @@ def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(
     reader: Path, texts: Path, learning: Callable, make_rows: Callable
 ) -> None:
     """Seven rows of 16 tokens; one more pass is that of the sample, one that of the optimizer."""
-    found, rows = {}, make_rows(1)
+    found = {}
+    rows = make_rows(1)
     texts.write_text("".join(texts.read_text().splitlines(keepends=True)[len(LENGTHS) :]))
     for budget in (7 * 16, 4 * 16, 16):
         engine = PolicyTrainer(learning(micro_batch_tokens=budget), reader, texts=texts)
@@ -163,7 +178,8 @@ def test_gradients_are_the_same_for_1_2_and_7_micro_batches_of_texts(
 def test_ranks_learn_what_one_does(
     size: int, reader: Path, texts: Path, learning: Callable, make_rows: Callable, thread_ranks: Callable
 ) -> None:
-    rows, config = make_rows(6), learning()
+    rows = make_rows(6)
+    config = learning()
     alone = PolicyTrainer(config, reader, texts=texts)
     expected = run_step(alone, rows, INCARNATION, VERSION).metrics
     engines = [PolicyTrainer(config, reader, rank, texts) for rank in thread_ranks(size)]
@@ -193,7 +209,8 @@ def test_every_text_comes_once_before_one_comes_again(reader: Path, texts: Path,
 
 
 def test_no_text_goes_beyond_the_positions_of_the_model(reader: Path, learning: Callable, tmp_path: Path) -> None:
-    path, described = tmp_path / "long.jsonl", json.loads((reader / "config.json").read_text())
+    path = tmp_path / "long.jsonl"
+    described = json.loads((reader / "config.json").read_text())
     path.write_text(json.dumps({"text": "w1 " * 100}) + "\n")
     assert engine_texts(PolicyTrainer(learning(), reader, texts=path))[0].tokens == 40
     (reader / "config.json").write_text(json.dumps({**described, "max_position_embeddings": 25}))

@@ -20,7 +20,8 @@ from asyncrl.engines.training.token_logprobs import frozen_logprobs
 from asyncrl.engines.training.training_step import run_step
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Cuts, RowRef
 
-INCARNATION, VERSION = 1, 5
+INCARNATION = 1
+VERSION = 5
 
 
 def logprobs_now(folder: Path, rows: list[TrainRow]) -> list[np.ndarray]:
@@ -59,7 +60,8 @@ def test_nothing_is_left_of_the_gradient_of_a_broken_update(
     rows = sorted(make_rows(6), key=lambda row: -len(row.prompt_ids) - len(row.response_ids))
     broken = [*rows[:-1], dataclasses.replace(rows[-1], advantage=float("nan"))]
     config = make_config(training={"micro_batch_tokens": 1})
-    engine, fresh = PolicyTrainer(config, tiny), PolicyTrainer(config, tiny)
+    engine = PolicyTrainer(config, tiny)
+    fresh = PolicyTrainer(config, tiny)
     assert run_step(engine, broken, INCARNATION, VERSION).skipped == "not finite"
     for trainer in (engine, fresh):
         run_step(trainer, rows, INCARNATION, VERSION)
@@ -70,7 +72,8 @@ def test_nothing_is_left_of_the_gradient_of_a_broken_update(
 def test_the_coefficient_of_the_kl_follows_the_kl_and_not_its_term_of_the_loss(
     tiny: Path, make_rows: Callable, make_config: Callable
 ) -> None:
-    draw, rows = np.random.default_rng(8), make_rows(8)
+    draw = np.random.default_rng(8)
+    rows = make_rows(8)
     rows = [
         dataclasses.replace(
             row,
@@ -90,7 +93,8 @@ def test_m2po_takes_its_bound_from_live_tokens_only(tiny: Path, make_rows: Calla
     """Stale tokens that hardly moved would make room in the budget for live ones that moved far."""
     rows = near(tiny, make_rows(10), 0.5)
     for index, now in enumerate(logprobs_now(tiny, rows)):
-        stale, row = np.arange(len(now)) < len(now) // 2, rows[index]
+        stale = np.arange(len(now)) < len(now) // 2
+        row = rows[index]
         hardly_moved = now - 0.01 * np.sign(row.advantage)
         logprobs = np.where(stale, hardly_moved, row.logprobs).astype(np.float32)
         versions = np.where(stale, VERSION - 9, VERSION)

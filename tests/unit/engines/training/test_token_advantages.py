@@ -20,7 +20,9 @@ from asyncrl.engines.training.token_advantages import set_token_advantages, toke
 from asyncrl.engines.training.training_step import StepOutcome, run_step
 from asyncrl.objectives.lagrangian import Multiplier
 
-INCARNATION, VERSION, LIMIT = 1, 5, 0.25
+INCARNATION = 1
+VERSION = 5
+LIMIT = 0.25
 
 
 @pytest.fixture
@@ -67,10 +69,12 @@ def test_half_of_the_kl_is_taken_off_the_rewards_and_half_added_to_the_costs(saf
     algorithm = safe(algorithm={"kl": 0.3, "gamma": 0.9, "gae_lambda": 0.8}).algorithm
     for row in costly():
         kl = row.logprobs.astype(np.float64) - row.reference_logprobs
-        rewards, costs = -0.15 * kl, 0.15 * kl
+        rewards = -0.15 * kl
+        costs = 0.15 * kl
         rewards[-1] += row.advantage
         costs[-1] += row.cost
-        of_reward, of_cost = token_advantages(row, algorithm), token_advantages(row, algorithm, COST)
+        of_reward = token_advantages(row, algorithm)
+        of_cost = token_advantages(row, algorithm, COST)
         np.testing.assert_allclose(of_reward, gae(rewards, row.values.astype(float), 0.9, 0.8), atol=1e-12)
         np.testing.assert_allclose(of_cost, gae(costs, row.cost_values.astype(float), 0.9, 0.8), atol=1e-12)
 
@@ -79,13 +83,16 @@ def test_half_of_the_kl_is_taken_off_the_rewards_and_half_added_to_the_costs(saf
 def test_tokens_are_credited_with_both_advantages_then_standardized(
     normalize: bool, safe: Callable, costly: Callable
 ) -> None:
-    rows, algorithm = costly(), safe(algorithm={"normalize_std": normalize}).algorithm
+    rows = costly()
+    algorithm = safe(algorithm={"normalize_std": normalize}).algorithm
     found = mask_rows(rows, INCARNATION, VERSION, 2, "mask", False)
     set_token_advantages(found, algorithm, 0.0, Ranks(), Multiplier(2, 0, 0, 9))
     expected = []
     for row in rows:
-        rewards, costs = np.zeros(len(row.versions)), np.zeros(len(row.versions))
-        rewards[-1], costs[-1] = row.advantage, row.cost
+        rewards = np.zeros(len(row.versions))
+        costs = np.zeros(len(row.versions))
+        rewards[-1] = row.advantage
+        costs[-1] = row.cost
         of_reward = gae(rewards, row.values.astype(float), 1.0, 0.95)
         of_cost = gae(costs, row.cost_values.astype(float), 1.0, 0.95)
         expected.append((of_reward - 2 * of_cost) / (1 + 2))
@@ -120,7 +127,8 @@ def test_a_step_that_trains_nothing_leaves_the_multiplier(tiny: Path, safe: Call
 
 
 def test_the_multiplier_is_part_of_the_checkpoint(tiny: Path, safe: Callable, costly: Callable, tmp_path: Path) -> None:
-    config, rows = safe(cost={"multiplier_rate": 3.0}), costly()
+    config = safe(cost={"multiplier_rate": 3.0})
+    rows = costly()
     engine = PolicyTrainer(config, tiny)
     run_step(engine, rows, INCARNATION, VERSION)
     assert multiplier(engine).value != 1.0
@@ -135,7 +143,8 @@ def test_the_multiplier_is_part_of_the_checkpoint(tiny: Path, safe: Callable, co
 def test_ranks_agree_on_multiplier_and_advantages(
     first: int, tiny: Path, safe: Callable, costly: Callable, thread_ranks: Callable
 ) -> None:
-    rows, config = costly(), safe()
+    rows = costly()
+    config = safe()
     alone = PolicyTrainer(config, tiny)
     expected = run_step(alone, rows, INCARNATION, VERSION).metrics
     engines = [PolicyTrainer(config, tiny, rank) for rank in thread_ranks(2)]

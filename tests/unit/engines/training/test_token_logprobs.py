@@ -26,7 +26,8 @@ KNOWN = 50
 
 def all_logprobs(folder: Path, rows: list[TrainRow], temperature: float = 1.0, chunk: int = 1024) -> list[np.ndarray]:
     model = load_causal_model(folder, "cpu")
-    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    prompts = [row.prompt_ids for row in rows]
+    responses = [row.response_ids for row in rows]
     return frozen_logprobs(model, prompts, responses, [temperature] * len(rows), chunk)
 
 
@@ -44,7 +45,8 @@ def plain_logprobs(folder: Path, row: TrainRow, temperature: float) -> np.ndarra
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.trap("packing")
 def test_rows_together_equal_rows_alone(family: str, make_model: Callable, make_rows: Callable) -> None:
-    folder, rows = make_model(family), make_rows()
+    folder = make_model(family)
+    rows = make_rows()
     for found, row in zip(all_logprobs(folder, rows), rows, strict=True):
         np.testing.assert_allclose(found, plain_logprobs(folder, row, 1.0), atol=1e-5)
 
@@ -55,13 +57,16 @@ def test_gradients_of_rows_together_are_those_of_rows_alone(
     family: str, make_model: Callable, make_rows: Callable
 ) -> None:
     """Every token weighs something else, the first of each row included, so that no two errors cancel."""
-    folder, rows = make_model(family), make_rows(9)
+    folder = make_model(family)
+    rows = make_rows(9)
     assert min(len(row.response_ids) for row in rows) == 1
     weights = [torch.from_numpy(np.random.default_rng(i).normal(size=len(r.response_ids))) for i, r in enumerate(rows)]
-    together, alone = load_causal_model(folder, "cpu"), load_causal_model(folder, "cpu")
+    together = load_causal_model(folder, "cpu")
+    alone = load_causal_model(folder, "cpu")
     parts = [(together, rows, torch.cat(weights)), *((alone, [r], w) for r, w in zip(rows, weights, strict=True))]
     for model, part, weight in parts:
-        prompts, responses = [row.prompt_ids for row in part], [row.response_ids for row in part]
+        prompts = [row.prompt_ids for row in part]
+        responses = [row.response_ids for row in part]
         padded = lay_out_rows(prompts, responses, [0.7] * len(part), model.device)
         (token_logprobs(model, padded, 1024)[0] * weight.float()).sum().backward()
     for ours, expected in zip(together.whole.parameters(), alone.whole.parameters(), strict=True):
@@ -100,7 +105,8 @@ def test_chunks_change_no_log_prob_and_no_gradient(tiny: Path, make_rows: Callab
 
 
 def test_no_tensor_of_all_logits_is_kept_for_the_backward_pass(tiny: Path, make_rows: Callable) -> None:
-    rows, chunk = make_rows(12), 16
+    rows = make_rows(12)
+    chunk = 16
     model = load_causal_model(tiny, "cpu")
     padded = lay_out_rows([r.prompt_ids for r in rows], [r.response_ids for r in rows], [1.0] * len(rows), model.device)
     assert len(padded.targets) > 4 * chunk

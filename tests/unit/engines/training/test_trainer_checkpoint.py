@@ -57,7 +57,9 @@ def test_all_that_a_trainer_saves_outlives_a_power_cut(
     def files(folder: Path) -> dict[str, bytes]:
         return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    disk, first, second = Disk(monkeypatch), tmp_path / "first", tmp_path / "second"
+    disk = Disk(monkeypatch)
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     PolicyTrainer(make_config(), tiny).save(first, {})

@@ -34,7 +34,9 @@ def test_a_copy_beside_a_pass_is_the_state_before_its_step(make_model: Callable[
     trainer = PolicyTrainer(settings, make_model())
     run_step(trainer, rows_of(0), 0, 0)
     expected = trainer.save(tmp_path / "expected", {"version": 1})
-    step, inside, goes_on = trainer.begin(rows_of(1), 0, 1), threading.Event(), threading.Event()
+    step = trainer.begin(rows_of(1), 0, 1)
+    inside = threading.Event()
+    goes_on = threading.Event()
 
     def wait(gradient: torch.Tensor) -> None:
         inside.set()
@@ -62,7 +64,8 @@ def test_a_copy_beside_a_pass_is_the_state_before_its_step(make_model: Callable[
 @pytest.mark.parametrize("after", range(4))
 def test_wherever_a_step_is_cut_short_whole_updates_count(make_model: Callable[..., Path], after: int) -> None:
     trainer = PolicyTrainer(config(updates=4, micro_batch_tokens=4096), make_model())
-    before, rows = tensor_digests(trainer.named_tensors()), rows_of(1)
+    before = tensor_digests(trainer.named_tensors())
+    rows = rows_of(1)
     step = trainer.begin(rows, 0, 1)
     while trainer.updates < after:
         assert step.advance()
@@ -83,7 +86,8 @@ def test_wherever_a_step_is_cut_short_whole_updates_count(make_model: Callable[.
 
 def test_a_rank_alone_leaves_out_the_passes_that_are_left(make_model: Callable[..., Path]) -> None:
     trainer = PolicyTrainer(config(), make_model())
-    step, passes = trainer.begin(rows_of(1), 0, 1), 1
+    step = trainer.begin(rows_of(1), 0, 1)
+    passes = 1
     assert step.advance()
     assert step.forgo_updates()
     while step.advance():
@@ -95,7 +99,8 @@ def test_a_rank_alone_leaves_out_the_passes_that_are_left(make_model: Callable[.
 class OtherRank(Ranks):
     """The first of two ranks, of which the other one has no rows, and forgoes the update or not."""
 
-    rank, size = 0, 2
+    rank = 0
+    size = 2
 
     def __init__(self, *, forgoes: bool) -> None:
         self.forgoes = forgoes

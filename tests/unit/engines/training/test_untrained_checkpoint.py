@@ -44,7 +44,8 @@ def stored_as(dtype: torch.dtype, folder: Path, shards: int = 1) -> Path:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
     (folder / "model.safetensors").unlink()
-    names, where = sorted(tensors), {}
+    names = sorted(tensors)
+    where = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         save_file({name: tensors[name] for name in names[shard::shards]}, folder / file, metadata={"format": "pt"})
@@ -67,8 +68,10 @@ async def committed(run_dir: Path, trainer: PolicyTrainer) -> None:
 def test_an_untrained_checkpoint_holds_no_weights_and_resumes_bit_for_bit(
     dtype: torch.dtype, shards: int, tmp_path: Path, make_model: Callable, make_rows: Callable, make_config: Callable
 ) -> None:
-    folder, config = stored_as(dtype, make_model("llama"), shards), make_config(training=SETTINGS)
-    whole, checkpoint = prepared(config, folder), tmp_path / "run" / "checkpoints" / "0"
+    folder = stored_as(dtype, make_model("llama"), shards)
+    config = make_config(training=SETTINGS)
+    whole = prepared(config, folder)
+    checkpoint = tmp_path / "run" / "checkpoints" / "0"
     digests = whole.save(checkpoint, EXTRA)
     assert held(checkpoint) < held(folder) / 20
     assert sum(name.endswith(".safetensors") for name in digests) == shards, "the manifest has the digest of each"
@@ -112,7 +115,8 @@ def test_adapters_are_copied(tmp_path: Path, make_model: Callable, make_config: 
 async def test_links_to_the_model_of_a_run_move_with_it(
     is_link: bool, tmp_path: Path, make_model: Callable, make_config: Callable
 ) -> None:
-    model, cached = tmp_path / "run" / "model", make_model("llama")
+    model = tmp_path / "run" / "model"
+    cached = make_model("llama")
     model.parent.mkdir()
     model.symlink_to(cached) if is_link else shutil.copytree(cached, model)
     await committed(tmp_path / "run", prepared(make_config(), model))
@@ -125,7 +129,9 @@ async def test_links_to_the_model_of_a_run_move_with_it(
 async def test_a_copy_in_a_store_of_objects_has_the_weights_themselves(
     tmp_path: Path, make_model: Callable, make_config: Callable
 ) -> None:
-    run_dir, folder, objects = tmp_path / "run", make_model("llama"), MemoryObjects()
+    run_dir = tmp_path / "run"
+    folder = make_model("llama")
+    objects = MemoryObjects()
     await committed(run_dir, prepared(make_config(), folder))
     snapshot = Snapshot.take(run_dir, 0)
     head, _ = upload(objects, snapshot, None, "", "one")
@@ -147,7 +153,8 @@ async def test_a_resume_from_weights_that_are_others_by_now_is_refused(
     await committed(tmp_path / "run", prepared(make_config(), folder))
     weights = folder / "model.safetensors"
     if change == "edit":
-        tensors, times = load_file(weights), weights.stat()
+        tensors = load_file(weights)
+        times = weights.stat()
         tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-3
         save_file(tensors, weights, metadata={"format": "pt"})
         os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -165,7 +172,8 @@ async def test_a_resume_from_weights_that_are_others_by_now_is_refused(
 def test_files_that_only_others_write_are_linked(
     tmp_path: Path, make_model: Callable, make_config: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, synced = make_model("llama"), []
+    folder = make_model("llama")
+    synced = []
     monkeypatch.setattr("asyncrl.engines.training.trainer_checkpoint.sync_to_disk", synced.append)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     prepared(make_config(), folder).save(tmp_path / "0", EXTRA)

@@ -73,7 +73,8 @@ def run(regrouping: Regrouping, slices: Callable[[int], dict[str, OwnSlice]], dt
 @pytest.mark.parametrize("grouping", get_args(Grouping))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_rank_gathers_what_it_generates_with(grouping: Grouping, dtype: torch.dtype) -> None:
-    regrouping, bytes_cut = Regrouping(LAYOUT, grouping), sum(whole.numel() for whole, _ in WHOLE.values())
+    regrouping = Regrouping(LAYOUT, grouping)
+    bytes_cut = sum(whole.numel() for whole, _ in WHOLE.values())
     for rank, (made, gathering, group) in enumerate(gathered(grouping, dtype)):
         for name, (whole, dim) in WHOLE.items():
             assert torch.equal(made[name], whole.to(dtype).chunk(2, dim)[regrouping.place(rank).tp])

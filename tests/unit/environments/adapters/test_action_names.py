@@ -64,7 +64,8 @@ def test_the_named_action(names: list[str], message: str, named: str | None) -> 
 )
 def test_the_number_of_an_action(message: str, number: int | None) -> None:
     class Four:
-        n, start = 4, 0
+        n = 4
+        start = 0
 
         def __contains__(self, number: int) -> bool:
             return 0 <= number < 4

@@ -91,7 +91,8 @@ async def test_an_episode_with_a_server(command: str, monkeypatch: pytest.Monkey
 
 
 async def test_each_episode_has_a_server_of_its_own(command: str) -> None:
-    first, second = made(command), made(command)
+    first = made(command)
+    second = made(command)
     for episode in (first, second):
         await episode.reset(ROW, 0)
         assert (await episode.step(answer(ToolCall("add", {"number": 5})))).text[0]["content"] == "5"

@@ -64,7 +64,9 @@ async def test_an_error_of_the_environment_is_reported(url: str) -> None:
 
 
 async def test_a_server_without_a_free_session(url: str) -> None:
-    first, second, third = made(url), made(url), made(url)
+    first = made(url)
+    second = made(url)
+    third = made(url)
     await first.reset(ROW, 1)
     await second.reset(ROW, 2)
     with pytest.raises(EnvironmentFailed, match="CAPACITY_REACHED"):

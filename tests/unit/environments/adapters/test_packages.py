@@ -21,7 +21,8 @@ def test_episodes_do_not_change_the_draws_of_each_other() -> None:
     outside = random.getstate()
     alone = OwnRandomness(1)
     expected = [draws(alone), draws(alone)]
-    first, second = OwnRandomness(1), OwnRandomness(2)
+    first = OwnRandomness(1)
+    second = OwnRandomness(2)
     assert [draws(first), draws(second), draws(first)] == [expected[0], draws(OwnRandomness(2)), expected[1]]
     assert random.getstate() == outside
 

@@ -18,7 +18,8 @@ async def test_a_number_is_found_by_hints() -> None:
     game = made("GuessTheNumber-v0")
     opening = await game.reset({"prompt": ""}, 3)
     assert "between 1 and 20" in opening.text
-    low, high = 1, 20
+    low = 1
+    high = 20
     seen = opening
     while not seen.done:
         middle = (low + high) // 2
@@ -35,7 +36,8 @@ async def test_games_side_by_side_are_the_games_of_their_seeds() -> None:
         await game.reset({}, seed)
         return [(await game.step(f"[{guess}]")).text for guess in (500_000, 250_000, 750_000)]
 
-    first, second = made("Mastermind-v0"), made("Mastermind-v0")
+    first = made("Mastermind-v0")
+    second = made("Mastermind-v0")
     assert (await first.reset({}, 1)).text == (await second.reset({}, 1)).text
     assert await hints(1) == await hints(1)
     assert len({tuple(await hints(seed)) for seed in range(8)}) > 1

@@ -43,7 +43,8 @@ def episode_reward(seed: int, policy: Callable[[tuple[str, ...]], str], **option
 
 def halving(hints: tuple[str, ...]) -> str:
     """Guesses the number in the middle of what these hints leave; without a hint it takes the number as higher."""
-    left, said = range(len(NUMBERS)), ""
+    left = range(len(NUMBERS))
+    said = ""
     for hint in hints:
         said = NUMBERS[left[len(left) // 2]]
         left = hinted(left, int(said), HIGHER if hint == NO_HINT else hint)
@@ -123,7 +124,8 @@ def test_problems_are_found_without_the_code_of_the_user(
     code = f"def look(): ...\nclass Mine:\n{methods}raise SystemExit('this code ran')\n"
     (tmp_path / "explodes.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    model, task = ModelConfig(name="m"), TaskConfig(prompts="p.jsonl", samples_per_prompt=2)
+    model = ModelConfig(name="m")
+    task = TaskConfig(prompts="p.jsonl", samples_per_prompt=2)
     config = Config(model=model, task=task, environment=EnvironmentConfig(**section))
     assert environment_problems(config) == []
     assert not (tmp_path / "was-here").exists()

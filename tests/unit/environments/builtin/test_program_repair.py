@@ -20,7 +20,9 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.tasks.builtin.expressions import DEMONSTRATIONS_OF_REPAIR
 
 ROW = {"prompt": "add 1:", "tests": ["assert f(0) == 1", "assert f(2) == 3"]}
-RIGHT, PARTLY, BROKEN = "def f(x): return x+1", "def f(x): return 1", "def f(x) return x+1"
+RIGHT = "def f(x): return x+1"
+PARTLY = "def f(x): return 1"
+BROKEN = "def f(x) return x+1"
 
 
 @pytest.fixture

@@ -28,7 +28,10 @@ class SlowFiles(FileServer):
 
     def __init__(self, model: Path, seconds: float, last: int = 1000, listing: float = 0.0) -> None:
         super().__init__({"echo": [OfferedFiles(model, "folder")], "other": [OfferedFiles(model, "folder")]})
-        self.seconds, self.last, self.listing, self.sent = seconds, last, listing, 0
+        self.seconds = seconds
+        self.last = last
+        self.listing = listing
+        self.sent = 0
 
     async def trees(self, service: str) -> list[FileTree]:
         await asyncio.sleep(self.listing)
@@ -47,7 +50,9 @@ def joined(
     needed: int = 1,
 ) -> list[str]:
     async def main() -> list[str]:
-        wire, said, tasks = InprocWire(), list[str](), list[asyncio.Task[None]]()
+        wire = InprocWire()
+        said = list[str]()
+        tasks = list[asyncio.Task[None]]()
         places = {name: replace(ECHO, needed=needed if name == "echo" else 1) for name in ("echo", "other")}
         point = JoinPoint(
             *(ADDRESS, places, lambda proof: proof),

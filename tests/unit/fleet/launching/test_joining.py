@@ -25,7 +25,8 @@ from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.fake_workers import FakeProcess, spec_of
 
 ADDRESS = "inproc://joining"
-DEADLINE, TIMEOUT = 100.0, 30.0
+DEADLINE = 100.0
+TIMEOUT = 30.0
 VERSIONS = {"asyncrl": "1", "torch": "2"}
 ECHO = Places(needed=1, packages=("asyncrl", "torch"), command="asyncrl serve echo")
 
@@ -53,7 +54,9 @@ class Site:
     """A controller with its join point, and hosts."""
 
     def __init__(self, wire: InprocWire, point: JoinPoint, said: list[str]) -> None:
-        self.wire, self.point, self.said = wire, point, said
+        self.wire = wire
+        self.point = point
+        self.said = said
         self.hosts: dict[str, tuple[JoiningHost, FakeLauncher, asyncio.Task[None]]] = {}
 
     def host(
@@ -67,7 +70,8 @@ class Site:
         gpus: int = 0,
     ) -> "asyncio.Task[None]":
         machine = name.rstrip("ab")  # h1a and h1b are on one machine.
-        launcher, versions = FakeLauncher(HostId(machine, name=machine)), VERSIONS | {"torch": torch}
+        launcher = FakeLauncher(HostId(machine, name=machine))
+        versions = VERSIONS | {"torch": torch}
         joining = JoiningHost(
             self.wire, ADDRESS, service, proof, launcher, asyncio.Event(), FileCache(Path("/nowhere"), print),
             timeout=TIMEOUT, say=self.said.append, host=launcher.host, versions=versions, drain=drain,
@@ -88,7 +92,8 @@ class Site:
 
 @asynccontextmanager
 async def site(places: Places = ECHO) -> AsyncIterator[Site]:
-    wire, said = InprocWire(), list[str]()
+    wire = InprocWire()
+    said = list[str]()
     point = JoinPoint(
         ADDRESS, {"echo": places}, {"echo": "echo", "other": "reward"}.get, deadline=DEADLINE, report=said.append,
         versions=VERSIONS,
@@ -191,7 +196,8 @@ def test_a_host_that_is_to_leave_before_its_worker_takes_calls_ends_it_which_is_
 @pytest.mark.parametrize("controller_stops_it", [True, False])
 def test_the_worker_of_a_host_that_is_to_leave_drains_for_its_time(controller_stops_it: bool) -> None:
     async def play(here: Site) -> None:
-        loop, told = asyncio.get_running_loop(), list[tuple[str, float]]()
+        loop = asyncio.get_running_loop()
+        told = list[tuple[str, float]]()
         here.point.retire = lambda instance, seconds: not told.append((instance, seconds))
         task = here.host("h1", drain=20.0)
         worker = await here.point.spawn(place(0))
@@ -364,7 +370,8 @@ def test_another_protocol_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyP
 
 def test_a_host_gives_up_when_no_run_is_there() -> None:
     async def main() -> float:
-        wire, said = InprocWire(), list[str]()
+        wire = InprocWire()
+        said = list[str]()
         launcher = FakeLauncher(HostId("h1"))
         cache = FileCache(Path("/nowhere"), said.append)
         host = JoiningHost(

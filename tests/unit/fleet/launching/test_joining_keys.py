@@ -36,7 +36,8 @@ def join_point(address: str, keys: KeyFolder) -> JoinPoint:
 
 def host(wire: ZmqWire, address: str, key: WorkerKey) -> JoiningHost:
     launcher = FakeLauncher(HostId("h1", name="h1"))
-    stop, said = asyncio.Event(), list[str]()
+    stop = asyncio.Event()
+    said = list[str]()
     files = FileCache(Path("/nowhere"), said.append)
     return JoiningHost(
         wire, address, "echo", key.proof, launcher, stop, files, timeout=30.0, say=said.append, host=launcher.host
@@ -60,7 +61,9 @@ async def test_a_host_with_an_admitted_key_gets_a_worker_to_run(address: str, tm
 
 
 async def test_a_host_starts_its_worker_with_its_own_paths_of_the_files(address: str, tmp_path: Path) -> None:
-    keys, run_dir, model = KeyFolder.made(tmp_path / "keys"), tmp_path / "run", tmp_path / "model"
+    keys = KeyFolder.made(tmp_path / "keys")
+    run_dir = tmp_path / "run"
+    model = tmp_path / "model"
     for file in (run_dir / "config.toml", model / "config.json"):
         file.parent.mkdir()
         file.write_text("{}")
@@ -88,8 +91,10 @@ async def test_a_host_starts_its_worker_with_its_own_paths_of_the_files(address:
 
 @pytest.mark.parametrize("whose", ["another controller's", "one made for another controller"])
 async def test_a_host_with_another_key_is_refused_at_once(whose: str, address: str, tmp_path: Path) -> None:
-    keys, others = KeyFolder.made(tmp_path / "ours"), KeyFolder.made(tmp_path / "theirs")
-    own, other = WorkerKey.read(keys.key_of("echo")), WorkerKey.read(others.key_of("echo"))
+    keys = KeyFolder.made(tmp_path / "ours")
+    others = KeyFolder.made(tmp_path / "theirs")
+    own = WorkerKey.read(keys.key_of("echo"))
+    other = WorkerKey.read(others.key_of("echo"))
     wrong = other if whose == "another controller's" else _addressed_to(other, own)
     with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(wrong.keys)) as there:
         async with open_join_point(join_point(address, keys), here):
@@ -132,7 +137,8 @@ async def test_a_key_that_is_made_while_a_run_goes_on_joins_at_once(address: str
 
 
 async def test_a_revoked_key_ends_what_runs_with_it_and_opens_no_connection(address: str, tmp_path: Path) -> None:
-    keys, said = KeyFolder.made(tmp_path), list[str]()
+    keys = KeyFolder.made(tmp_path)
+    said = list[str]()
     key, other = (WorkerKey.read(keys.key_of("echo", name)) for name in ("rented", "own"))
     with closing(ZmqWire(keys.controller_keys())) as here, closing(ZmqWire(key.keys)) as there:
         point = replace(join_point(address, keys), report=said.append)

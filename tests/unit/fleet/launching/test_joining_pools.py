@@ -91,8 +91,10 @@ FOUR = ["h1a", "h1b", "h2a", "h2b"]
 @pytest.mark.parametrize("axis", sorted(LAYOUTS))
 @pytest.mark.parametrize("seed", range(4))
 def test_consecutive_ranks_get_one_host_whoever_came_first(seed: int, axis: Axis) -> None:
-    draw, in_pool = Random(seed), seed % 2 == 0
-    arrival, asking = draw.sample(FOUR, 4), draw.sample(range(4), 4)
+    draw = Random(seed)
+    in_pool = seed % 2 == 0
+    arrival = draw.sample(FOUR, 4)
+    asking = draw.sample(range(4), 4)
     layout = LAYOUTS[axis]
 
     async def play(here: Site) -> None:

@@ -103,7 +103,8 @@ def test_the_offset_is_that_of_the_fastest_round_trip() -> None:
     less than the uncertainty and not by nothing."""
 
     async def main() -> None:
-        loop, asked = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
+        asked = 0
 
         async def theirs() -> float:
             nonlocal asked

@@ -27,7 +27,8 @@ from tests.unit.fleet.fake_workers import FakeProcess
 from tests.unit.fleet.launching.test_joining import ADDRESS, ECHO, VERSIONS, FakeLauncher, place
 
 TIMEOUT = 300.0
-MINUTE, DAY = 60.0, 86400.0
+MINUTE = 60.0
+DAY = 86400.0
 TWO = replace(ECHO, needed=2)
 
 
@@ -265,9 +266,11 @@ def test_nobody_takes_over_the_worker_of_another_host(what: str) -> None:
         point = here.point()
         async with open_join_point(point, here.wire):
             worker, other = await here.workers(point, "a")
-            former, offer = worker.offer, other.offer
+            former = worker.offer
+            offer = other.offer
             other.offer.worker = None
-            offer.host, offer.proof = former.host, former.proof
+            offer.host = former.host
+            offer.proof = former.proof
             assert offer.may_follow(former, worker.spec.instance)
             changed = {"host": HostId("h3", name="h1"), "proof": "another"}
             if what != "instance":
@@ -281,7 +284,8 @@ def test_nobody_takes_over_the_worker_of_another_host(what: str) -> None:
 @pytest.mark.parametrize("life", [0.0, 10.0, 30 * MINUTE])
 def test_the_time_without_a_controller_begins_when_its_connection_is_lost(life: float) -> None:
     async def play(here: Cluster) -> None:
-        loop, point = asyncio.get_running_loop(), here.point()
+        loop = asyncio.get_running_loop()
+        point = here.point()
         with pytest.raises(RuntimeError, match="killed"):
             await here.live(point, "a", life)
         began = loop.time()

@@ -43,7 +43,8 @@ def spec(tmp_path: Path) -> Callable[[str, int, int], WorkerSpec]:
 
 
 async def test_a_guest_starts_and_ends_with_its_host(spec: Callable[[str, int, int], WorkerSpec]) -> None:
-    launcher, shared = OneTaskLauncher(), SharedProcesses({"generation": ("training", ())})
+    launcher = OneTaskLauncher()
+    shared = SharedProcesses({"generation": ("training", ())})
     ranks = [shared.launcher_of("training", 0, rank, launcher) for rank in (0, 1)]
     guests = [shared.launcher_of("generation", replica, 0, launcher) for replica in (0, 1)]
     assert shared.launcher_of("reward", 0, 0, launcher) is launcher
@@ -69,7 +70,8 @@ async def test_a_guest_starts_and_ends_with_its_host(spec: Callable[[str, int, i
 
 
 async def test_a_guest_is_in_the_rank_that_its_service_says(spec: Callable[[str, int, int], WorkerSpec]) -> None:
-    launcher, shared = OneTaskLauncher(), SharedProcesses({"generation": ("training", [[0, 2], [1, 3]])})
+    launcher = OneTaskLauncher()
+    shared = SharedProcesses({"generation": ("training", [[0, 2], [1, 3]])})
     ranks = [shared.launcher_of("training", 0, rank, launcher) for rank in range(4)]
     places = [(replica, rank) for replica in (0, 1) for rank in (0, 1)]
     guests = [shared.launcher_of("generation", *place, launcher).spawn(spec("generation", *place)) for place in places]

@@ -37,7 +37,8 @@ def test_a_call_that_ends_while_its_function_computes_leaves_the_thread_busy() -
     hand = Hand()
     clock = StateClock(hand)
     occupancy = Occupancy(clock)
-    call, job = occupancy.serving(), occupancy.computing()
+    call = occupancy.serving()
+    job = occupancy.computing()
     call.__enter__()
     job.__enter__()
     call.__exit__(None, None, None)
@@ -96,7 +97,8 @@ def test_open_calls_for_which_nothing_can_be_computed_are_idle_time() -> None:
 
 async def test_functions_run_one_after_the_other_beside_the_loop() -> None:
     compute = ThreadCompute(Occupancy(StateClock(Hand())))
-    first_may_end, order = threading.Event(), []
+    first_may_end = threading.Event()
+    order = []
 
     def work(number: int) -> str:
         if number == 0:

@@ -12,7 +12,8 @@ class Cuda:
     """A GPU of 100 bytes of which 30 are free."""
 
     def __init__(self, *, initialized: bool = True, broken: bool = False) -> None:
-        self.initialized, self.broken = initialized, broken
+        self.initialized = initialized
+        self.broken = broken
         self.asked: list[str] = []
 
     def is_initialized(self) -> bool:

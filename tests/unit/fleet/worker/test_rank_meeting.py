@@ -31,7 +31,8 @@ def rank(number: int, *, size: int = 2) -> Any:
 
 
 async def test_all_ranks_meet_where_the_first_one_listens_in_whichever_order_they_start() -> None:
-    meetings, ranks = RankMeetings(), [Rank(), Rank(), Rank()]
+    meetings = RankMeetings()
+    ranks = [Rank(), Rank(), Rank()]
     for first in (False, True):
         order = (0, 1, 2) if first else (2, 1, 0)
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -44,7 +45,8 @@ async def test_all_ranks_meet_where_the_first_one_listens_in_whichever_order_the
 
 
 async def test_an_address_of_the_next_instance_takes_the_place_of_the_last_one() -> None:
-    meetings, other = RankMeetings(), Rank()
+    meetings = RankMeetings()
+    other = Rank()
     for first in (Rank(), again := Rank()):
         await meetings.bring(rank(0), first, 1.0)
         first.meeting.close()

@@ -127,7 +127,8 @@ async def test_each_role_reaches_what_it_needs_of_each_other_and_nothing_else() 
             await introductions.add(worker.spec, worker)
         for reader in workers:
             for owner in workers:
-                role, of = reader.spec.service, owner.spec.service
+                role = reader.spec.service
+                of = owner.spec.service
                 expected = ["data"] if of in READS[role] else []
                 expected += ["weights"] if role in TAKES_WEIGHTS and of in SENDS_WEIGHTS else []
                 assert await reached(reader.wire, owner) == expected, f"{role} of {of}"
@@ -165,7 +166,8 @@ async def test_a_worker_that_is_gone_is_refused_also_where_it_is_connected() -> 
 async def test_nobody_answers_in_the_place_of_another_worker() -> None:
     """A worker that took over an address has another key than the address names."""
     _, facts = controller_keys(facts_on("tcp"))
-    true, reader = spec_on_tcp("generation", facts), spec_on_tcp("training", facts)
+    true = spec_on_tcp("generation", facts)
+    reader = spec_on_tcp("training", facts)
     false = replace(true, curve=pair_of_instance(facts))
     assert true.curve is not None
     async with running(false) as impostor, running(reader) as trainer:
@@ -232,7 +234,8 @@ def member(role: str, number: int) -> WorkerSpec:
 
 @pytest.mark.parametrize("count", [30, 300])
 async def test_workers_that_come_together_are_told_of_each_other_in_a_few_calls(count: int) -> None:
-    introductions, told = Introductions(), [Told() for _ in range(count)]
+    introductions = Introductions()
+    told = [Told() for _ in range(count)]
     specs = [member("generation", number) for number in range(count)]
     await asyncio.gather(*(introductions.add(spec, lane) for spec, lane in zip(specs, told, strict=True)))
     everybody = {f"generation {number}" for number in range(count)}
@@ -249,7 +252,9 @@ async def test_workers_that_come_together_are_told_of_each_other_in_a_few_calls(
 
 def test_a_worker_that_missed_a_call_is_told_all_of_it_later() -> None:
     async def play() -> None:
-        introductions, late, other = Introductions(), Told(), Told()
+        introductions = Introductions()
+        late = Told()
+        other = Told()
         async with running_beside({"callers": introductions.keep_current()}):
             await introductions.add(member("training", 0), late)
             late.fails = 2
@@ -285,7 +290,9 @@ def test_nobody_waits_for_a_worker_that_stands_still_and_it_is_told_all_when_it_
     """On the virtual clock: newcomers start at most two seconds later, the second of them at once."""
 
     async def play() -> None:
-        clock, introductions, lanes = asyncio.get_running_loop().time, Introductions(), [Told() for _ in range(4)]
+        clock = asyncio.get_running_loop().time
+        introductions = Introductions()
+        lanes = [Told() for _ in range(4)]
         stopped = Stopped()
         stopped.goes_on.set()
         async with running_beside({"callers": introductions.keep_current()}):

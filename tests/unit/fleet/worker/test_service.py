@@ -91,7 +91,8 @@ def context_of(tmp_path: Path, tasks: asyncio.TaskGroup, hand: Hand, **options: 
 async def test_calls_wait_until_the_service_has_started_but_health_does_not(tmp_path: Path) -> None:
     async with asyncio.TaskGroup() as tasks:
         service = StepsService(context_of(tmp_path, tasks, Hand()))
-        work, control = Dispatcher(service, Lane.WORK), Dispatcher(service, Lane.CONTROL)
+        work = Dispatcher(service, Lane.WORK)
+        control = Dispatcher(service, Lane.CONTROL)
         service.may_step.set()
         starting = tasks.create_task(service.begin())
         stepping = tasks.create_task(work(Call(0, "step", (GROUP,), 5.0)))  # type: ignore[arg-type]
@@ -118,7 +119,8 @@ async def test_a_guest_starts_after_its_host(tmp_path: Path, refuses: bool) -> N
         handover = WeightHandover()
         inner = replace(context_of(tmp_path, tasks, Hand()), handover=handover)
         outer = replace(context_of(tmp_path, tasks, Hand(), refuses=refuses), handover=handover)
-        guest, host = StepsService(inner), StepsService(replace(outer, spec=replace(outer.spec, guest=inner.spec)))
+        guest = StepsService(inner)
+        host = StepsService(replace(outer, spec=replace(outer.spec, guest=inner.spec)))
         guest.may_start.set()
         starting = tasks.create_task(guest.begin())
         hosting = tasks.create_task(host.begin())

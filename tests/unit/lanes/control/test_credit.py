@@ -14,7 +14,8 @@ async def _turns(loops: int = 3) -> None:
 
 
 async def test_credit_goes_to_the_call_that_has_waited_longest() -> None:
-    credit, order = Credit(), list[int]()
+    credit = Credit()
+    order = list[int]()
 
     async def call(number: int) -> None:
         await credit.take()
@@ -61,7 +62,8 @@ async def test_the_end_of_a_connection_lets_every_call_go_on() -> None:
 
 
 def test_the_cost_of_a_call_does_not_grow_with_the_calls_that_wait() -> None:
-    small, large = _instructions(100), _instructions(2000)
+    small = _instructions(100)
+    large = _instructions(2000)
     assert large <= 1.2 * small
 
 

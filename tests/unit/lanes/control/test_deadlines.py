@@ -29,7 +29,8 @@ async def wait(deadlines: Deadlines, seconds: float, number: int = 0) -> float:
 
 def test_each_is_reached_in_its_time_unless_it_was_discarded() -> None:
     async def main() -> tuple[list[int], list[float]]:
-        deadlines, order = Deadlines(), list[int]()
+        deadlines = Deadlines()
+        order = list[int]()
 
         def note(number: int, task: "asyncio.Task[float]") -> None:
             order.append(number)
@@ -54,7 +55,9 @@ def test_progress_lets_every_deadline_run_anew_and_costs_no_timer() -> None:
     """While a queue moves, a call that waits at its end is not late while the others are served."""
 
     async def main() -> tuple[list[float], int]:
-        loop, deadlines, timers = asyncio.get_running_loop(), Deadlines(), list[float]()
+        loop = asyncio.get_running_loop()
+        deadlines = Deadlines()
+        timers = list[float]()
         call_at = loop.call_at
         loop.call_at = lambda when, *rest, **named: timers.append(when) or call_at(when, *rest, **named)  # type: ignore
         async with asyncio.TaskGroup() as tasks:
@@ -132,7 +135,9 @@ def test_what_a_task_raises_at_its_deadline_gives_way_and_a_cancellation_does_no
 
 def test_calls_that_follow_each_other_set_one_timer() -> None:
     async def main() -> int:
-        loop, deadlines, timers = asyncio.get_running_loop(), Deadlines(), list[float]()
+        loop = asyncio.get_running_loop()
+        deadlines = Deadlines()
+        timers = list[float]()
         call_at = loop.call_at
         loop.call_at = lambda when, *rest, **named: timers.append(when) or call_at(when, *rest, **named)  # type: ignore
         for number in range(100):
@@ -249,7 +254,9 @@ def test_a_process_that_stood_still_blames_no_peer(still: float, answers: bool) 
     """The answer came meanwhile, and is read some turns of the loop after the timers are."""
 
     async def main() -> str:
-        loop, deadlines, answer = asyncio.get_running_loop(), Deadlines(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        deadlines = Deadlines()
+        answer = asyncio.Event()
         assert isinstance(loop, virtual_loop.VirtualLoop)
         loop.call_at(9.0, loop.skip, still)
         if answers:

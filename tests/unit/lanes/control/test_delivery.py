@@ -21,7 +21,8 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 @contextmanager
 def full_queue(link: Client) -> Iterator[None]:
     """Lets the queue of a link take nothing during the block."""
-    offer, link._sequence._offer = link._sequence._offer, lambda frames: False
+    offer = link._sequence._offer
+    link._sequence._offer = lambda frames: False
     yield
     link._sequence._offer = offer
 

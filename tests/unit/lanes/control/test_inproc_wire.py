@@ -29,7 +29,8 @@ async def test_two_listeners_at_one_address_are_refused() -> None:
 
 async def test_a_severed_end_delivers_what_was_sent_and_then_is_gone() -> None:
     wire = InprocWire()
-    listener, caller = wire.listen(ADDRESS), wire.connect(ADDRESS)
+    listener = wire.listen(ADDRESS)
+    caller = wire.connect(ADDRESS)
     assert caller.offer([b"x"])
     peer, _ = await receive(listener)
     assert listener.offer(peer, [b"last words"])
@@ -44,8 +45,10 @@ async def test_a_severed_end_delivers_what_was_sent_and_then_is_gone() -> None:
 
 async def test_small_frames_are_copied_and_large_ones_shared() -> None:
     wire = InprocWire()
-    listener, caller = wire.listen(ADDRESS), wire.connect(ADDRESS)
-    small, large = bytearray(ZERO_COPY_BYTES - 1), bytearray(ZERO_COPY_BYTES)
+    listener = wire.listen(ADDRESS)
+    caller = wire.connect(ADDRESS)
+    small = bytearray(ZERO_COPY_BYTES - 1)
+    large = bytearray(ZERO_COPY_BYTES)
     assert caller.offer([memoryview(small), memoryview(large)])
     small[0] = large[0] = 1
     _, frames = await receive(listener)
@@ -54,7 +57,8 @@ async def test_small_frames_are_copied_and_large_ones_shared() -> None:
 
 async def test_a_caller_that_left_is_gone_for_the_listener() -> None:
     wire = InprocWire()
-    listener, caller = wire.listen(ADDRESS), wire.connect(ADDRESS)
+    listener = wire.listen(ADDRESS)
+    caller = wire.connect(ADDRESS)
     assert caller.offer([b"x"])
     peer, _ = await receive(listener)
     caller.close()
@@ -66,7 +70,8 @@ async def test_a_caller_that_left_is_gone_for_the_listener() -> None:
 
 
 async def test_the_scheme_chooses_the_wire() -> None:
-    inproc, network = InprocWire(), ZmqWire()
+    inproc = InprocWire()
+    network = ZmqWire()
     wires = WireByScheme(inproc, network)
     assert wires.listen(ADDRESS) is inproc._listeners[ADDRESS]
     caller = wires.connect("ipc:///tmp/nobody-there")

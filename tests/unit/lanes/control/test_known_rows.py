@@ -45,7 +45,8 @@ def score(number: int, row: PromptRow | PackedRow) -> Call:
 
 
 async def test_the_row_of_a_group_travels_once_with_the_calls_of_its_samples() -> None:
-    line, of_group = Line(), row(1)
+    line = Line()
+    of_group = row(1)
     for member in range(16):
         await line.sender.send(score(member, of_group))
     assert line.sizes[0] > 90_000
@@ -63,7 +64,8 @@ async def test_a_short_row_travels_with_each_call() -> None:
 
 async def test_both_sides_forget_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_rows, "KEPT_BYTES", 10_000)
-    line, chance = Line(), random.Random(0)
+    line = Line()
+    chance = random.Random(0)
     rows = [row(number, size=chance.choice([10, 400, 3000, 11_000])) for number in range(12)]
     for number in range(2000):
         chosen = chance.choices(rows, k=chance.randint(1, 3))
@@ -75,7 +77,8 @@ async def test_both_sides_forget_the_same_rows(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_row_is_known_only_once_its_call_was_sent() -> None:
-    line, of_group = Line(), row(1)
+    line = Line()
+    of_group = row(1)
     line.full = True
     assert not line.sender.offer(score(0, of_group))
     line.full = False
@@ -85,7 +88,9 @@ async def test_a_row_is_known_only_once_its_call_was_sent() -> None:
 
 async def test_a_call_that_waits_for_others_names_no_row_that_they_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_rows, "KEPT_BYTES", 5000)
-    line, first, second = Line(), row(1, size=4000), row(2, size=4000)
+    line = Line()
+    first = row(1, size=4000)
+    second = row(2, size=4000)
     await line.sender.send(score(0, first))
     line.full = True
     waiting = [

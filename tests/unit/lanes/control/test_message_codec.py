@@ -66,7 +66,8 @@ def test_arrays_come_back(dtype: Any, shape: list[int]) -> None:
 
 
 def test_large_arrays_travel_untouched_in_frames_of_their_own() -> None:
-    small, large = np.zeros(INLINE_BYTES - 1, np.uint8), np.zeros(INLINE_BYTES, np.uint8)
+    small = np.zeros(INLINE_BYTES - 1, np.uint8)
+    large = np.zeros(INLINE_BYTES, np.uint8)
     frames = encode((small, large))
     assert len(frames) == 2
     large[0] = 7

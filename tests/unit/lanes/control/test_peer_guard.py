@@ -119,7 +119,8 @@ async def test_what_belongs_to_no_message_that_was_taken_is_bounded(
     """A listener that takes nothing sees what one does whose messages do not end: bytes that nobody takes."""
     monkeypatch.setattr(peer_guard, "SLACK", 0)
     listener = wire.listen("tcp://127.0.0.1:*")
-    greedy, modest = wire.connect(listener.address), wire.connect(listener.address)
+    greedy = wire.connect(listener.address)
+    modest = wire.connect(listener.address)
     most = peer_guard.MOST << 20
     ended = asyncio.create_task(greedy.pump(lambda frames: None))
     async with asyncio.timeout(PATIENCE):

@@ -41,9 +41,11 @@ async def test_nothing_is_lost_when_a_sender_waits_for_room(site: Any) -> None:
     """The numbers of the messages, which `accept` checks, say so."""
     listener = site.wire.listen(site.address)
     caller = site.wire.connect(listener.address)
-    total, there = 5 * wire.HIGH_WATER, sequence(caller)
+    total = 5 * wire.HIGH_WATER
+    there = sequence(caller)
     peers: list[bytes] = []
-    all_there, all_back = asyncio.Event(), asyncio.Event()
+    all_there = asyncio.Event()
+    all_back = asyncio.Event()
 
     def take(message: tuple[bytes, Any]) -> None:
         peers.append(message[0])
@@ -76,7 +78,9 @@ async def test_a_flood_lets_the_loop_turn_every_few_messages(site: Any) -> None:
     """Between two turns of the loop, whoever calls for messages: the selector, a sender, or the last pass."""
     listener = site.wire.listen(site.address)
     caller = site.wire.connect(listener.address)
-    total, taken, stretch = 20_000, 0, [0]
+    total = 20_000
+    taken = 0
+    stretch = [0]
 
     def take(message: Any) -> None:
         nonlocal taken

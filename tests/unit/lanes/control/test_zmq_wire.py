@@ -84,7 +84,9 @@ async def test_strangers_who_knock_without_end_do_not_keep_the_loop(wire: ZmqWir
     wire.listen(f"ipc://{socket_folder}/w")
     keeper = wire._authenticator
     assert keeper is not None
-    knocks, answered, steps = 10 * DRAIN_BUDGET, [0], [0]
+    knocks = 10 * DRAIN_BUDGET
+    answered = [0]
+    steps = [0]
     keeper._loop.remove_reader(keeper._socket.fileno())
     keeper._socket.close(linger=0)
     keeper._socket = Knocking(knocks, answered)
@@ -101,7 +103,8 @@ class Knocking:
     """A socket with authentication requests that nobody sent."""
 
     def __init__(self, knocks: int, answered: list[int]) -> None:
-        self._knocks, self._answered = knocks, answered
+        self._knocks = knocks
+        self._answered = answered
         self._reading, self._writing = os.pipe()
 
     def getsockopt(self, _: int) -> int:
@@ -153,7 +156,8 @@ def test_keys_do_not_show_their_secret() -> None:
 
 
 async def test_a_plain_tcp_stranger_does_not_stop_the_listener(wire: ZmqWire) -> None:
-    listener, caller = wire.listen(TCP), None
+    listener = wire.listen(TCP)
+    caller = None
     port = int(listener.address.rsplit(":", 1)[1])
     for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b""):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -266,7 +270,8 @@ async def test_what_a_taker_raises_is_raised_where_it_pours(wire: ZmqWire, error
 async def test_pouring_hands_over_what_came_before_and_ends_with_the_end(wire: ZmqWire) -> None:
     listener = wire.listen(TCP)
     caller = wire.connect(listener.address)
-    total, taken = 10 * DRAIN_BUDGET, list[bytes]()
+    total = 10 * DRAIN_BUDGET
+    taken = list[bytes]()
 
     def take(message: Any) -> None:
         taken.append(bytes(message[1][0]))
@@ -317,7 +322,8 @@ def test_the_sockets_of_one_process_reach_hundreds_of_workers(wire: ZmqWire) -> 
 async def test_what_listens_on_ipv6_is_reached_there(wire: ZmqWire) -> None:
     listener = wire.listen("tcp://[::1]:*")
     assert listener.address.startswith("tcp://[::1]:")
-    caller, got = wire.connect(listener.address), asyncio.get_running_loop().create_future()
+    caller = wire.connect(listener.address)
+    got = asyncio.get_running_loop().create_future()
     pumped = asyncio.create_task(listener.pump(lambda message: got.set_result(message[1])))
     assert caller.offer([b"hello"])
     async with asyncio.timeout(60):
@@ -332,7 +338,8 @@ async def test_a_call_with_long_frames_arrives_whole(sizes: tuple[int, ...], wir
     """A row of a data set of programs has 18 MB of tests."""
     frames = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
     listener = wire.listen("tcp://127.0.0.1:*")
-    caller, got = wire.connect(listener.address), asyncio.get_running_loop().create_future()
+    caller = wire.connect(listener.address)
+    got = asyncio.get_running_loop().create_future()
     pumped = asyncio.create_task(listener.pump(lambda message: got.set_result(message[1])))
     assert caller.offer(frames)
     async with asyncio.timeout(60):

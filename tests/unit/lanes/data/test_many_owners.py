@@ -23,7 +23,8 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Call, Hello
 
-OWNERS, READS = 100, 200
+OWNERS = 100
+READS = 200
 
 
 def hello(service: str, instance: str) -> Hello:
@@ -214,9 +215,12 @@ async def test_connections_to_lost_owners_are_closed_when_another_one_opens(flee
 async def test_the_loop_goes_on_while_many_rows_are_joined_and_their_owner_may_end(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refs, other = fleet.add("shm", 1), fleet.add("shm", 1)
+    refs = fleet.add("shm", 1)
+    other = fleet.add("shm", 1)
     large = BatchRef(tuple(ref(number, *refs.rows[0].places, tokens=1000) for number in range(200)))
-    joining, go_on, join = threading.Event(), threading.Event(), Column.of
+    joining = threading.Event()
+    go_on = threading.Event()
+    join = Column.of
     threads = []
 
     def held(rows: Any) -> Any:

@@ -72,7 +72,8 @@ def kept_in(store: RowStore) -> Any:
 
 async def test_rows_come_back_whole_with_every_column_in_one_place_and_of_the_new_incarnation() -> None:
     made, judged = stores()
-    reader, samples = Reader(made, judged), sampled(made, judged)
+    reader = Reader(made, judged)
+    samples = sampled(made, judged)
     writer, file = await written(reader, samples)
     assert writer.saved == [row.name for row in samples]
     again = RowStore.private("c#3", 32, 4096)
@@ -103,7 +104,8 @@ async def test_only_the_samples_that_are_asked_for_are_stored_again() -> None:
 
 async def test_rows_that_are_gone_are_left_out_and_a_dead_owner_is_asked_once() -> None:
     made, judged = stores()
-    reader, samples = Reader(made, judged), sampled(made, judged)
+    reader = Reader(made, judged)
+    samples = sampled(made, judged)
     made.free(samples.rows[2].places)
     reader.gone.add(judged.address)
     writer, _ = await written(reader, samples)

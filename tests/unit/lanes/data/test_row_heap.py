@@ -90,7 +90,11 @@ class Lengths:
 @pytest.mark.parametrize("kind", ["lognormal", "growing", "shrinking", "short_or_cut_off", "in_phases"])
 def test_gaps_cost_less_than_a_fifth_whatever_the_lengths(kind: str) -> None:
     """Groups of eight rows die together, three of four in the order of their birth."""
-    chance, heap, groups, alive, most = random.Random(1), Heap(), [], 0, 0
+    chance = random.Random(1)
+    heap = Heap()
+    groups = []
+    alive = 0
+    most = 0
     for number in range(3000):
         group = []
         for _ in range(8):

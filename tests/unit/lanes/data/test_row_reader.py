@@ -21,7 +21,8 @@ from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.protocols.batch import BatchRef, Column, Place, RowRef
 from asyncrl.protocols.messages import PROTOCOL, Hello
 
-SLOTS, ROW_BYTES = 100, 1024
+SLOTS = 100
+ROW_BYTES = 1024
 
 
 def hello(service: str, instance: str) -> Hello:
@@ -113,7 +114,8 @@ async def test_a_batch_is_the_readers_own(owners: Owners, reader: RowReader) -> 
 
 async def test_freed_and_overwritten_rows_are_lost(owners: Owners, reader: RowReader) -> None:
     store = owners.store("a")
-    kept, freed = store.put(row(1, 4)), store.put(row(2, 4))
+    kept = store.put(row(1, 4))
+    freed = store.put(row(2, 4))
     async with reader:
         await reader.read(BatchRef((ref(0, kept), ref(1, freed))), ["tokens"])
         store.free([freed])
@@ -223,7 +225,9 @@ async def test_rows_that_change_while_their_owner_copies_them_are_lost(monkeypat
     """The data lane looks at the slot a second time, after the copy; so does an owner that reads its own rows."""
     wire = InprocWire()
     store = RowStore.private("inproc://a#a", SLOTS, ROW_BYTES)
-    first, second, views = store.put(row(1, 4)), store.put(row(2, 4)), store.views
+    first = store.put(row(1, 4))
+    second = store.put(row(2, 4))
+    views = store.views
 
     def views_of_what_is_freed(place: Place, columns: Any) -> Any:
         found = views(place, columns)
@@ -252,7 +256,9 @@ async def test_the_data_lane_answers_nothing_else() -> None:
         async with Client(wire.connect("inproc://a"), hello("training", "t"), "generation0[0]") as link:
             with pytest.raises(Refused, match="answers fetch_rows"):
                 await link.call("step", (1, 2), 5.0)
-            slots, counts, names = [place.slot], [place.write_count], ["x"]
+            slots = [place.slot]
+            counts = [place.write_count]
+            names = ["x"]
             for args in (
                 (slots * (ROWS_PER_FETCH + 1), counts * (ROWS_PER_FETCH + 1), names, names),
                 (slots * 2, counts, names, names),

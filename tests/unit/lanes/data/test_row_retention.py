@@ -28,9 +28,13 @@ def kept_by_scan(
 def test_what_is_released_is_what_a_look_at_every_row_would_release() -> None:
     for seed in range(50):
         chance = random.Random(seed)
-        retention, kept, oldest = RowRetention(), Kept(), 0
+        retention = RowRetention()
+        kept = Kept()
+        oldest = 0
         for slot in range(200):
-            group, member, attempt = chance.randint(-2, 12), chance.randint(-1, 2), chance.randint(0, 2)
+            group = chance.randint(-2, 12)
+            member = chance.randint(-1, 2)
+            attempt = chance.randint(0, 2)
             freed = retention.add((group, member, attempt), place(slot))
             before = kept.get((group, member))
             if before is not None and before[0] > attempt:
@@ -53,7 +57,8 @@ def test_a_row_that_is_stored_after_its_group_has_finished_goes_with_the_next_re
 
 
 def test_a_release_costs_no_more_where_more_rows_are_kept() -> None:
-    few, many = _instructions(100), _instructions(10_000)
+    few = _instructions(100)
+    many = _instructions(10_000)
     assert many <= 1.1 * few
 
 

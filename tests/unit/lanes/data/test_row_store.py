@@ -29,7 +29,8 @@ from asyncrl.lanes.data.row_store import (
 from asyncrl.lanes.shared_memory import TWO_THREAD_BYTES, Segment, segment_name
 from asyncrl.protocols.batch import Place
 
-SLOTS, ROW_BYTES = 3, 256
+SLOTS = 3
+ROW_BYTES = 256
 NAME = segment_name("aa", 1, "w0.0-1-ab", "rows")
 
 
@@ -334,7 +335,8 @@ def test_a_reader_sees_rows_that_were_written_after_it_had_mapped_the_memory(shm
 def test_memory_that_runs_short_is_an_error_with_a_counter_and_leaves_the_other_rows(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left, allocate = 2**20, os.posix_fallocate
+    left = 2**20
+    allocate = os.posix_fallocate
 
     def until_it_is_full(descriptor: int, start: int, size: int) -> None:
         if start + size > left:

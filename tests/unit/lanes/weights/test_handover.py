@@ -88,7 +88,8 @@ async def test_without_an_engine_there_is_nothing_to_put_away(handover: WeightHa
 
 async def test_an_engine_of_several_ranks_may_take_a_version_until_all_put_it_away(handover: WeightHandover) -> None:
     """The first rank took it before its trainer began the step."""
-    offered, taken = weights(), []
+    offered = weights()
+    taken = []
 
     async def put_away() -> None:
         taken.append(handover.take(0))

@@ -17,7 +17,8 @@ def published(version: int, incarnation: int = 0) -> Published:
 def test_no_schedule_overwrites_what_is_read(schedule: list[tuple[str, int]]) -> None:
     leases = Leases()
     leases.end_write(0)
-    newest, reading = 0, {}
+    newest = 0
+    reading = {}
     for action, number in schedule:
         reader = f"reader{number}"
         if action == "write" and not leases.holders(newest + 1):

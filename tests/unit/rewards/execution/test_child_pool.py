@@ -130,7 +130,8 @@ async def test_output_of_children_is_bounded_and_its_newest_part_is_kept(pool: M
     async with pool("floods", workers=2) as running:
         scored = await running.run(0, [sample(member=member) for member in range(10)])
         assert scored == [FunctionResult(1.0)] * 10
-    newest, older = tmp_path / "reward0.printed", tmp_path / "reward0.printed.old"
+    newest = tmp_path / "reward0.printed"
+    older = tmp_path / "reward0.printed.old"
     assert older.stat().st_size + newest.stat().st_size <= 2 * (LARGEST + BLOCK)
     assert b"the end of member" in newest.read_bytes()
     cut = f"asyncrl: what was printed before is in {older}; what was printed before that was removed\n"

@@ -108,7 +108,8 @@ async def test_a_process_that_is_killed_between_two_calls_is_nobody_s_fault(pool
 
 
 async def test_a_process_that_is_killed_while_it_loads_is_started_once_more(tmp_path: Path) -> None:
-    file, tries = tmp_path / "killed.py", tmp_path / "tries"
+    file = tmp_path / "killed.py"
+    tries = tmp_path / "tries"
     file.write_text(
         f"import os, signal\nwith open({str(tries)!r}, 'a') as tries:\n    tries.write('x')\n"
         f"if len(open({str(tries)!r}).read()) in (1, 3, 4):\n    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -42,7 +42,8 @@ async def test_calls_that_are_given_up_while_they_wait_are_queued_no_longer(tmp_
 async def test_calls_that_hang_are_bounded_and_go_on_once_they_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over, begun = threading.Event(), list[str]()
+    over = threading.Event()
+    begun = list[str]()
 
     def waits(sample: Sample) -> float:
         begun.append(sample.text)
@@ -73,7 +74,8 @@ async def test_output_of_functions_of_this_process_is_bounded_and_begins_on_its_
         sys.stderr.write("last words\n")
         return 1.0
 
-    before, printed = (sys.stdout, sys.stderr), tmp_path / "reward0.printed"
+    before = (sys.stdout, sys.stderr)
+    printed = tmp_path / "reward0.printed"
     pool = InProcessPool(named([talks]), 20.0, printed)
     await pool.start()
     sys.stdout.write("of the run\n")

@@ -146,7 +146,8 @@ async def test_a_pick_of_answers_that_were_rated_apart_is_refused_and_a_rating_o
 
 async def test_what_is_no_answer_here_is_refused(opened: Opened, tmp_path: Path) -> None:
     board = await opened()
-    first, other = answer(), answer(prompt="another prompt", group=4)
+    first = answer()
+    other = answer(prompt="another prompt", group=4)
     waits = await asked(board, first, other)
     with pytest.raises(UnknownAnswer, match="no answer is known as"):
         await board.rate("7.0.beef", 1.0)

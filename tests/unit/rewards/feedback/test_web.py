@@ -22,7 +22,8 @@ CHAT = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "<
 
 class Page:
     def __init__(self, board: FeedbackBoard, client: httpx2.AsyncClient) -> None:
-        self.board, self.client = board, client
+        self.board = board
+        self.client = client
         self.waits: list[asyncio.Future[Any]] = []
 
     async def asks(self, *answers: RatableAnswer) -> None:

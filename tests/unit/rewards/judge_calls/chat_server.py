@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-HANGS, CLOSES = b"hangs", b"closes"
+HANGS = b"hangs"
+CLOSES = b"closes"
 
 
 @dataclass

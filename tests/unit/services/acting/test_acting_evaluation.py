@@ -73,7 +73,8 @@ def results(rows: list[RowRef]) -> list[tuple[float | None, int, str]]:
 async def test_the_same_weights_play_the_same_episodes_whatever_the_number_of_environments(serving: Serving) -> None:
     async with serving("Push", environments=2) as service:
         publish(service, 3)
-        first, again = await played(service, episodes(3)), await played(service, episodes(3))
+        first = await played(service, episodes(3))
+        again = await played(service, episodes(3))
     assert [row.name for row in first] == [(-1, member, 3) for member in range(EPISODES)]
     assert {(row.first, row.last, row.incarnation, row.places) for row in first} == {(3, 3, 1, ())}
     assert {row.finish for row in first} <= {"terminated", "truncated"}

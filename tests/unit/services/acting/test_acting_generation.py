@@ -79,7 +79,8 @@ async def test_a_group_has_a_sample_of_each_environment_with_whole_columns(servi
             assert service.rows is not None
             columns = dict(zip(COLUMNS, service.rows.read(row.places[0], COLUMNS), strict=True))
             assert [len(columns[name]) for name in ("observations", "actions", "rewards")] == [10, 5, 5]
-            seen, then = columns["observations"].reshape(5, 2), columns["next_observations"].reshape(5, 2)
+            seen = columns["observations"].reshape(5, 2)
+            then = columns["next_observations"].reshape(5, 2)
             goes_on = (columns["terminated"] + columns["truncated"] == 0)[:-1]
             np.testing.assert_array_equal(seen[1:][goes_on], then[:-1][goes_on])
             assert (columns["logprobs"] < 0).all()
@@ -187,7 +188,8 @@ async def test_a_sample_is_described_for_a_person(serving: Serving) -> None:
         assert text.text.startswith("20 transitions with a reward of ")
         assert "returns of episodes that ended: " in text.text
         assert len(text.transitions) == 20
-        first, ended = text.transitions[0], [each for each in text.transitions if "ended" in each]
+        first = text.transitions[0]
+        ended = [each for each in text.transitions if "ended" in each]
         assert first.keys() == {"observation", "action", "logprob", "reward", "version"}
         assert first["action"] in (-1, 0, 1), first
         assert {each["ended"] for each in ended} <= {"terminated", "truncated"}, ended

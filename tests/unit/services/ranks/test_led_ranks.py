@@ -24,7 +24,8 @@ from asyncrl.lanes.control.message_codec import decode
 from asyncrl.services.ranks.led_ranks import LedRanks
 from asyncrl.services.ranks.meeting import agreed
 
-PATIENCE, RANKS = 20.0, 3
+PATIENCE = 20.0
+RANKS = 3
 Stores = list[TCPStore]
 
 
@@ -101,7 +102,8 @@ def test_the_end_is_told_after_what_another_thread_tells() -> None:
 
 
 class SecondRank(Ranks):
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
 
 class Group:

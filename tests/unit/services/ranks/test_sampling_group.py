@@ -63,7 +63,8 @@ def config() -> Config:
 async def test_a_rank_that_follows_takes_weights_and_answers_nothing(
     config: Config, worker_context: Callable[..., WorkerContext], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine, handover = StandInEngine(), WeightHandover()
+    engine = StandInEngine()
+    handover = WeightHandover()
 
     async def opened(context: WorkerContext) -> SamplingGroup:
         return following(engine)

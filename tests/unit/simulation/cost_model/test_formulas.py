@@ -75,7 +75,8 @@ def test_zero_redundancy_groups_receive_what_table_2_of_hybridflow_says() -> Non
     for tp, pp, dp, a, b in product((1, 2, 4, 8), (1, 2, 4), (1, 2), (1, 2), (1, 2)):
         if tp % a or pp % b:
             continue
-        train, generate = Degrees(tp, pp, dp), Degrees(tp // a, pp // b)
+        train = Degrees(tp, pp, dp)
+        generate = Degrees(tp // a, pp // b)
         micro = a * b
         assert formulas.transition_share(train, generate, "hybridflow") == pytest.approx((micro - 1) / (tp * pp))
         assert formulas.transition_share(train, generate, "regrouped") == pytest.approx((tp * pp - 1) / (tp * pp))
@@ -91,7 +92,8 @@ def test_the_transition_of_70b_is_cut_by_89_percent_beside_a_copy_from_other_gpu
 
 @pytest.mark.parametrize("gpu", known_gpus())
 def test_every_prediction_is_an_interval_that_is_neither_a_point_nor_endless(gpu: str) -> None:
-    costs, degrees = CostModel(EXPERTS, gpu_named(gpu)), Degrees(tp=2, dp=4, ep=4)
+    costs = CostModel(EXPERTS, gpu_named(gpu))
+    degrees = Degrees(tp=2, dp=4, ep=4)
     found = [
         costs.prefill(8192, 1024, degrees),
         costs.decode_step(64, 1024, degrees),

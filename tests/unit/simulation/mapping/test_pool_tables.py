@@ -48,7 +48,9 @@ def test_plan_accepts_the_tables_with_the_layouts_that_were_found(
     tables = {"models": dict.fromkeys(roles, model), "devices": [devices], "objective": "asynchronous"}
     job = planned(JobTables.model_validate(tables), known_gpus())
     found = MappingSearch(job, runs(job)).best()[0]
-    folder, path, written = tmp_path / "model", tmp_path / "mapped.toml", pool_tables(found)
+    folder = tmp_path / "model"
+    path = tmp_path / "mapped.toml"
+    written = pool_tables(found)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(dict(job.sizes[roles[0]].config)))
     text = f'model = {{ name = "{folder}", dtype = "bfloat16" }}\n'
@@ -62,10 +64,10 @@ def test_plan_accepts_the_tables_with_the_layouts_that_were_found(
         monkeypatch.setattr(preflight, name, lambda *_: 10**13)
     monkeypatch.setattr(preflight, "device_mistakes", lambda _: iter(()))
     assert cli.main(["plan", str(path)]) == 0, capsys.readouterr()
-    config, strategies = (
-        read(path),
-        {role: strategy for each in found.sets for role, strategy in zip(each.roles, each.strategies, strict=True)},
-    )
+    config = read(path)
+    strategies = {
+        role: strategy for each in found.sets for role, strategy in zip(each.roles, each.strategies, strict=True)
+    }
     trained = strategies["actor" if "actor" in roles else "training"].degrees
     layout = config.training.layout
     assert (layout.pp, layout.tp, layout.ep, layout.dp * layout.ep) == (trained.pp, trained.tp, trained.ep, trained.dp)
@@ -115,7 +117,8 @@ def test_what_fits_is_planned_without_a_word_and_half_of_the_memory_is_refused(
         job = planned(JobTables.model_validate(tables | {"objective": "asynchronous"}), gpus)
         return MappingSearch(job, runs(job)).best()[0]
 
-    found, shape = best(memory), Shape.of(NAMED[model])
+    found = best(memory)
+    shape = Shape.of(NAMED[model])
     config = experiment(found, tmp_path, 1.0)
     assert list(budget_problems(config, shape)) == []
     assert [each for each in unchecked_memory(config, shape) if "cuda" in str(each)] == []

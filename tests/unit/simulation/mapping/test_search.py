@@ -45,7 +45,8 @@ SMALL = {
 
 
 def degrees(job: PlannedJob, role: str, gpus: int) -> Iterator[Degrees]:
-    size, each = job.sizes[role], job.groups[0].each
+    size = job.sizes[role]
+    each = job.groups[0].each
     for tp, pp in product(range(1, gpus + 1), repeat=2):
         if gpus % (tp * pp) == size.heads % tp == size.layers % pp == 0 and tp <= each and _power(tp) and _power(pp):
             yield Degrees(tp, pp, gpus // (tp * pp))
@@ -57,7 +58,9 @@ def _power(number: int) -> bool:
 
 def brute_generation(job: PlannedJob, role: str, each: Degrees, free: float) -> float:
     """Returns seconds in which replicas generate with so many free bytes on each GPU; infinite without room."""
-    size, rates, work = job.sizes[role], job.groups[0].gpu.likely, job.work
+    size = job.sizes[role]
+    rates = job.groups[0].gpu.likely
+    work = job.work
     sequences = ceil(work.samples / each.dp)
     room = min(sequences, formulas.room_for(size, free - 2 * size.parameters / each.replica, work.tokens, each))
     lengths = work.prompt_tokens, work.response_tokens
@@ -66,7 +69,9 @@ def brute_generation(job: PlannedJob, role: str, each: Degrees, free: float) -> 
 
 def brute_stages(job: PlannedJob, role: str, gpus: int, budget: float) -> tuple[float, float, float] | None:
     """Tries every layout of one role; of an actor, every layout of generation for the fastest one of training."""
-    size, rates, work = job.sizes[role], job.groups[0].gpu.likely, job.work
+    size = job.sizes[role]
+    rates = job.groups[0].gpu.likely
+    work = job.work
     length = work.tokens
 
     def train(each: Degrees) -> float:
@@ -104,7 +109,8 @@ def brute_stages(job: PlannedJob, role: str, gpus: int, budget: float) -> tuple[
 
 def brute_force(job: PlannedJob) -> float:
     """Tries every label of every role and every number of GPUs of every label."""
-    roles, best = tuple(job.sizes), inf
+    roles = tuple(job.sizes)
+    best = inf
     for labels in product(range(len(roles)), repeat=len(roles)):
         sets = [
             [role for role, label in zip(roles, labels, strict=True) if label == each] for each in sorted({*labels})
@@ -214,7 +220,8 @@ def test_what_fits_nowhere_is_refused() -> None:
 
 
 def test_a_layout_that_the_job_fixes_is_taken() -> None:
-    size, gpu = MIXED[0].sizes["actor"], known_gpus()["A100"]
+    size = MIXED[0].sizes["actor"]
+    gpu = known_gpus()["A100"]
     found = auto_parallel("actor", size, 16, 72e9, gpu, MIXED[0].work, (8, 2))
     assert found is not None
     assert (found.degrees.tp, found.degrees.pp) == (8, 2)

@@ -99,7 +99,8 @@ def test_answers_fit_the_cap_with_room_for_their_end(name: str) -> None:
 @pytest.mark.parametrize("name", SUITE)
 def test_no_prompt_is_both_trained_and_held_out(name: str) -> None:
     config = load_experiment(name).config
-    train, held_out = training_prompts(config), held_out_prompts(config)
+    train = training_prompts(config)
+    held_out = held_out_prompts(config)
     assert held_out is not None
     trained = {str(train.row(number).prompt) for number in range(min(1000, len(train)))}
     assert not trained & {str(prompt) for prompt, _ in held_out.first(1000)}
@@ -133,7 +134,8 @@ def test_a_long_answer_is_many_times_as_long_as_its_opening() -> None:
 
 def test_one_answer_in_twenty_is_ten_times_as_long_and_its_dots_count_for_nothing() -> None:
     lengths = [len(text) + 1 for _, text in untrained_answers("stragglers", 800)]
-    short, long = [n for n in lengths if n <= 5], [n for n in lengths if n > 5]
+    short = [n for n in lengths if n <= 5]
+    long = [n for n in lengths if n > 5]
     assert 0.03 < len(long) / len(lengths) < 0.08
     assert 9 < fmean(long) / fmean(short) < 11
     row = {"prompt": "reverse tofi:", "answer": "ifot"}

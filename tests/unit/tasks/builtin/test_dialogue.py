@@ -108,7 +108,8 @@ def test_a_missing_embedding_model_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 @WITH_SETS
 def test_the_real_sets_give_other_rows_for_training_than_held_out() -> None:
-    trained, held_out = dialogue.training(400, 1), dialogue.held_out(100, 1)
+    trained = dialogue.training(400, 1)
+    held_out = dialogue.held_out(100, 1)
     assert trained == dialogue.training(400, 1) != dialogue.training(400, 2)
     assert all(row["prompt"][-1]["role"] == "user" and row["answer"] for row in (*trained, *held_out))
     assert any(len(row["prompt"]) == 3 and len(row["lines"]) == 2 for row in trained)

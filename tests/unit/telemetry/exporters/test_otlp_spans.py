@@ -63,7 +63,8 @@ def traced(logs: Path, instance: str = "training0.0-0-a") -> Tracer:
 
 async def test_spans_arrive_with_names_times_attributes_and_the_trace_of_their_group(tmp_path: Path) -> None:
     async with collecting() as (collector, url, client):
-        exporter, tracer = SpanExporter(url, tmp_path, "1234abcd", print), traced(tmp_path)
+        exporter = SpanExporter(url, tmp_path, "1234abcd", print)
+        tracer = traced(tmp_path)
         began = time.time_ns()
         with tracer.span("step", group=3, rows=8):
             pass
@@ -94,7 +95,8 @@ async def test_spans_arrive_with_names_times_attributes_and_the_trace_of_their_g
 async def test_what_a_collector_does_not_take_is_sent_again_and_said_once(tmp_path: Path) -> None:
     said: list[str] = []
     async with collecting() as (collector, url, client):
-        exporter, tracer = SpanExporter(url, tmp_path, "1234abcd", said.append), traced(tmp_path)
+        exporter = SpanExporter(url, tmp_path, "1234abcd", said.append)
+        tracer = traced(tmp_path)
         with tracer.span("step"):
             pass
         tracer.flush()
@@ -115,7 +117,8 @@ async def test_a_torn_line_waits_and_spans_of_an_earlier_start_are_not_sent_agai
         pass
     earlier.close()
     async with collecting() as (collector, url, client):
-        exporter, tracer = SpanExporter(url, tmp_path, "1234abcd", print), traced(tmp_path)
+        exporter = SpanExporter(url, tmp_path, "1234abcd", print)
+        tracer = traced(tmp_path)
         with tracer.span("step"):
             pass
         tracer.close()
@@ -131,7 +134,8 @@ async def test_a_torn_line_waits_and_spans_of_an_earlier_start_are_not_sent_agai
 
 async def test_the_end_of_a_run_sends_what_is_left(tmp_path: Path) -> None:
     async with collecting() as (collector, url, _):
-        exporter, tracer = SpanExporter(url, tmp_path, "1234abcd", print), traced(tmp_path)
+        exporter = SpanExporter(url, tmp_path, "1234abcd", print)
+        tracer = traced(tmp_path)
         running = asyncio.create_task(exporter.run())
         await asyncio.sleep(0)
         with tracer.span("last"):

@@ -30,7 +30,8 @@ WORKERS = (
     WorkerStatus("reward0[0]", "b", "killed by SIGKILL", (), 0, {}, 0.0, 0, 1, {}, service="reward"),
 )
 STATUS = RunStatus(1e9, 7, 25, {"running": 4, "trained": 50}, WORKERS, incarnation=1, paused=True)
-WORKER, DOWN = ("generation0[0]", "generation"), ("reward0[0]", "reward")
+WORKER = ("generation0[0]", "generation")
+DOWN = ("reward0[0]", "reward")
 STEP = {"step": 7, "reward/mean": 0.75, "skipped": "text"}
 
 SCRAPED = {

@@ -151,7 +151,8 @@ def test_what_is_said_at_the_end_stands_below_the_picture() -> None:
 
 
 def test_a_step_that_trained_nothing_is_told_so() -> None:
-    stream, console = io.StringIO(), Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
+    stream = io.StringIO()
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
     with open_display(10, stream=stream) as lines, LiveDisplay(console, 10) as picture:
         for display in (lines, picture):
             display.step({**METRICS, "skipped/not finite": 1.0}, None)

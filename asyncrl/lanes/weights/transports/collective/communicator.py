@@ -12,7 +12,8 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-TRAINER, RECEIVER = 0, 1
+TRAINER = 0
+RECEIVER = 1
 """Ranks of a pair."""
 
 GROUP_PARTS = 4

@@ -25,7 +25,8 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost
 # thread, and the thread stays behind until its process ends.
 
 
-SUCCESS, IN_PROGRESS = 0, 7
+SUCCESS = 0
+IN_PROGRESS = 7
 """ncclSuccess and ncclInProgress of ncclResult_t."""
 
 MOST_CTAS = 8

@@ -65,7 +65,10 @@ def groups(plan: ChunkPlan, first: int) -> Iterator[PartGroup]:
 # join_pair ── send_version ── (the pair moves the bytes) ── confirm_version ... leave_pair
 
 
-JOIN, SEND, CONFIRM, LEAVE = "join_pair", "send_version", "confirm_version", "leave_pair"
+JOIN = "join_pair"
+SEND = "send_version"
+CONFIRM = "confirm_version"
+LEAVE = "leave_pair"
 
 _ARGUMENTS: dict[str, tuple[type, ...]] = {
     JOIN: (str, str),
@@ -196,7 +199,8 @@ class CollectiveSender:
         digest_of = digested_tensor(spec, version)
         found = block_digest(block, spec, digest_of)
         self._stored = [*self._stored, SentVersion(incarnation, version, block)]
-        slot, seconds = slot_of(version), self._plan.from_one
+        slot = slot_of(version)
+        seconds = self._plan.from_one
         return Published(incarnation, version, self.address, slot, found, digest_of, transfer=seconds)
 
     def forget(self, reader: str) -> None:

@@ -71,7 +71,8 @@ def test_what_was_copied_comes_back_without_keys_and_logs(run_dir: Path, tmp_pat
     objects = MemoryObjects()
     copied(objects, run_dir, 0)
     assert brought(objects, tmp_path / "elsewhere") is not None
-    there, here = contents(tmp_path / "elsewhere"), contents(run_dir)
+    there = contents(tmp_path / "elsewhere")
+    here = contents(run_dir)
     assert there == {name: text for name, text in here.items() if not name.startswith(("join_keys", "logs"))} | {
         "copied.json": '{"writers": ["one"]}\n'
     }
@@ -374,11 +375,17 @@ class Rounds(MemoryObjects):
 
     def __init__(self, at_once: int) -> None:
         super().__init__()
-        self.at_once, self.expected, self.requests, self.rounds = at_once, 0, 0, 0
-        self._changed, self._waiting = threading.Condition(), 0
+        self.at_once = at_once
+        self.expected = 0
+        self.requests = 0
+        self.rounds = 0
+        self._changed = threading.Condition()
+        self._waiting = 0
 
     def answer(self, parts: int) -> None:
-        self.expected, self.requests, self.rounds = parts, 0, 0
+        self.expected = parts
+        self.requests = 0
+        self.rounds = 0
 
     def put(self, name: str, data: bytes) -> None:
         self._round_trip(name)
@@ -493,7 +500,9 @@ def test_an_upload_that_was_cut_off_sends_what_is_not_there(
     objects.left = taken
     with pytest.raises(OSError, match="cut off"):
         upload(objects, Snapshot.take(run_dir, 0), None, "", "one")
-    there, objects.puts, objects.left = len(objects.objects), 0, 1000
+    there = len(objects.objects)
+    objects.puts = 0
+    objects.left = 1000
     assert there == taken
     head, _ = upload(objects, Snapshot.take(run_dir, 0), None, "", "one")
     assert objects.puts == len(head.parts) - there + 1, "parts that lacked, and the head"
@@ -612,7 +621,8 @@ def test_the_end_of_a_run_waits_while_a_part_is_under_way(run_dir: Path) -> None
 def test_a_run_that_is_abandoned_does_not_wait_for_its_copy(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_copy, "WAYS", 1)
     (run_dir / "checkpoints/0/trainer.pt").write_text("".join(f"{number:010}" for number in range(1000)))
-    began, goes_on = threading.Event(), threading.Event()
+    began = threading.Event()
+    goes_on = threading.Event()
 
     class Slow(MemoryObjects):
         def put(self, name: str, data: bytes) -> None:

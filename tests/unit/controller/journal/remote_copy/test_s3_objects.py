@@ -25,7 +25,8 @@ def server() -> Iterator[str]:
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
-    one_at_a_time, put_object = threading.Lock(), S3Response.put_object
+    one_at_a_time = threading.Lock()
+    put_object = S3Response.put_object
 
     def put(response: Any) -> Any:
         with one_at_a_time:
@@ -72,7 +73,8 @@ def test_objects_come_back_until_they_are_removed(bucket: None) -> None:
 def test_objects_are_listed_and_removed_by_the_thousand_and_read_in_one_request(
     bucket: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    objects, made = S3Objects(ADDRESS), list[str]()
+    objects = S3Objects(ADDRESS)
+    made = list[str]()
     assert objects.names() == set()
     objects.put("objects/a", b"one")
     objects.put("objects/b", b"two")
@@ -220,7 +222,8 @@ def test_bytes_of_a_part_move_before_the_whole_of_it_does(monkeypatch: pytest.Mo
         sent = threads.submit(objects.put, "objects/a", bytes(64 << 20))
         server.may_read.release()
         assert server.has_read.acquire(timeout=60)
-        half, done = objects.blocks, sent.done()
+        half = objects.blocks
+        done = sent.done()
         server.may_read.release()
         sent.result(60)
     server.listening.close()

@@ -41,7 +41,9 @@ class Training:
 
     def __init__(self, busy: float) -> None:
         self._busy, self._changed = busy, asyncio.Event()
-        self.leases, self.version, self.waited = Leases(), 0, 0.0
+        self.leases = Leases()
+        self.version = 0
+        self.waited = 0.0
         self.leases.end_write(0)
 
     async def using(self, readers: tuple[str, ...], version: int) -> None:
@@ -149,7 +151,8 @@ class Evaluated:
     """An evaluator whose answers come when they may, or that fails."""
 
     def __init__(self, may_answer: asyncio.Event, error: Exception | None = None) -> None:
-        self._may_answer, self._error = may_answer, error
+        self._may_answer = may_answer
+        self._error = error
         self.versions: list[int] = []
 
     async def evaluate(self, version: int, incarnation: int) -> Evaluation:
@@ -222,7 +225,8 @@ def test_a_judge_that_does_not_answer_in_time_ends_the_run() -> None:
 
 
 def test_costs_are_averaged_as_rewards_are() -> None:
-    rewards, costs = [[1.0, 0.0], [1.0, None], [None, None]], [[4.0, 2.0], [None, 1.0], [None, None]]
+    rewards = [[1.0, 0.0], [1.0, None], [None, None]]
+    costs = [[4.0, 2.0], [None, 1.0], [None, None]]
     found = summary(7, rewards, costs, 1.5)
     assert (found.prompts, found.mean, found.cost, found.unscorable) == (2, 0.75, 2.0, 6)
     assert summary(7, rewards, None, 1.5).cost is None
@@ -414,7 +418,8 @@ class Terms:
     """Gives each answer the same terms, and their weighted sum as the reward, as the reward service does."""
 
     def __init__(self, terms: dict[str, float], weights: dict[str, float]) -> None:
-        self._terms, self._weights = terms, weights
+        self._terms = terms
+        self._weights = weights
 
     async def score(self, samples: BatchRef, row: dict[str, Any]) -> list[Score]:
         total = 0.0

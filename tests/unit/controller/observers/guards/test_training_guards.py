@@ -165,7 +165,8 @@ def test_truncation_of_episodes_is_that_of_their_answers(finish: str, cut: int, 
 
 
 def test_equal_rewards_under_dynamic_sampling_are_told_though_no_step_ends() -> None:
-    scene, said = Scene(replace(CONFIG, need_signal=True), steps=3), list[str]()
+    scene = Scene(replace(CONFIG, need_signal=True), steps=3)
+    said = list[str]()
     scene.reward.value_of = lambda sample: Score(0.0, {"f": 0.0})  # type: ignore[method-assign]
     watching = TrainingGuards(TrainingHistory(LIMIT, 4, 8), Alarm(GuardsConfig(no_signal="stop"), said.append))
     scene.observe = watching.observe
@@ -197,7 +198,8 @@ def test_groups_dropped_between_trained_steps_are_no_groups_in_a_row() -> None:
 
 
 def test_one_group_in_ten_with_a_signal_is_enough() -> None:
-    scene, said = Scene(replace(CONFIG, need_signal=True), steps=40), list[str]()
+    scene = Scene(replace(CONFIG, need_signal=True), steps=40)
+    said = list[str]()
     scene.reward.value_of = lambda sample: Score(float(sample.group % 10 == 0 and sample.member == 0), {})  # type: ignore[method-assign]
     off = GuardsConfig(truncation="off")  # All samples of the scene end at the token cap.
     scene.observe = TrainingGuards(TrainingHistory(LIMIT, 4, 8), Alarm(off, said.append)).observe
@@ -241,7 +243,8 @@ def test_guards_say_of_episodes_what_is_true_of_them(finish: str) -> None:
 
 
 def test_a_reward_that_always_fails_is_told_where_its_errors_count_zero() -> None:
-    scene, said = Scene(steps=20), list[str]()
+    scene = Scene(steps=20)
+    said = list[str]()
     scene.reward.value_of = lambda sample: Score(0.0, {"f": 0.0}, "f raised KeyError")  # type: ignore[method-assign]
     scene.observe = guards(said, no_variance="off", truncation="off").observe
     scene.play()
@@ -376,10 +379,13 @@ def test_a_collapse_is_told_once_and_names_the_order_of_rows() -> None:
 
 def test_means_that_differ_by_rounding_neither_rise_nor_fall() -> None:
     history = TrainingHistory(LIMIT, members=16, batch=128)
-    history.first, history.best, history.highest = 0.7 + 0.2 + 0.1, 1.0, 1.0
+    history.first = 0.7 + 0.2 + 0.1
+    history.best = 1.0
+    history.highest = 1.0
     assert history.first < history.highest
     assert not history.reward_rose
-    history.lowest, history.best = 0.7 + 0.2 + 0.1, 1.0
+    history.lowest = 0.7 + 0.2 + 0.1
+    history.best = 1.0
     history.steps.extend([{"reward/mean": history.lowest}] * 5)
     assert not history.reward_fell
     history.lowest = 0.5

@@ -38,7 +38,8 @@ def fake_training(
         calls.append(run)
         if text := failing(run):
             return text
-        limit, seed = run.values.get("staleness.limit", 40), run.values["seed"]
+        limit = run.values.get("staleness.limit", 40)
+        seed = run.values["seed"]
         run.run_dir.mkdir(parents=True, exist_ok=True)
         made = [
             {
@@ -107,7 +108,8 @@ def test_later_rounds_come_near_the_best_of_the_earlier_ones(tmp_path: Path) -> 
     _, found = search(tmp_path, fake_training(20, []), request)
     distances = {each.number: abs(each.values["staleness.limit"] - 20) for each in found}
     numbers = sorted(distances)
-    first, last = numbers[:12], numbers[24:]
+    first = numbers[:12]
+    last = numbers[24:]
     assert sum(distances[each] for each in last) < 0.6 * sum(distances[each] for each in first)
 
 

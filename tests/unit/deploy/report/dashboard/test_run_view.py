@@ -87,7 +87,8 @@ def test_of_a_large_file_the_end_is_read_and_never_more_at_once(
     monkeypatch.setattr("asyncrl.deploy.report.dashboard.line_tail.BYTES_AT_ONCE", 60)
     path = tmp_path / "samples.jsonl"
     append(path, *({"a": number} for number in range(1000)))
-    tail, found = LineTail(path), list[int]()
+    tail = LineTail(path)
+    found = list[int]()
     while new := [line["a"] for _, _, line in tail.new()]:
         assert len(new) <= 6
         found += new

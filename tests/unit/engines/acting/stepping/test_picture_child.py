@@ -26,10 +26,8 @@ STAY = np.zeros(1, np.float32).tobytes()
 def pictures(tmp_path: Path) -> Pictures:
     @asynccontextmanager
     async def make(name: str = "Seen", **options: Any) -> AsyncIterator[EpisodePictures]:
-        acting, output = (
-            ActingConfig(env=f"{ENVIRONMENTS}:{name}", options=options),
-            ChildOutput(PrintedFile(tmp_path / "printed")),
-        )
+        acting = ActingConfig(env=f"{ENVIRONMENTS}:{name}", options=options)
+        output = ChildOutput(PrintedFile(tmp_path / "printed"))
         output.open()
         async with asyncio.TaskGroup() as tasks:
             made = EpisodePictures(acting, spaces_of_walk(), 7, ChildSettings(20.0, tasks, output))

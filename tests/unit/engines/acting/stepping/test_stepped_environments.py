@@ -20,7 +20,8 @@ from tests.unit.children.running import running
 from tests.unit.engines.acting.scene import ENVIRONMENTS, until
 
 Open = Callable[..., AbstractAsyncContextManager[SteppedEnvironments]]
-RIGHT, STAY = 1.0, 0.0
+RIGHT = 1.0
+STAY = 0.0
 
 
 @pytest.fixture
@@ -157,7 +158,8 @@ async def test_answers_that_nobody_can_read_cost_the_episodes_that_wait(
 ) -> None:
     """The first end of a child may be an accident; the second one after the same actions is none."""
     async with opened("Walk", {"goal": 9}, children=1) as environments:
-        read, refused = read_answers, iter(["refused", "refused"])
+        read = read_answers
+        refused = iter(["refused", "refused"])
 
         def read_later(message: dict[str, Any], *more: Any) -> Answers:
             if message["rewards"].strip(bytes(1)) and next(refused, ""):  # A first state has the reward 0.

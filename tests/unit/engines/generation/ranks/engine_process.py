@@ -58,7 +58,9 @@ def requests() -> Iterator[SampleRequest]:
 
 def play(engine: TorchEngine, weights: Weights) -> dict[str, Any]:
     """Samples, while requests end and come, weights change, and the engine is put away. 100 s pass with each slice."""
-    now, done, wanted = 0.0, list[Completion](), list(requests())
+    now = 0.0
+    done = list[Completion]()
+    wanted = list(requests())
     set_clock(engine, lambda: now)
     engine.submit(*wanted[:9])
     for number in count():
@@ -76,7 +78,8 @@ def play(engine: TorchEngine, weights: Weights) -> dict[str, Any]:
             engine.load(weights(2), 2, share=True)
         if not engine.active:
             break
-    cache, alone = engine._flat.cache, (-1, 0) if engine._config.generation.deterministic else ()
+    cache = engine._flat.cache
+    alone = (-1, 0) if engine._config.generation.deterministic else ()
     return {
         "done": {each.request.key: recorded(each) for each in done},
         "preemptions": engine.preemptions,
@@ -127,7 +130,8 @@ class Watched:
     """Notes what an engine samples from, and what it finishes. logits: digest of all of them."""
 
     def __init__(self, engine: TorchEngine) -> None:
-        self._engine_sample, self._engine_finish = engine._sample, engine._finish
+        self._engine_sample = engine._sample
+        self._engine_finish = engine._finish
         self.logits, self.done = hashlib.sha256(), dict[Any, Any]()
         engine._sample = self._sample  # type: ignore[method-assign]
         engine._finish = self._finish  # type: ignore[method-assign]
@@ -143,7 +147,8 @@ class Watched:
 
 
 def play_case(case: dict[str, Any], mesh: RankMesh) -> dict[str, Any]:
-    folder, config = Path(case["model"]), engine_config(**case["settings"])
+    folder = Path(case["model"])
+    config = engine_config(**case["settings"])
     weights = versions_of(folder, mesh.tensor.rank, mesh.tensor.size)
     assert mesh.announcements is not None, "the ranks are led"
     if mesh.rank == 0:
@@ -169,7 +174,8 @@ def play_case(case: dict[str, Any], mesh: RankMesh) -> dict[str, Any]:
 def die(case: dict[str, Any], mesh: RankMesh, dead: int) -> str:
     """Returns what this rank finds out about the death of another one, which all others meet in an exchange of the
     second step of a slice."""
-    folder, config = Path(case["model"]), engine_config(**case["settings"])
+    folder = Path(case["model"])
+    config = engine_config(**case["settings"])
     assert mesh.announcements is not None, "the ranks are led"
     try:
         if mesh.rank == 0:
@@ -192,7 +198,8 @@ def die(case: dict[str, Any], mesh: RankMesh, dead: int) -> str:
 
 
 def dies_in_second_step(follower: FollowingEngine) -> None:
-    step, made = follower.step, list[int]()
+    step = follower.step
+    made = list[int]()
 
     def counted() -> list[Completion]:
         made.append(len(made))

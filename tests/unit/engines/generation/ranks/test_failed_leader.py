@@ -63,7 +63,8 @@ async def test_a_leader_that_failed_in_a_call_tells_no_other_and_ends(
 ) -> None:
     torch.set_num_threads(1)
     config = engine_config(slots=4, max_prompt_tokens=40, max_new_tokens=8)
-    own, told = LoneLeader(), list[Call]()
+    own = LoneLeader()
+    told = list[Call]()
     changes = {"model_dir": make_model("llama", tmp_path), "make_compute": ThreadCompute}
     opened = partial(LeadingEngine, ranks=RankMesh(everyone=own, tensor=own), tell=told.append)
     async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:

@@ -46,7 +46,8 @@ class Replica:
     """Two ranks. told: calls of the leader that its follower has taken."""
 
     def __init__(self, leader: TorchGeneration, follower: FollowingGeneration, folder: Path) -> None:
-        self.leader, self.follower = leader, follower
+        self.leader = leader
+        self.follower = follower
         self.done: asyncio.Queue[Completion] = asyncio.Queue()
         self.told: list[str] = []
         self.handovers: list[WeightHandover] = []
@@ -78,8 +79,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(folder: Path, worker_context: Callable[..., Any]) -> Start:
     @asynccontextmanager
     async def started(timeout: float = LIMIT) -> AsyncIterator[Replica]:
-        config, loop = engine_config(**SHAPE), asyncio.get_running_loop()
-        boxes, barrier, calls = list[Tensor | None]([None, None]), Barrier(2), asyncio.Queue[Any]()
+        config = engine_config(**SHAPE)
+        loop = asyncio.get_running_loop()
+        boxes = list[Tensor | None]([None, None])
+        barrier = Barrier(2)
+        calls = asyncio.Queue[Any]()
         own = [SummingRanks(rank, boxes, barrier) for rank in range(2)]
         ranks = [RankMesh(everyone=each, tensor=each) for each in own]
 
@@ -121,7 +125,8 @@ def asked(count: int) -> list[SampleRequest]:
 
 def pauses_after(steps: int, leader: TorchGeneration) -> list[int]:
     """Has the leader pause after so many steps; returns a list of those that were made."""
-    made, step = list[int](), leader.core.step
+    made = list[int]()
+    step = leader.core.step
 
     def counted() -> list[Completion]:
         done = step()
@@ -229,7 +234,8 @@ async def test_a_follower_takes_no_requests(start: Start) -> None:
 async def test_the_error_of_the_calls_ends_a_follower(start: Start) -> None:
     async with start() as replica:
         for calls, error in ((_ended, None), (_lost, PeerLost), (_loading, DeadlineExceeded)):
-            worker, core = replica.follower._worker, replica.follower.core
+            worker = replica.follower._worker
+            core = replica.follower.core
             follower = FollowingGeneration(core, worker, calls, 0.01)
             if error is None:
                 await follower.run(lambda _: None)

@@ -86,7 +86,8 @@ def seen(folder: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_sample_what_one_rank_does(folder: Path, name: str, small_blocks: None) -> None:
     """While requests end and come, weights change, the engine is put away, and a sample has no time any more."""
-    ranks, case = seen(folder, name), CASES[name]
+    ranks = seen(folder, name)
+    case = CASES[name]
     one = play(TorchEngine(folder / name, engine_config(**SHAPE | case["settings"]), 0), versions_of(folder / name))
     leader = ranks[LEADER]
     assert leader["done"].keys() == one["done"].keys()
@@ -119,7 +120,8 @@ def test_all_ranks_sample_alike_from_the_same_bits(folder: Path, name: str) -> N
 @pytest.mark.parametrize("name", ["qwen2", "four"])
 def test_a_rank_takes_weights_of_its_slices(folder: Path, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / name)
-    ranks, cut = seen(folder, name), cut_dims(model)
+    ranks = seen(folder, name)
+    cut = cut_dims(model)
     for parameter, shape in ranks[LEADER]["shapes"].items():
         expected = list(model.get_parameter(parameter).shape)
         if parameter in cut:

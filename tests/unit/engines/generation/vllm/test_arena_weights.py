@@ -16,7 +16,9 @@ from tests.unit.lanes.weights.transports.cuda_twin import TwinCuda
 def test_an_arena_is_registered_once_for_a_device_and_until_the_next_arena(
     model_folder: Callable[[str], Path],
 ) -> None:
-    folder, cuda, devices = model_folder("llama-tied"), TwinCuda(), list[str]()
+    folder = model_folder("llama-tied")
+    cuda = TwinCuda()
+    devices = list[str]()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     named = dict(model.named_parameters(remove_duplicate=False))
     writers: list[Writer] = []
@@ -25,7 +27,8 @@ def test_an_arena_is_registered_once_for_a_device_and_until_the_next_arena(
         devices.append(device)
         return cuda
 
-    arena, policy = ArenaWeights(open_twin), PolicyModel(folder, "float32", None)
+    arena = ArenaWeights(open_twin)
+    policy = PolicyModel(folder, "float32", None)
 
     def take(writer: Writer, version: int, device: str) -> None:
         published = writer.write(1, version, named)

@@ -34,13 +34,17 @@ class StandIn:
         self.settings: dict[str, Any] = {}
         self.salts = list[str]()
         self.ends: dict[int, int] = {}  # A request of this length of prompt samples END as its token of this number.
-        self.fails, self.refuses, self.loads, self.dead = "", "", 0, False
+        self.fails = ""
+        self.refuses = ""
+        self.loads = 0
+        self.dead = False
         self.died = asyncio.Event()
         self._steps = asyncio.Event()
         self._steps.set()
 
     async def tokens(self, name: str, prompt: Any, salt: str, **settings: Any) -> AsyncIterator[tuple[int, float]]:
-        self.settings, self.salts = settings, [*self.salts, salt]
+        self.settings = settings
+        self.salts = [*self.salts, salt]
         self.open.append(name)
         try:
             for number in range(settings["max_tokens"] + 3):
@@ -84,7 +88,9 @@ class StandIn:
 
 class Played:
     def __init__(self, engine: VllmGeneration, process: StandIn, loop: "asyncio.Task[None]") -> None:
-        self.engine, self.process, self.loop = engine, process, loop
+        self.engine = engine
+        self.process = process
+        self.loop = loop
         self.done: asyncio.Queue[Completion] = asyncio.Queue()
 
     async def sample(self, *requests: SampleRequest) -> list[Completion]:
@@ -162,7 +168,8 @@ async def test_text_ends_before_a_stop_string(start: Start) -> None:
 
 async def test_requests_wait_for_slots_and_for_weights(start: Start) -> None:
     async with start(version=NO_WEIGHTS) as played:
-        engine, process = played.engine, played.process
+        engine = played.engine
+        process = played.process
         await engine.submit([asked(0, not_before=1), asked(1), asked(2), asked(3)])
         await asyncio.sleep(0)
         assert (engine.load().running, engine.load().waiting) == (0, 4)
@@ -283,7 +290,8 @@ async def test_what_has_no_room_is_refused(start: Start) -> None:
 
 
 def test_a_later_turn_draws_other_numbers() -> None:
-    first, later = asked(0), asked(0, drawn=4)
+    first = asked(0)
+    later = asked(0, drawn=4)
     assert sampling_seed(first) == first.seed
     assert sampling_seed(later) != sampling_seed(first)
     assert 0 <= sampling_seed(replace(later, seed=2**63 - 1)) < 2**63

@@ -91,7 +91,8 @@ def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[st
     try:
         published = writer.write(1, 5, dict(model.named_parameters(remove_duplicate=False)))
         fields = [getattr(published, name) for name in ATTACHED]
-        worker, plain = Worker(), [str(folder), "float32", None]
+        worker = Worker()
+        plain = [str(folder), "float32", None]
         assert worker.asyncrl_attach(plain, fields) == ""
         with pytest.raises(AssertionError, match="version 5 was attached"):
             worker.asyncrl_load(6)
@@ -104,7 +105,8 @@ def test_weights_come_from_the_arena_under_every_name(model_folder: Callable[[st
         assert worker.asyncrl_attach(plain, gone).startswith("PeerLost: ")
         with pytest.raises(AssertionError, match="attach comes first"):
             worker.asyncrl_load(5)
-        transfer, model_of_vllm = arena_transfer.ArenaTransfer(), Model()
+        transfer = arena_transfer.ArenaTransfer()
+        model_of_vllm = Model()
         transfer.model, transfer.model_config, transfer.device = model_of_vllm, "its config", torch.device("cpu")
         assert worker.asyncrl_attach(plain, fields) == ""
         transfer.start_weight_update()

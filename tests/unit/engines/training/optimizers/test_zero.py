@@ -66,7 +66,8 @@ def _of_one_rank(model: Path, folder: Path) -> dict[str, Any]:
     one = PolicyTrainer(config_of(), model)
     steps = [run_step(one, rows_of(version), 0, version) for version in range(STEPS)]
     one.save(folder, {})
-    weights, canary = {name: each.clone() for name, each in one.named_tensors().items()}, one.canary()
+    weights = {name: each.clone() for name, each in one.named_tensors().items()}
+    canary = one.canary()
     steps.append(run_step(one, rows_of(STEPS), 0, STEPS))
     reports = [[each.updates, each.skipped, list(each.trained), each.metrics] for each in steps]
     return {"steps": reports, "weights": weights, "canary": canary}
@@ -125,7 +126,8 @@ def test_each_step_is_that_of_one_rank(name: str, found: dict[str, Any]) -> None
 @needs_deepspeed
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_checkpoint_is_resumed_by_the_same_ranks_and_by_one(name: str, found: dict[str, Any]) -> None:
-    folder, expected = found["folder"] / name, found["of one"][name]["steps"][STEPS]
+    folder = found["folder"] / name
+    expected = found["of one"][name]["steps"][STEPS]
     assert is_in_parts(folder / "model")
     for rank in found[name]:
         assert rank["extra"] == {"steps": STEPS}

@@ -58,7 +58,8 @@ def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, 
     trainer.save(folder, {"steps": STEPS})
     dist.barrier()
     resumed, extra = PolicyTrainer.resume(config, folder, mesh)
-    again, following = step_of(resumed, STEPS), step_of(trainer, STEPS)
+    again = step_of(resumed, STEPS)
+    following = step_of(trainer, STEPS)
     other, _ = PolicyTrainer.resume(config, Path(trial["of_one_rank"]), mesh)
     return {
         "steps": steps,

@@ -18,7 +18,8 @@ PATIENCE = 60.0
 def run_ranks(layout: Layout, work: Callable[[RankMesh], None], patience: float = PATIENCE, **facts: Any) -> list[int]:
     """Does `work` at each rank; returns how the ranks ended, as `os.waitpid` says it. facts: of RankPlace. All draw the
     same numbers: ranks with random states of their own resume in their own layout only."""
-    children, pipes = list[int](), [os.pipe() for _ in range(1, layout.size)]
+    children = list[int]()
+    pipes = [os.pipe() for _ in range(1, layout.size)]
     for rank in range(layout.size):
         if (child := os.fork()) == 0:
             torch.manual_seed(0)

@@ -88,7 +88,8 @@ def run_case(layout: Layout, dies: int, folder: Path) -> list[int]:
     """Returns how the ranks ended, as `os.waitpid` says it."""
 
     def live(mesh: RankMesh) -> None:
-        case, trial = Case(folder, dies=mesh.rank == dies), json.loads((folder.parent / "trial.json").read_text())
+        case = Case(folder, dies=mesh.rank == dies)
+        trial = json.loads((folder.parent / "trial.json").read_text())
         trainer = PolicyTrainer(Config.model_validate(trial["config"]), Path(trial["model"]), mesh)
         case.watch(trainer)
         lost = train(trainer, mesh, case)
@@ -102,7 +103,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for module in ("tensor.parallel", "fsdp", "pipelining"):  # Ranks share what is imported before they are forked.
         import_module(f"torch.distributed.{module}")
-    root, name = Path(sys.argv[1]), sys.argv[2]
+    root = Path(sys.argv[1])
+    name = sys.argv[2]
     for dies, point in product((0, 1), POINTS):
         codes = run_case(LAYOUTS[name], dies, root / f"{name} {dies} {point}")
         (root / f"{name} {dies} {point}.codes").write_text(json.dumps(codes))

@@ -42,7 +42,8 @@ class TensorBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live, self.peak = 0, 0
+        self.live = 0
+        self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +136,8 @@ def scores_of(model: ValueModel) -> Tensor:
 def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
     """Writes a checkpoint of the state before a further step, and publishes. Returns bytes: of this rank's share of the
     weights, of the largest tensor as it is published, and that copying, writing and publishing took."""
-    named, spec = trainer.named_tensors(), trainer.weights_spec
+    named = trainer.named_tensors()
+    spec = trainer.weights_spec
     held = {id(each): each for each in held_tensors(named).values()}
     with TensorBytes() as copying:
         copy = trainer.copy_state({"version": 2})
@@ -156,7 +158,8 @@ def saved(trainer: PolicyTrainer, folder: Path) -> dict[str, int]:
 
 def sampling(trainer: PolicyTrainer, layout: Layout) -> dict[str, Any]:
     """Gathers what this rank samples with; also returns the bytes of it that this rank gives to others."""
-    named, spec = trainer.named_tensors(), trainer.weights_spec
+    named = trainer.named_tensors()
+    spec = trainer.weights_spec
     gathered, received = gather_for_generation(named, spec, regrouping_of(layout, GenerationConfig()), trainer.mesh)
     held = held_tensors({each.name: named[each.name] for each in spec.tensors}).items()
     own = [each for name, each in held if owner_of(named[name]) == trainer.mesh.stages.rank]

@@ -48,13 +48,15 @@ def gathered(
     generation = generation.model_copy(update={"layout": generation.layout.model_copy(update={"tp": tp})})
     regrouping = replace(regrouping_of(LAYOUT, generation), grouping=grouping)
     with_whom = {2: mesh.gathering, 4: Ranks()}[tp] if grouping == "zero-redundancy" else mesh.tensor
-    named, weights = trainer.named_tensors(), trainer.trained_weights
+    named = trainer.named_tensors()
+    weights = trainer.trained_weights
     tensors, received = gather_for_generation(
         named, trainer.weights_spec, regrouping, replace(mesh, gathering=with_whom)
     )
     if grouping == "zero-redundancy":
         weights.hold_once(tensors)
-    twice, place = weights.held_twice(tensors), regrouping.place(mesh.rank).tp
+    twice = weights.held_twice(tensors)
+    place = regrouping.place(mesh.rank).tp
     slices = all(torch.equal(each, slice_of(whole[name], name, tp, place)) for name, each in tensors.items())
     before = {name: each.clone() for name, each in tensors.items()}
     weights.hold_apart()
@@ -74,7 +76,8 @@ def gathered(
 def joined(mesh: RankMesh, group: list[int]) -> list[float]:
     """Connects a group, of two tensor ranks in each stage, beside the ranks of the mesh; returns what all of them,
     those of a stage and those of a slice sum, and what the first of them told."""
-    meeting, rank = RankMeeting(), group.index(mesh.rank)
+    meeting = RankMeeting()
+    rank = group.index(mesh.rank)
     address = mesh.everyone.told_by_each("" if rank else meeting.take(""))[group[0]]
     meeting.take(address)
     layout = Layout(pp=len(group) // 2, tp=2)

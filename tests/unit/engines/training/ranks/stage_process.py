@@ -59,7 +59,8 @@ def _row(draw: np.random.Generator, version: int, index: int) -> TrainRow:
 
 def share_of(trainer: PolicyTrainer, version: int) -> list[TrainRow]:
     """Returns the rows of this rank, with experts that were recorded where the trainer replays them."""
-    ranks, replay = trainer.mesh.rows, trainer.model.replay
+    ranks = trainer.mesh.rows
+    replay = trainer.model.replay
     return [
         row if replay is None else _recorded(row, replay.shape) for row in rows_of(version)[ranks.rank :: ranks.size]
     ]
@@ -96,9 +97,11 @@ def run_trials(folder: Path, mesh: RankMesh) -> None:
 
 
 def run_trial(mesh: RankMesh, folder: Path, trial: dict[str, Any]) -> dict[str, Any]:
-    config, texts = Config.model_validate(trial["config"]), Path(trial["texts"]) if trial["texts"] else None
+    config = Config.model_validate(trial["config"])
+    texts = Path(trial["texts"]) if trial["texts"] else None
     trainer = PolicyTrainer(config, Path(trial["model"]), mesh, texts)
-    steps, canary = trained(trainer, trial["steps"]), trainer.canary()
+    steps = trained(trainer, trial["steps"])
+    canary = trainer.canary()
     named = trainer.named_tensors()
     weights = {each.name: whole_tensor(named[each.name]).clone() for each in trainer.weights_spec.tensors}
     held = sum(own_part(each).numel() for each in trainer.model.whole.parameters() if not each.is_meta)

@@ -58,8 +58,10 @@ def test_ranks_with_experts_train_publish_and_save_what_one_rank_does(
     name: str, trials: dict[str, dict[str, Any]]
 ) -> None:
     """Of uneven rows; every fifth batch has one row, so that all ranks but one have none."""
-    trial, found = trials[name], trials[name]["found"]
-    config, first = Config.model_validate(trial["config"]), trials[name]["found"][0]
+    trial = trials[name]
+    found = trials[name]["found"]
+    config = Config.model_validate(trial["config"])
+    first = trials[name]["found"][0]
     one = PolicyTrainer(config, Path(trial["model"]))
     worst = 0.0
     for number, expected in enumerate(trained(one, trial["steps"])):

@@ -82,7 +82,8 @@ def _trial(trial: dict[str, Any], make_model: Callable[..., Path], texts: Path) 
 @pytest.mark.parametrize("name", TRIALS)
 def test_two_stages_train_publish_and_save_what_one_rank_does(name: str, trials: dict[str, dict[str, Any]]) -> None:
     trial, (first, last) = trials[name], trials[name]["found"]
-    config, texts = Config.model_validate(trial["config"]), Path(trial["texts"]) if trial["texts"] else None
+    config = Config.model_validate(trial["config"])
+    texts = Path(trial["texts"]) if trial["texts"] else None
     one = PolicyTrainer(config, Path(trial["model"]), texts=texts)
     for expected, found, of_last in zip(trained(one, trial["steps"]), first["steps"], last["steps"], strict=True):
         assert found == of_last, "stages report the same"

@@ -87,7 +87,8 @@ def test_slices_count_each_row_once(
     thread_meshes: Meshes,
 ) -> None:
     """Ragged rows, and one shorter than the ranks; passes over the budget are split."""
-    draw, folder = np.random.default_rng(5), make_model(family, num_key_value_heads=4)
+    draw = np.random.default_rng(5)
+    folder = make_model(family, num_key_value_heads=4)
     rows = [replace(row, values=draw.normal(size=len(row.versions)).astype(np.float32)) for row in make_rows(7)]
     rows[1] = _shortest(rows[1])
     config = make_config(training={"max_grad_norm": 1e9, "updates": 2, "micro_batch_tokens": 40}, algorithm=algorithm)
@@ -114,7 +115,8 @@ def test_episodes_over_the_budget_are_cut_in_every_pass(
 ) -> None:
     """The contexts of one row take several passes, each of which is cut."""
     rows = make_episodes(4, spans=([5, -3, 4, 0], [3, 2, 1, -4, 6, 0]))
-    config, folder = make_config(training={"micro_batch_tokens": 16}), make_model("llama")
+    config = make_config(training={"micro_batch_tokens": 16})
+    folder = make_model("llama")
     expected = run_step(PolicyTrainer(config, folder), rows, 1, 5)
     engines = [PolicyTrainer(config, folder, mesh) for mesh in thread_meshes(Layout(sp=2))]
     for outcome in _side_by_side([lambda e=e: run_step(e, rows, 1, 5) for e in engines]):
@@ -136,7 +138,8 @@ def test_each_of_two_ranks_keeps_half_of_the_activations(
 
 
 def _kept_bytes(model: CausalModel) -> int:
-    draw, kept = np.random.default_rng(1), dict[int, int]()
+    draw = np.random.default_rng(1)
+    kept = dict[int, int]()
     weights = {each.untyped_storage().data_ptr() for each in model.whole.parameters()}
     held: list[torch.Tensor] = []
 
@@ -147,7 +150,8 @@ def _kept_bytes(model: CausalModel) -> int:
             held.append(tensor)  # So that no other tensor gets its address.
         return tensor
 
-    prompt, response = draw.integers(0, 50, LONG - 16), draw.integers(0, 50, 16)
+    prompt = draw.integers(0, 50, LONG - 16)
+    response = draw.integers(0, 50, 16)
     rows = lay_out_rows([prompt], [response], 1.0, model.device)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         token_logprobs(model, rows, 1024)
@@ -161,7 +165,8 @@ def _side_by_side(work: list[Callable[[], Any]]) -> list[Any]:
 
 def test_slices_predict_every_token_once() -> None:
     """Of rows of one token and of seven, and ranks of which one has padding alone."""
-    prompts, responses = [np.arange(1), np.arange(3)], [np.arange(1), np.arange(5)]
+    prompts = [np.arange(1), np.arange(3)]
+    responses = [np.arange(1), np.arange(5)]
     rows = lay_out_rows(prompts, responses, 1.0, torch.device("cpu"))
     for size in (1, 2, 3, 5, 8):
         found = [own_slice(rows, rank, size) for rank in range(size)]

@@ -83,7 +83,8 @@ def test_a_fleet_trains_inside_smolagents(tmp_path: Path) -> None:
     build_model(tokenizer, context=2048).save_pretrained(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "47*8?", "answer": "376", "system": "Call tools."}) + "\n")
-    file, run_dir = tmp_path / "run.toml", tmp_path / "run"
+    file = tmp_path / "run.toml"
+    run_dir = tmp_path / "run"
     values = {"model": tmp_path / "model", "prompts": rows, "use": f"agent:{AGENT}"}
     file.write_text(EXPERIMENT.format(**{name: json.dumps(str(value)) for name, value in values.items()}))
     command = [sys.executable, "-m", "asyncrl.deploy.cli", "run", str(file), "--run-dir", str(run_dir)]

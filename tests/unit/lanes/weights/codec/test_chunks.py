@@ -55,7 +55,9 @@ def any_bits(count: int, dtype: str, seed: int) -> Bytes:
 
 def changed(base: Bytes, dtype: str, share: float, seed: int) -> Bytes:
     """Returns a copy in which about this share of the elements has other bits."""
-    item, new, rng = DTYPES[dtype].itemsize, base.copy(), np.random.default_rng(seed)
+    item = DTYPES[dtype].itemsize
+    new = base.copy()
+    rng = np.random.default_rng(seed)
     elements = new.view(f"<u{item}")
     where = np.flatnonzero(rng.random(len(elements)) < share)
     elements[where] ^= rng.integers(1, 1 << 15, len(where)).astype(elements.dtype)
@@ -164,7 +166,8 @@ def test_every_damaged_chunk_is_refused(codec: WireCodec, dtype: str) -> None:
 def test_bytes_that_no_sender_made_are_refused(data: bytes, elements: int, codec: WireCodec, dtype: str) -> None:
     raw = np.frombuffer(data, np.uint8)
     size = elements * DTYPES[dtype].itemsize
-    target, base = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    target = np.zeros(size, np.uint8)
+    base = np.zeros(size, np.uint8)
     try:
         decode_chunk(EncodedChunk(codec, size, raw, digest(raw), 12345), dtype, target, base)
     except WeightsError:

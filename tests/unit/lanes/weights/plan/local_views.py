@@ -43,7 +43,8 @@ class RankMemory:
         """Lays out what a rank holds. fused: the tensors of each fused parameter, in order."""
         boxes = {tensor.name: _boxes(rank, tensor, placements[tensor.name]) for tensor in tensors}
         boxes = {name: held for name, held in boxes.items() if held}
-        shapes, stored = dict[str, tuple[int, ...]](), dict[str, list[_Stored]]()
+        shapes = dict[str, tuple[int, ...]]()
+        stored = dict[str, list[_Stored]]()
         for parameter, names in (fused or {}).items():
             _fuse(parameter, {name: boxes.pop(name) for name in names if name in boxes}, shapes, stored)
         for name, held in boxes.items():
@@ -74,10 +75,12 @@ def _fuse(
     shapes: dict[str, tuple[int, ...]],
     stored: dict[str, list[_Stored]],
 ) -> None:
-    rows, offset = 0, 0
+    rows = 0
+    offset = 0
     for name, (box,) in boxes.items():
         stored[name] = [_Stored(box, parameter, offset)]
-        rows, offset = rows + _extents(box)[0], offset + box_volume(box)
+        rows = rows + _extents(box)[0]
+        offset = offset + box_volume(box)
         shapes[parameter] = (rows, *_extents(box)[1:])
 
 

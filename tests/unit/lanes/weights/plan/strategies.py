@@ -59,7 +59,9 @@ def transfers(
     sources = list(range(draw(st.integers(1, 6))))
     first = draw(st.integers(0, len(sources)))
     targets = list(range(first, first + draw(st.integers(1, 6))))
-    tensors, source, destination = [], dict[str, Placement](), dict[str, Placement]()
+    tensors = []
+    source = dict[str, Placement]()
+    destination = dict[str, Placement]()
     for number in range(draw(st.integers(1, 4))):
         name = draw(st.sampled_from(["layers.{}.weight", "embed.{}", "head{}"])).format(number)
         tensors.append(CheckpointTensor(name, draw(shapes), draw(dtypes)))
@@ -74,7 +76,8 @@ def mesh_transfers(
 ) -> tuple[list[CheckpointTensor], dict[str, Placement], dict[str, Placement]]:
     """Many tensors of a few shapes on one source mesh, as a model has them: whether work can be shared matters."""
     data, model = draw(st.sampled_from([(1, 4), (2, 2), (4, 1), (3, 2), (2, 3), (6, 1)]))
-    ranks, generation = np.arange(data * model).reshape(data, model), draw(st.integers(1, 4))
+    ranks = np.arange(data * model).reshape(data, model)
+    generation = draw(st.integers(1, 4))
     first = draw(st.sampled_from([0, data * model]))
     target = Mesh.of(np.arange(first, first + generation), draw(st.sampled_from([Replicate(), Shard(0)])))
     rows = [draw(st.integers(4, 40)) for _ in range(3)]

@@ -60,7 +60,8 @@ def test_hybridflow_v_gathers_the_model_within_a_training_replica(share: int) ->
 @pytest.mark.parametrize("share", range(SHARES))
 def test_hybridflow_moves_only_what_the_shard_lacks(share: int) -> None:
     for pp, tp, dp, gpp, gtp in LAYOUTS[share::SHARES]:
-        training, size = ParallelLayout(pp=pp, tp=tp, dp=dp), pp * tp * dp
+        training = ParallelLayout(pp=pp, tp=tp, dp=dp)
+        size = pp * tp * dp
         generation = ParallelLayout(pp=gpp, tp=gtp, dp=size // (gpp * gtp))
         found = volumes(training, generation, generation_ranks(training, generation))
         assert found == printed("zero-redundancy", Layout(pp, tp, dp, gpp, gtp)), (training, generation)

@@ -20,7 +20,8 @@ def one_based(groups: list[list[int]]) -> list[list[int]]:
 
 
 def test_figure_8_comes_out_as_printed() -> None:
-    zero, vanilla = Regrouping(FIGURE_8), Regrouping(FIGURE_8, "vanilla")
+    zero = Regrouping(FIGURE_8)
+    vanilla = Regrouping(FIGURE_8, "vanilla")
     assert one_based(zero.replicas()) == [[1, 3], [2, 4], [5, 7], [6, 8]] == one_based(FIGURE_8.generation_replicas())
     assert one_based(zero.gathering()) == [[1, 2], [3, 4], [5, 6], [7, 8]]
     assert one_based(vanilla.replicas()) == [[1, 2], [3, 4], [5, 6], [7, 8]]
@@ -40,7 +41,8 @@ def test_table_2_holds_for_every_layout_of_up_to_64_ranks() -> None:
 
 def test_vanilla_gathers_the_model_and_leaves_shards_unused() -> None:
     for sizes in layouts(16):
-        layout, found = Layout(*sizes), costs(Layout(*sizes), "vanilla")
+        layout = Layout(*sizes)
+        found = costs(Layout(*sizes), "vanilla")
         printed = formula("vanilla", layout)
         assert {(cost.volume, cost.peak) for cost in found} == {(printed.volume, printed.peak)}, layout
         assert max(cost.redundancy for cost in found) in {printed.redundancy, 0}, layout
@@ -58,7 +60,8 @@ def test_the_three_systems_of_table_2_on_one_machine_and_a_half() -> None:
 def test_groups_partition_the_ranks_and_places_are_unique(grouping: Grouping) -> None:
     for sizes in layouts(24):
         layout = Layout(*sizes)
-        regrouping, micro_dp = Regrouping(layout, grouping), layout.pp * layout.tp // (layout.gpp * layout.gtp)
+        regrouping = Regrouping(layout, grouping)
+        micro_dp = layout.pp * layout.tp // (layout.gpp * layout.gtp)
         ranks = list(range(layout.size))
         gathering = micro_dp if grouping == "zero-redundancy" else layout.pp * layout.tp
         for groups, size in ((regrouping.replicas(), layout.gpp * layout.gtp), (regrouping.gathering(), gathering)):

@@ -81,7 +81,8 @@ def test_fused_destinations_take_several_tensors() -> None:
 
 def test_a_rank_that_holds_what_it_needs_receives_nothing() -> None:
     tensors = [CheckpointTensor("w", (8, 4))]
-    half, whole = Mesh.of(np.arange(2), Shard(0)), Mesh.of(np.arange(2), Replicate())
+    half = Mesh.of(np.arange(2), Shard(0))
+    whole = Mesh.of(np.arange(2), Replicate())
     traffic = make_plan(tensors, {"w": half}, {"w": whole}).traffic
     assert traffic.copied.tolist() == [32, 32]
     assert traffic.received.tolist() == [32, 32]
@@ -98,14 +99,16 @@ def test_a_holder_with_other_work_sends_less() -> None:
 
 def test_one_tensor_is_shared_by_all_of_its_holders() -> None:
     tensors = [CheckpointTensor("w", (640, 3))]
-    source, target = {"w": Mesh.of(np.arange(16), Replicate())}, {"w": Mesh.of(np.arange(16, 19), Replicate())}
+    source = {"w": Mesh.of(np.arange(16), Replicate())}
+    target = {"w": Mesh.of(np.arange(16, 19), Replicate())}
     traffic = make_plan(tensors, source, target).traffic
     assert traffic.sender_balance <= 1.05
 
 
 def test_one_copy_leaves_the_trainer_and_receivers_pass_it_on_along_a_tree() -> None:
     tensors = [CheckpointTensor(f"layers.{n}.w", (8, 8)) for n in range(28)]
-    source, target = Mesh.of(np.arange(1), Replicate()), Mesh.of(np.arange(1, 9), Replicate())
+    source = Mesh.of(np.arange(1), Replicate())
+    target = Mesh.of(np.arange(1, 9), Replicate())
     plan = make_plan(tensors, {t.name: source for t in tensors}, {t.name: target for t in tensors})
     assert plan.copies == 1
     assert plan.traffic.sent.tolist() == [28 * 128, *[0] * 8]

@@ -20,7 +20,8 @@ LAYOUTS = [
     ("fsdp8", "tp2.dp1"), ("dp16", "tp4"), ("dp4.fsdp4", "tp2.dp2"), ("dp1", "dp8"), ("tp4.dp2", "tp2.pp2.dp3"),
     ("dp8.fsdp64", "tp4.dp128"), ("dp512", "tp4.dp1"), ("tp4.pp2.dp64", "tp4.dp128"),
 ]  # fmt: skip
-ONE, TWO = Mesh.of(np.arange(1), Replicate()), Mesh.of(np.arange(1, 3), Shard(0))
+ONE = Mesh.of(np.arange(1), Replicate())
+TWO = Mesh.of(np.arange(1, 3), Shard(0))
 DIGEST = """
 import sys
 from asyncrl.bench.transfer_speed.weight_plans import plan_transfer
@@ -155,6 +156,7 @@ def test_512_ranks_are_planned_by_few_patterns() -> None:
     assert len(tensors) == 339
     assert len({id(each.pattern) for each in plan.tensors}) == 9
     assert len({id(each.route) for each in plan.tensors}) <= ROUTES + 9
-    sends, receives = schedule_of(plan, 7).sends, schedule_of(plan, 600).receives
+    sends = schedule_of(plan, 7).sends
+    receives = schedule_of(plan, 600).receives
     assert sum(bucket.bytes for bucket in sends) == plan.traffic.sent[7]
     assert sum(bucket.bytes for bucket in receives) == plan.traffic.received[600]

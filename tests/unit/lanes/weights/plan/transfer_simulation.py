@@ -102,14 +102,16 @@ def lower_bound(tensors: Sequence[CheckpointTensor], source: Placements, destina
     """Counts element by element what ranks need and do not hold, in bytes."""
     total = 0
     for tensor in tensors:
-        held, needed = masks(tensor, source[tensor.name]), masks(tensor, destination[tensor.name])
+        held = masks(tensor, source[tensor.name])
+        needed = masks(tensor, destination[tensor.name])
         for rank, need in needed.items():
             total += int((need & ~held.get(rank, np.zeros_like(need))).sum()) * tensor.item_bytes
     return total
 
 
 def masks(tensor: CheckpointTensor, placement: Placement) -> dict[int, np.ndarray]:
-    held, found = placement.held(tensor.shape), dict[int, np.ndarray]()
+    held = placement.held(tensor.shape)
+    found = dict[int, np.ndarray]()
     for bounds, rank in zip(held.bounds, held.ranks.tolist(), strict=True):
         found.setdefault(rank, np.zeros(tensor.shape, bool))
         found[rank][tuple(slice(start, stop) for start, stop in as_box(bounds))] = True
@@ -145,7 +147,8 @@ def sliced(whole: np.ndarray, box: Box) -> np.ndarray:
 
 def whole_tensors(tensors: Sequence[CheckpointTensor]) -> dict[str, np.ndarray]:
     """Gives every element of every tensor a value of its own."""
-    found, first = {}, 1
+    found = {}
+    first = 1
     for tensor in tensors:
         size = prod(tensor.shape)
         found[tensor.name] = np.arange(first, first + size).reshape(tensor.shape)

@@ -4,8 +4,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.fleet.weight_transport import WorkerPlace, choose_transport
 from asyncrl.lanes.host_id import HostId
 
-A, B = HostId("a"), HostId("b")
-HERE, ELSEWHERE, GPU = WorkerPlace(A, "cpu"), WorkerPlace(B, "cpu"), WorkerPlace(A, "cuda")
+A = HostId("a")
+B = HostId("b")
+HERE = WorkerPlace(A, "cpu")
+ELSEWHERE = WorkerPlace(B, "cpu")
+GPU = WorkerPlace(A, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ class TwinNccl:
         with self._lock:
             other = self._ranks[rank.unique_id][1 - rank.number]
             while rank.posted and other.posted and other.sends != rank.sends and not (rank.freed or other.freed):
-                mine, theirs = rank.posted.popleft(), other.posted.popleft()
+                mine = rank.posted.popleft()
+                theirs = other.posted.popleft()
                 assert mine.numel() == theirs.numel(), "both sides must cut alike"
                 with torch.no_grad():
                     (theirs if rank.sends else mine).copy_(mine if rank.sends else theirs)

@@ -91,7 +91,8 @@ class Site:
         inner = NcclBackend(self.nccl) if self.transport == "nccl" else GlooBackend("127.0.0.1")
         self.pairs = FaultyBackend(inner)
         self.pairs.part_bytes = self.part_bytes or inner.part_bytes
-        name, network = f"asyncrl-test-{uuid4().hex[:12]}", partial(self.network, "training0")
+        name = f"asyncrl-test-{uuid4().hex[:12]}"
+        network = partial(self.network, "training0")
         self.sender: Any = open_sender(self.transport, name, self.spec, network, self.folder)
 
     def network(self, instance: str) -> WeightNetwork:

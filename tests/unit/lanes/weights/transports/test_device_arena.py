@@ -52,7 +52,8 @@ async def test_one_allocation_and_one_handle_serve_every_version(tmp_path: Path)
 
 async def test_a_version_whose_write_ends_half_way_is_never_read(tmp_path: Path) -> None:
     async with open_site("cuda_ipc", tmp_path) as site:
-        old, new = site.write(0), site.write(1)
+        old = site.write(0)
+        new = site.write(1)
         receiver = site.receiver(old, "generation0")
         await take(receiver, old)
         with pytest.raises(RuntimeError, match="killed"):

@@ -174,7 +174,8 @@ async def test_a_pair_that_cannot_connect_ends_in_its_deadline(
 async def test_nccl_ends_a_transfer_that_fails_and_frees_its_communicator(reason: str) -> None:
     library = TwinNccl()
     backend = NcclBackend(library)
-    meeting, threads = backend.invite(), [OwnerThread(f"weights {rank}") for rank in (TRAINER, RECEIVER)]
+    meeting = backend.invite()
+    threads = [OwnerThread(f"weights {rank}") for rank in (TRAINER, RECEIVER)]
     connecting = [
         asyncio.wrap_future(thread.submit(partial(backend.connect, meeting, rank, LIMIT)))
         for rank, thread in enumerate(threads)
@@ -207,7 +208,8 @@ async def test_no_communicator_of_nccl_is_left_open(tmp_path: Path) -> None:
 
 def test_gloo_listens_where_it_was_told_to() -> None:
     backend = GlooBackend("127.0.0.1")
-    first, second = backend.invite(), backend.invite()
+    first = backend.invite()
+    second = backend.invite()
     assert first != second
     port = int(first.partition("/")[0].rpartition(":")[2])
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -247,7 +249,8 @@ def test_a_process_that_is_killed_in_a_transfer_ends_it_at_once() -> None:
 async def test_a_pair_of_gloo_whose_peer_has_closed_is_lost_in_each_call() -> None:
     """gloo tells at first where it waits, and from then on where a part is posted."""
     backend = GlooBackend("127.0.0.1")
-    meeting, threads = backend.invite(), [OwnerThread(f"weights {rank}") for rank in (TRAINER, RECEIVER)]
+    meeting = backend.invite()
+    threads = [OwnerThread(f"weights {rank}") for rank in (TRAINER, RECEIVER)]
     connecting = [
         asyncio.wrap_future(thread.submit(partial(backend.connect, meeting, rank, LIMIT)))
         for rank, thread in enumerate(threads)

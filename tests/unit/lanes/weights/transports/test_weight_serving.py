@@ -26,7 +26,8 @@ class NoThread:
 @pytest.mark.parametrize("codec", [WireCodec.DENSE, WireCodec.SPARSE])
 async def test_only_parts_that_are_compared_take_a_thread(codec: WireCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     held = version_of(codec, 1, CHUNK_BYTES)
-    held.base, held.base_version = version_of(codec, 1, CHUNK_BYTES), 0
+    held.base = version_of(codec, 1, CHUNK_BYTES)
+    held.base_version = 0
     monkeypatch.setattr(held_version, "_thread", NoThread())
     assert (await held.chunk(0, None)).kind is WireCodec.DENSE
     if codec is WireCodec.DENSE:
@@ -39,7 +40,8 @@ async def test_only_parts_that_are_compared_take_a_thread(codec: WireCodec, monk
 async def test_noting_a_part_costs_the_same_whatever_the_number_of_parts() -> None:
     costs = []
     for parts in (10, 200):
-        held, source = version_of(WireCodec.DENSE, parts, 256, whole=False), version_of(WireCodec.DENSE, parts, 256)
+        held = version_of(WireCodec.DENSE, parts, 256, whole=False)
+        source = version_of(WireCodec.DENSE, parts, 256)
         for number in range(parts - 1):
             held.add(number, await source.chunk(number, None))
         assert held.missing == [parts - 1]
@@ -53,7 +55,8 @@ async def test_noting_a_part_costs_the_same_whatever_the_number_of_parts() -> No
 
 async def test_a_late_joiner_does_not_keep_others_from_differences() -> None:
     held = version_of(WireCodec.SPARSE, 1, CHUNK_BYTES)
-    held.base, held.base_version = version_of(WireCodec.SPARSE, 1, CHUNK_BYTES), 0
+    held.base = version_of(WireCodec.SPARSE, 1, CHUNK_BYTES)
+    held.base_version = 0
     assert (await held.chunk(0, None)).kind is WireCodec.DENSE
     assert (await held.chunk(0, 0)).kind is WireCodec.SPARSE
 

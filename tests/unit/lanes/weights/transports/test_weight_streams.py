@@ -200,7 +200,8 @@ def test_a_broken_connection_repeats_no_part(served: Counter[int]) -> None:
 
 def test_a_connection_that_answers_nothing_is_replaced() -> None:
     async def scene(stream: Stream) -> None:
-        published, receiver = stream.sender.write(INCARNATION, 0, weights(0)), stream.receiver()
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        receiver = stream.receiver()
         client = await receiver._client(published.arena)
         call = client.call
 
@@ -280,8 +281,10 @@ def slightly_changed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_differences_travel_where_the_receiver_has_the_base() -> None:
     async def scene(stream: Stream) -> None:
-        receiver, late = stream.receiver(), stream.receiver()
-        first, second = weights(0), slightly_changed(weights(0))
+        receiver = stream.receiver()
+        late = stream.receiver()
+        first = weights(0)
+        second = slightly_changed(weights(0))
         await take(receiver, stream.sender.write(INCARNATION, 0, first))
         assert receiver.pulled_bytes == SPEC.size
         published = stream.sender.write(INCARNATION, 1, second)
@@ -300,7 +303,8 @@ def test_differences_travel_where_the_receiver_has_the_base() -> None:
 def test_another_base_is_sent_dense_again() -> None:
     async def scene(stream: Stream) -> None:
         receiver = stream.receiver()
-        first, second = weights(0), slightly_changed(weights(0))
+        first = weights(0)
+        second = slightly_changed(weights(0))
         await take(receiver, stream.sender.write(INCARNATION, 0, first))
         assert receiver._current is not None
         receiver._current.memory[: SPEC.size // 2] = 0  # What it has is not what it was sent.
@@ -329,7 +333,8 @@ def test_all_receivers_of_a_tree_get_the_same_rounded_weights(codec: WireCodec) 
 
 def test_a_slow_receiver_gets_its_version_while_the_trainer_goes_on() -> None:
     async def scene(stream: Stream) -> None:
-        slow, fast = stream.receiver(), stream.receiver()
+        slow = stream.receiver()
+        fast = stream.receiver()
         old = stream.sender.write(INCARNATION, 0, weights(0))
         stream.sender.server.held[0].pulled_at["generation0"] = asyncio.get_running_loop().time()
         slow._begin(old)
@@ -405,7 +410,8 @@ def test_a_receiver_that_shows_no_sign_keeps_nothing(gone: str) -> None:
 
 def test_a_stalled_sender_is_late_and_then_goes_on() -> None:
     async def scene(stream: Stream) -> None:
-        published, receiver = stream.sender.write(INCARNATION, 0, weights(0)), stream.receiver()
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        receiver = stream.receiver()
         stream.sender.server.held[0].whole = False
         with pytest.raises(
             DeadlineExceeded, match=f"{PARTS} of {PARTS} parts of the weights of version 0 did not come"
@@ -420,7 +426,8 @@ def test_a_stalled_sender_is_late_and_then_goes_on() -> None:
 
 def test_a_sender_that_closes_while_it_sends_is_lost(served: Counter[int]) -> None:
     async def scene(stream: Stream) -> None:
-        published, receiver = stream.sender.write(INCARNATION, 0, weights(0)), stream.receiver()
+        published = stream.sender.write(INCARNATION, 0, weights(0))
+        receiver = stream.receiver()
         taking = asyncio.ensure_future(take(receiver, published))
         await until_half(served)
         stream.sender.close()
