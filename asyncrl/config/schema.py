@@ -44,25 +44,25 @@ class GenerationConfig(Section):
     """Sampling of answers."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    """Engine that samples: asyncrl's own, or vLLM, which has to be installed."""
+    """Engine that samples: asyncrl's own, or vLLM."""
     vllm: Options = Field(default={})
     """Further arguments of vLLM's AsyncEngineArgs, such as { enforce_eager = false }."""
     layout_tp: Positive = 1
-    """Number of processes that share each layer of one replica of vLLM."""
+    """Processes that share each layer of one replica of vLLM."""
     replicas: Positive = 1
-    """Number of generation workers, each with its own copy of the model."""
+    """Number of generation workers."""
     colocate: Annotated[Literal["none", "training"], BeforeValidator(_no_halves)] = "none"
-    """Processes that sample. `none`: generation workers. `training`: the trainer's ranks, between two steps, with the
-    model that they gather from each other. It needs staleness.limit = 0."""
+    """Processes that sample: generation workers (none), or the trainer's ranks between two steps (training), which
+    needs staleness.limit = 0."""
     layout: GenerationLayoutConfig = GenerationLayoutConfig()
-    """Groups in which the trainer's ranks sample with colocate = "training", by the table [generation.layout]."""
+    """Groups in which the trainer's ranks sample, by the table [generation.layout]."""
     slots: Positive = 32
     """Number of sequences that one replica decodes together."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Smallest probability that the tokens which may be sampled have together. Log-probs are those of the tokens left
-    after temperature, min_p, top_k and top_p, in this order."""
+    """Probability that the likeliest tokens, which may be sampled, reach together. Log-probs are those of the tokens
+    left after temperature, min_p, top_k and top_p, in this order."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Number of the likeliest tokens that may be sampled; 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -75,20 +75,20 @@ class GenerationConfig(Section):
     """Keys and values of running samples under new weights: `keep` goes on with them, `recompute` computes them
     again."""
     cache_gb: Annotated[float, Field(ge=0)] = 0.0
-    """Most GB (10^9 bytes) of keys and values of a replica, which preempts samples to fit; 0: all slots fit."""
+    """Most GB (10^9 bytes) of keys and values of a replica, which preempts samples; 0: all slots fit."""
     prefill_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens of prompts that a step computes beside a full batch of samples; 0: 32 on a CPU, else 2048."""
     deterministic: bool = False
-    """Makes tokens and log-probs independent of slots, neighbours and order of arrival, bit for bit. This is slower,
-    and refused for models with experts."""
+    """Makes samples independent of slots, neighbours and order of arrival, bit for bit. This is slower, and refused for
+    models with experts."""
     device: str = "cpu"
     """Device of the generation workers, such as cpu or cuda:0."""
     pool: str = ""
-    """Pool of the generation workers, a table of `pools`; `device` is then not read."""
+    """Pool of these workers, in place of `device`."""
     stored_samples: str = ""
     """Parquet file of samples to train on (`asyncrl samples RUN_DIR --parquet FILE`) in place of sampling."""
     deadline: PositiveFloat = 600.0
-    """Most seconds of the engine for one sample, queueing left out, which is then cut off (finish reason `length`)."""
+    """Seconds of the engine for one sample, queueing left out, which is then cut off (finish reason `length`)."""
 
 
 MODEL_TERM = "model"
@@ -101,23 +101,22 @@ class RewardConfig(Section):
     functions: tuple[RewardFunction, ...] = ()
     """Reward functions: names such as "exact_match" or "FILE.py:function", or tables."""
     model: str = ""
-    """Folder of a reward model, a sequence classifier with one label and the policy's tokenizer, unless it reads text.
+    """Folder of a reward model: a sequence classifier with one label and, unless it reads text, the policy's tokenizer.
     Its score is the reward term `model`."""
     reads: Literal["tokens", "text"] = "tokens"
-    """Form in which the model reads samples: tokens of the policy, or text for a tokenizer of its own; `model` may then
-    be a name on the hub."""
+    """Form in which the model reads samples: tokens of the policy, or text, where `model` may be a name on the hub."""
     weight: float = 1.0
     """Factor of the model's score in the sum."""
     device: str = "cpu"
     """Device of the model."""
     pool: str = ""
-    """Pool of these workers; `device` is then not read."""
+    """Pool of these workers, in place of `device`."""
     replicas: Positive = 1
-    """Number of workers that score, each with a copy of the model and child processes of its own."""
+    """Number of workers that score, each with a copy of the model."""
     layout: LayoutConfig = LayoutConfig()
-    """Ranks of each replica of the model; the first of them runs the functions."""
+    """Ranks of each replica of the model."""
     workers: Positive = 1
-    """Number of child processes of each replica for the functions."""
+    """Child processes of each replica for the functions."""
     deadline: PositiveFloat = 10.0
     """Seconds of one call of a function."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
@@ -136,7 +135,7 @@ class CostConfig(RewardConfig):
     functions: tuple[RewardFunction, ...] = ()
     """Cost functions, as reward.functions: a higher value is worse."""
     limit: float | None = None
-    """Largest mean cost of an answer; the multiplier rises while that of a batch is larger."""
+    """Largest mean cost of an answer, beyond which the multiplier rises."""
     multiplier: PositiveFloat = 1.0
     """Initial Lagrange multiplier: the reward that one unit of cost outweighs."""
     multiplier_rate: Annotated[float, Field(ge=0)] = 0.1
@@ -151,9 +150,9 @@ class ReferenceConfig(Section):
     device: str = "cpu"
     """Device of the reference model."""
     pool: str = ""
-    """Pool of the reference workers; `device` is then not read."""
+    """Pool of these workers, in place of `device`."""
     replicas: Positive = 1
-    """Number of reference workers, each with a copy of the model."""
+    """Number of reference workers."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of each replica."""
     router_replay: bool = False
@@ -164,15 +163,15 @@ class CriticConfig(Section):
     """The critic of `advantage = "gae"`; `[cost_critic]` is that of costs. Other settings are in `[training]`."""
 
     model: str = ""
-    """Folder for from_pretrained with the tokenizer of model.name, such as an earlier critic; default: model.name."""
+    """Folder of a model with the tokenizer of model.name, such as an earlier critic; default: model.name."""
     learning_rate: Annotated[float, Field(ge=0)] | None = None
     """Learning rate of the critic; default: ten times training.learning_rate."""
     value_clip: Annotated[float, Field(ge=0)] = 0.2
-    """Largest distance of a value from that at sampling time before its gradient is clipped; 0: no clipping."""
+    """Distance of a value from that at sampling time beyond which its gradient is clipped; 0: no clipping."""
     device: str = "cpu"
     """Device of the critic."""
     pool: str = ""
-    """Pool of the critic; `device` is then not read."""
+    """Pool of the critic, in place of `device`."""
     layout: LayoutConfig = LayoutConfig()
     """Ranks of the critic."""
 
@@ -186,19 +185,18 @@ class StalenessConfig(Section):
     """The bound on the age of trained tokens."""
 
     limit: Annotated[int, Field(ge=0)] = 2
-    """Largest staleness in versions (eta) of a token in the loss, except under `policy = "admit"`. 0 is synchronous
-    training."""
+    """Largest staleness in versions (eta) of a token in the loss, except under `policy = "admit"`; 0: synchronous."""
     policy: Literal["mask", "drop", "block", "admit"] = "mask"
     """Treatment of older tokens: they leave the loss (mask), their samples are dropped (drop), the fleet waits so that
-    there are none (block), or they train without a bound, for comparison (admit)."""
+    there are none (block), or they train (admit)."""
     cut_at: Annotated[int, Field(gt=0)] | Literal["never"] | None = None
-    """Number of members of a group with a reward from which a part of it may train, with `policy = "mask"`; default:
-    max(2, samples_per_prompt // 2)."""
+    """Scored members of a group from which a part of it may train, with `policy = "mask"`; default: max(2,
+    samples_per_prompt // 2)."""
     admission: Literal["adaptive", "full", "lockstep"] = "full"
-    """Number of samples drawn ahead of the trainer: as many as keep it busy (adaptive), as the limit allows (full), or
-    one batch, which one version samples and the next trains (lockstep; limit = 1)."""
+    """Samples drawn ahead of the trainer: as many as keep it busy (adaptive), as the limit allows (full), or one batch,
+    which one version samples and the next trains (lockstep; limit = 1)."""
     publish_deadline: PositiveFloat = 10.0
-    """Seconds in which generation workers take over new weights; a slower one is killed and started again."""
+    """Seconds in which generation workers take over new weights; a slower one is started again."""
 
 
 class MismatchConfig(Section):
@@ -228,29 +226,28 @@ class GuardsConfig(Section):
     no_signal: Reaction = "warn"
     """Reaction to 128 groups in a row (or four batches) that dynamic sampling drops for equal rewards."""
     no_variance: Reaction = "warn"
-    """Reaction to a start of 5 steps or more with one reward for all samples or a gradient of 0, and to 10 steps with
-    equal rewards in over 80 % of the groups, unless the reward rose before."""
+    """Reaction to a start of 5 steps with one reward for all samples or a gradient of 0, and to 10 steps with equal
+    rewards in over 80 % of the groups, unless the reward rose before."""
     no_movement: Reaction = "warn"
-    """Reaction to a learning rate that moves the log-prob of a token by less than 0.1 nats in the whole run, by
-    `mismatch/kl` of 10 steps with stale samples."""
+    """Reaction to a learning rate that moves log-probs by less than 0.1 nats in the whole run, by `mismatch/kl` of 10
+    steps with stale samples."""
     reward_errors: Reaction = "warn"
-    """Reaction to a failed reward on each of the last samples, twice as many as can be in flight, with `on_error =
-    "zero"`."""
+    """Reaction to failed rewards on twice as many samples in a row as can be in flight, with `on_error = "zero"`."""
     first_failure: Reaction = "warn"
     """Reaction to the first failed reward or cost, where `on_error` lets the run go on."""
     unscored: Reaction = "stop"
-    """Reaction to samples in a row without any reward, twice as many as can be in flight."""
+    """Reaction to twice as many samples in a row without a reward as can be in flight."""
     poison: Reaction = "warn"
-    """Reaction to a group that fails or crashes workers also where it runs alone, and is given up."""
+    """Reaction to a group that fails or crashes workers also alone, and is given up."""
     algorithm_drops: Reaction = "stop"
     """Reaction to an algorithm that drops twice as many samples as can be in flight while none trains."""
     collapse: Reaction = "warn"
-    """Reaction to a mean reward that lost half of its best, with a gradient of 0 or hardly any entropy left."""
+    """Reaction to a mean reward under half of its best, with a gradient of 0 or hardly any entropy."""
     truncation: Reaction = "warn"
     """Reaction to 5 steps in which generation.max_new_tokens cut off over half of the samples."""
     learning_rate: Reaction = "warn"
-    """Reaction, before the start, to a learning rate over what models stand: 0.03 for optimizers that move every weight
-    by about the rate, 10 for sgd and asgd with a max_grad_norm of 1, 30 for adadelta."""
+    """Reaction, before the start, to a learning rate over 0.03, for sgd and asgd with a max_grad_norm of 1 over 10, for
+    adadelta over 30."""
 
 
 class Config(Section):

@@ -60,26 +60,24 @@ class AlgorithmConfig(Section):
     """The algorithm: advantage, loss, KL and corrections."""
 
     preset: PresetName = "grpo"
-    """Values for the other keys of this section; `asyncrl graph` shows them, and each can be overridden."""
+    """Values for the other keys of this section, which `asyncrl graph` shows."""
     custom: str = ""
     """Your own algorithm: `FILE.py:NAME`, `module:NAME`, or a file or module with the functions roll_out and train."""
     advantage: Literal["group_mean", "leave_one_out", "batch", "group_batch", "greedy", "gae"] = "group_mean"
-    """Baseline of a reward: the mean of its group, that of its others (leave_one_out), mean and deviation of the batch,
-    those after the group's mean (group_batch), a greedy answer's reward, or the values of a critic (gae)."""
+    """Baseline of a reward: the mean of its group, that of the others (leave_one_out), mean and deviation of the batch,
+    these after the group's mean (group_batch), a greedy answer's reward, or a critic's values (gae)."""
     normalize_std: bool | None = None
-    """Divides advantages by a standard deviation: of the group with `group_mean` (ddof 1, eps 1e-4), of the batch's
-    response tokens with `gae`; default: true for both."""
+    """Divides advantages by a standard deviation: of the group (`group_mean`; ddof 1, eps 1e-4), or of the batch's
+    response tokens (`gae`); default: true for both."""
     gamma: Annotated[float, Field(ge=0, le=1)] | None = None
     """Discount per token, with `advantage = "gae"`."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Compares the rewards from each turn on with those of the same turn of the group's other samples, each turn
-    discounted by this factor (`group_mean`, `leave_one_out`); with gae each turn's reward comes at its end."""
+    """Discount by turn: rewards from each turn on are compared with those of the same turn in the group (`group_mean`,
+    `leave_one_out`), or come at its end (`gae`)."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Lambda of generalized advantage estimation: 1 compares rewards with values and has no bias, 0 each value with the
-    next one."""
+    """Lambda of generalized advantage estimation; 1 has no bias."""
     constraint: Literal["none", "lagrangian"] = "none"
-    """Constraint on costs. `lagrangian` holds their mean under cost.limit by a multiplier and needs `advantage =
-    "gae"`."""
+    """Constraint on costs: `lagrangian` holds their mean under cost.limit and needs `advantage = "gae"`."""
     pretrain_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the mean cross-entropy of task.pretrain in the loss; 0: no such texts."""
     loss: Literal["clip", "gspo", "cispo", "gmpo", "m2po", "sapo"] = "clip"
@@ -88,11 +86,10 @@ class AlgorithmConfig(Section):
     """Bounds the ratio from below by 1 - clip_low (gmpo: its logarithm by -clip_low; m2po and sapo: only in the weight
     of a KL)."""
     clip_high: PositiveFloat = 0.2
-    """Bounds the ratio from above by 1 + clip_high (gmpo: its logarithm by clip_high; m2po and sapo: only in the weight
-    of a KL)."""
+    """Bounds the ratio from above by 1 + clip_high (gmpo, m2po, sapo: as clip_low)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Largest ratio with a negative advantage that still has a gradient, with `loss = "clip"`; default: 3 with the
-    preset grpo, else none. 1e9 bounds nothing, as in GRPO's paper."""
+    """Largest ratio with a negative advantage that has a gradient (`loss = "clip"`); default: 3 with the preset grpo,
+    else none. 1e9 bounds nothing, as in GRPO's paper."""
     second_moment: PositiveFloat | None = None
     """Budget of the mean squared log ratio, with `loss = "m2po"`."""
     gate_temperatures: tuple[PositiveFloat, PositiveFloat] | None = None
@@ -100,8 +97,8 @@ class AlgorithmConfig(Section):
     aggregation: Literal["token_mean", "sequence_mean_token_sum", "sequence_mean_token_mean", "constant"] = (
         "sequence_mean_token_mean"
     )
-    """Average of the loss: over all response tokens (token_mean), over samples of the sum or mean of their tokens, or
-    the sum over samples x divisor (constant)."""
+    """Average of the loss: over response tokens (token_mean), over samples of the sum or mean of their tokens, or the
+    sum over samples x divisor (constant)."""
     divisor: Positive | None = None
     """Divisor of `aggregation = "constant"` in tokens; default: generation.max_new_tokens, in episodes
     environment.max_tokens."""
@@ -112,16 +109,15 @@ class AlgorithmConfig(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Place of the KL: a term of the loss, or a part of the reward."""
     kl_target: PositiveFloat | None = None
-    """KL in nats per token to which an adaptive coefficient steers, starting from `kl`; default: a fixed
-    coefficient."""
+    """KL in nats per token to which an adaptive coefficient steers from `kl`; default: a fixed coefficient."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the policy's mean entropy, subtracted from the loss."""
     old_logprobs: Literal["engine", "recomputed"] = "engine"
     """Denominator of the ratio: log-probs recorded while sampling (engine), or computed by the trainer when the step
-    begins (recomputed), where a correction weighs the difference."""
+    begins (recomputed)."""
     correction: Literal["none", "cap", "mask"] = "none"
-    """Treatment of the weight proximal / behaviour: `cap` bounds it, `mask` sets it to 0 outside its bounds. It needs
-    `old_logprobs = "recomputed"`, where the default is cap."""
+    """Treatment of the weight proximal / behaviour: `cap` bounds it, `mask` sets it to 0 outside its bounds. Default
+    with `old_logprobs = "recomputed"`, which it needs: cap."""
     correction_level: Literal["token", "sequence"] = "token"
     """Unit of the weight: each token, or the product over the whole answer."""
     weight_cap: PositiveFloat | None = None
@@ -137,10 +133,10 @@ class AlgorithmConfig(Section):
     """Largest geometric mean, e.g. 1.001, or largest KL estimate, e.g. 0.01."""
     mask_truncated: bool = False
     """Leaves samples that generation.max_new_tokens or generation.deadline cut off out of the loss and its
-    denominators, not out of the baseline."""
+    denominators; they stay in the baseline."""
     overlong: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of generation.max_new_tokens (in episodes of environment.max_tokens, observations included) beyond which an
-    additional reward falls from 0 to -1; 0: none."""
+    """Last share of generation.max_new_tokens (in episodes of environment.max_tokens) in which an additional reward
+    falls from 0 to -1; 0: none."""
     dynamic_sampling: bool = False
     """Drops groups whose rewards are all equal and fills the batch with others."""
     shuffle_advantages: bool = False

@@ -24,10 +24,9 @@ class ChildrenConfig(Section):
     """Isolation of these processes. bubblewrap: they read the machine, but reach neither run directory, keys and
     tokens, nor the fleet or other processes. none: they can do all that you can."""
     network: bool = True
-    """Lets these processes use the network, as a remote judge needs."""
+    """Lets these processes use the network."""
     variables: tuple[VariableName, ...] = ()
-    """Names of environment variables that these processes get, such as the key of an API, beside harmless ones (PATH,
-    HOME, languages, proxies, caches)."""
+    """Environment variables that these processes get, such as the key of an API, beside harmless ones."""
     writable: tuple[str, ...] = ()
-    """Folders that these processes may write, such as a cache, beside a /tmp, /var/tmp, /run and /dev/shm of their own,
-    which are empty at first."""
+    """Folders that these processes may write, beside a /tmp, /var/tmp, /run and /dev/shm of their own, which are empty
+    at first."""

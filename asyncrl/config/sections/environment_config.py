@@ -16,8 +16,8 @@ class EnvironmentConfig(Section):
     """The environment that answers the policy, for samples of several turns."""
 
     use: str = ""
-    """Environment of an episode: a built-in name, `FILE.py:Class`, `tools`, `agent:COMMAND`, or a name behind
-    `gymnasium:`, `textarena:`, `mcp:`, `openenv:` or `verifiers:`. Default: none, each sample is one answer."""
+    """Environment: a built-in name, `FILE.py:Class`, `tools`, `agent:COMMAND`, or a name behind `gymnasium:`,
+    `textarena:`, `mcp:`, `openenv:` or `verifiers:`. Default: none, each sample is one answer."""
     options: Options = Field(default={})
     """Keyword arguments of the environment."""
     max_turns: Positive = 8
@@ -31,18 +31,17 @@ class EnvironmentConfig(Section):
     deadline: PositiveFloat = 10.0
     """Seconds of one call of `reset` or `step`."""
     on_error: Literal["fail", "zero", "ignore"] = "fail"
-    """Effect of an environment that raises, hangs or dies: the run ends (fail), the episode ends with 0 for that turn
-    (zero), or the sample leaves baseline and loss (ignore)."""
+    """Effect of an environment that fails: the run ends (fail), the episode ends with 0 for that turn (zero), or the
+    sample leaves baseline and loss (ignore)."""
     thoughts: Literal["keep", "template"] = "keep"
-    """Treatment of earlier answers whose thoughts the chat template drops: they stay in the context (keep), or the
-    conversation is rendered anew for each turn (template), where a new context may begin and count towards
-    max_tokens."""
+    """Treatment of earlier thoughts that the chat template drops: they stay in the context (keep), or each turn is
+    rendered anew (template), where a new context may begin and count towards max_tokens."""
     replicas: Positive = 1
-    """Number of environment workers, each with child processes of its own."""
+    """Number of environment workers."""
     pool: str = ""
     """Pool of these workers."""
     workers: Positive = 1
-    """Number of child processes of each replica; each plays many episodes at once."""
+    """Child processes of each replica, which play many episodes each."""
 
 
 class ActingConfig(Section):
@@ -67,12 +66,11 @@ class ActingConfig(Section):
     children: Positive = 1
     """Number of child processes of each acting worker."""
     feedback: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Order of steps: in all environments of a worker once all have answered, or in those that have answered while
-    others still step (asynchronous)."""
+    """Order of steps: in all environments of a worker once all have answered, or in each that has (asynchronous)."""
     deadline: PositiveFloat = 10.0
     """Seconds of `reset` or `step`. An environment that takes longer, raises or dies loses its episode."""
     failures: Positive = 100
-    """Number of lost episodes of a worker in a row after which the run ends."""
+    """Lost episodes of a worker in a row after which the run ends."""
     gamma: Share = 0.99
     """Discount of rewards per step of the environment."""
     gae_lambda: Share = 0.95

@@ -83,10 +83,9 @@ class EvaluateConfig(Section):
     options: Options = Field(default={})
     """Keyword arguments of a procedural source, whose seed is another than in task.prompts."""
     episodes: Annotated[int, Field(ge=0)] = 0
-    """Number of episodes in each evaluation of a policy that acts, with its likeliest actions and the same seeds; 0:
-    none."""
+    """Episodes in each evaluation of a policy that acts; 0: none."""
     every: Positive = 10
-    """Number of steps between evaluations; version 0 and the last one are always evaluated."""
+    """Steps between evaluations; version 0 and the last one are always evaluated."""
     samples: Positive = 1
     """Number of samples for each prompt."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -99,10 +98,9 @@ class EvaluateConfig(Section):
     pass_reward: float = 1.0
     """Smallest reward, or value of `pass_term`, of an answer that passes."""
     pass_term: str = ""
-    """Reward term by which an answer passes, such as exact_match; default: passes_tests where programs are scored, else
-    the weighted sum."""
+    """Reward term by which an answer passes; default: passes_tests where programs are scored, else the weighted sum."""
     keep_answers: Annotated[int, Field(ge=0)] = 20
-    """Number of newest evaluations of each set whose answers or episodes stay in evaluations/; 0: none."""
+    """Newest evaluations of each set whose answers or episodes stay in evaluations/; 0: none."""
     replicas: Positive = 1
     """Number of generation workers of the evaluation."""
     pool: str = ""

@@ -31,10 +31,10 @@ class FeedbackConfig(Section):
     """Live feedback: a person rates answers on a web page while the run trains."""
 
     ask: Literal["off", "rate", "pick"] = "off"
-    """Question to a person: how good an answer is (rate), or which of two is better (pick). The value is the reward
-    term `person`, from 0 to 1."""
+    """Question to a person: how good an answer is (rate), or which of two is better (pick). The reward term `person` is
+    from 0 to 1."""
     scale: Annotated[int, Field(ge=2, le=10)] = 5
-    """Largest rating. 1 counts as 0, the largest as 1; with 2 the page shows thumbs."""
+    """Largest rating, which counts 1, as a rating of 1 counts 0; with 2 the page shows thumbs."""
     weight: PositiveFloat = 1.0
     """Factor of the person's value in the reward."""
     deadline: PositiveFloat = 300.0
@@ -45,7 +45,7 @@ class FeedbackConfig(Section):
     constant: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Value of an unrated sample with `otherwise = "constant"`."""
     host: Annotated[str, AfterValidator(_checked_host)] = "127.0.0.1"
-    """IP address of the page, or localhost. Answers and key are sent unencrypted, so use loopback."""
+    """IP address of the page, or localhost; it is not encrypted, so use loopback."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the page; 0 chooses a free one."""
     key: Annotated[Secret, AfterValidator(_checked_key)] = Secret("")

@@ -27,14 +27,14 @@ class ModelConfig(Section):
     """The policy: the model that is trained."""
 
     name: str
-    """Folder or hub name for from_pretrained, `pypi:smollm2`, or `warmed:TASK` for a tiny model made on the spot."""
+    """Folder, hub name, `pypi:smollm2`, or `warmed:TASK` for a tiny model made on the spot."""
     revision: str = ""
     """Branch, tag or commit of a model of the hub; default: main, whose commit the run notes for resumes."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the published weights and of generation. The trainer's master weights are always float32."""
     float32_head: bool = False
-    """Computes the output layer in float32 in engine, trainer and reference: rounded logits cause much of their
-    difference (arXiv 2506.13585)."""
+    """Computes the output layer in float32: rounded logits cause much of the difference of engine and trainer (arXiv
+    2506.13585)."""
     lora: LoraConfig | None = None
     """Trains low-rank adapters instead of the model, by the table [model.lora]; {} takes its defaults."""
 
@@ -43,11 +43,10 @@ class WeightsConfig(Section):
     """The way of new weights from the trainer to the generation workers."""
 
     transport: Literal["auto", "shm", "tcp", "file", "gloo", "nccl", "cuda_ipc"] = "auto"
-    """Transport of new weights. auto: shared memory on one host, else a network. shm and cuda_ipc: read in place, the
-    latter on one GPU. tcp: workers pull encrypted parts, and the trainer waits for none. file: safetensors in `folder`.
-    nccl between GPUs, gloo on CPUs: not encrypted."""
+    """Transport of new weights. auto: shared memory on one host, else a network. shm, and cuda_ipc on one GPU: read in
+    place. tcp: encrypted. file: safetensors in `folder`. nccl between GPUs, gloo on CPUs: not encrypted."""
     codec: Literal["dense", "sparse", "bfloat16", "float16", "fp8"] = "dense"
     """Encoding of weights on a network. sparse: what changed, exactly. bfloat16, float16: half of float32. fp8: some 60
-    % fewer bytes than bfloat16, with an error of some 3 %."""
+    % fewer bytes than bfloat16, an error of some 3 %."""
     folder: str = ""
     """Folder for `transport = "file"`, which all hosts share; default: `weights` in the run directory."""

@@ -26,7 +26,7 @@ class PoolConfig(Section):
     hosts: tuple[NonEmpty, ...] = ()
     """Names of the hosts whose workers may join. Empty: the host of the controller."""
     memory_gb: Annotated[float, Field(ge=0)] = 0.0
-    """Most GB (10^9 bytes) that services of the pool may need on one device; 0: `asyncrl plan` cannot check."""
+    """Budget of each device in GB (10^9 bytes); 0: `asyncrl plan` cannot check."""
 
     @model_validator(mode="after")
     def _devices_are_of_one_kind(self) -> Self:

@@ -28,8 +28,7 @@ class MixedSource(Section):
     use: str
     """Source of rows, in a form of task.prompts that is no list."""
     weight: Annotated[float, Field(ge=0)] = 0.0
-    """Share of the groups with a prompt of this source, relative to the other weights; without any, all rows are drawn
-    equally often."""
+    """Share of groups of this source, relative to the other weights; without any, all rows are drawn equally often."""
     columns: dict[str, str] = Field(default={})
     """Columns of this source, beside those of task.columns."""
     options: Options = Field(default={})
@@ -82,16 +81,16 @@ class TaskConfig(Section):
     FOLDER#SPLIT), `hub:NAME[:CONFIG][#SPLIT]`, `reasoning_gym:NAME`, `FILE.py:function` or `module:function`; or a list
     of sources, each also as a table."""
     columns: dict[str, str] = Field(default={})
-    """Columns of the source by the names that rewards give them: { prompt = "question" }. A dot leads into nested
-    columns; "" leaves a column out."""
+    """Columns by the names that rewards give them: { prompt = "question" }. A dot leads into nested columns; "" leaves
+    a column out."""
     options: Options = Field(default={})
-    """Keyword arguments of a procedural source, such as { max_terms = 3 }, or of datasets.load_dataset."""
+    """Arguments of a procedural source, such as { max_terms = 3 }, or of datasets.load_dataset."""
     epochs: Positive | None = None
     """Number of passes over the rows, in place of `steps`; rows of dropped groups count too."""
     shuffle: bool = True
     """Draws the rows of each epoch in another order."""
     curriculum: str = ""
-    """Function FILE.py:NAME or module:NAME that gets a step, from 0, and returns the weights of the sources."""
+    """Function FILE.py:NAME or module:NAME of a step, from 0, that returns the weights of the sources."""
     prompts_per_step: Positive = 8
     """Number of prompts, and so of groups, in one training step (B)."""
     samples_per_prompt: Positive = 8
@@ -99,24 +98,24 @@ class TaskConfig(Section):
     system: str = ""
     """System message before every prompt; prompts that are text become chat messages."""
     text_prompts: Literal["raw", "chat"] = "raw"
-    """Treatment of prompts that are text where the model has a chat template: as they are (raw), or as a message of the
-    user (chat)."""
+    """Treatment of text prompts where the model has a chat template: as they are (raw), or as a message of the user
+    (chat)."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_own_arguments)] = Field(default={})
     """Further arguments of the chat template, such as { enable_thinking = false }."""
     date: Annotated[str, AfterValidator(_date)] = ""
     """Date for chat templates that ask for today's, such as "2026-11-28"; default: that of the run's first start."""
     size: Positive = 1000
-    """Number of rows that a procedural source makes, or that are read of a stream."""
+    """Rows that a procedural source makes, or that are read of a stream."""
     max_prompt_tokens: Positive = 512
     """Largest number of tokens of a prompt."""
     max_picture_pixels: Positive = 1280 * 28 * 28
-    """Largest number of pixels of a picture in a prompt; a larger one ends the run before it is decoded."""
+    """Largest number of pixels of a picture; a larger one ends the run."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """Treatment of longer prompts: an error before the run samples, `skip`, or `truncate` the beginning of their
-    longest message."""
+    """Treatment of longer prompts: an error before sampling, `skip`, or `truncate` the beginning of their longest
+    message."""
     pretrain: str = ""
-    """Texts for algorithm.pretrain_coefficient: rows of `text`, or of `prompt` and `answer` to learn, from a source as
-    in `prompts`. `columns` and `options` do not apply."""
+    """Texts for algorithm.pretrain_coefficient: rows of `text`, or of `prompt` and `answer`, from a source as in
+    `prompts`, without `columns` and `options`."""
     pretrain_per_step: Positive = 32
     """Number of these texts in one step."""
 

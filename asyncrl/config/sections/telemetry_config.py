@@ -12,12 +12,11 @@ class TelemetryConfig(Section):
     """Output of the run besides its checkpoints."""
 
     samples_per_step: Annotated[int, Field(ge=0)] | Literal["all"] = 8
-    """Number of samples of each step in samples.jsonl, in whole groups: at least one, unless it is 0."""
+    """Samples of each step in samples.jsonl, in whole groups: at least one, unless it is 0."""
     samples_gb: PositiveFloat = 1.0
     """Most gigabytes of samples.jsonl; beyond, every second of its steps is left out."""
     print_every: Annotated[int, Field(ge=0)] = 1
-    """Number of steps between two lines of output that is piped to a file. 0 prints warnings and errors only, on a
-    terminal too."""
+    """Steps between two lines of output to a file; 0 prints warnings and errors only, on a terminal too."""
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Services that get the metrics besides metrics.jsonl."""
     wandb_project: str = ""
@@ -25,16 +24,16 @@ class TelemetryConfig(Section):
     wandb_tags: tuple[NonEmpty, ...] = ()
     """Tags of the run at wandb."""
     on_step: str = ""
-    """Function FILE.py:NAME or module:NAME that gets the metrics of each step, a dict, in the run's loop, and returns
-    whether the run shall end."""
+    """Function FILE.py:NAME or module:NAME that gets the metrics of each step, a dict, and returns whether the run
+    shall end."""
     trace: bool = True
     """Writes trace.json.gz, which opens in Perfetto."""
     report: bool = True
-    """Writes report.html when the run ends: curves, timeline and samples in one file."""
+    """Writes report.html when the run ends."""
     record_gb: Annotated[float, Field(ge=0)] = 0.0
-    """Most gigabytes that each worker keeps of its newest calls, reads and answers for `asyncrl replay`; 0: none."""
+    """Gigabytes of each worker's newest calls that are kept for `asyncrl replay`; 0: none."""
     otlp: str = ""
-    """URL of an OpenTelemetry collector that gets the spans by OTLP over HTTP, such as http://127.0.0.1:4318."""
+    """URL of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318."""
     prometheus: str = ""
     """Address HOST:PORT of metrics for Prometheus, such as 127.0.0.1:9400. Empty: none."""
     prometheus_token: SecretPath = ""

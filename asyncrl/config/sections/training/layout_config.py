@@ -16,11 +16,11 @@ class LayoutConfig(Section):
     """Sizes of the axes of a replica of a service; it has tp x dp x shard ranks, one process each."""
 
     tp: Ranks = 1
-    """Tensor-parallel ranks, which hold parts of every layer and compute the same rows."""
+    """Tensor-parallel ranks, which hold parts of every layer."""
     dp: Ranks = 1
-    """Copies of the weights, each of which computes rows of its own."""
+    """Copies of the weights, with rows of their own."""
     shard: Ranks = 1
-    """Ranks that share out the weights of a copy, as FSDP does, and compute rows of their own."""
+    """Ranks that share out the weights of a copy, as FSDP does, with rows of their own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -60,17 +60,17 @@ class TrainingLayoutConfig(Section):
     """Sizes of the axes of the trainer, which has pp x tp x sp x dp x shard x ep ranks, one process each."""
 
     pp: Ranks = 1
-    """Pipeline stages, each with some of the layers, which train the same rows; alone, or beside tp or dp."""
+    """Pipeline stages, each with some of the layers; alone, or beside tp or dp."""
     tp: Ranks = 1
-    """Tensor-parallel ranks, which hold parts of every layer and train the same rows."""
+    """Tensor-parallel ranks, which hold parts of every layer."""
     sp: Ranks = 1
     """Ranks that train a slice of the tokens of every row (Ulysses); alone, or beside dp."""
     dp: Ranks = 1
-    """Copies of the weights, each of which trains rows of its own."""
+    """Copies of the weights, with rows of their own."""
     shard: Ranks = 1
-    """Ranks that share out the weights of a copy, as FSDP does, and train rows of their own."""
+    """Ranks that share out the weights of a copy, as FSDP does, with rows of their own."""
     ep: Ranks = 1
-    """Ranks that share out the experts of each layer and train rows of their own; alone, or beside dp."""
+    """Ranks that share out the experts of each layer, with rows of their own; alone, or beside dp."""
 
     @property
     def data(self) -> int:
@@ -90,11 +90,9 @@ class GenerationLayoutConfig(Section):
     """Sizes of the groups in which the trainer's ranks sample together."""
 
     pp: Ranks = 1
-    """Ranks that hold some of the layers and their keys and values; a divisor of that in training. It saves memory and
-    costs time."""
+    """Ranks that hold some of the layers and their keys and values; a divisor of that in training."""
     tp: Ranks = 1
-    """Ranks that hold parts of every layer, and of the keys and values of every sample; a divisor of that in
-    training."""
+    """Ranks that hold parts of every layer, and of keys and values; a divisor of that in training."""
 
     @property
     def size(self) -> int:

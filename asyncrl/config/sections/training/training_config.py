@@ -27,20 +27,20 @@ class TrainingConfig(Section):
     """The optimizer and the trainer."""
 
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Learning rate of the policy. Begin with 2e-4 under a million parameters, 1e-5 at 0.1 billion, 1e-6 from 0.5
-    billion on; with model.lora ten times that."""
+    """Learning rate. Begin with 2e-4 under a million parameters, 1e-5 at 0.1 billion, 1e-6 from 0.5 billion on; with
+    model.lora ten times that."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up; `linear` and `cosine` fall to 0 at the last step."""
+    """Course of the learning rate after the warm-up; `linear` and `cosine` end at 0."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of steps in which the learning rate rises from 0."""
+    """Steps in which the learning rate rises from 0."""
     updates: Positive = 1
-    """Number of optimizer steps in one training step, which split the batch."""
+    """Optimizer steps in one training step, which split the batch."""
     micro_batch_tokens: Positive = 8192
-    """Largest number of tokens in one forward and backward pass, unless one context is longer."""
+    """Most tokens in one forward and backward pass, unless one context is longer."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest norm of the gradient; larger ones are scaled down to it."""
     optimizer: OptimizerName = "adamw"
-    """Optimizer, by its name in torch.optim, or `adamw8bit` of bitsandbytes (extra `bitsandbytes`)."""
+    """Optimizer of torch.optim, or `adamw8bit` of the extra `bitsandbytes`."""
     optimizer_options: dict[str, Any] = Field(default={})
     """Further arguments of the optimizer, such as { momentum = 0.9 } of sgd (docs/models.md)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -48,35 +48,31 @@ class TrainingConfig(Section):
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of the first and second moment of optimizers that have two."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the trainer's computation; bfloat16 is autocast over float32 weights."""
+    """Precision of the trainer; bfloat16 is autocast over float32 weights."""
     gradient_checkpointing: bool = False
-    """Computes activations again in the backward pass, which saves memory and costs time."""
+    """Computes activations again in the backward pass."""
     router_replay: bool = False
-    """Trains a model of experts with those that generation chose for each token (torch engine)."""
+    """Trains with the experts that generation chose for each token (torch engine)."""
     logits_chunk: Positive = 1024
-    """Number of tokens whose logits exist at the same time."""
+    """Tokens whose logits exist at the same time."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 20
-    """Number of steps between checkpoints; 0 writes only the first and the last one."""
+    """Steps between checkpoints; 0 writes only the first and the last one."""
     background_checkpoints: bool = True
-    """Writes checkpoints while training goes on, from a copy in the memory of the host (3 numbers a parameter with
-    AdamW)."""
+    """Writes checkpoints while training goes on, from a copy in host memory (3 numbers a parameter with AdamW)."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints that are kept."""
     keep_best: str = ""
-    """Metric of which the best checkpoint is kept besides, such as eval/reward/mean, or -eval/cost/mean for the
-    lowest."""
+    """Metric of which the best checkpoint is kept too, such as eval/reward/mean, or -eval/cost/mean for the lowest."""
     device: str = "cpu"
     """Device of the trainer; `cuda` gives each of several ranks the GPU of its number."""
     pool: str = ""
-    """Pool of the trainer's ranks; `device` is then not read."""
+    """Pool of the trainer's ranks, in place of `device`."""
     engine: Literal["torch", "deepspeed"] = "torch"
-    """Program that computes steps: torch, or DeepSpeed (extra `deepspeed`), whose ZeRO splits state over the ranks of
-    layout.dp."""
+    """Program that computes steps: torch, or DeepSpeed's ZeRO over the ranks of layout.dp (extra `deepspeed`)."""
     deepspeed: DeepspeedConfig = DeepspeedConfig()
     """Shares of DeepSpeed's ranks, by the table [training.deepspeed]."""
     layout: TrainingLayoutConfig = TrainingLayoutConfig()
-    """Ranks of the trainer, by the table [training.layout]: {dp = 2}. A step's samples are divided over dp x shard x ep
-    by their tokens."""
+    """Ranks of the trainer, by the table [training.layout]: {dp = 2}."""
 
     @property
     def zero_stage(self) -> int:
