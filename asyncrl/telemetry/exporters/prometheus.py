@@ -17,7 +17,7 @@ from asyncrl.lanes.http_server import HttpServer
 from asyncrl.telemetry.exporters.scrape_address import host_and_port, read_token
 from asyncrl.telemetry.run_status import FINISHED, RunStatus, WorkerStatus
 
-# The metrics that the controller exports to Prometheus, as values of one moment. docs/metrics.md lists them.
+# The metrics that the controller exports to Prometheus, as values of one moment. A scrape has their meanings.
 
 
 Kind = Literal["gauge", "counter"]
