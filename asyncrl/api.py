@@ -19,7 +19,7 @@ from asyncrl.telemetry.samples_file import read_samples
 
 if TYPE_CHECKING:
     from asyncrl.controller.algorithm_interface import Algorithm
-    from asyncrl.controller.observers.evaluation.evaluator import Evaluation
+    from asyncrl.controller.observers.evaluation import Evaluation
     from asyncrl.controller.training_run import OnStep
     from asyncrl.fleet.fleet import ServiceSpec
 

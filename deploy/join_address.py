@@ -9,7 +9,7 @@ from asyncrl.config.install_hints import program
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.launching.key_folder import CONTROLLER, KeyFolder
-from asyncrl.fleet.launching.run_watch import MONITOR
+from asyncrl.fleet.launching.run_access import MONITOR
 from asyncrl.lanes.bound_socket import family_of, host_of, on_tcp
 
 ADDRESS = re.compile(r"tcp://([^/:\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d+)")

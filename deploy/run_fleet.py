@@ -15,8 +15,8 @@ from asyncrl.config.named_files import code_folders, is_read_by, source_files
 from asyncrl.config.placement import Placement
 from asyncrl.config.schema import Config
 from asyncrl.config.service_placement import ONE_REPLICA, pool_names, pools_of
-from asyncrl.controller.gate.pause_switch import PauseSwitch
-from asyncrl.controller.observers.worker_profile import WorkerProfiles
+from asyncrl.controller.controller import PauseSwitch
+from asyncrl.controller.observers.inspection import WorkerProfiles
 from asyncrl.controller.training_run import RunState
 from asyncrl.deploy.checks.machine import size_text
 from asyncrl.deploy.feedback_address import feedback_address
@@ -29,12 +29,10 @@ from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.deploy.service_specs import device_of, service_specs
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import RunningFleet, ServiceSpec, running_fleet
-from asyncrl.fleet.launching.command_socket import open_commands
-from asyncrl.fleet.launching.join_places import Places
-from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
+from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
 from asyncrl.fleet.launching.joining import REQUEST_BYTES
-from asyncrl.fleet.launching.leftover_cleanup import new_start
-from asyncrl.fleet.launching.run_watch import RunWatch
+from asyncrl.fleet.launching.launcher import new_start
+from asyncrl.fleet.launching.run_access import RunWatch, open_commands
 from asyncrl.fleet.lifecycle_events import FleetEvent
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.worker_spec import RunFacts, weights_arena

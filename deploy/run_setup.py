@@ -38,9 +38,9 @@ from asyncrl.controller.journal.checkpoints import (
     versions,
 )
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.returns import train_with_returns
 from asyncrl.controller.journal.run_storage import FileStore, run_lock
 from asyncrl.controller.observers.progress import RunProgress, progress_shown
+from asyncrl.controller.recovery import train_with_returns
 from asyncrl.controller.training_run import OnStep, Questions, RunState, TrainingRun
 from asyncrl.deploy.checks.folder_contents import here
 from asyncrl.deploy.checks.run_prompts import questions_of, read_prompts, with_steps_of_epochs
@@ -70,10 +70,9 @@ from asyncrl.errors import (
     TrainingStopped,
     errno_in,
 )
-from asyncrl.fleet.changes.scaling import MOST_WORKERS
 from asyncrl.fleet.failure_table import MISTAKES
-from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
+from asyncrl.fleet.fleet import MOST_WORKERS, ServiceSpec
+from asyncrl.fleet.worker.process_memory import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.tasks.prompt_sources import write_texts
 from asyncrl.tasks.reading.row_files import Rows
 from asyncrl.tasks.reward_trial import try_rewards

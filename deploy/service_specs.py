@@ -33,9 +33,7 @@ def service_specs(config: Config) -> list[ServiceSpec]:
     specs = [
         generation_spec(config, "generation", replicas=config.generation_replicas, **_inside_trainer(config)),
         reward_spec(config, "reward"),
-        ServiceSpec(
-            "training", Training, "asyncrl.services.policy_training:TrainingService", layout=layout, origin="torch"
-        ),
+        ServiceSpec("training", Training, "asyncrl.services.training:TrainingService", layout=layout, origin="torch"),
     ]
     if config.environment.use:
         specs.append(environment_spec(config))
@@ -76,8 +74,8 @@ def _inside_trainer(config: Config) -> dict[str, Any]:
 
 def _acting_specs(config: Config) -> list[ServiceSpec]:
     """Returns the services of a policy that acts: the environments reward it, so there is no reward service."""
-    acting = "asyncrl.services.acting.acting_generation:ActingService"
-    training = "asyncrl.services.acting.acting_training:ActingTrainingService"
+    acting = "asyncrl.services.acting_generation:ActingService"
+    training = "asyncrl.services.training:ActingTrainingService"
     return [
         ServiceSpec("generation", Generation, acting, replicas=config.generation.replicas, origin="torch"),
         ServiceSpec("training", Training, training, origin="torch"),
@@ -87,7 +85,7 @@ def _acting_specs(config: Config) -> list[ServiceSpec]:
 
 def acting_evaluation_spec(**options: Any) -> ServiceSpec:
     """Returns the spec of the worker that plays the episodes of an evaluation."""
-    implementation = "asyncrl.services.acting.acting_evaluation:ActingEvaluationService"
+    implementation = "asyncrl.services.acting_evaluation:ActingEvaluationService"
     return ServiceSpec("evaluation", Generation, implementation, origin="torch", scales=False, options=options)
 
 
@@ -136,7 +134,7 @@ def reward_spec(config: Config, service: Scorer) -> ServiceSpec:
 def _feedback_spec(config: Config, contract: type[Reward]) -> ServiceSpec:
     """Returns the spec of the reward service that asks a person too."""
     if config.reward.model:
-        implementation = "asyncrl.services.feedback_with_model:FeedbackWithModelService"
+        implementation = "asyncrl.services.reward_model:FeedbackWithModelService"
         return ServiceSpec("reward", contract, implementation, origin="torch", scales=False)
     return ServiceSpec("reward", contract, "asyncrl.services.feedback:FeedbackService", scales=False)
 

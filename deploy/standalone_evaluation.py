@@ -18,10 +18,8 @@ from asyncrl.config.schema import Config, RewardConfig, Scorer
 from asyncrl.config.sections.feedback_config import FeedbackConfig
 from asyncrl.config.sources import load, read
 from asyncrl.config.user_code import suggestion
-from asyncrl.controller.journal.best_checkpoint import chosen_model
-from asyncrl.controller.observers.evaluation.answers import SaveResults
-from asyncrl.controller.observers.evaluation.episodes import EpisodeEvaluator
-from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, Question
+from asyncrl.controller.journal.checkpoints import chosen_model
+from asyncrl.controller.observers.evaluation import EpisodeEvaluator, Evaluation, Evaluator, Question, SaveResults
 from asyncrl.deploy.preflight import missing_devices, scoring_problems
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher

@@ -21,14 +21,19 @@ from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_reader import run_for_rows
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName
+from asyncrl.protocols.batch import Array, Batch, BatchRef, Cuts, SampleName, value_columns
 from asyncrl.protocols.distribute_collect import balanced_parts
 from asyncrl.protocols.messages import CUT_SHORT, Checkpointed, ValueReport
-from asyncrl.protocols.row_columns import value_columns
 from asyncrl.protocols.service_contracts import Critic
-from asyncrl.services.ranks.forward_passes import results_of_forward_passes
-from asyncrl.services.ranks.led_ranks import LedRanks, Work
-from asyncrl.services.ranks.meeting import agreed, find_meeting, open_mesh, warn_of_whole_load
+from asyncrl.services.ranks import (
+    LedRanks,
+    Work,
+    agreed,
+    find_meeting,
+    open_mesh,
+    results_of_forward_passes,
+    warn_of_whole_load,
+)
 
 
 class CriticService(Service, Critic):

@@ -38,10 +38,9 @@ from asyncrl.environments.transcript import (
 from asyncrl.errors import AsyncrlError, EnvironmentFailed, Retryable
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.protocols.batch import NO_ROOM, Array, BatchRef, RowRef, SampleName
+from asyncrl.protocols.batch import NO_ROOM, Array, BatchRef, RowRef, SampleName, episode_columns
 from asyncrl.protocols.messages import Opening, PromptGroup
 from asyncrl.protocols.prompt_row import PackedRow, PromptRow
-from asyncrl.protocols.row_columns import episode_columns
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment
 from asyncrl.services.pooled_service import PooledService

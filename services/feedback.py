@@ -10,8 +10,7 @@ from asyncrl.config.sections.secret import revealed
 from asyncrl.engines.training.batch.contexts import contexts_of
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.http_server import HttpServer
-from asyncrl.protocols.batch import BatchRef, RowRef
-from asyncrl.protocols.row_columns import SPANS
+from asyncrl.protocols.batch import SPANS, BatchRef, RowRef
 from asyncrl.rewards.feedback.pairs import RatableAnswer
 from asyncrl.rewards.feedback.waiting_answers import FeedbackBoard, RatingsFile
 from asyncrl.rewards.feedback.web import FeedbackWeb

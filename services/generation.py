@@ -10,7 +10,7 @@ changes its weights between two decode steps.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,26 +23,86 @@ from asyncrl.config.gate_config import GateConfig
 from asyncrl.engines.canary_logprobs import canary_distance
 from asyncrl.engines.experts.record_shape import recorded_columns
 from asyncrl.engines.generation.engine_interface import GenerationEngine
-from asyncrl.engines.generation.ranked_generation import FollowingGeneration
+from asyncrl.engines.generation.ranked_generation import FollowingGeneration, LeadingEngine
 from asyncrl.engines.generation.scheduling.sample_requests import NO_WEIGHTS, Completion, Key
 from asyncrl.engines.generation.stored_sample_engine import StoredSampleEngine
 from asyncrl.engines.generation.torch_generation import TorchGeneration
 from asyncrl.engines.generation.turn_requests import ROW, Trajectory, Turn, TurnRequests
 from asyncrl.engines.generation.vllm.vllm_generation import VllmGeneration
 from asyncrl.engines.pictures.picture_rows import GroupPictures
+from asyncrl.engines.training.ranks.announcements import Announcements
 from asyncrl.environments.loading import answer_role
 from asyncrl.environments.transcript import unfinished_in
 from asyncrl.errors import DeadlineExceeded, LostRows, PeerLost, Refused, TaskError
+from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import RunFacts
 from asyncrl.lanes.data.row_store import bytes_of_row
 from asyncrl.lanes.weights.leases import must_flip
-from asyncrl.protocols.batch import CUT, LATE, Array, BatchRef, RowRef, SampleName
+from asyncrl.protocols.batch import (
+    CUT,
+    EXPERTS,
+    LATE,
+    SPANS,
+    Array,
+    BatchRef,
+    RowRef,
+    SampleName,
+    restored_columns,
+    sampled_places,
+    trajectory_columns,
+)
 from asyncrl.protocols.messages import Boundary, PromptGroup, Published, SampleText, Using
-from asyncrl.protocols.row_columns import EXPERTS, SPANS, restored_columns, sampled_places, trajectory_columns
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.services.ranks.sampling_group import SamplingGroup
+from asyncrl.services.ranks import find_meeting, next_announced, open_mesh_beside
 from asyncrl.tasks.prompt_lengths import TokenBudget, refuse_what_has_no_room
+
+# Opens the engines of ranks that sample together, in the processes of the trainer: one leads, the others follow it.
+#
+# controller ── generate ──> rank 0 ── announces each call ──> rank 1
+#                               └──── states and sums of layers ─┘
+
+
+class SamplingGroup:
+    """Connects one rank with the others of its replica. engine: of this rank, which its worker runs. follows: whether
+    another rank leads."""
+
+    def __init__(
+        self, announcements: Announcements, engine: TorchGeneration | FollowingGeneration, *, follows: bool
+    ) -> None:
+        self.engine = engine
+        self.follows = follows
+        self._announcements = announcements
+
+    @classmethod
+    async def open(cls, context: WorkerContext) -> "SamplingGroup":
+        """Connects the ranks and loads the engine of this one. Raises PeerLost when another rank did not start, and
+        ConfigError for a model that ranks cannot share out."""
+        mesh = await context.compute.run(open_mesh_beside, context, await find_meeting(context))
+        announcements = mesh.announcements
+        assert announcements is not None, "rank 0 announces what all of them compute"
+        if mesh.rank > 0:
+            calls = partial(next_announced, announcements)
+            timeout = context.config.fleet.call_deadline
+            follower = await FollowingGeneration.open(context, ranks=mesh, calls=calls, timeout=timeout)
+            return cls(announcements, follower, follows=True)
+        engine = partial(LeadingEngine, ranks=mesh, tell=announcements.tell)
+        return cls(announcements, await TorchGeneration.open(context, copies=False, engine=engine), follows=False)
+
+    async def run(self, deliver: Callable[[Sequence[Completion]], None]) -> None:
+        """Samples until cancelled. Raises PeerLost once the death of another rank had time to be noticed, because the
+        ranks have no common position any more."""
+        try:
+            await self.engine.run(deliver)
+        except PeerLost:
+            await asyncio.sleep(DEATH_NOTICE)
+            raise
+
+    async def stop(self) -> None:
+        """Ends the waits for announcements."""
+        with suppress(RuntimeError):  # The store is gone, or a rank that is dead reads nothing.
+            await asyncio.to_thread(self._announcements.end)
+
 
 EVALUATION = "evaluation"  # samples held-out prompts: copies the version under evaluation and holds no lease
 STEP = "decode step"

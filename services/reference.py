@@ -17,12 +17,9 @@ from asyncrl.engines.training.token_logprobs import frozen_logprobs, idle_pass
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
 from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.protocols.batch import Batch, BatchRef
-from asyncrl.protocols.row_columns import EXPERTS, reference_columns
+from asyncrl.protocols.batch import EXPERTS, Batch, BatchRef, reference_columns
 from asyncrl.protocols.service_contracts import Reference
-from asyncrl.services.ranks.forward_passes import results_of_forward_passes
-from asyncrl.services.ranks.led_ranks import LedRanks
-from asyncrl.services.ranks.meeting import find_meeting, open_mesh, warn_of_whole_load
+from asyncrl.services.ranks import LedRanks, find_meeting, open_mesh, results_of_forward_passes, warn_of_whole_load
 
 COLUMN = "reference_logprobs"
 

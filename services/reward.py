@@ -18,10 +18,9 @@ from asyncrl.config.schema import Scorer
 from asyncrl.environments.transcript import FAILED, failure_in, token_texts
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import bytes_of_row
-from asyncrl.protocols.batch import BatchRef
+from asyncrl.protocols.batch import SPANS, TOKEN_REWARDS, BatchRef, sampled_places, token_reward_columns
 from asyncrl.protocols.messages import Score
 from asyncrl.protocols.prompt_row import PackedRow
-from asyncrl.protocols.row_columns import SPANS, TOKEN_REWARDS, sampled_places, token_reward_columns
 from asyncrl.protocols.service_contracts import Reward
 from asyncrl.rewards.execution.child_pool import ChildPool
 from asyncrl.rewards.execution.chosen_functions import FunctionChoice

@@ -1,6 +1,8 @@
 """Scores samples with a reward model, in addition to the functions of the user."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,16 @@ from asyncrl.protocols.prompt_row import PackedRow
 from asyncrl.rewards.execution.function_call import result_of
 from asyncrl.rewards.functions import FunctionSpec
 from asyncrl.rewards.sample import FunctionResult, Sample
-from asyncrl.services.ranks.forward_passes import in_passes, on_all_ranks, results_of_forward_passes
-from asyncrl.services.ranks.led_ranks import LedRanks
-from asyncrl.services.ranks.meeting import find_meeting, open_mesh, warn_of_whole_load
+from asyncrl.services.feedback import PERSON, FeedbackService
+from asyncrl.services.ranks import (
+    LedRanks,
+    find_meeting,
+    in_passes,
+    on_all_ranks,
+    open_mesh,
+    results_of_forward_passes,
+    warn_of_whole_load,
+)
 from asyncrl.services.reward import RewardService
 from asyncrl.tasks.prompt_rows import with_system
 from asyncrl.tasks.turn_template import WHOLE
@@ -179,3 +188,25 @@ def _within(lengths: Mapping[int, int], tokens: int) -> list[int]:
             break
         part.append(number)
     return part
+
+
+# Scores samples by what a person says, and by a reward model, which may stand in for the person.
+
+
+class FeedbackWithModelService(FeedbackService, RewardModelService):
+    """Adds the terms `model` and `person`. With `feedback.otherwise = "model"` the model's score s stands in for a
+    person as sigmoid(s), and the term `model` is only reported."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        if self._feedback.otherwise == "model":
+            self._specs = tuple(replace(spec, weight=0.0) if spec.name == MODEL_TERM else spec for spec in self._specs)
+        assert self._specs[-1].name == PERSON
+
+    def _result(self, others: list[FunctionResult], value: float | None, sample: Sample) -> FunctionResult:
+        if value is not None or self._feedback.otherwise != "model":
+            return super()._result(others, value, sample)
+        score = others[-1]
+        if not isinstance(score.value, float):
+            return score
+        return FunctionResult(1 / (1 + math.exp(-max(-60.0, min(60.0, score.value)))))

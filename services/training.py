@@ -6,20 +6,26 @@ TrainerService has the calls, versions and leases of any trainer; policy_trainin
 import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from asyncrl.engines.acting.acting_trainer import ActingStep, ActingTrainer
+from asyncrl.engines.acting.stepping.spaces import read_spaces
+from asyncrl.engines.acting.transitions import COLUMNS, transition_rows
 from asyncrl.engines.devices import refuse_unusable
-from asyncrl.engines.training.batch.train_rows import batch_digest
+from asyncrl.engines.pictures.picture_rows import read_pictures
+from asyncrl.engines.pictures.prompt_pictures import PromptPictures
+from asyncrl.engines.training.batch.train_rows import batch_digest, columns_of, train_rows
+from asyncrl.engines.training.policy_trainer import PolicyStep, PolicyTrainer
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.engines.training.ranks.weight_gathering import gather_for_generation, regrouping_of
 from asyncrl.engines.training.trainer_checkpoint import HeldCopy, StateCopy, copy_of, tensor_digests
 from asyncrl.engines.training.training_step import AdvancingStep, StepOutcome, TrainedPolicy
-from asyncrl.errors import ArenaFull, FleetFailed, LostRows, PeerLost, Refused
+from asyncrl.errors import ArenaFull, ConfigError, DeadlineExceeded, FleetFailed, LostRows, PeerLost, Refused
 from asyncrl.fleet.remote_worker import DEATH_NOTICE
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.fleet.worker.rank_meeting import MeetingPlace
@@ -27,7 +33,7 @@ from asyncrl.fleet.worker.service import Service, WorkerContext
 from asyncrl.fleet.worker.weight_endpoints import weight_network
 from asyncrl.lanes.data.row_file import READY_ROWS, write_rows
 from asyncrl.lanes.data.row_reader import RowPrefetch, run_for_rows
-from asyncrl.lanes.weights.leases import slot_of
+from asyncrl.lanes.weights.leases import Leases, slot_of
 from asyncrl.lanes.weights.selection.transport_opening import listens, open_sender
 from asyncrl.lanes.weights.transports.interface import WeightSender
 from asyncrl.lanes.weights.update_permit import UpdatePermit
@@ -36,9 +42,57 @@ from asyncrl.protocols.batch import Batch, BatchRef, Cuts
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Checkpointed, HeldWeights, Published, StepReport
 from asyncrl.protocols.service_contracts import ENDED, RUNNING, UNDONE, Training
-from asyncrl.services.ranks.meeting import agree_on_lost_rows, find_meeting, open_mesh
-from asyncrl.services.ranks.running_step import LOSS_NOTICE, StepInProgress
-from asyncrl.services.ranks.weight_slots import no_room_for_weights, wait_for_slot
+from asyncrl.services.ranks import agree_on_lost_rows, find_meeting, open_mesh, warn_of_whole_load
+
+# The two slots for versions of the weights: what to do where they do not fit, and the wait until one is free.
+
+
+async def wait_for_slot(leases: Leases, version: int, changed: asyncio.Event, deadline: float) -> None:
+    """Waits until no reader uses the slot of `version`, and closes the slot for readers. changed: is set when leases
+    change. deadline: twice that after which the controller kills a reader, which has to take effect. Raises
+    DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(deadline):
+            while leases.holders(version):
+                changed.clear()
+                await changed.wait()
+            leases.begin_write(version)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"weights of version {version} could not be written within {deadline:g} s: "
+            f"{', '.join(leases.holders(version))} still read the slot; raise staleness.publish_deadline if they "
+            "are only slow"
+        ) from None
+
+
+def no_room_for_weights(full: ArenaFull) -> ConfigError:
+    return ConfigError(
+        f"two versions of the weights have to fit into shared memory: {full}; or use a smaller model (model.name), or "
+        "half the bytes (model.dtype)"
+    )
+
+
+# Holds the step that a trainer runs, from its first call to its report, or to the loss of rows.
+
+
+LOSS_NOTICE = 60.0
+"""Seconds for which a rank that lost another one stays, so that the death of the other one is reported first: as long
+as the controller may take to notice it. All ranks end then, and the run goes on from its newest checkpoint."""
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """Holds a running step. digest: of its batch. rows_checked: set once all ranks have read their rows or reported
+    lost rows. run: of the engine, once it is begun. work: the task up to the outcome of the engine; its result is None
+    when rows are lost. random: state of torch's generator before it."""
+
+    digest: str
+    run: AdvancingStep | None = None
+    work: "asyncio.Task[StepOutcome | None]" = field(init=False)
+    rows_checked: asyncio.Event = field(default_factory=asyncio.Event)
+    random: torch.Tensor = field(default_factory=torch.get_rng_state)
+    lost: LostRows | None = None
+
 
 EngineOfPolicy = TypeVar("EngineOfPolicy", bound=TrainedPolicy)
 
@@ -389,3 +443,66 @@ class TrainerService(Service, Training, Generic[EngineOfPolicy]):
 
 def _position_text(incarnation: int, version: int) -> str:
     return f"version {version} of incarnation {incarnation}"
+
+
+# Trains a language model.
+
+
+class TrainingService(TrainerService[PolicyTrainer]):
+    """Trains a language model. options: `pretrain`: file of texts."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._pictures: list[PromptPictures | None] = []
+        """Pictures of the batch that was read last, in its order."""
+
+    async def read_rows(self, samples: BatchRef) -> Batch:
+        self._pictures = await read_pictures(self.context.reader, samples)
+        return await super().read_rows(samples)
+
+    def columns_read(self) -> Sequence[str]:
+        return columns_of(self.context.config)
+
+    def begin_step(self, cuts: Cuts, columns: Batch) -> PolicyStep:
+        temperature = self.context.config.generation.temperature
+        shown = set(cuts.shown)
+        rows = train_rows(cuts.batch, columns, temperature, shown, self._pictures)
+        return self._engine.begin(rows, cuts.incarnation, cuts.version)
+
+    def open_engine(self, mesh: RankMesh) -> tuple[PolicyTrainer, dict[str, Any]]:
+        context = self.context
+        texts = Path(context.spec.options["pretrain"]) if context.config.algorithm.pretrain_coefficient > 0 else None
+        base = context.facts.model_dir
+        checkpoint = context.facts.checkpoint_dir
+        extra: dict[str, Any] = {}
+        if checkpoint is None:
+            engine = PolicyTrainer(context.config, base, mesh, texts)
+            if not context.config.fleet.listen:  # A trainer that joined has a copy, which the controller may not see.
+                engine.prepared = base
+        else:
+            engine, extra = PolicyTrainer.resume(context.config, checkpoint, mesh, texts, base)
+        warn_of_whole_load(context, engine.model.loaded_whole)
+        return engine, extra
+
+
+# Trains the policy that acts: the training service of a run with `acting.env`.
+
+
+class ActingTrainingService(TrainerService[ActingTrainer]):
+    """Trains the actor and its critics."""
+
+    def columns_read(self) -> Sequence[str]:
+        return COLUMNS
+
+    def begin_step(self, cuts: Cuts, columns: Batch) -> ActingStep:
+        staleness = self.context.config.staleness
+        spaces = self._engine.spaces
+        bound = (cuts.incarnation, cuts.version, staleness.limit, staleness.policy)
+        return self._engine.begin(transition_rows(cuts.batch, columns, spaces, *bound), cuts.version)
+
+    def open_engine(self, mesh: RankMesh) -> tuple[ActingTrainer, dict[str, Any]]:
+        context = self.context
+        spaces = read_spaces(context.facts.model_dir)
+        if context.facts.checkpoint_dir is None:
+            return ActingTrainer(context.config, spaces), {}
+        return ActingTrainer.resume(context.config, spaces, context.facts.checkpoint_dir)

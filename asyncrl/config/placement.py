@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.sections.device_pools import CPU, Assignment, Device, DevicePlace
 from asyncrl.config.service_placement import assignment, layouts, rank_layout, replicas_of, services_of
-from asyncrl.protocols.rank_hosts import crossings
-from asyncrl.protocols.rank_layout import Layout
+from asyncrl.protocols.rank_layout import Layout, crossings
 
 if TYPE_CHECKING:
     from asyncrl.config.schema import Config

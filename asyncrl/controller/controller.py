@@ -30,18 +30,17 @@ from typing import cast
 from asyncrl.concurrency import one_error, root_cause
 from asyncrl.config.schema import Config
 from asyncrl.controller.algorithm_interface import Algorithm, AlgorithmChecks, AttributedTo
+from asyncrl.controller.checkpointing import restore_rows
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import IN_FLIGHT, OPEN, Cut, Stage
-from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.iterations import CheckedTraining, Iteration, Iterations
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.events import DroppedByAlgorithm, Event, Observe, WeightsHandedOver
-from asyncrl.controller.observers.shown_rows import ShownRows
+from asyncrl.controller.observers.recorder import ShownRows
 from asyncrl.controller.observers.staleness_report import StalenessReport
 from asyncrl.controller.rollouts import Attempt, PromptSource, Rollouts, wait_of
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.controller.sample_tracker import SampleTracker
-from asyncrl.controller.saved_rows import restore_rows
 from asyncrl.controller.weight_publisher import WeightPublisher
 from asyncrl.errors import AlgorithmError, LostRows, TaskError
 from asyncrl.fleet.fleet import Fleet
@@ -51,6 +50,42 @@ from asyncrl.protocols.batch import BatchRef, Cuts, SampleName
 from asyncrl.protocols.messages import Score, StepReport, ValueReport, with_cost
 from asyncrl.protocols.service_contracts import RUNNING, UNDONE, Training
 from asyncrl.rewards.execution.token_rewards import stores_token_rewards
+
+# Holds a run back by command: while the switch is on, no group is drawn and no step begins.
+#
+# What runs already goes on: samples in flight are generated and scored, and wait; a running step ends. No version is
+# published meanwhile, so nothing that waits gets older, and every bound holds as before.
+
+
+class PauseSwitch:
+    """Is off at first. subscribers: called after each change; they must not block."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.subscribers: list[Callable[[], None]] = []
+        self._since = 0.0
+        self._seconds = 0.0
+
+    def turn(self, on: bool) -> bool:
+        """Turns the switch on or off; returns whether that changed it."""
+        if on == self.on:
+            return False
+        now = asyncio.get_running_loop().time()
+        self._seconds += now - self._since if self.on else 0.0
+        self._since = now
+        self.on = on
+        for subscriber in self.subscribers:
+            subscriber()
+        return True
+
+    def take_seconds(self) -> float:
+        """Returns for how many seconds the switch was on since it was asked before."""
+        now = asyncio.get_running_loop().time()
+        taken = self._seconds + (now - self._since if self.on else 0.0)
+        self._seconds = 0.0
+        self._since = now
+        return taken
+
 
 DRAWN_AT_ONCE = 256
 """Groups drawn before other tasks run: drawing 100,000 groups takes a minute, in which the recorder and health wait."""

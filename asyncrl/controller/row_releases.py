@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from asyncrl.concurrency import gather
-from asyncrl.controller.observers.shown_rows import ShownRows
+from asyncrl.controller.observers.recorder import ShownRows
 from asyncrl.errors import DeadlineExceeded, Retryable
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import SampleName

@@ -13,29 +13,22 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.concurrency import running_beside
 from asyncrl.controller.algorithm_interface import Algorithm
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.checkpointing import BackgroundCommits, read_terms, save_rows_and_terms
+from asyncrl.controller.controller import Controller, PauseSwitch
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.gate.pause_switch import PauseSwitch
-from asyncrl.controller.journal.background_commits import BackgroundCommits
-from asyncrl.controller.journal.best_checkpoint import BestCheckpoint
-from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, ResumePlan, SavedSamples, versions
+from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, BestCheckpoint, ResumePlan, SavedSamples, versions
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.observers.alarms import Alarm, AlgorithmDrops, PoisonedGroups, RewardFailures
-from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Question
-from asyncrl.controller.observers.evaluation.schedule import EvaluationSchedule, schedule_of
+from asyncrl.controller.observers.evaluation import Evaluation, EvaluationSchedule, Question, schedule_of
 from asyncrl.controller.observers.events import Event, GroupFinished, StepDone, Warned
-from asyncrl.controller.observers.guards.training_guards import TrainingGuards
-from asyncrl.controller.observers.progress import RunProgress
-from asyncrl.controller.observers.recorder import Recorder
-from asyncrl.controller.observers.reward_output import RewardOutput
-from asyncrl.controller.observers.shown_rows import ShownRows
-from asyncrl.controller.observers.status_writer import StatusWriter
-from asyncrl.controller.saved_rows import read_terms, save_rows_and_terms
+from asyncrl.controller.observers.progress import RewardOutput, RunProgress, StatusWriter
+from asyncrl.controller.observers.recorder import Recorder, ShownRows
+from asyncrl.controller.observers.training_guards import TrainingGuards
 from asyncrl.errors import DeadlineExceeded, FleetFailed
 from asyncrl.fleet.fleet import RunningFleet
 from asyncrl.fleet.lifecycle_events import FleetEvent, WorkerCleanedUp, WorkerLost, WorkerStarted
-from asyncrl.fleet.worker.gc_freeze import FrozenObjects
+from asyncrl.fleet.worker.process_memory import FrozenObjects
 from asyncrl.objectives.advantages import Advantages
 from asyncrl.protocols.messages import Checkpointed
 from asyncrl.tasks import Draw

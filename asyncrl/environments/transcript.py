@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.environments.observation import Message
-from asyncrl.protocols.batch import CUT, LATE, Array
-from asyncrl.protocols.row_columns import SPANS, sampled_places
+from asyncrl.protocols.batch import CUT, LATE, SPANS, Array, sampled_places
 
 POLICY = "assistant"
 CONTEXT = "context"

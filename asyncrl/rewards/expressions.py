@@ -10,7 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from asyncrl.protocols.answers.plain_text import UNIT, last_box
+from asyncrl.protocols.answer_text import UNIT, last_box
 
 DEEPEST = 12
 """Brackets inside each other in an expression that is read: the package's time triples with each two."""

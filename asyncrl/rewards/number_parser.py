@@ -11,8 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from asyncrl.protocols.answers.json_objects import json_objects
-from asyncrl.protocols.answers.plain_text import SPACE, UNIT, UNITS, UNSPACED, around_last_box, plain
+from asyncrl.protocols.answer_text import SPACE, UNIT, UNITS, UNSPACED, around_last_box, json_objects, plain
 
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("number_words.toml").read_text(encoding="utf-8"))
 

@@ -18,8 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.errors import ConfigError, RewardError
-from asyncrl.protocols.answers.json_objects import json_objects
-from asyncrl.protocols.thoughts import split_thoughts
+from asyncrl.protocols.answer_text import json_objects, split_thoughts
 from asyncrl.rewards.sample import RowError, Sample
 
 # Limits the calls to a server: those at one time, those in a second, and pauses that the server asks for.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from asyncrl.errors import RewardError
+from asyncrl.protocols.answer_text import split_thoughts
 from asyncrl.protocols.named_columns import Columns, missing_column
-from asyncrl.protocols.thoughts import split_thoughts
 
 Value = float | dict[str, float] | None
 """A reward, named terms whose sum it is, or None for a sample that cannot be scored."""

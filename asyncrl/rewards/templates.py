@@ -19,9 +19,8 @@ from asyncrl.children.sandbox.pool import Kind
 from asyncrl.config.problems import Problem
 from asyncrl.config.user_code import suggestion
 from asyncrl.errors import ConfigError, RewardError, TaskError
-from asyncrl.protocols.answers.plain_text import composed, folded
+from asyncrl.protocols.answer_text import PAIRS, composed, folded
 from asyncrl.protocols.batch import NO_ROOM
-from asyncrl.protocols.thoughts import PAIRS
 from asyncrl.rewards.expressions import letter, unit
 from asyncrl.rewards.number_parser import last_number
 from asyncrl.rewards.remote_judge import RemoteJudge

@@ -16,15 +16,14 @@ from asyncrl.config.schema import (
     TrainingConfig,
 )
 from asyncrl.controller.algorithm_interface import Algorithm
+from asyncrl.controller.checkpointing import BackgroundCommits, save_rows
 from asyncrl.controller.controller import Controller
 from asyncrl.controller.gate.gate import Gate
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.journal.background_commits import BackgroundCommits
 from asyncrl.controller.journal.checkpoints import NOTHING_SAVED, plan_resume, resume
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore
 from asyncrl.controller.observers.events import Event
-from asyncrl.controller.saved_rows import save_rows
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.objectives.advantages import Advantages, greedy_baseline, group_baseline, plain_rewards
 from asyncrl.protocols.batch import BatchRef

@@ -14,7 +14,7 @@ from asyncrl.environments.loading import answer_role
 from asyncrl.environments.observation import Message
 from asyncrl.environments.transcript import POLICY
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.protocols.thoughts import PAIRS, ends_in_thoughts, split_thoughts
+from asyncrl.protocols.answer_text import PAIRS, ends_in_thoughts, split_thoughts
 from asyncrl.tasks.prompt_rows import PromptRows
 from asyncrl.tasks.prompt_sources import training_prompts
 from asyncrl.tasks.source_problems import is_read_ahead

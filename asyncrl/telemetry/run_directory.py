@@ -41,7 +41,7 @@ class RunDirectory:
     copied.json, copying/: of copies in a store of objects; report.html; logs/; trace.json.gz;
     sources/: copies of prompts and code (source_copies.py);
     run.lock; run.id: 8 hex digits, which copies of the directory keep; run.start: name of the
-    last start (fleet/launching/leftover_cleanup.py).
+    last start (fleet/launching/launcher.py).
     """
 
     def __init__(self, path: Path) -> None:

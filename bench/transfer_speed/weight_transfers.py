@@ -32,7 +32,7 @@ import zmq
 
 from asyncrl.bench.measurements import RoundValues, at_least, goal_line, number, ratios, table
 from asyncrl.bench.transfer_speed.shared_weights import report
-from asyncrl.fleet.worker.gc_freeze import gc_frozen
+from asyncrl.fleet.worker.process_memory import gc_frozen
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.weights.chunk_codec import WireCodec

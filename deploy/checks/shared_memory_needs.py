@@ -14,7 +14,7 @@ from asyncrl.engines.pictures.prompt_pictures import picture_columns
 from asyncrl.fleet.weight_transport import transport_of
 from asyncrl.lanes.data.row_store import bytes_of_row, bytes_of_rows
 from asyncrl.lanes.weights.leases import SLOTS
-from asyncrl.protocols.row_columns import (
+from asyncrl.protocols.batch import (
     Columns,
     episode_columns,
     expert_columns,

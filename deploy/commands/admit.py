@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> int:
     from asyncrl.config.sources.keys import closest
     from asyncrl.errors import ConfigError
     from asyncrl.fleet.launching.key_folder import KeyFolder
-    from asyncrl.fleet.launching.run_watch import MONITOR
+    from asyncrl.fleet.launching.run_access import MONITOR
 
     roles = (*JOINING_ROLES, MONITOR)
     if asked.role not in roles:

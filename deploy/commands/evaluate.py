@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.deploy.commands.command_parser import CommandParser, positive
 
 if TYPE_CHECKING:
-    from asyncrl.controller.observers.evaluation.evaluator import Evaluation
+    from asyncrl.controller.observers.evaluation import Evaluation
 
 
 def main(arguments: list[str]) -> int:
     asked = _parser().parse_args(arguments)
-    from asyncrl.controller.observers.evaluation.answers import write_answers
+    from asyncrl.controller.observers.evaluation import write_answers
     from asyncrl.deploy.standalone_evaluation import Wanted, evaluate_target
 
     answers: list[Any] = []
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _line(each: "Evaluation") -> str:
-    from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
+    from asyncrl.controller.observers.evaluation import EpisodesEvaluation
 
     if isinstance(each, EpisodesEvaluation):
         return str(each)

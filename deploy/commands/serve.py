@@ -100,8 +100,8 @@ def _forks(role: str) -> "Iterator[Forks | None]":
 
 async def _check(asked: argparse.Namespace, key: "WorkerKey", address: str) -> int:
     """Prints what this host does in the run; returns the exit status."""
-    from asyncrl.fleet.launching.join_inquiry import state_of_host
     from asyncrl.fleet.launching.joining import HostState, installed_versions
+    from asyncrl.fleet.launching.joining_host import state_of_host
     from asyncrl.lanes.control.zmq_wire import ZmqWire
     from asyncrl.lanes.host_id import HostId, gpus_of_host
 

@@ -19,7 +19,7 @@ from typing import IO, Literal, Self
 
 from asyncrl.deploy.process.fork_client import CannotFork, ForkedWorker, Forks
 from asyncrl.deploy.process.worker_environment import worker_environment
-from asyncrl.fleet.launching.leftover_cleanup import remove_leftovers
+from asyncrl.fleet.launching.launcher import remove_leftovers
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.bound_socket import family_of, on_tcp
 from asyncrl.lanes.host_id import HostId

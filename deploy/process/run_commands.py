@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.controller.gate.pause_switch import PauseSwitch
-from asyncrl.controller.observers.held_weights import describe_weights
-from asyncrl.controller.observers.worker_profile import WorkerProfiles
+from asyncrl.controller.controller import PauseSwitch
+from asyncrl.controller.observers.inspection import WorkerProfiles, describe_weights
 from asyncrl.deploy.process.scaled_services import Scaled, keep
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.errors import Refused
-from asyncrl.fleet.changes.scaling import scale
-from asyncrl.fleet.fleet import RunningFleet
+from asyncrl.fleet.fleet import RunningFleet, scale
 from asyncrl.protocols.messages import Call
 from asyncrl.protocols.service_contracts import Training
 from asyncrl.telemetry.run_directory import RunDirectory

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from asyncrl.errors import ConfigError, Refused
-from asyncrl.fleet.changes.scaling import scalable
-from asyncrl.fleet.fleet import ServiceSpec
+from asyncrl.fleet.fleet import ServiceSpec, scalable
 from asyncrl.telemetry.run_directory import replace_text
 
 

@@ -12,8 +12,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.telemetry.run_directory import is_in_store
 
 if TYPE_CHECKING:
-    from asyncrl.controller.journal.remote_copy.s3_objects import S3Objects
     from asyncrl.controller.journal.run_storage import FileStore
+    from asyncrl.controller.journal.s3_objects import S3Objects
 
 READ = frozenset(("samples", "evaluate", "export", "push", "report", "audit", "replay"))
 """Commands that read a run directory, and may be given such an address."""
@@ -28,7 +28,7 @@ def folder_of(address: str) -> Path:
 def stored_run(address: str, say: Callable[[str], None] = print) -> Path:
     """Returns the run directory here, after it holds the run that the store has. Raises ConfigError for a wrong
     address, a missing extra, and a store that cannot be read."""
-    from asyncrl.controller.journal.remote_copy.run_copy import brought
+    from asyncrl.controller.journal.run_copy import brought
 
     objects = _objects(address)
     folder = folder_of(address)
@@ -57,7 +57,7 @@ def _read_run(address: str) -> Path:
 
 
 def _objects(address: str) -> "S3Objects":
-    from asyncrl.controller.journal.remote_copy.s3_objects import S3Objects
+    from asyncrl.controller.journal.s3_objects import S3Objects
 
     return S3Objects(address)
 
@@ -75,8 +75,7 @@ async def copies_of(
         yield None
         return
     from asyncrl.controller.journal.checkpoints import versions
-    from asyncrl.controller.journal.remote_copy.run_copy import head_of
-    from asyncrl.controller.journal.remote_copy.uploads import Uploads, uploading
+    from asyncrl.controller.journal.run_copy import Uploads, head_of, uploading
 
     objects = _objects(address)
     await asyncio.to_thread(objects.check)

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from asyncrl.concurrency import gather, unwrap
 from asyncrl.engines.models.lean_imports import import_less
-from asyncrl.fleet.worker.gc_freeze import gc_frozen
-from asyncrl.fleet.worker.run_keys import admit_on, worker_keys
+from asyncrl.fleet.worker.lane_access import admit_on, worker_keys
+from asyncrl.fleet.worker.process_memory import gc_frozen
 from asyncrl.fleet.worker.worker_runtime import run_worker
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.inproc_wire import InprocWire

@@ -15,7 +15,7 @@ import pytest
 from asyncrl.deploy.report.dashboard.shown_runs import ShownRuns
 from asyncrl.deploy.report.dashboard.web import DashboardWeb
 from asyncrl.errors import Refused
-from asyncrl.fleet.launching.command_socket import open_commands
+from asyncrl.fleet.launching.run_access import open_commands
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.messages import Call
 from asyncrl.telemetry.run_status import RunStatus, WorkerStatus, write_status

@@ -21,7 +21,7 @@ METHODS = ("unpack", "unpack_from", "raw_decode", "validate_json", "model_valida
 FUZZED: dict[str, tuple[str, ...]] = {
     "children/pipe_messages.py": ("reward",),
     "controller/journal/checkpoints.py": ("manifest",),
-    "controller/journal/remote_copy/run_copy.py": ("head",),
+    "controller/journal/run_copy.py": ("head",),
     "controller/journal/journal.py": ("journal", "records"),
     "engines/acting/stepping/answers.py": ("acting",),
     "environments/adapters/openenv_client.py": ("environment",),
@@ -34,7 +34,7 @@ FUZZED: dict[str, tuple[str, ...]] = {
     "protocols/prompt_row.py": ("rows",),
     "rewards/feedback/web.py": ("feedback",),
     "rewards/remote_judge.py": ("judge",),
-    "protocols/answers/json_objects.py": ("judge", "environment"),
+    "protocols/answer_text.py": ("judge", "environment"),
 }
 OWN = "a file of asyncrl"
 RUN = "a file of the run, which its user alone writes"
@@ -64,8 +64,8 @@ UNFUZZED: dict[str, str] = {
     "config/sources/keys.py": OWN,
     "config/sources/layers.py": USER,
     "config/sources/value_validation.py": USER,
-    "controller/journal/best_checkpoint.py": RUN,
-    "controller/saved_rows.py": RUN,
+    "controller/journal/checkpoints.py": RUN,
+    "controller/checkpointing.py": RUN,
     "deploy/checks/folder_contents.py": MODEL,
     "rewards/number_parser.py": OWN,
     "deploy/checks/lost_characters.py": MODEL,
@@ -112,10 +112,10 @@ UNFUZZED: dict[str, str] = {
     "environments/agents/verifiers_rollout.py": OWN,
     "environments/episode_server.py": PARENT,
     "environments/transcript.py": "a column of a row, which a generator wrote as JSON",
-    "fleet/launching/command_socket.py": RUN,
+    "fleet/launching/run_access.py": RUN,
     "fleet/launching/joining_host.py": PROVEN,
     "fleet/launching/key_folder.py": USER,
-    "fleet/worker/torch_profile.py": "a file that the worker itself has just written",
+    "fleet/worker/compute_thread.py": "a file that the worker itself has just written",
     "fleet/worker/worker_spec.py": PROVEN,
     "lanes/data/file_cache.py": "a cache of the user",
     "lanes/data/row_store.py": VIEW,

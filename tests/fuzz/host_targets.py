@@ -16,11 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from asyncrl.concurrency import running_beside
-from asyncrl.controller.journal.remote_copy.objects import MemoryObjects
-from asyncrl.controller.journal.remote_copy.run_copy import CopiedFile, Head, brought
+from asyncrl.controller.journal.run_copy import CopiedFile, Head, MemoryObjects, brought
 from asyncrl.errors import ConfigError, JournalError, Refused, WeightsError, WireError
-from asyncrl.fleet.launching.join_places import Places
-from asyncrl.fleet.launching.join_point import JoinPoint
+from asyncrl.fleet.launching.join_point import JoinPoint, Places
 from asyncrl.lanes.control import message_codec
 from asyncrl.lanes.control.auth import CurveKeys
 from asyncrl.lanes.control.client import Client
@@ -29,8 +27,7 @@ from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.data.file_cache import FileCache, FileServer, OfferedFiles
 from asyncrl.lanes.data.row_file import RowFileWriter, store_again
 from asyncrl.protocols.batch import Batch, BatchRef, Column, Place
-from asyncrl.protocols.join_messages import FilePart, FileTree, JoinRequest, ListedFile
-from asyncrl.protocols.messages import Call
+from asyncrl.protocols.messages import Call, FilePart, FileTree, JoinRequest, ListedFile
 from tests.fuzz.targets import CALLER, PATIENCE, ROW, WORKER, Looping, Worker, frames_of, joined, split
 
 JOIN = JoinRequest("generation", "agent", "m", "m", "h1", {"asyncrl": "0.1"}, "proof", ["cuda:0"])

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.children.pipe_messages import packed
 from asyncrl.controller.journal.journal import FRAME, encode
 from asyncrl.lanes.data.row_fetcher import FETCH
-from asyncrl.protocols.join_messages import FileTree, ListedFile
-from asyncrl.protocols.messages import Call
+from asyncrl.protocols.messages import Call, FileTree, ListedFile
 from tests.fuzz.all_targets import TARGETS
 from tests.fuzz.targets import RECORDS, framed, frames_of, joined
 

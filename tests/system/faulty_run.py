@@ -21,7 +21,7 @@ from commit_faults import faulty_commit
 from watching import dead, pid_of, wait_until
 
 from asyncrl.config.schema import Config
-from asyncrl.controller.journal import background_commits
+from asyncrl.controller import checkpointing
 from asyncrl.controller.journal.checkpoints import Manifest, Spared
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.deploy import cli, run_fleet, run_setup
@@ -102,7 +102,7 @@ def use_standins() -> None:
 
 
 if __name__ == "__main__":
-    vars(background_commits)["commit"] = commit_until_the_fault
+    vars(checkpointing)["commit"] = commit_until_the_fault
     if FAULTS.get("secrets"):
         record_secrets(Path(FAULTS["secrets"]))
     if FAULTS.get("standins"):

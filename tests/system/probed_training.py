@@ -4,7 +4,7 @@ import this module."""
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.distribute_collect import ALL_TO_ALL, DP_PROTO, THREE_D_ALL_MICRO_DP
 from asyncrl.protocols.service_contracts import Idempotent, Training, endpoint
-from asyncrl.services.policy_training import TrainingService
+from asyncrl.services.training import TrainingService
 
 
 class ProbedTraining(Training):

@@ -119,7 +119,7 @@ async def trainer(
     facts = RunFacts(run, run_dir, model, 0, f"asyncrl-{run}-0-weights", config, **facts_of_resume)
     with forks_of(facts.config) as forks, LocalLauncher(run, forks=forks) as launcher:
         layout = Layout(chosen.pp, chosen.tp, chosen.dp, shard=chosen.shard, sp=chosen.sp, ep=chosen.ep)
-        service = "asyncrl.services.policy_training:TrainingService"
+        service = "asyncrl.services.training:TrainingService"
         spec = ServiceSpec("training", Training, service, layout=layout, origin="torch")
         async with running_fleet([spec], facts, launcher=launcher, resume="asyncrl run x") as running:
             yield running, running.handle("training", Training)

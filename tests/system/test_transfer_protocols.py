@@ -17,7 +17,7 @@ from probed_training import ProbedTraining
 from test_training_ranks_fleet import config_of, cuts_from, model, rows_of, store
 
 from asyncrl.config.schema import Config
-from asyncrl.controller.observers.held_weights import describe_weights
+from asyncrl.controller.observers.inspection import describe_weights
 from asyncrl.deploy.process.fork_client import forks_of
 from asyncrl.deploy.process.local_launcher import LocalLauncher
 from asyncrl.engines.training.batch.train_rows import TrainRow

@@ -8,9 +8,8 @@ from typing import Any
 from asyncrl.algorithms import grpo
 from asyncrl.config.gate_config import GateConfig
 from asyncrl.config.schema import Config
-from asyncrl.controller.controller import Controller
+from asyncrl.controller.controller import Controller, PauseSwitch
 from asyncrl.controller.gate.gate import Gate
-from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.journal import ledger
 from asyncrl.controller.journal.journal import Journal, Scan
 from asyncrl.controller.journal.run_storage import MemoryStore

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.rank_hosts import hosts_of_ranks
-from asyncrl.protocols.rank_layout import Layout
+from asyncrl.protocols.rank_layout import Layout, hosts_of_ranks
 
 Device = NewType("Device", str)
 """Names what a worker computes on, on its host: cpu, or cuda:0."""

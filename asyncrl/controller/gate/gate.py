@@ -7,9 +7,11 @@ of it. Ids of groups come from `draw`; asking about another id is an error of th
 amortised time independent of what is in flight: a change of a group calls `_reconsider`, which keeps the indexes.
 """
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import fmean
 
 from asyncrl.config.gate_config import GateConfig
@@ -25,10 +27,162 @@ from asyncrl.controller.gate.group_state import (
     SampleState,
     Stage,
 )
-from asyncrl.controller.gate.ready_index import CutQueue, StampIndex, Urgency
-from asyncrl.controller.gate.sample_counts import SampleCounts
 from asyncrl.errors import IllegalTransition
 from asyncrl.protocols.staleness import live
+
+# Counts of what is in flight, kept up to date sample by sample.
+
+
+class SampleCounts:
+    """Counts samples by stage, and those in flight by the version that their group was drawn at.
+
+    too_old: whether tokens sampled at a version may not enter the loss any more. overdue: RUNNING samples whose attempt
+    began at such a version.
+    """
+
+    def __init__(self, too_old: Callable[[int], bool]) -> None:
+        self.stages = Counter[Stage]()
+        self.drawn_at = Counter[int]()
+        self.overdue = 0
+        self._too_old = too_old
+        self._running_since = Counter[int]()
+
+    def add(self, group: GroupState) -> None:
+        """Counts the members of a group that are in flight."""
+        members = group.members(*IN_FLIGHT)
+        self.drawn_at[group.drawn_at] += len(members)
+        for member in members:
+            self.count(group.samples[member], +1)
+
+    def count(self, sample: SampleState, change: int) -> None:
+        self.stages[sample.stage] += change
+        if sample.stage is Stage.RUNNING and self._too_old(sample.since):
+            self.overdue += change
+        elif sample.stage is Stage.RUNNING:
+            self._running_since[sample.since] += change
+
+    def move(self, sample: SampleState, stage: Stage) -> None:
+        """Moves a sample on. No sample moves to RUNNING: a new attempt makes a new one."""
+        assert stage is not Stage.RUNNING, "count a new sample instead"
+        if sample.stage is Stage.RUNNING:
+            self.count(sample, -1)
+        else:
+            self.stages[sample.stage] -= 1
+        sample.stage = stage
+        self.stages[stage] += 1
+
+    def ended(self, group: GroupState) -> None:
+        """Takes one sample of the group out of those in flight."""
+        self.drawn_at[group.drawn_at] -= 1
+        if not self.drawn_at[group.drawn_at]:
+            del self.drawn_at[group.drawn_at]
+
+    def version_rose(self) -> None:
+        overdue = [since for since in self._running_since if self._too_old(since)]
+        self.overdue += sum(self._running_since.pop(since) for since in overdue)
+
+    def leaves(self, taken: Mapping[int, int], most: int, may_leave: Callable[[int], int]) -> bool:
+        """Returns whether taking these samples leaves, of those drawn at each version or before, no more than allowed.
+
+        taken: by version of the draw; most: of them together. may_leave: how many may be left, by version of the draw.
+        """
+        drawn_at = sorted(self.drawn_at)
+        in_flight = accumulate(self.drawn_at[version] for version in drawn_at)
+        leaving = accumulate(taken.get(version, 0) for version in drawn_at)
+        found = zip(drawn_at, in_flight, leaving, strict=True)
+        return all(flying - min(gone, most) <= may_leave(version) for version, flying, gone in found)
+
+
+# Indexes over what is READY, so that the gate answers in a time that does not depend on how much is in flight.
+#
+# CutQueue which groups offer a cut, most urgent first for Gate.pick and Gate.preview StampIndex which groups have
+# READY samples of which age for what becomes due or too old as the version rises
+
+
+Urgency = tuple[int, int]
+"""A version and the id of a group; the smallest trains first. No two groups have the same urgency."""
+SPARE_ENTRIES = 64
+"""Number of replaced entries that the heap of a CutQueue may hold even when it is short."""
+
+
+class CutQueue:
+    """Keeps for each group how many samples it offers, and how urgently. samples: what all groups offer together.
+
+    by_version: offered samples by the version of their urgency. The heap keeps entries that were replaced until they
+    come up or outnumber the others, so that a change costs the logarithm of the number of offers, amortised.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.by_version = Counter[int]()
+        self._offers: dict[int, tuple[Urgency, int]] = {}
+        self._heap: list[Urgency] = []
+
+    def put(self, group: int, urgency: Urgency, samples: int) -> None:
+        """Replaces what this group offers."""
+        known = self._offers.get(group)
+        if known == (urgency, samples):
+            return
+        self.remove(group)
+        self._offers[group] = (urgency, samples)
+        self.samples += samples
+        self.by_version[urgency[0]] += samples
+        if known is None or known[0] != urgency:
+            heapq.heappush(self._heap, urgency)
+            if len(self._heap) > 2 * len(self._offers) + SPARE_ENTRIES:
+                self._heap = [each for each, _ in self._offers.values()]
+                heapq.heapify(self._heap)
+
+    def remove(self, group: int) -> None:
+        if (known := self._offers.pop(group, None)) is None:
+            return
+        (version, _), samples = known
+        self.samples -= samples
+        self.by_version[version] -= samples
+        if not self.by_version[version]:
+            del self.by_version[version]
+
+    def most_urgent(self, samples: int) -> list[int]:
+        """Returns the most urgent groups, no more than are necessary for so many samples, or all."""
+        taken = dict[int, Urgency]()
+        left = samples
+        while left > 0 and self._heap:
+            urgency = heapq.heappop(self._heap)
+            group = urgency[1]
+            if group not in taken and group in self._offers and self._offers[group][0] == urgency:
+                taken[group] = urgency
+                left -= self._offers[group][1]
+        for urgency in taken.values():
+            heapq.heappush(self._heap, urgency)
+        return list(taken)
+
+
+class StampIndex:
+    """Keeps the groups that have a READY sample with each version stamp; the stamp None is kept nowhere."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, dict[int, None]] = {}
+        self._stamps: list[int] = []
+
+    def add(self, stamp: int | None, group: int) -> None:
+        if stamp is None:
+            return
+        if stamp not in self._groups:
+            self._groups[stamp] = {}
+            heapq.heappush(self._stamps, stamp)
+        self._groups[stamp][group] = None
+
+    def discard(self, stamp: int | None, group: int) -> None:
+        if stamp in self._groups:
+            self._groups[stamp].pop(group, None)
+
+    def at(self, stamp: int) -> tuple[int, ...]:
+        return tuple(self._groups.get(stamp, ()))
+
+    def take(self, is_old: Callable[[int], bool]) -> Iterator[int]:
+        """Removes the stamps that are old, and yields their groups. is_old: holds for every stamp below an old one."""
+        while self._stamps and is_old(self._stamps[0]):
+            yield from self._groups.pop(heapq.heappop(self._stamps))
 
 
 class Gate:

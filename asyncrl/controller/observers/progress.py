@@ -1,15 +1,34 @@
 """Says in words what a run does while no step ends: at least every INTERVAL seconds of loop time, whatever happens."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from asyncrl.concurrency import running_beside
+from asyncrl.concurrency import running_beside, to_its_end
+from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.group_state import IN_FLIGHT, Stage
+from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Dropped, Generated
 from asyncrl.controller.observers.events import Event, SampleScored, StepDone
 from asyncrl.controller.observers.step_metrics import step_of
+from asyncrl.fleet.health import HealthPoller
+from asyncrl.fleet.remote_worker import RemoteWorker
+from asyncrl.protocols.messages import Health
 from asyncrl.rewards.sample import BAD_ROW
+from asyncrl.telemetry.run_directory import RunDirectory
+from asyncrl.telemetry.run_status import (
+    SECONDS,
+    RunStatus,
+    WorkerStatus,
+    cores_between,
+    rates_between,
+    shares_between,
+    write_status,
+)
 
 INTERVAL = 10.0
 """Seconds. A run that says nothing for longer looks as if it hung."""
@@ -114,3 +133,111 @@ async def progress_shown(show: Callable[[str], None]) -> AsyncIterator[RunProgre
     progress = RunProgress(show)
     async with running_beside({"progress": progress.run()}):
         yield progress
+
+
+# Says once where the output of reward functions is.
+
+
+@dataclass(slots=True)
+class RewardOutput:
+    """Looks for the files after each step and each failed reward, until it has said where they are."""
+
+    directory: RunDirectory
+    say: Callable[[str], None]
+    is_said: bool = False
+
+    def observe(self, event: Event) -> None:
+        if self.is_said:
+            return
+        match event:
+            case StepDone():
+                self._look()
+            case SampleScored(score=score) if score.error:
+                self._look()
+
+    def _look(self) -> None:
+        if files := sorted(map(str, self.directory.printed())):
+            self.is_said = True
+            self.say(f"reward functions print something: {', '.join(files)} (the newest 4 to 8 MiB are kept)")
+
+
+# Writes the state of the run for `asyncrl monitor`, every few seconds, beside the controller.
+
+
+@dataclass
+class StatusWriter:
+    """Writes to `path`. journal: has the samples that ended, those before a resume too. steps: of the whole run. now:
+    returns Unix time in seconds. publish: takes each state too. is_paused: returns whether a command paused the run."""
+
+    path: Path
+    gate: Gate
+    journal: Journal
+    poller: HealthPoller
+    steps: int
+    publish: Callable[[RunStatus], None] = lambda status: None
+    is_paused: Callable[[], bool] = bool
+    now: Callable[[], float] = time.time
+    _before: dict[str, Health] = field(default_factory=dict)
+    _instances: dict[str, str] = field(default_factory=dict)
+    _starts: Counter[str] = field(default_factory=Counter)
+
+    async def run(self) -> None:
+        """Runs until cancelled, when the run has ended."""
+        try:
+            while True:
+                await self.write()
+                await asyncio.sleep(SECONDS)
+        finally:
+            with suppress(OSError):
+                write_status(self.path, replace(self.status(), ended=True))
+
+    async def write(self) -> None:
+        await self.poller.poll()
+        status = self.status()
+        self.publish(status)
+        await to_its_end(self._replace(status))  # Or the last state, written meanwhile, would be overwritten.
+
+    async def _replace(self, status: RunStatus) -> None:
+        with suppress(OSError):  # Where the disk is full, the journal ends the run and says so.
+            await asyncio.to_thread(write_status, self.path, status)
+
+    def status(self) -> RunStatus:
+        """Returns the present state, by the newest health of each worker."""
+        ledger = self.journal.ledger
+        counts = {stage.value: self.gate.counts[stage] for stage in IN_FLIGHT}
+        counts |= {Stage.TRAINED.value: ledger.trained, Stage.DROPPED.value: ledger.dropped.total()}
+        samples = {stage: count for stage, count in counts.items() if count}
+        workers = tuple(self._worker(worker) for worker in self.poller.workers)
+        moment = (self.now(), self.gate.version, self.steps, samples, workers)
+        return RunStatus(*moment, incarnation=ledger.incarnation, paused=self.is_paused())
+
+    def _worker(self, worker: RemoteWorker) -> WorkerStatus:
+        if worker.instance and self._instances.get(worker.name) != worker.instance:
+            self._instances[worker.name] = worker.instance
+            self._starts[worker.name] += 1
+        starts = self._starts[worker.name]
+        problem = "" if worker.alive else worker.status
+        newest = self.poller.newest.get(worker.name)
+        if newest is None or newest.health.instance != worker.instance:
+            name = worker.name
+            instance = worker.instance
+            return WorkerStatus(name, instance, problem, (), 0, {}, 0.0, 0, starts, {}, service=worker.service)
+        health = newest.health
+        before = self._before.get(worker.name)
+        self._before[worker.name] = health
+        return WorkerStatus(
+            worker.name,
+            worker.instance,
+            problem,
+            health.doing,
+            health.queued,
+            shares_between(before, health),
+            cores_between(before, health),
+            health.memory,
+            starts,
+            health.counters,
+            rates_between(before, health),
+            health.version,
+            health.gpu,
+            worker.service,
+        )

@@ -15,11 +15,9 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from asyncrl.concurrency import running_beside, to_its_end
-from asyncrl.controller.journal.ledger import Dropped
-from asyncrl.controller.observers.evaluation.code_metrics import code_metrics
-from asyncrl.controller.observers.evaluation.evaluator import Evaluation
+from asyncrl.controller.journal.ledger import Dropped, SampleKey
+from asyncrl.controller.observers.evaluation import Evaluation, code_metrics
 from asyncrl.controller.observers.events import Event, SampleScored, StepBegan, StepDone
-from asyncrl.controller.observers.shown_rows import ShownRows
 from asyncrl.controller.observers.step_metrics import (
     EnvironmentCounts,
     TimeShares,
@@ -33,12 +31,61 @@ from asyncrl.controller.observers.step_metrics import (
 )
 from asyncrl.errors import AsyncrlError, FleetFailed, Retryable
 from asyncrl.fleet.fleet import Fleet
-from asyncrl.protocols.batch import BatchRef, RowRef
+from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import Health, SampleText, TrainedSample
 from asyncrl.telemetry.jsonl import LineFile
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.samples_file import SampleRecord, SamplesFile, sample_record
 from asyncrl.telemetry.sinks import SinkWorker
+
+# Keeps the rows of a step until their texts are read: training may end before, and would free them.
+
+
+class ShownRows:
+    """Samples of steps whose texts have yet to be read: what is released of them meanwhile waits until then."""
+
+    def __init__(self) -> None:
+        self._release: Callable[[Iterable[SampleName]], None] = lambda names: None
+        self._uses = Counter[SampleKey]()
+        self._waiting: dict[SampleKey, list[SampleName]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Returns the number of samples that were released and wait."""
+        return len(self._waiting)
+
+    def released_by(self, release: Callable[[Iterable[SampleName]], None]) -> None:
+        """Takes the function that releases what has waited."""
+        self._release = release
+
+    def keep(self, samples: Iterable[SampleKey]) -> None:
+        self._uses.update(samples)
+
+    def let_go(self, samples: Iterable[SampleKey]) -> None:
+        """Ends one `keep` of each of these samples, and releases those that nobody reads any more."""
+        free: list[SampleName] = []
+        for key in samples:
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+                free += self._waiting.pop(key, ())
+        if free:
+            self._release(free)
+
+    def take(self, names: Iterable[SampleName]) -> list[SampleName]:
+        """Returns those that may be released now; the others wait."""
+        free = []
+        for name in names:
+            if name[:2] in self._uses:
+                self._waiting.setdefault(name[:2], []).append(name)
+            else:
+                free.append(name)
+        return free
+
+    def oldest(self, in_flight: int) -> int:
+        """Returns the first group whose rows a service has to keep, given the first one in flight."""
+        return min((in_flight, *(group for group, _ in self._uses)))
+
 
 WAITING_EVENTS = 100_000
 """Bound of the queue: far more than the samples of all groups in flight; reaching it means that the disk hangs."""

@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.acting.stepping.spaces import Spaces
-from asyncrl.protocols.batch import Batch, BatchRef, Column, SampleName
+from asyncrl.protocols.batch import BYTES, IDS, NUMBERS, Batch, BatchRef, Column, Columns, SampleName
 from asyncrl.protocols.messages import LEFT_OUT, TrainedSample
-from asyncrl.protocols.row_columns import BYTES, IDS, NUMBERS, Columns
 from asyncrl.protocols.staleness import Policy, live
 
 Floats = NDArray[np.float32]

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.row_columns import Columns, expert_columns
+from asyncrl.protocols.batch import Columns, expert_columns
 
 KEY = "training.router_replay"
 REPLAYED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")

@@ -18,8 +18,8 @@ from asyncrl.engines.pictures.processing import NO_PICTURES, PictureProcessor
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
 from asyncrl.environments.transcript import begun_context, without_info
 from asyncrl.errors import TaskError
-from asyncrl.protocols.row_columns import Columns
-from asyncrl.protocols.thoughts import PAIRS, ends_in_thoughts, split_thoughts
+from asyncrl.protocols.answer_text import PAIRS, ends_in_thoughts, split_thoughts
+from asyncrl.protocols.batch import Columns
 from asyncrl.tasks.chat_messages import MARK, in_parts, refuse_unseen_functions, takes_parts
 from asyncrl.tasks.reading.pictures import has_pictures, picture_files
 from asyncrl.tasks.turn_template import BEFORE_ANSWER, INSIDE_ANSWER, WHOLE, Tools, TurnTemplate

@@ -21,9 +21,8 @@ from asyncrl.environments.transcript import (
     policy_message,
 )
 from asyncrl.errors import TaskError
-from asyncrl.protocols.batch import NO_ROOM, Array, Batch, RowRef
+from asyncrl.protocols.batch import EXPERTS, NO_ROOM, Array, Batch, RowRef
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.protocols.row_columns import EXPERTS
 from asyncrl.protocols.seeds import member_seed
 from asyncrl.tasks.prompt_lengths import TokenBudget
 from asyncrl.tasks.turn_template import Tools

@@ -20,7 +20,7 @@ from asyncrl.engines.pictures.prompt_pictures import (
     picture_columns,
 )
 from asyncrl.errors import ConfigError, TaskError
-from asyncrl.protocols.row_columns import Columns
+from asyncrl.protocols.batch import Columns
 from asyncrl.tasks.reading.row_files import optional_module
 
 NO_PICTURES = "the prompt has a picture, and the model reads none: take one that does (docs/models.md), or rows of text"

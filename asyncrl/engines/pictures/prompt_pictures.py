@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.protocols.row_columns import Columns
+from asyncrl.protocols.batch import Columns
 
 Ints = NDArray[np.int64]
 Pixels = NDArray[np.float32]

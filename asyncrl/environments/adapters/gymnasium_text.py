@@ -6,8 +6,7 @@ from typing import Any
 from asyncrl.environments.adapters.packages import OwnRandomness, after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.answers.plain_text import UNSPACED, folded
-from asyncrl.protocols.thoughts import split_thoughts
+from asyncrl.protocols.answer_text import UNSPACED, folded, split_thoughts
 
 ANSI = re.compile(r"\x1b\[[\d;]*m")
 LETTER = rf"[^\W_{UNSPACED}]"

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 from asyncrl.environments.adapters.packages import after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError, EnvironmentFailed
-from asyncrl.protocols.answers.json_objects import Several, json_objects
-from asyncrl.protocols.thoughts import split_thoughts
+from asyncrl.protocols.answer_text import Several, json_objects, split_thoughts
 
 LARGEST = 2**22
 """Bytes of a message of the server: more than any model reads."""

@@ -6,7 +6,7 @@ from asyncrl.config.user_code import suggestion
 from asyncrl.environments.adapters.packages import OwnRandomness, after_prompt, package
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.thoughts import split_thoughts
+from asyncrl.protocols.answer_text import split_thoughts
 
 
 class TextArenaGame:

@@ -9,7 +9,7 @@ from asyncrl.children.sandbox import CaseResult, Program, TestCase
 from asyncrl.children.sandbox.pool import Kind
 from asyncrl.environments.observation import Observation
 from asyncrl.errors import ConfigError
-from asyncrl.protocols.thoughts import split_thoughts
+from asyncrl.protocols.answer_text import split_thoughts
 
 BROKEN = "error:"
 """Text with which a brief environment answers a program that does not compile."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from asyncrl.protocols.thoughts import split_thoughts
+from asyncrl.protocols.answer_text import split_thoughts
 
 LARGEST = 2**17
 """Characters of an answer that is read; a longer one is a mistake. A thousand tokens have some

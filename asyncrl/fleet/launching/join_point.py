@@ -21,7 +21,7 @@ A host whose worker ended offers to run another one. A host that comes while all
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 from math import inf
@@ -31,9 +31,8 @@ import zmq
 
 from asyncrl.concurrency import STANDSTILL, running_beside, running_timeout
 from asyncrl.config.install_hints import program
-from asyncrl.config.sections.device_pools import Device, Host
+from asyncrl.config.sections.device_pools import CPU, Device, DevicePool, Host
 from asyncrl.errors import ConfigError, FleetFailed, PeerLost, Refused
-from asyncrl.fleet.launching.join_places import Places
 from asyncrl.fleet.launching.joined_worker import JoinedWorker, Offer, Site, on_one_machine
 from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
@@ -45,15 +44,70 @@ from asyncrl.fleet.launching.joining import (
     joining_hello,
     version_problem,
 )
-from asyncrl.fleet.launching.probe_point import ProbePoint
+from asyncrl.fleet.launching.probe import ProbePoint
 from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.server import Server
 from asyncrl.lanes.control.wire import Listener, Wakeup, Wire
 from asyncrl.lanes.data.file_cache import FileServer
 from asyncrl.lanes.host_id import FaultDomain, HostId
-from asyncrl.protocols.join_messages import FilePart, FileTree, JoinOrder, JoinRequest
-from asyncrl.protocols.messages import Call
-from asyncrl.protocols.rank_hosts import crossings, hosts_of_ranks
+from asyncrl.protocols.messages import Call, FilePart, FileTree, JoinOrder, JoinRequest
+from asyncrl.protocols.rank_layout import crossings, hosts_of_ranks
+
+# Places for workers that join, and why a host may not take one.
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The workers of one service that join. needed: places that have to be taken before the run begins, and of which
+    one has to be taken again when all are lost. packages: whose versions have to agree. command: starts one. pool:
+    whose hosts may join, with its devices; None: any host may that has the device. planned: the host of each replica,
+    where the pool names some."""
+
+    needed: int
+    packages: Collection[str]
+    command: str
+    pool: DevicePool | None = None
+    device: Device = CPU
+    planned: Sequence[str] = ()
+
+    def planned_host(self, replica: int) -> str:
+        return self.planned[replica] if replica < len(self.planned) else ""
+
+    def order(self, site: tuple[str, str]) -> tuple[int, tuple[str, str]]:
+        """Returns by what hosts are ordered before ranks lie on them: as their pool names them, whoever came first.
+        site: machine and name."""
+        hosts = self.pool.hosts if self.pool is not None else ()
+        return hosts.index(site[1]) if site[1] in hosts else len(hosts), site
+
+    def objection(self, service: str, host: Host) -> str:
+        """Returns why a host may not run these workers, and what to do; "" if it may."""
+        if (pool := self.pool) is None:
+            return self._missing_device(service, host)
+        if pool.hosts and host.name not in pool.hosts:
+            listed = ", ".join(pool.hosts)
+            return (
+                f"{service} workers run in pool {pool.name!r}, whose hosts are {listed}, and this is {host.name}: add "
+                f"it to the hosts of pools.{pool.name}, or join from one of them"
+            )
+        if lacking := host.lacks(pool.devices):
+            found = ", ".join(host.gpus) or "no GPU"
+            return (
+                f"{service} workers run in pool {pool.name!r}, whose hosts have {', '.join(pool.devices)}; host "
+                f"{host.name} has {found}, and lacks {', '.join(lacking)}: take a host that has them, or change "
+                f"pools.{pool.name}"
+            )
+        return ""
+
+    def _missing_device(self, service: str, host: Host) -> str:
+        number = Device("cuda:0") if self.device == "cuda" else self.device
+        if not host.lacks([number]):
+            return ""
+        found = ", ".join(host.gpus) or "no GPU"
+        return (
+            f"{service} workers compute on {self.device}, and host {host.name} has {found}: take a host that has it, "
+            "or change their device in the experiment file"
+        )
+
 
 START_DEADLINE = 60.0
 """Seconds until a host has started the process of a worker; loading a model comes later."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from asyncrl.fleet.launching.joining import HostState
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
+from asyncrl.protocols.messages import JoinOrder, JoinRequest
 
 MAX_ORDERS = 64
 """Orders that wait for a host: one start and three ways to end it for each worker, so sixteen workers of a host that

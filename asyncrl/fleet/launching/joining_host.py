@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, cast
@@ -22,6 +22,7 @@ from asyncrl.fleet.launching.joining import (
     HEARTBEAT,
     LONGEST_DRAIN,
     ORDER_DEADLINE,
+    HostState,
     installed_versions,
     joining_hello,
 )
@@ -32,7 +33,7 @@ from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.wire import Wakeup, Wire
 from asyncrl.lanes.data.file_cache import FileCache, NoRoom, relocated
 from asyncrl.lanes.host_id import HostId, gpus_of_host
-from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
+from asyncrl.protocols.messages import JoinOrder, JoinRequest
 
 CALL_DEADLINE = 10.0
 """Seconds for the controller to take a report, which it does between two messages."""
@@ -365,3 +366,32 @@ class _JoinedHost:
 
     async def report(self, what: str, *args: Any) -> None:
         await self.client.call(what, (self.agent, *args), CALL_DEADLINE)
+
+
+# Asks a run what this host does in it, over the connection by which hosts join; health checks of containers use it.
+
+
+DEADLINE = 5.0
+"""Seconds for the answer, which takes some milliseconds once the run is reached."""
+
+
+async def state_of_host(
+    wire: Wire, address: str, service: str, proof: str, host: HostId, versions: Mapping[str, str], gpus: Sequence[str]
+) -> HostState:
+    """Returns the furthest state of the offers for this service that come from this host.
+
+    Raises:
+        ConfigError: the run refuses this host, for its key or its versions.
+        FleetFailed: no run answers.
+    """
+    agent = secrets.token_hex(8)
+    identity = (host.machine, host.memory, host.name)
+    request = JoinRequest(service, agent, *identity, dict(versions), proof, list(gpus))
+    client = Client(wire.connect(address), joining_hello(service, agent), f"the run at {address}", heartbeat=HEARTBEAT)
+    try:
+        async with client:
+            return HostState(await client.call("state", (request,), DEADLINE))
+    except Refused as refused:
+        raise ConfigError(f"{address} refuses this host: {refused}") from refused
+    except (PeerLost, DeadlineExceeded) as lost:
+        raise FleetFailed(f"no run answers at {address}: {lost}") from lost

@@ -3,10 +3,15 @@ tests and reward functions that no other process can import. deploy/process/loca
 
 import asyncio
 import os
+import re
+import secrets
+import shutil
+import tempfile
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.concurrency import unwrap
@@ -15,7 +20,9 @@ from asyncrl.fleet.worker.worker_spec import Addresses, WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.control.wire import Wire
 from asyncrl.lanes.host_id import HostId
-from asyncrl.lanes.shared_memory import unlink_instance_segments
+from asyncrl.lanes.shared_memory import unlink_instance_segments, unlink_run_segments
+from asyncrl.lanes.weights.version_folder import folder_of_start
+from asyncrl.telemetry.run_directory import RunDirectory
 
 STOP_STAGES = (("stop", 5.0), ("terminate", 2.0), ("kill", 2.0))
 """Ways to end a worker, with the seconds until the next one; under 10 s in all."""
@@ -224,3 +231,36 @@ async def end_worker(launched: LaunchedWorker) -> None:
                 getattr(launched, stage)()
                 await launched.wait()
                 return
+
+
+# Names each start of a run, and removes what an earlier start left: shared memory, the folder of sockets, and files
+# of weights, which carry that name.
+
+
+def new_start(directory: RunDirectory, weights_folder: str | None = None) -> str:
+    """Returns a name that no other start has: 16 hex digits, of which the first 8 are the run's id. weights_folder:
+    value of `weights.folder` in a run whose weights are files.
+
+    The caller holds run.lock, so the last start in this directory is over, and what it left is removed. A copy of the
+    directory names a start whose run may be alive; device and inode, which a moved directory keeps and a copy does not,
+    tell the two apart.
+    """
+    status = directory.path.stat()
+    here = f"{status.st_dev} {status.st_ino}"
+    text = directory.start.read_text() if directory.start.exists() else ""
+    if last := re.fullmatch(rf"([0-9a-f]{{16}}) {here}\n(?:weights (.+)\n)?", text):
+        remove_leftovers(last[1], None if last[2] is None else Path(last[2]))
+    start = f"{directory.run_id()}{secrets.token_hex(4)}"
+    weights = None if weights_folder is None else folder_of_start(weights_folder, directory.path, start)
+    directory.start.write_text(f"{start} {here}\n" + ("" if weights is None else f"weights {weights}\n"))
+    return start
+
+
+def remove_leftovers(start: str, weights: Path | None = None) -> None:
+    """Removes the shared memory and the socket folders named after this start, which must be over. weights: folder with
+    its files of weights, of the same name."""
+    unlink_run_segments(start)
+    if weights is not None and weights.name == start:
+        shutil.rmtree(weights, ignore_errors=True)
+    for folder in Path(tempfile.gettempdir()).glob(f"asyncrl-{start}-*"):
+        shutil.rmtree(folder, ignore_errors=True)

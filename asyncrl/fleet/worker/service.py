@@ -12,11 +12,9 @@ from structlog.typing import FilteringBoundLogger
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import Refused
-from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.gpu_use import gpu_use
-from asyncrl.fleet.worker.process_memory import resident_bytes
+from asyncrl.fleet.worker.compute_thread import ThreadCompute, record_profile
+from asyncrl.fleet.worker.process_memory import gpu_use, resident_bytes
 from asyncrl.fleet.worker.rank_meeting import RankMeeting
-from asyncrl.fleet.worker.torch_profile import record_profile
 from asyncrl.fleet.worker.worker_spec import RunFacts, WorkerSpec
 from asyncrl.lanes.data.recorder import LaneRecorder
 from asyncrl.lanes.data.row_file import READY_ROWS, store_again

@@ -2,20 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from structlog.contextvars import bind_contextvars
 from structlog.typing import FilteringBoundLogger
 
-from asyncrl.errors import Refused
+from asyncrl.errors import Refused, UnknownEndpoint
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.dispatcher import Dispatcher
-from asyncrl.fleet.worker.lane_access import ADMIT
+from asyncrl.fleet.worker.lane_access import ADMIT, Admit
 from asyncrl.fleet.worker.rank_meeting import MEET, RankMeeting
-from asyncrl.fleet.worker.run_keys import Admit
 from asyncrl.fleet.worker.service import RENEW, Service, WorkerContext
 from asyncrl.fleet.worker.worker_spec import WorkerSpec, load_implementation
 from asyncrl.lanes.control.server import Dispatch, Server
@@ -26,11 +26,99 @@ from asyncrl.lanes.data.row_reader import RowReader
 from asyncrl.lanes.data.row_store import RowStore, open_rows
 from asyncrl.lanes.shared_memory import segment_name
 from asyncrl.lanes.weights.handover import WeightHandover
+from asyncrl.protocols.batch import BatchRef, is_divisible
+from asyncrl.protocols.messages import Call, PromptGroup
 from asyncrl.protocols.service_contracts import Lane
 from asyncrl.telemetry.logs import open_log
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 from asyncrl.telemetry.trace import Tracer
+
+# Turns the calls that reach a worker into method calls of its service.
+#
+#     control socket ── Server ──┐
+#                                ├── Dispatcher ── one task per call ── Service method ── compute thread
+#     work socket    ── Server ──┘   (span, log ids, time booking)
+#
+# Each lane has a socket and a receiving task of its own, so health and pause are answered while work is busy.
+
+
+class Dispatcher:
+    """Runs the calls of one lane. Each call is a span; on the work lane its time is booked as well."""
+
+    _UNTRACED = frozenset({"health", "started"})
+
+    def __init__(self, service: Service, lane: Lane) -> None:
+        self._service = service
+        self._lane = lane
+        self._booking = service.context.occupancy.serving if lane is Lane.WORK else nullcontext
+
+    def __call__(self, call: Call) -> Awaitable[Any] | AsyncIterator[Any]:
+        """Runs one call. Raises UnknownEndpoint when the contract declares no such endpoint on this lane."""
+        spec = self._service.endpoints.get(call.method)
+        if spec is None or spec.lane is not self._lane:
+            raise UnknownEndpoint(
+                f"{type(self._service).__name__} has no {call.method!r} on its {self._lane.value} lane"
+            )
+        return self._stream(call) if spec.stream else self._answer(call)
+
+    async def _answer(self, call: Call) -> Any:
+        if call.method in self._UNTRACED:
+            return await getattr(self._service, call.method)(*call.args)
+        if not self._service.ready.done():
+            await self._service.started()
+        with self._traced(call):
+            return await getattr(self._service, call.method)(*call.args)
+
+    async def _stream(self, call: Call) -> AsyncIterator[Any]:
+        if not self._service.ready.done():
+            await self._service.started()
+        with self._traced(call):
+            async with aclosing(getattr(self._service, call.method)(*call.args)) as items:
+                async for item in items:
+                    yield item
+
+    def _traced(self, call: Call) -> "_TracedCall":
+        ids = _ids_in(call.args)
+        # Never unbound: these variables belong to the call's own task, which ends with it.
+        bind_contextvars(call=call.method, **ids)
+        shown = f" ({', '.join(f'{name} {value}' for name, value in ids.items())})" if ids else ""
+        span = self._service.context.tracer.span(call.method, **ids)
+        return _TracedCall(self._service.running, call.method + shown, self._booking(), span)
+
+
+@dataclass(slots=True, eq=False)
+class _TracedCall(AbstractContextManager[None]):
+    """Surrounds a call with its span, its entry in the service's running calls, and the booking of its time."""
+
+    running: dict[object, tuple[str, float]]
+    shown: str
+    booking: AbstractContextManager[None]
+    span: AbstractContextManager[None]
+
+    def __enter__(self) -> None:
+        self.running[self] = (self.shown, asyncio.get_running_loop().time())
+        self.booking.__enter__()
+        self.span.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.span.__exit__(*raised)
+        self.booking.__exit__(*raised)
+        del self.running[self]
+
+
+def _ids_in(args: tuple[Any, ...]) -> dict[str, int]:
+    """Returns the group and the number of rows that a call is about, for logs and traces."""
+    found: dict[str, int] = {}
+    for arg in args:
+        if isinstance(arg, PromptGroup):
+            found.setdefault("group", arg.id)
+        elif is_divisible(arg):
+            found.setdefault("rows", len(arg))
+            if isinstance(arg, BatchRef) and len({row.group for row in arg}) == 1:
+                found.setdefault("group", arg.rows[0].group)
+    return found
+
 
 MISSED_HEARTBEATS = 30
 """Heartbeats that the controller may miss before its calls are given up: 300 s, while its file system hangs. The calls

@@ -20,7 +20,7 @@ from typing import IO
 
 from asyncrl.concurrency import gather
 from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, WireError
-from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
+from asyncrl.protocols.messages import FilePart, FileTree, ListedFile
 
 # The controller's end of files: lists those that workers of a service read, and sends parts of them.
 #

@@ -14,12 +14,11 @@ from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.controller.journal.audit import Audit
 from asyncrl.controller.journal.journal import Scan
 from asyncrl.controller.journal.ledger import AttemptStarted, Drawn, Trained
-from asyncrl.controller.journal.returns import train_with_returns
 from asyncrl.controller.observers.events import Event, GroupFinished, GroupPoisoned, SampleScored, StepDone, Warned
+from asyncrl.controller.recovery import train_with_returns
 from asyncrl.controller.training_run import WorkerEvents
 from asyncrl.errors import DeadlineExceeded, FleetFailed, PeerLost, Refused
-from asyncrl.fleet.changes.scaling import scale
-from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on
+from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec, fleet_on, scale
 from asyncrl.fleet.launching.join_point import open_join_point
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.worker.worker_spec import Implementation, RunFacts

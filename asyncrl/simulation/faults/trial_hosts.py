@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.fleet.fleet import ServiceSpec
-from asyncrl.fleet.launching.join_places import Places
-from asyncrl.fleet.launching.join_point import JoinPoint
+from asyncrl.fleet.launching.join_point import JoinPoint, Places
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.worker.worker_spec import Addresses, Implementation, WorkerSpec
 from asyncrl.lanes.data.file_cache import FileCache

@@ -11,7 +11,7 @@ from asyncrl.bench.overhead.scale.sample_events import MEMBERS, row_of
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.fleet.replicas import Replicas
 from asyncrl.fleet.service_calls import make_handle
-from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
+from asyncrl.fleet.worker.process_memory import YOUNG_OF_CALLER, gc_frozen
 from asyncrl.lanes.control.client import Client
 from asyncrl.lanes.control.message_codec import decode, encode, numbered
 from asyncrl.lanes.control.wire import Frame, Frames, Wakeup

@@ -14,12 +14,12 @@ from asyncrl.deploy.join_address import join_address
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.launching.joining import installed_versions
 from asyncrl.fleet.launching.key_folder import WorkerKey
-from asyncrl.fleet.launching.probing import Bandwidth, Clock, Probe, probe
+from asyncrl.fleet.launching.probe import Bandwidth, Clock, Probe, probe
 from asyncrl.lanes.bound_socket import host_of
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.lanes.host_id import HostId, gpus_of_host
-from asyncrl.protocols.join_messages import JoinRequest
+from asyncrl.protocols.messages import JoinRequest
 
 CONNECT_DEADLINE = 5.0
 """Seconds for TCP to connect, and for the listener to greet."""

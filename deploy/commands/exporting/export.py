@@ -64,7 +64,7 @@ def export(
         raise ConfigError(f"{target} exists already; name a folder that does not")
     if not RunDirectory(run_dir).started_before:
         raise missing_run(run_dir, NO_RUN)
-    from asyncrl.controller.journal.best_checkpoint import chosen_model
+    from asyncrl.controller.journal.checkpoints import chosen_model
 
     policy, version = chosen_model(run_dir, step)
     folder = policy if model == POLICY else _critic_folder(policy.parent, model, merged=merged)

@@ -18,11 +18,11 @@ from asyncrl.engines.models.model_preparation import prepare
 from asyncrl.environments.transcript import FINISH, said_in
 from asyncrl.fleet.episode_turns import sample_turns
 from asyncrl.fleet.fleet import RunningFleet
+from asyncrl.protocols.answer_text import ends_in_thoughts, split_thoughts
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup, SampleText, Score
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Environment, Generation, Reward
-from asyncrl.protocols.thoughts import ends_in_thoughts, split_thoughts
 from asyncrl.tasks.chat_messages import TOOLS
 from asyncrl.tasks.prompt_rows import Row
 from asyncrl.tasks.reward_trial import try_rewards

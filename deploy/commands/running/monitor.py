@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
 
 def _profile(run: str, wanted: str, seconds: float) -> str:
     """Has a run record a profile; returns its summary."""
-    from asyncrl.controller.observers.worker_profile import MARGIN
-    from asyncrl.fleet.launching.command_socket import DEADLINE, send_command
+    from asyncrl.controller.observers.inspection import MARGIN
+    from asyncrl.fleet.launching.run_access import DEADLINE, send_command
 
     if run.startswith("tcp://"):
         raise ConfigError(f"--profile: name the run directory on the host of its controller, and not {run}")

@@ -11,7 +11,7 @@ def send(name: str, about: str | None, arguments: list[str]) -> int:
     parser = CommandParser(f"asyncrl {name}", description=about)
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="Directory of a run that goes on, on this host.")
     asked = parser.parse_args(arguments)
-    from asyncrl.fleet.launching.command_socket import send_command
+    from asyncrl.fleet.launching.run_access import send_command
     from asyncrl.telemetry.run_directory import RunDirectory
 
     print(asyncio.run(send_command(RunDirectory(asked.run.absolute()).commands, name)))

@@ -11,7 +11,7 @@ from asyncrl.config.install_hints import program
 from asyncrl.deploy.join_address import join_address
 from asyncrl.errors import ConfigError, PeerLost, Refused
 from asyncrl.fleet.launching.key_folder import WorkerKey
-from asyncrl.fleet.launching.run_watch import MONITOR, watched_run
+from asyncrl.fleet.launching.run_access import MONITOR, watched_run
 from asyncrl.lanes.control.auth import KEY_REFUSED
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.telemetry.jsonl import newest_line

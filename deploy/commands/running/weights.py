@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="Directory of a run that goes on, on this host.")
     parser.add_argument("pattern", nargs="?", default="", help="Names of tensors to show too, such as '*.q_proj.*'.")
     asked = parser.parse_args(arguments)
-    from asyncrl.fleet.launching.command_socket import send_command
+    from asyncrl.fleet.launching.run_access import send_command
     from asyncrl.telemetry.run_directory import RunDirectory
 
     commands = RunDirectory(asked.run.absolute()).commands

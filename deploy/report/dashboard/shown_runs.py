@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from asyncrl.deploy.report.dashboard.recorded_samples import RecordedSamples
 from asyncrl.deploy.report.dashboard.run_view import Curves, RunView, seen_run, state_of
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.launching.command_socket import send_command
+from asyncrl.fleet.launching.run_access import send_command
 from asyncrl.telemetry.run_directory import RunDirectory
 from asyncrl.telemetry.run_status import RunStatus
 

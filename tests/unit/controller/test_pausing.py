@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from asyncrl.controller.controller import PauseSwitch
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.gate.pause_switch import PauseSwitch
 from asyncrl.controller.journal.ledger import Drawn, Trained
 from asyncrl.controller.observers.events import StepBegan
 from asyncrl.simulation import virtual_loop

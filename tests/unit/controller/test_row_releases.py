@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from asyncrl.controller.observers.shown_rows import ShownRows
+from asyncrl.controller.observers.recorder import ShownRows
 from asyncrl.controller.row_releases import RowReleases
 from asyncrl.errors import DeadlineExceeded, PeerLost
 from asyncrl.fleet.fleet import Fleet

@@ -15,8 +15,7 @@ from asyncrl.api import Run, _functions, _reward_here, train
 from asyncrl.config.schema import Config, RewardConfig
 from asyncrl.config.sections.training.layout_config import LayoutConfig
 from asyncrl.config.toml_writer import dump
-from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
-from asyncrl.controller.observers.evaluation.evaluator import Evaluation
+from asyncrl.controller.observers.evaluation import EpisodesEvaluation, Evaluation
 from asyncrl.deploy import cli
 from asyncrl.errors import ConfigError
 from asyncrl.fleet.fleet import ServiceSpec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.journal.returns import why_lost
+from asyncrl.controller.recovery import why_lost
 from asyncrl.errors import FleetFailed
 from asyncrl.fleet.supervisor import Learners
 from tests.unit.fleet.test_supervisor import Stage, acting

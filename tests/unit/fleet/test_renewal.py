@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from asyncrl.fleet.changes.renewal import PROMPT, begin_incarnation, end_learners
+from asyncrl.controller.recovery import PROMPT, begin_incarnation, end_learners
 from asyncrl.fleet.launching.launcher import LaunchedWorker, Launcher
 from asyncrl.fleet.supervisor import Learners, WorkerSlot
 from asyncrl.fleet.worker.worker_spec import WorkerSpec

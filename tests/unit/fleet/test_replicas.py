@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import DeadlineExceeded, PeerLost
-from asyncrl.fleet.replicas import Replica, Replicas
-from asyncrl.fleet.row_holders import RowHolders
+from asyncrl.fleet.replicas import Replica, Replicas, RowHolders
 from asyncrl.fleet.service_calls import make_handle
 from asyncrl.protocols.batch import BatchRef, Place, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, SampleText

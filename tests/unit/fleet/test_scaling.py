@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError, Refused
-from asyncrl.fleet.changes import scaling
-from asyncrl.fleet.changes.scaling import MOST_WORKERS, scale
-from asyncrl.fleet.fleet import Platform, RunningFleet, ServiceSpec
-from asyncrl.fleet.launching.command_socket import open_commands, send_command
+from asyncrl.fleet import fleet
+from asyncrl.fleet.fleet import MOST_WORKERS, Platform, RunningFleet, ServiceSpec, scale
+from asyncrl.fleet.launching.run_access import open_commands, send_command
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.protocols.messages import Call
@@ -107,7 +106,7 @@ def test_a_worker_ends_only_when_it_has_finished_what_it_has() -> None:
         replica = scene.fleet.workers["generation"].replicas[1]
         with replica:
             scale(scene.fleet, "generation", 1)
-            await asyncio.sleep(scaling.DRAIN / 2)
+            await asyncio.sleep(fleet.DRAIN / 2)
             assert scene.alive() == ["generation0.0", "generation1.0"]
             assert not replica.free
         await asyncio.sleep(1)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.protocols.rank_hosts import crossings, hosts_of_ranks
-from asyncrl.protocols.rank_layout import Axis, Layout
+from asyncrl.protocols.rank_layout import Axis, Layout, crossings, hosts_of_ranks
 
 SMALL = st.integers(1, 3)
 

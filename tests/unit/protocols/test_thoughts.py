@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.protocols.thoughts import ends_in_thoughts, split_thoughts
+from asyncrl.protocols.answer_text import ends_in_thoughts, split_thoughts
 
 
 @pytest.mark.parametrize(

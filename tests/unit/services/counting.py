@@ -26,7 +26,7 @@ from asyncrl.lanes.weights.arena import open_reader
 from asyncrl.lanes.weights.tensor_spec import WeightsSpec
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Canary, Checkpointed, TrainedSample
-from asyncrl.services.policy_training import TrainingService
+from asyncrl.services.training import TrainingService
 
 INCARNATION = 3
 SPEC = WeightsSpec.of({"w": (1,)}, "float32")

@@ -14,7 +14,7 @@ from asyncrl.config.schema import Config
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.protocols.batch import BatchRef, RowRef
-from asyncrl.services.feedback_with_model import FeedbackWithModelService
+from asyncrl.services.reward_model import FeedbackWithModelService
 from tests.unit.services.conftest import VOCABULARY
 
 

@@ -14,8 +14,16 @@ import pytest
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.data.row_file import READY_ROWS
 from asyncrl.lanes.data.row_store import RowStore, bytes_of_row
-from asyncrl.protocols.batch import Batch, BatchRef, Column, RowRef
-from asyncrl.protocols.row_columns import restored_columns, sample_columns, trajectory_columns, value_columns
+from asyncrl.protocols.batch import (
+    Batch,
+    BatchRef,
+    Column,
+    RowRef,
+    restored_columns,
+    sample_columns,
+    trajectory_columns,
+    value_columns,
+)
 from asyncrl.services.generation import GenerationService
 from tests.power_cut_disk import Disk
 

@@ -21,7 +21,7 @@ from asyncrl.lanes.data import row_reader
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.hash_chain import GENESIS, chain
 from asyncrl.protocols.messages import Canary
-from asyncrl.services import policy_training, training
+from asyncrl.services import training
 from asyncrl.simulation.virtual_loop import run
 from tests.unit.services.counting import (
     INCARNATION,
@@ -337,7 +337,7 @@ async def test_nothing_that_grows_with_the_batch_is_computed_on_the_event_loop(
 
         return call
 
-    for module, name in ((training, "batch_digest"), (policy_training, "train_rows")):
+    for module, name in ((training, "batch_digest"), (training, "train_rows")):
         monkeypatch.setattr(module, name, watched(getattr(module, name)))
     monkeypatch.setattr(row_reader, "INLINE_TOKENS", 0)
     async with serving(tmp_path, make_compute=ThreadCompute) as service:

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config.schema import Config
 from asyncrl.engines.training.ranks.rank_mesh import RankMesh
 from asyncrl.fleet.worker.service import WorkerContext
-from asyncrl.services.policy_training import TrainingService
+from asyncrl.services.training import TrainingService
 
 
 @pytest.mark.parametrize(

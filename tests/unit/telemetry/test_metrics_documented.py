@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.observers.evaluation.episodes import EpisodesEvaluation
+from asyncrl.controller.observers.evaluation import EpisodesEvaluation
 from asyncrl.controller.observers.staleness_report import UNTRAINED
 from asyncrl.controller.sample_tracker import NO_GREEDY, POISON
 from asyncrl.rewards.sample import BAD_ROW

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.training.batch.train_rows import Ids
-from asyncrl.protocols.row_columns import sampled_places
+from asyncrl.protocols.batch import sampled_places
 
 Sampled: TypeAlias = Ids | slice
 """Selects the tokens of a response that the policy sampled; the others were given to it."""

@@ -29,8 +29,7 @@ from asyncrl.engines.training.batch.packed_rows import pack_rows
 from asyncrl.engines.training.batch.packing_families import shared_from
 from asyncrl.engines.training.batch.train_rows import Ids
 from asyncrl.objectives.ragged import Ragged
-from asyncrl.protocols.batch import Batch
-from asyncrl.protocols.row_columns import EXPERTS, SPANS
+from asyncrl.protocols.batch import EXPERTS, SPANS, Batch
 
 PerToken: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int64] | float
 

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from asyncrl.config.schema import AlgorithmConfig, Config, CriticConfig
 from asyncrl.engines.pictures.prompt_pictures import PromptPictures
-from asyncrl.protocols.batch import GREEDY, Batch, BatchRef, Cuts, RowRef, SampleName
-from asyncrl.protocols.row_columns import EXPERTS, SPANS, TOKEN_REWARDS
+from asyncrl.protocols.batch import EXPERTS, GREEDY, SPANS, TOKEN_REWARDS, Batch, BatchRef, Cuts, RowRef, SampleName
 from asyncrl.rewards.execution.token_rewards import stores_token_rewards, turn_sums
 
 Ids: TypeAlias = NDArray[np.int64]

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.gate.gate import Gate
+from asyncrl.controller.gate.gate import Gate, StampIndex, Urgency
 from asyncrl.controller.gate.group_state import Cut, GroupState, SampleState, Stage
-from asyncrl.controller.gate.ready_index import StampIndex, Urgency
 from asyncrl.errors import AsyncrlError
 from asyncrl.protocols.staleness import live
 

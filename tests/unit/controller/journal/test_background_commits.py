@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from asyncrl.config.schema import TrainingConfig
+from asyncrl.controller.checkpointing import BackgroundCommits
 from asyncrl.controller.journal.audit import Audit
-from asyncrl.controller.journal.background_commits import BackgroundCommits
 from asyncrl.controller.journal.checkpoints import plan_resume, resume, versions
 from asyncrl.controller.journal.journal import Journal
 from asyncrl.controller.journal.run_storage import MemoryStore

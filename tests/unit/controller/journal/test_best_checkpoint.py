@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.journal.best_checkpoint import BestCheckpoint, chosen_model
+from asyncrl.controller.journal.checkpoints import BestCheckpoint, chosen_model
 from asyncrl.errors import ConfigError
 
 

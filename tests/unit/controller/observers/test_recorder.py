@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from asyncrl.concurrency import running_beside
+from asyncrl.controller.checkpointing import READY_TERMS, read_terms, write_terms
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers import recorder as recorder_module
-from asyncrl.controller.observers.evaluation.evaluator import Evaluation
+from asyncrl.controller.observers.evaluation import Evaluation
 from asyncrl.controller.observers.events import SampleScored, StepBegan, StepDone
 from asyncrl.controller.observers.recorder import Recorder
-from asyncrl.controller.saved_rows import READY_TERMS, read_terms, write_terms
 from asyncrl.errors import FleetFailed, PeerLost
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef

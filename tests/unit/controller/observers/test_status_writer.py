@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl.controller.gate.group_state import Stage
-from asyncrl.controller.observers import status_writer
-from asyncrl.controller.observers.status_writer import StatusWriter
+from asyncrl.controller.observers import progress
+from asyncrl.controller.observers.progress import StatusWriter
 from asyncrl.fleet.health import HealthAnswer
 from asyncrl.protocols.messages import Health
 from asyncrl.telemetry.run_status import RunStatus, read_status, write_status
@@ -100,7 +100,7 @@ async def test_a_state_that_is_written_late_does_not_replace_the_last_one(
             assert go_on.wait(10)
         write_status(path, status)
 
-    monkeypatch.setattr(status_writer, "write_status", slow)
+    monkeypatch.setattr(progress, "write_status", slow)
     writer = writer_of(tmp_path / "status.json", Poller())
     running = asyncio.create_task(writer.run())
     async with asyncio.timeout(60):

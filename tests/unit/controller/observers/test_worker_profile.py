@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.observers.worker_profile import MARGIN, PROFILE, WorkerProfiles
+from asyncrl.controller.observers.inspection import MARGIN, PROFILE, WorkerProfiles
 from asyncrl.errors import PeerLost, Refused
 from asyncrl.protocols.messages import Profile
 

@@ -25,7 +25,7 @@ from asyncrl.deploy.checks.shared_memory_needs import (
 from asyncrl.engines.generation.scheduling import block_pool
 from asyncrl.engines.model_shape import PACKAGED, Shape, shape_of
 from asyncrl.lanes.data.row_store import LEAST_GROWTH, RowStore, bytes_of_row, range_bytes
-from asyncrl.protocols.row_columns import reference_columns, sample_columns, token_reward_columns, value_columns
+from asyncrl.protocols.batch import reference_columns, sample_columns, token_reward_columns, value_columns
 
 SMOLLM2 = PACKAGED["pypi:smollm2"]
 

@@ -12,11 +12,10 @@ import pytest
 
 from asyncrl.deploy import cli
 from asyncrl.errors import PeerLost, Refused
-from asyncrl.fleet.launching import run_watch
-from asyncrl.fleet.launching.join_places import Places
-from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
+from asyncrl.fleet.launching import run_access
+from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
 from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
-from asyncrl.fleet.launching.run_watch import MONITOR, RunWatch, SeenRun, watched_run
+from asyncrl.fleet.launching.run_access import MONITOR, RunWatch, SeenRun, watched_run
 from asyncrl.lanes.bound_socket import bound_socket
 from asyncrl.lanes.control.zmq_wire import ZmqWire
 from asyncrl.telemetry.run_directory import RunDirectory
@@ -63,7 +62,7 @@ async def test_a_run_is_watched_over_its_join_point(
         key = str(keys.key_of(MONITOR))
         assert await monitor(address, "--key", key) == 2
         assert "has not begun to train: look again" in capsys.readouterr().err
-        monkeypatch.setattr(run_watch, "SHORTEST", 0.0)
+        monkeypatch.setattr(run_access, "SHORTEST", 0.0)
         write(directory, 7)
         assert await monitor(address, "--key", key) == 0
         shown = capsys.readouterr().out

@@ -17,7 +17,7 @@ PROCESSES = {
     "reward child": ("asyncrl.children.guard_program asyncrl.rewards.execution.child_server", f"{EXTRAS} {MODELS} zmq"),
     "environment worker": ("asyncrl.services.environment", f"{EXTRAS} {MODELS}"),
     "environment child": ("asyncrl.environments.episode_server", f"{EXTRAS} {MODELS} zmq"),
-    "torch": ("asyncrl.services.generation asyncrl.services.reference asyncrl.services.policy_training", EXTRAS),
+    "torch": ("asyncrl.services.generation asyncrl.services.reference asyncrl.services.training", EXTRAS),
     "critic": ("asyncrl.services.critic", EXTRAS),
 }
 """Processes, the modules that they begin with, and those that they must not import."""

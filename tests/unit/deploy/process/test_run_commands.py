@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.controller.gate.pause_switch import PauseSwitch
+from asyncrl.controller.controller import PauseSwitch
 from asyncrl.deploy.process.run_commands import RunCommands
 from asyncrl.deploy.process.stop_signals import StopSignals
 from asyncrl.errors import Refused

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.controller.journal.checkpoints import commit, newest_model, plan_resume
 from asyncrl.controller.journal.journal import Journal
-from asyncrl.controller.journal.remote_copy.objects import MemoryObjects
-from asyncrl.controller.journal.remote_copy.run_copy import Head, Snapshot, download, upload
+from asyncrl.controller.journal.run_copy import Head, MemoryObjects, Snapshot, download, upload
 from asyncrl.controller.journal.run_storage import FileStore
 from asyncrl.engines.training.policy_trainer import PolicyTrainer
 from asyncrl.errors import ConfigError, JournalError

@@ -9,9 +9,8 @@ import pytest
 
 from asyncrl.config.sections.device_pools import Device
 from asyncrl.errors import ConfigError, FleetFailed
-from asyncrl.fleet.launching.join_inquiry import state_of_host
 from asyncrl.fleet.launching.joining import HostState
-from asyncrl.fleet.launching.joining_host import JoiningHost
+from asyncrl.fleet.launching.joining_host import JoiningHost, state_of_host
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.data.file_cache import FileCache

@@ -8,8 +8,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, PeerLost, Refused
 from asyncrl.fleet.worker.worker_spec import WorkerSpec
-from asyncrl.protocols.join_messages import JoinOrder, JoinRequest
-from asyncrl.protocols.messages import Call
+from asyncrl.protocols.messages import Call, JoinOrder, JoinRequest
 from tests.unit.fleet.fake_workers import FakeProcess
 from tests.unit.fleet.launching.test_joining import VERSIONS, Site, place, playing
 

@@ -15,7 +15,7 @@ from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.lanes.control.inproc_wire import InprocWire
 from asyncrl.lanes.data.file_cache import PART_BYTES, FileCache, FileServer, OfferedFiles
 from asyncrl.lanes.host_id import HostId
-from asyncrl.protocols.join_messages import FilePart, FileTree
+from asyncrl.protocols.messages import FilePart, FileTree
 from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.launching.test_joining import ADDRESS, ECHO, VERSIONS, FakeLauncher, place
 

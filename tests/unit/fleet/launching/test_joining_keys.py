@@ -9,8 +9,7 @@ import pytest
 
 from asyncrl.concurrency import running_beside
 from asyncrl.errors import ConfigError
-from asyncrl.fleet.launching.join_places import Places
-from asyncrl.fleet.launching.join_point import JoinPoint, open_join_point
+from asyncrl.fleet.launching.join_point import JoinPoint, Places, open_join_point
 from asyncrl.fleet.launching.joining_host import JoiningHost
 from asyncrl.fleet.launching.key_folder import KeyFolder, WorkerKey
 from asyncrl.lanes.bound_socket import bound_socket

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.deploy.process.local_launcher import SWEEP
-from asyncrl.fleet.launching.leftover_cleanup import new_start, remove_leftovers
+from asyncrl.fleet.launching.launcher import new_start, remove_leftovers
 from asyncrl.lanes.shared_memory import Segment
 from asyncrl.telemetry.run_directory import RunDirectory
 

@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import Refused
-from asyncrl.fleet.launching.probe_point import PART_BYTES, PROBE_BYTES, TURN, ProbePoint
-from asyncrl.fleet.launching.probing import ROUND_TRIPS, WINDOW, measure_bandwidth, measure_clock, probe
-from asyncrl.protocols.join_messages import JoinRequest
-from asyncrl.protocols.messages import Call
+from asyncrl.fleet.launching.probe import (
+    PART_BYTES,
+    PROBE_BYTES,
+    ROUND_TRIPS,
+    TURN,
+    WINDOW,
+    ProbePoint,
+    measure_bandwidth,
+    measure_clock,
+    probe,
+)
+from asyncrl.protocols.messages import Call, JoinRequest
 from asyncrl.simulation import virtual_loop
 from tests.unit.fleet.launching.test_joining import ADDRESS, VERSIONS, site
 

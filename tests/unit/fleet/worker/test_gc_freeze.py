@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from asyncrl.fleet.worker.gc_freeze import YOUNG_OF_CALLER, gc_frozen
+from asyncrl.fleet.worker.process_memory import YOUNG_OF_CALLER, gc_frozen
 
 
 class Node:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.fleet.worker.gpu_use import gpu_use
+from asyncrl.fleet.worker.process_memory import gpu_use
 
 
 class Cuda:

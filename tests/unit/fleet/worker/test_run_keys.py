@@ -12,8 +12,17 @@ import pytest
 from asyncrl.concurrency import running_beside
 from asyncrl.config.sources import load
 from asyncrl.errors import DeadlineExceeded, PeerLost
-from asyncrl.fleet.worker.lane_access import ADMIT, PROMPT, RETRY, Introductions
-from asyncrl.fleet.worker.run_keys import admit_on, controller_keys, pair_of_instance, weights_address, worker_keys
+from asyncrl.fleet.worker.lane_access import (
+    ADMIT,
+    PROMPT,
+    RETRY,
+    Introductions,
+    admit_on,
+    controller_keys,
+    pair_of_instance,
+    weights_address,
+    worker_keys,
+)
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.control.auth import CurveKeys, split_key, with_key
 from asyncrl.lanes.control.client import Client

@@ -15,8 +15,8 @@ import structlog
 from asyncrl.config.schema import Config, ModelConfig, TaskConfig
 from asyncrl.errors import ConfigError, LostRows, UnknownEndpoint
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.dispatcher import Dispatcher
 from asyncrl.fleet.worker.service import Service, WorkerContext
+from asyncrl.fleet.worker.worker_runtime import Dispatcher
 from asyncrl.fleet.worker.worker_spec import Addresses, RunFacts, WorkerSpec
 from asyncrl.lanes.data.row_store import RowStore
 from asyncrl.lanes.weights.handover import WeightHandover

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from asyncrl.errors import Refused
-from asyncrl.fleet.worker import torch_profile
-from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.torch_profile import TraceBook, own_times, record_profile
+from asyncrl.fleet.worker import compute_thread
+from asyncrl.fleet.worker.compute_thread import ThreadCompute, TraceBook, own_times, record_profile
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 
 
@@ -66,7 +65,7 @@ from asyncrl.engines.models.lean_imports import import_less
 import_less()
 import torch
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
-from asyncrl.fleet.worker.torch_profile import record_profile
+from asyncrl.fleet.worker.compute_thread import record_profile
 from asyncrl.telemetry.state_clock import Occupancy, StateClock
 
 model = torch.nn.Linear(4, 4)
@@ -96,8 +95,8 @@ def test_a_trainer_that_leaves_the_compiler_out_trains_on() -> None:
 
 
 async def test_a_trace_ends_at_its_bound_and_covers_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_profile, "MAX_EVENTS", 40)
-    monkeypatch.setattr(torch_profile, "SLICE", 0.01)
+    monkeypatch.setattr(compute_thread, "MAX_EVENTS", 40)
+    monkeypatch.setattr(compute_thread, "SLICE", 0.01)
     async with multiplying() as compute:
         began = time.monotonic()
         found = await record_profile(compute, 1.0)

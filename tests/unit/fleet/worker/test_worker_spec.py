@@ -23,7 +23,7 @@ def test_a_specification_survives_its_line_of_json() -> None:
         rank=3,
         layout=Layout(pp=2, tp=2, dp=2),
         instance="training0.3-2-0a0b0c0d",
-        implementation="asyncrl.services.policy_training:TrainingService",
+        implementation="asyncrl.services.training:TrainingService",
         addresses=Addresses("ipc:///a", "ipc:///b", "ipc:///c"),
         facts=facts,
         options={"depth": [1, 2]},

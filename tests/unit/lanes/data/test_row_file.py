@@ -11,8 +11,7 @@ from asyncrl.errors import ALL_SLOTS, LostRows, WireError
 from asyncrl.lanes.data import row_file
 from asyncrl.lanes.data.row_file import RowFileWriter, store_again
 from asyncrl.lanes.data.row_store import RowStore
-from asyncrl.protocols.batch import Batch, BatchRef, Column, Place, RowRef, SampleName
-from asyncrl.protocols.row_columns import restored_columns
+from asyncrl.protocols.batch import Batch, BatchRef, Column, Place, RowRef, SampleName, restored_columns
 
 SAMPLES = 12
 

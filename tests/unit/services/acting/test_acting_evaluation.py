@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError, PeerLost, Refused
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.services.acting.acting_evaluation import ActingEvaluationService
+from asyncrl.services.acting_evaluation import ActingEvaluationService
 from asyncrl.telemetry.run_directory import RunDirectory
 from tests.unit.engines.acting.line_walk import Push
 from tests.unit.engines.acting.scene import ENVIRONMENTS, acting_config, spaces_of_walk

@@ -20,8 +20,8 @@ from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import PromptGroup
-from asyncrl.services.acting import acting_generation
-from asyncrl.services.acting.acting_generation import ActingService
+from asyncrl.services import acting_generation
+from asyncrl.services.acting_generation import ActingService
 from tests.unit.engines.acting.scene import ENVIRONMENTS, acting_config, spaces_of_walk, until
 
 Serving = Callable[..., AbstractAsyncContextManager[ActingService]]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from asyncrl.engines.acting.stepping.spaces import ActionSpace, Spaces
-from asyncrl.services.acting.shown_transitions import shown_transitions
+from asyncrl.services.acting_generation import shown_transitions
 
 COLUMNS = {
     "observations": np.array([1.23456, 2, 3, 4, 5, 6], np.float32),

@@ -21,8 +21,7 @@ from asyncrl.errors import LostRows, PeerLost
 from asyncrl.fleet.worker.compute_thread import ThreadCompute
 from asyncrl.fleet.worker.service import WorkerContext
 from asyncrl.lanes.control.message_codec import decode
-from asyncrl.services.ranks.led_ranks import LedRanks
-from asyncrl.services.ranks.meeting import agreed
+from asyncrl.services.ranks import LedRanks, agreed
 
 PATIENCE = 20.0
 RANKS = 3
@@ -212,7 +211,7 @@ async def test_a_rank_ends_when_the_first_one_is_gone(
         def next(self) -> Any:
             raise torch.distributed.DistNetworkError("connection reset")
 
-    monkeypatch.setattr("asyncrl.services.ranks.led_ranks.DEATH_NOTICE", 0.0)
+    monkeypatch.setattr("asyncrl.services.ranks.DEATH_NOTICE", 0.0)
     config = Config.model_validate({"model": {"name": "tiny"}, "task": {"prompts": "none"}})
     mesh = RankMesh(everyone=SecondRank(), announcements=Gone(stores[0], stores[1], 1, 2, PATIENCE))
     with pytest.raises(ExceptionGroup) as failed:

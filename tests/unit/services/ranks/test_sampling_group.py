@@ -17,8 +17,7 @@ from asyncrl.lanes.weights.handover import WeightHandover
 from asyncrl.protocols.batch import BatchRef
 from asyncrl.protocols.messages import Canary, Published
 from asyncrl.protocols.rank_layout import Layout
-from asyncrl.services.generation import GenerationService
-from asyncrl.services.ranks.sampling_group import SamplingGroup
+from asyncrl.services.generation import GenerationService, SamplingGroup
 
 PUBLISHED = Published(1, 4, "", 0, "", canary=Canary((0,), (0,), (-1.0,)))
 

@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.controller.journal.remote_copy import run_copy
-from asyncrl.controller.journal.remote_copy.objects import MemoryObjects, OtherWriter
-from asyncrl.controller.journal.remote_copy.run_copy import (
+from asyncrl.controller.journal import run_copy
+from asyncrl.controller.journal.run_copy import (
     Head,
+    MemoryObjects,
+    OtherWriter,
     Snapshot,
+    Uploads,
     brought,
     download,
     head_of,
     remove_unnamed,
     upload,
+    uploading,
     write_mark,
     writers_of,
 )
-from asyncrl.controller.journal.remote_copy.uploads import Uploads, uploading
 from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, FleetFailed, JournalError
 from asyncrl.simulation import virtual_loop

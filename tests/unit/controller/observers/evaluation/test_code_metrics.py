@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.controller.observers.evaluation.code_metrics import CodeRates, code_metrics
+from asyncrl.controller.observers.evaluation import CodeRates, code_metrics
 
 RIGHT, PARTLY, BROKEN = (
     {"compiles": compiles, "passes_tests": passed} for compiles, passed in ((1.0, 1.0), (1.0, 0.75), (0.0, 0.0))

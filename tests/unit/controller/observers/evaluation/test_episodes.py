@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.config.schema import Config
 from asyncrl.config.sources.load_config import load
-from asyncrl.controller.observers.evaluation.episodes import EpisodeEvaluator, HeldOutEpisode
+from asyncrl.controller.observers.evaluation import EpisodeEvaluator, HeldOutEpisode
 from asyncrl.objectives.pass_at_k import mean_with_interval, student_quantile
 from asyncrl.protocols.batch import BatchRef, RowRef, SampleName
 from asyncrl.protocols.messages import PromptGroup, SampleText

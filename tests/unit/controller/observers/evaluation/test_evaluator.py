@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.schema import Config
-from asyncrl.controller.observers.evaluation.answers import AnswersFolder, HeldOutAnswer
-from asyncrl.controller.observers.evaluation.evaluator import Evaluation, Evaluator, summary
-from asyncrl.controller.observers.evaluation.schedule import EvaluationSchedule, copy_weights
+from asyncrl.controller.observers.evaluation import (
+    AnswersFolder,
+    Evaluation,
+    EvaluationSchedule,
+    Evaluator,
+    HeldOutAnswer,
+    copy_weights,
+    summary,
+)
 from asyncrl.errors import ConfigError, DeadlineExceeded, PeerLost, Refused, WeightsError
 from asyncrl.fleet.fleet import Fleet
 from asyncrl.lanes.weights.leases import Leases

@@ -13,8 +13,7 @@ from asyncrl.config.sources import load
 from asyncrl.controller.journal.ledger import Dropped
 from asyncrl.controller.observers.alarms import Alarm
 from asyncrl.controller.observers.events import SampleScored, StepDone
-from asyncrl.controller.observers.guards.training_guards import GUARDS, TrainingGuards
-from asyncrl.controller.observers.guards.training_history import WINDOW, TrainingHistory
+from asyncrl.controller.observers.training_guards import GUARDS, WINDOW, TrainingGuards, TrainingHistory
 from asyncrl.errors import ConfigError, TrainingStopped
 from asyncrl.protocols.batch import BatchRef, Cuts, RowRef
 from asyncrl.protocols.messages import Score, StepReport

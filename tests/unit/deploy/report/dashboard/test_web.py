@@ -16,7 +16,7 @@ from asyncrl.deploy.report.dashboard import web
 from asyncrl.deploy.report.dashboard.shown_runs import AddressRun, ShownRuns
 from asyncrl.deploy.report.dashboard.web import DashboardWeb
 from asyncrl.errors import PeerLost, Refused
-from asyncrl.fleet.launching.command_socket import open_commands
+from asyncrl.fleet.launching.run_access import open_commands
 from asyncrl.lanes.http_server import HttpServer
 from asyncrl.protocols.messages import Call
 from asyncrl.telemetry.run_status import RunStatus, write_status

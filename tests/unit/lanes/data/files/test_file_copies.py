@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, PeerLost, Refused, WireError
 from asyncrl.lanes.data.file_cache import PART_BYTES, FileCache, FileServer, OfferedFiles, relocated
-from asyncrl.protocols.join_messages import FilePart, FileTree, ListedFile
+from asyncrl.protocols.messages import FilePart, FileTree, ListedFile
 
 BIG = os.urandom(6 * PART_BYTES + 17)
 

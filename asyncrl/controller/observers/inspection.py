@@ -4,12 +4,17 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
 from asyncrl.errors import DeadlineExceeded, PeerLost, Refused
 from asyncrl.fleet.health import HealthPoller
 from asyncrl.fleet.remote_worker import RemoteWorker
 from asyncrl.protocols.messages import Profile
 from asyncrl.protocols.service_contracts import Contract
+import math
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from xxhash import xxh3_64_hexdigest
+from asyncrl.protocols.messages import HeldWeights
+from asyncrl.protocols.service_contracts import Training
 
 PROFILE = Contract.endpoints["profile"]
 LONGEST = 600.0
@@ -77,3 +82,32 @@ def summary(name: str, seconds: float, path: Path, found: Profile) -> Iterator[s
             yield f"{'ms of its own':>14} {'share':>6} {'calls':>8}  {title}"
         for each, calls, own in items[:SHOWN]:
             yield f"{1e3 * own:>14,.1f} {own / total if total else 0:>6.1%} {calls:>8,}  {each:.80}"
+
+# Describes the weights that each pipeline stage of the trainer holds, for a person who compares ranks or versions.
+
+
+async def describe_weights(training: Training, pattern: str) -> str:
+    """Returns a line for each stage, and one for each of its tensors whose name matches the pattern. Raises Refused
+    when the trainer does not answer, or no name matches."""
+    try:
+        held = await training.held_weights()
+    except (PeerLost, DeadlineExceeded) as lost:
+        raise Refused(f"the trainer did not say what weights it holds: {lost}") from lost
+    names = [name for stage in held for name in stage.tensors]
+    if pattern and not any(fnmatchcase(name, pattern) for name in names):
+        raise Refused(f"no tensor is called {pattern!r}; one is called {names[0]!r}")
+    return "\n".join(weights_lines(held, pattern))
+
+
+def weights_lines(held: Sequence[HeldWeights], pattern: str = "") -> Iterator[str]:
+    """Yields a table: the digest of a stage is that of the digests of its tensors, in the order of their names."""
+    first = held[0]
+    yield f"weights of version {first.version}, incarnation {first.incarnation}, between two steps"
+    yield f"{'stage':>5}  {'worker':<28} {'tensors':>7} {'norm':>12}  digest"
+    for stage in sorted(held, key=lambda each: each.stage):
+        digests, norms = zip(*(stage.tensors[name] for name in sorted(stage.tensors)), strict=True)
+        own = f"{stage.stage:>5}  {stage.instance:<28} {len(norms):>7}"
+        yield f"{own} {math.hypot(*norms):>12.6g}  {xxh3_64_hexdigest(''.join(digests).encode())}"
+        for name, (digest, norm) in stage.tensors.items():
+            if pattern and fnmatchcase(name, pattern):
+                yield f"       {name:<36} {norm:>12.6g}  {digest}"

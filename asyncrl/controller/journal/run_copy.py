@@ -18,10 +18,99 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-
-from asyncrl.controller.journal.remote_copy.objects import PARTS, Objects, OtherWriter
 from asyncrl.controller.journal.run_storage import run_lock
 from asyncrl.errors import ConfigError, JournalError
+from dataclasses import dataclass, field
+from typing import Protocol
+from asyncrl.errors import ConfigError
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from asyncrl.concurrency import running_beside
+from asyncrl.errors import FleetFailed
+
+# A store of objects, as far as a copy of a run needs it: bytes by name, and one head that is exchanged atomically.
+
+
+PARTS = "objects/"
+"""Prefix of the names of all objects but the head."""
+
+
+class OtherWriter(ConfigError):
+    """The head was written by somebody else since it was read."""
+
+
+class Objects(Protocol):
+    """Every method waits for the store for a bounded time, and raises OSError when it cannot be reached. Several
+    threads may call them at a time. blocks: grows while bytes of a put move, however long the whole of it takes."""
+
+    address: str
+    blocks: int
+
+    def put(self, name: str, data: bytes) -> None: ...
+
+    def get(self, name: str) -> bytes:
+        """Raises FileNotFoundError."""
+        ...
+
+    def remove(self, names: list[str]) -> None: ...
+
+    def names(self) -> set[str]:
+        """Returns the names of all objects that begin with PARTS."""
+        ...
+
+    def read_head(self) -> tuple[bytes, str] | None:
+        """Returns the head and its tag; None where there is none."""
+        ...
+
+    def write_head(self, data: bytes, after: str) -> str:
+        """Writes the head if its tag is still `after` ("": there is none), and returns the new tag. Raises OtherWriter
+        when it is not."""
+        ...
+
+
+@dataclass
+class MemoryObjects:
+    """Objects in memory. failing: names whose next put fails."""
+
+    address: str = "memory://run"
+    objects: dict[str, bytes] = field(default_factory=dict)
+    head: bytes | None = None
+    failing: set[str] = field(default_factory=set)
+    blocks: int = 0
+
+    def put(self, name: str, data: bytes) -> None:
+        if name in self.failing:
+            self.failing.remove(name)
+            raise OSError(f"{self.address} did not take {name}")
+        self.objects[name] = data
+
+    def get(self, name: str) -> bytes:
+        if name not in self.objects:
+            raise FileNotFoundError(f"{self.address} has no {name}")
+        return self.objects[name]
+
+    def remove(self, names: list[str]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
+
+    def names(self) -> set[str]:
+        return {name for name in self.objects if name.startswith(PARTS)}
+
+    def read_head(self) -> tuple[bytes, str] | None:
+        return None if self.head is None else (self.head, _tag(self.head))
+
+    def write_head(self, data: bytes, after: str) -> str:
+        if after != ("" if self.head is None else _tag(self.head)):
+            raise OtherWriter(f"{self.address} was written by another run")
+        self.put("head", data)
+        self.head = data
+        return _tag(data)
+
+
+def _tag(data: bytes) -> str:
+    return sha256(data).hexdigest()
 
 FORMAT = 1
 PART_BYTES = 4 << 20
@@ -284,3 +373,129 @@ def head_of(objects: Objects, run_dir: Path) -> tuple[Head | None, str]:
     if head.writer not in writers_of(run_dir):
         raise OtherWriter(f"{objects.address} holds step {head.version} of a run that is not in {run_dir}: begin again")
     return head, found[1]
+
+# Copies a run to a store after each checkpoint, beside the run.
+
+
+LAST_UPLOAD = 300.0
+"""Seconds without a block that was sent, or a part that was found there, after which the end of a run no longer waits
+for its last copy. All tries of one request take less."""
+
+
+class Uploads:
+    """One upload runs, and one snapshot waits; a later checkpoint takes the place of the one that waits.
+
+    head, tag: what the store holds. say: takes what a person should read. copied: version of the newest copy, -1: none.
+    """
+
+    def __init__(
+        self, objects: Objects, run_dir: Path, head: Head | None, tag: str, say: Callable[[str], None]
+    ) -> None:
+        self.copied = -1 if head is None else head.version
+        self._objects = objects
+        self._run_dir = run_dir
+        self._known: Head | None = None  # what the store has, where nothing else may lie there
+        self._tag = tag
+        self._say = say
+        self._writer = secrets.token_hex(8)
+        self._made = 0
+        self._moved = 0  # parts, of all uploads
+        self._has_ended = False
+        self._waiting: Snapshot | None = None
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._changed = asyncio.Event()
+        shutil.rmtree(run_dir / STAGED, ignore_errors=True)  # A start that was killed left it.
+        write_mark(run_dir, [self._writer] if head is None else [head.writer, self._writer])
+
+    async def committed(self, version: int) -> None:
+        """Takes a snapshot of a checkpoint that was just committed."""
+        try:
+            snapshot = await asyncio.to_thread(Snapshot.take, self._run_dir, version)
+        except OSError as error:
+            self._say(f"no copy of step {version} is made: {error}")
+            return
+        if self._waiting is not None and self._waiting.version != version:
+            late = self._waiting
+            self._say(f"{self._objects.address} is slow: step {late.version} is not copied, step {version} will be")
+            await asyncio.to_thread(late.release)
+        self._waiting = snapshot
+        self._is_idle.clear()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Uploads until cancelled. Raises OtherWriter."""
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                while (snapshot := self._waiting) is not None:
+                    self._waiting = None
+                    await self._upload(snapshot)
+                self._is_idle.set()
+        finally:
+            self._has_ended = True
+
+    def _note_part(self) -> None:
+        self._moved += 1
+        if self._has_ended:  # Nobody waits for the threads, and the process would.
+            raise OSError("the run has ended")
+
+    async def _upload(self, snapshot: Snapshot) -> None:
+        before = self._known
+        self._known = None
+        work = (self._objects, snapshot, before, self._tag, self._writer, self._note_part)
+        try:
+            head, self._tag = await asyncio.to_thread(upload, *work)
+        except OSError as error:
+            after = f"the copy is of step {self.copied}" if self.copied >= 0 else "there is no copy yet"
+            self._say(f"{self._objects.address} did not take step {snapshot.version}: {error}; {after}")
+        else:
+            self.copied = snapshot.version
+            self._made += 1
+            await self._remove_unnamed(before, head)
+        finally:
+            if self._waiting is None or self._waiting.version != snapshot.version:
+                await asyncio.to_thread(snapshot.release)
+
+    async def _remove_unnamed(self, before: Head | None, head: Head) -> None:
+        try:
+            lost = await asyncio.to_thread(remove_unnamed, self._objects, before, head)
+        except OSError as error:
+            self._say(f"{self._objects.address} keeps parts that no copy names any more: {error}")
+            return
+        if lost:
+            self._say(f"{self._objects.address} has lost {lost} parts of step {head.version}; the next copy sends them")
+        else:
+            self._known = head
+
+    async def finish(self, version: int) -> None:
+        """Copies the end of the run, with all that it wrote, for as long as bytes move. Raises FleetFailed when
+        none did for LAST_UPLOAD, or the store refuses the copy."""
+        before = self._made
+        if await self._becomes_idle():
+            before = self._made
+            await self.committed(version)
+            await self._becomes_idle()
+        if self._made == before:
+            raise FleetFailed(
+                f"{self._objects.address} did not take the end of the run, step {version}, which is in "
+                f"{self._run_dir}: the same command copies it"
+            )
+
+    async def _becomes_idle(self) -> bool:
+        """Returns whether nothing is to be copied any more; False once nothing has moved for LAST_UPLOAD."""
+        while not self._is_idle.is_set():
+            moved = self._moved, self._objects.blocks
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_UPLOAD):
+                    await self._is_idle.wait()
+            if moved == (self._moved, self._objects.blocks):
+                break
+        return self._is_idle.is_set()
+
+
+@asynccontextmanager
+async def uploading(uploads: Uploads) -> AsyncIterator[None]:
+    async with running_beside({"copies of the run": uploads.run()}):
+        yield

@@ -1,7 +1,55 @@
-"""Writes the text of an answer in plain characters and words: LaTeX, other scripts, full width, superscripts, marks."""
+"""Splits a completion into its thoughts and its answer: one reading for rewards, tools, judges and metrics."""
 
 import re
 import unicodedata
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+PAIRS = (
+    *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "thought", "reasoning", "seed:think")),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+)
+"""Marks that begin and end thoughts in the chat templates of reasoning models."""
+
+_END = {begin: end for begin, end in PAIRS}
+_LITERAL = r"""[\[({=:,]\s*+(["'])(?:(?!\1)[^\\\n]|\\.)*\1(?=\s*[\])}:,])"""  # What it quotes marks nothing.
+_MARK = re.compile("|".join([_LITERAL, *(re.escape(mark) for pair in PAIRS for mark in pair)]))
+
+
+def split_thoughts(text: str, opened: bool = False) -> tuple[str, str]:
+    """Returns the thoughts of a completion, marks included, and the answer behind them; together they are `text`.
+    opened: whether the prompt ended inside thoughts, as templates of reasoning models write it. A completion whose
+    first mark ends thoughts was opened by its template too. Behind several thoughts the answer stands behind the last
+    of them. Thoughts that do not end have no answer: it is empty."""
+    end = 0
+    unfinished = opened
+    awaited = ""
+    for mark in _MARK.finditer(text):
+        if mark[0] in _END:
+            if not unfinished:
+                unfinished = True
+                awaited = _END[mark[0]]
+        elif not mark[1] and (not awaited or mark[0] == awaited):
+            unfinished = False
+            awaited = ""
+            end = mark.end()
+    return (text, "") if unfinished else (text[:end], text[end:])
+
+
+def ends_in_thoughts(prompt: str, begun: str = "") -> bool:
+    """Returns whether a rendered prompt ends inside thoughts, so that the completion begins there. begun: the answer in
+    the prompt that the completion goes on with."""
+    return prompt.rstrip().endswith(tuple(_END)) or split_thoughts(f"{begun}.")[1] == ""
+
+# Writes the text of an answer in plain characters and words: LaTeX, other scripts, full width, superscripts, marks.
+
 
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 """Thai, Lao, Burmese, Khmer, kana, Chinese, and Hangul, whose particles follow a word at once: a range."""
@@ -124,3 +172,54 @@ def composed(text: str) -> str:
 def folded(text: str) -> str:
     """Returns a text in which letters that differ in case alone, or in their writing in Unicode, are equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", text).casefold())
+
+# Finds JSON objects in prose, beside braces of other kinds such as those of LaTeX.
+
+
+MOST_BRACES = 1000
+"""Opening braces, the last of a text, at which an object is looked for."""
+
+
+class Several(list[Any]):
+    """The values of a name that an object has twice or more often: none of them is the one."""
+
+
+def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Several] = {}
+    for name, value in pairs:
+        values.setdefault(name, Several()).append(value)
+    return {name: each[0] if len(each) == 1 else each for name, each in values.items()}
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_float=Decimal, object_pairs_hook=_by_name)
+_INNER = re.compile(r'"\s*:\s*(?:\[[^\]]*)?\Z')
+"""End of what stands before an object that is a value of another one, perhaps in a list: `"moves": [{...}, `."""
+_LOOKED_BACK = 500
+_BACKSLASH = re.compile(r'(\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})|\\')
+"""An escape of JSON, or a backslash that is none: LaTeX inside of a text, which models do not escape."""
+_STAND_IN = "\ue000"
+
+
+def json_objects(text: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yields the objects of a text that are in no other one, each with the place behind it; those inside of one that
+    does not end are none. Numbers with a point are Decimals, and a name that stands twice has Several values."""
+    readable = _BACKSLASH.sub(lambda found: found[1] or _STAND_IN, text)
+    end = 0
+    for place in [place.start() for place in re.finditer(r"\{", readable)][-MOST_BRACES:]:
+        if place < end or _INNER.search(readable, max(end, place - _LOOKED_BACK), place):
+            continue
+        try:
+            found, behind = _DECODER.raw_decode(readable, place)
+            found = _with_backslashes(found)
+        except (ValueError, RecursionError):
+            continue
+        end = behind
+        yield found, end
+
+
+def _with_backslashes(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.replace(_STAND_IN, "\\")
+    if isinstance(value, dict):
+        return {_with_backslashes(name): _with_backslashes(each) for name, each in value.items()}
+    return type(value)(map(_with_backslashes, value)) if isinstance(value, list) else value

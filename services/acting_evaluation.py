@@ -20,7 +20,7 @@ from asyncrl.protocols.batch import BatchRef, RowRef
 from asyncrl.protocols.messages import PromptGroup, Published, SampleText, Using
 from asyncrl.protocols.seeds import group_seed
 from asyncrl.protocols.service_contracts import Generation
-from asyncrl.services.acting.policy_worker import PolicyWorker
+from asyncrl.services.acting_generation import PolicyWorker
 from asyncrl.telemetry.run_directory import RunDirectory, replace_bytes
 
 HELD_OUT = -1

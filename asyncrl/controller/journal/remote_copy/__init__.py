@@ -1,1 +1,0 @@
-"""Copies a run to a store of objects after each checkpoint, and brings it back to a machine that does not have it."""

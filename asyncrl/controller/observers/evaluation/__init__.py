@@ -1,1 +1,0 @@
-"""Evaluates versions on sets of held-out prompts beside training."""

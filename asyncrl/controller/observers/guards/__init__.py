@@ -1,1 +1,0 @@
-"""Guards find training that comes to nothing."""

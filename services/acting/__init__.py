@@ -1,1 +1,0 @@
-"""The services of a run whose policy acts: generation, evaluation and training."""
